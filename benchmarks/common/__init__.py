@@ -1,1 +1,1 @@
-"""What several benchmarks share."""
+"""Code that several benchmarks share."""

@@ -1,4 +1,4 @@
-"""Options that several benchmarks have."""
+"""Command-line options that several benchmarks have."""
 
 import argparse
 import shutil
@@ -24,21 +24,21 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def model_directory(text: str) -> Path:
-    """The type of an option that names a model's directory."""
+    """The type of an option with a model directory."""
     if not is_model(text):
         raise argparse.ArgumentTypeError(f"{text} is not a model directory")
     return Path(text)
 
 
 def checkout(text: str) -> Path:
-    """The type of an option that names another checkout of Stepwell. The path is absolute."""
+    """The type of an option with another checkout of Stepwell. The path becomes absolute."""
     if not (Path(text) / "gen" / "stepwell").is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a checkout with gen/ built (make proto)")
     return Path(text).resolve()
 
 
 def program(path: str) -> str:
-    """The type of an option that names a program, such as another interpreter."""
+    """The type of an option with a program, such as another interpreter."""
     if shutil.which(path) is None:
         raise argparse.ArgumentTypeError(f"{path} is no program")
     return path
@@ -61,11 +61,13 @@ def count(text: str) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """The type of an option that lists such numbers, separated by commas: sorted, each once."""
+    """The type of an option that lists positive integers, separated by commas. Duplicates are
+    removed, and the result is sorted.
+    """
     return tuple(sorted({count(part) for part in text.split(",")}))
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The program's own arguments, and those behind the first `--`, which are for another one."""
+    """Splits arguments at the first `--`: the program's own, and those for another program."""
     own = list(takewhile(lambda argument: argument != "--", argv))
     return own, list(argv[len(own) + 1 :])

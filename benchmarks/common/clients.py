@@ -1,5 +1,5 @@
-"""Clients of the services, as light as they can be: they share the processors with what they
-measure.
+"""Clients of the services that use little processor time, since they share the processors with the
+services that they measure.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _EVENT, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
 
 
 class GrpcClient:
-    """`Inference.Generate` of the gateway, all requests over one channel."""
+    """Calls the gateway's `Inference.Generate`, all requests over one channel."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
@@ -47,16 +47,18 @@ class GrpcClient:
 
 
 class HttpClient:
-    """`POST /v1/completions` of the gateway, streamed; one connection for each request at once."""
+    """Calls the gateway's `POST /v1/completions`, streamed, with one connection for each concurrent
+    request.
+    """
 
     def __init__(self, address: str, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """`fields` are put into each body."""
+        """`fields` are added to each body."""
         self._host, _, port = address.rpartition(":")
         self._port, self._fields = int(port), fields
         self._idle: list[_Connection] = []
 
     async def open(self, num_connections: int) -> None:
-        """Connects anew ahead of a load, so that connecting is not measured.
+        """Opens new connections before a load, so that connecting is not measured.
 
         The gateway closes connections that were idle for long.
         """
@@ -101,8 +103,8 @@ def completion_request(
     headers: str = "",
     fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    """A streamed greedy `POST /v1/completions` of `num_tokens`; `headers` are whole lines, and
-    `fields` are added to the body, or replace its own.
+    """A streamed greedy `POST /v1/completions` for `num_tokens` tokens. `headers` are complete
+    lines. `fields` are added to the body, or replace its fields.
     """
     body = json.dumps(
         {
@@ -134,7 +136,7 @@ async def read_chunk(reader: asyncio.StreamReader) -> bytes:
 
 
 def _count_tokens(events: bytes) -> int:
-    """New tokens in whole server-sent events."""
+    """The number of new tokens in complete server-sent events."""
     count = 0
     for event in events.split(_END):
         data = event.removeprefix(_EVENT)
@@ -147,7 +149,7 @@ def _count_tokens(events: bytes) -> int:
 
 
 class SessionClient:
-    """A session with the scheduler itself, as a gateway has one."""
+    """A session with the scheduler, as a gateway opens one."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
@@ -156,7 +158,9 @@ class SessionClient:
     async def deltas(
         self, prompts: Sequence[Sequence[int]], num_tokens: int
     ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
-        """Sends all prompts at once; yields each message with tokens, until all have ended."""
+        """Sends all prompts at once. Yields each message with tokens until all requests
+        have ended.
+        """
         call, numbers = self._stub.Session(), itertools.count(1)
         hello = scheduler_pb2.OpenSession(gateway_id="benchmark", release=own_release())
         await call.write(scheduler_pb2.SessionRequest(number=next(numbers), open=hello))

@@ -1,4 +1,4 @@
-"""What a benchmark prints: its report on standard output, its progress on standard error."""
+"""Prints a benchmark's report to standard output, and its progress to standard error."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ def log(line: str) -> None:
 
 
 def messages(error: BaseException) -> list[str]:
-    """The message of an error, or those of the errors in a group."""
+    """The message of an error, or the messages of the errors in a group."""
     if isinstance(error, BaseExceptionGroup):
         return [message for inner in error.exceptions for message in messages(inner)]
     return [str(error) or "a run did not end in time"]

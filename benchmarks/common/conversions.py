@@ -30,7 +30,7 @@ _GENERATION = 1
 
 
 def to_request(asked: EngineRequest, key: int) -> Request:
-    """The scheduler's request for the gateway's. `key` is its number towards the pool."""
+    """Converts the gateway's request to the scheduler's. `key` is its number at the pool."""
     return Request(
         request_id=asked.request_id,
         key=RequestKey(key),
@@ -42,7 +42,7 @@ def to_request(asked: EngineRequest, key: int) -> Request:
 
 
 def to_step(plan: SchedulerOutput) -> StepInput:
-    """The worker's step for the scheduler's plan."""
+    """Converts the scheduler's plan to the worker's step."""
     return StepInput(
         generation=_GENERATION,
         step=plan.step,
@@ -60,7 +60,7 @@ def to_step(plan: SchedulerOutput) -> StepInput:
 
 
 def _drafts(plan: SchedulerOutput) -> dict[str, Any]:
-    """Drafts that the worker is to propose."""
+    """The draft tokens of a plan as fields of the worker's step."""
     drafts = plan.draft_token_ids
     if not drafts:
         return {}
@@ -72,7 +72,7 @@ def _drafts(plan: SchedulerOutput) -> dict[str, Any]:
 
 
 def _tier_transfers(metadata: KVConnectorMetadata | None) -> dict[str, Any]:
-    """What is stored in the tier of offloaded blocks and loaded from it."""
+    """The blocks that a step stores in the offloading tier and loads from it."""
     if metadata is None:
         return {}
     return {
@@ -117,7 +117,7 @@ def _appended(blocks: Mapping[Request, BlockTables]) -> tuple[AppendedBlocks, ..
 
 
 def to_output(output: StepOutput) -> ModelRunnerOutput:
-    """The scheduler's output for the worker's."""
+    """Converts the worker's output to the scheduler's."""
     token_ids: list[list[int]] = []
     flat, start = output.token_ids.tolist(), 0
     for count in output.num_tokens.tolist():

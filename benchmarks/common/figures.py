@@ -1,4 +1,4 @@
-"""From times to figures: latencies and throughput of a run, and the median over runs."""
+"""Computes latencies and throughput of a run from its times, and medians over runs."""
 
 import math
 import statistics
@@ -10,14 +10,15 @@ from benchmarks.common.load import RequestTimes
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one run showed. Latencies in milliseconds.
+    """The figures of one run. Latencies are in milliseconds.
 
     * ttft: from sending a request to its first token;
-    * itl: between tokens of a request; k tokens that come together share the wait for them;
-    * tpot: from a request's first token to its last, for each token after the first: the mean of
-      its ITLs;
+    * itl: between tokens of a request; k tokens that arrive together share the wait equally;
+    * tpot: time from a request's first token to its last per token after the first, which is the
+      mean of its ITLs;
     * e2e: from sending a request to its last token;
-    * tokens_per_second: all output over the time from the first request to the last token.
+    * tokens_per_second: all output tokens, divided by the time from the first request to the last
+      token.
     """
 
     ttft_median: float
@@ -31,7 +32,9 @@ class Figures:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The smallest value that at least `percent` of all are not above (nearest rank)."""
+    """The nearest-rank percentile: the smallest value that at least `percent` of all values do not
+    exceed. Raises ValueError if there are no values.
+    """
     ordered = sorted(values)
     if not ordered:
         raise ValueError("no values")
@@ -41,10 +44,12 @@ def percentile(values: Iterable[float], percent: float) -> float:
 def percentile_interval(
     values: Iterable[float], percent: float, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """Two of the values, 0 or more, between which the percentile of all that could have been
-    measured lies in `confidence` of such samples, whatever their distribution, if they do not
-    depend on each other: ranks by the binomial distribution (Thompson, 1936). 0 or infinite where
-    too few values bound it: 368 bound a 99th percentile from above in 95 % of samples.
+    """The confidence interval of a percentile: two of the values, or 0 and infinity as bounds. In
+    `confidence` of samples the true percentile lies between them, whatever the distribution, if the
+    values are independent. Their ranks follow from the binomial distribution (Thompson, 1936).
+
+    A bound is 0 or infinite if there are too few values: at least 368 values are needed for an
+    upper bound of a 99th percentile with a confidence of 95 %.
     """
     ordered, tail = sorted(values), (1 - confidence) / 2
     low, below = 0.0, 0.0
@@ -60,8 +65,9 @@ def percentile_interval(
 def percentile_ratio_interval(
     these: Iterable[float], those: Iterable[float], percent: float, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """In which the percentile of these to that of those lies, in the same sense or more often: from
-    the ends of their two intervals, each of which fails half as often (Bonferroni).
+    """The confidence interval of the ratio of a percentile of `these` to the percentile of `those`.
+    Its confidence is at least `confidence`: it combines two intervals that each fail half as often
+    (Bonferroni).
     """
     each = 1 - (1 - confidence) / 2
     least, most = percentile_interval(these, percent, each)
@@ -70,7 +76,7 @@ def percentile_ratio_interval(
 
 
 def figures_of(times: Sequence[RequestTimes]) -> Figures:
-    """The figures of one run, in which every request has at least one token."""
+    """The figures of one run. Every request must have at least one token."""
     first_tokens = [_millis(taken.arrivals[0][0] - taken.sent) for taken in times]
     gaps = [gap for taken in times for gap in _gaps(taken)] or [0.0]
     each = [_time_per_output_token(taken) for taken in times]
@@ -90,7 +96,7 @@ def figures_of(times: Sequence[RequestTimes]) -> Figures:
 
 
 def median_figures(rounds: Sequence[Figures]) -> Figures:
-    """Of each figure the median of its rounds."""
+    """The median of each figure over the rounds."""
     columns = [asdict(figures) for figures in rounds]
     return Figures(
         **{
@@ -101,7 +107,9 @@ def median_figures(rounds: Sequence[Figures]) -> Figures:
 
 
 def median_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
-    """Throughput of these to those: the median over rounds, each to the one next to it in time."""
+    """The throughput ratio of `these` to `those`: the median over pairs of rounds that are adjacent
+    in time.
+    """
     return statistics.median(
         this.tokens_per_second / that.tokens_per_second
         for this, that in zip(these, those, strict=True)
@@ -109,7 +117,9 @@ def median_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
 
 
 def median_tpot_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
-    """The mean TPOT of these to that of those, in the same way; 1 for requests of one token."""
+    """The ratio of mean TPOTs of `these` to `those`: the median over pairs of rounds that are
+    adjacent in time. It is 1 for requests of one token.
+    """
     return statistics.median(
         this.tpot_mean / that.tpot_mean if that.tpot_mean else 1.0
         for this, that in zip(these, those, strict=True)
@@ -117,7 +127,9 @@ def median_tpot_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> flo
 
 
 def interleaved(names: Sequence[str], num_rounds: int) -> list[list[str]]:
-    """The order of each round: each name once, beginning with the next name in each round."""
+    """The order of the names in each round. Each round contains every name once and begins with the
+    next name.
+    """
     return [
         [names[(start + index) % len(names)] for index in range(len(names))]
         for start in range(num_rounds)
@@ -139,7 +151,7 @@ def _gaps(taken: RequestTimes) -> Iterable[float]:
 
 
 def _time_per_output_token(taken: RequestTimes) -> float:
-    """0 for a request whose tokens came all at once."""
+    """The TPOT of a request in milliseconds; 0 if all its tokens arrived at once."""
     (first, num_first), (last, _) = taken.arrivals[0], taken.arrivals[-1]
     return _millis(last - first) / max(taken.num_tokens - num_first, 1)
 

@@ -1,4 +1,4 @@
-"""Further gateways in front of the replicas of a first one."""
+"""Additional gateways for the replicas of a first gateway."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -21,16 +21,16 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class GatewayProgram:
-    """How a gateway is started, and where it serves then, host:port."""
+    """The start command of a gateway, and its addresses as host:port."""
 
     spec: ChildSpec
     http: str
     grpc: str
 
     def another(self, name: str, settings: Mapping[str, Any] | None = None) -> "GatewayProgram":
-        """A gateway of the same replicas on ports of its own, with other values of some settings
-        of GatewaySettings. It takes the place of this one if it has its name; otherwise it has
-        sockets of its own, and the services send their spans to this one.
+        """A gateway for the same replicas on other ports, with some other values of
+        GatewaySettings. With the same name it replaces this one. With another name it has its own
+        sockets, and the services still send their spans to this one.
         """
         http, grpc = (
             join_host_port(_HOST, claim_port(_HOST, 0, flag))
@@ -57,7 +57,9 @@ class GatewayProgram:
 
 @asynccontextmanager
 async def running(gateway: GatewayProgram, log: Path) -> AsyncIterator[None]:
-    """Runs a gateway that nothing starts again; its output goes to `log`. Begins when it serves."""
+    """Runs a gateway without a supervisor; its output is written to `log`. Enters when
+    it serves.
+    """
     process = spawn(gateway.spec.command, gateway.spec.environ, log)
     try:
         await until_serving(

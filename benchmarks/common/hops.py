@@ -1,8 +1,8 @@
-"""What each hop of a decode step costs, from traces and from the times at which tokens arrive.
+"""Computes the cost of each hop of a decode step from traces and from the arrival times of tokens.
 
-The services run as they are: every step is traced, of the requests only a few (the probes). The
-spans of a step time planning, pool and worker, each from both sides. A session with the scheduler
-itself receives the tokens of a step as a gateway does; the probes receive them as clients do.
+The services run unchanged. Every step is traced, but only a few requests (the probes). The spans of
+a step time planning, pool and worker, each from both sides. A session with the scheduler receives
+the tokens of a step as a gateway does; the probes receive them as clients do.
 """
 
 import statistics
@@ -30,21 +30,20 @@ HOPS = (PLAN, TRANSACT, POOL, DISPATCH, QUEUE, COMPUTE, TAKE_IN, STEP, DELIVER, 
 
 @dataclass(slots=True)
 class HopRun:
-    """What was sent and seen at one concurrency; times in nanoseconds since the epoch."""
+    """The observations at one concurrency. Times are in nanoseconds since the epoch."""
 
     concurrency: int
     begun: int
     ended: int = 0
     probes: dict[bytes, RequestTimes] = field(default_factory=dict)
-    """Requests through HTTP by their trace id."""
+    """HTTP requests by their trace id."""
     session: list[tuple[int, int]] = field(default_factory=list)
-    """Step, and when its tokens had reached the session."""
+    """Pairs of a step and the time at which its tokens arrived at the session."""
 
 
 def median_hops(run: HopRun, spans: Iterable[SpanRecord]) -> dict[str, float | None]:
-    """Median microseconds of each hop over the decode steps of a run; None where there was none.
-
-    Only steps that give every request exactly one token count.
+    """Median microseconds of each hop over the decode steps of a run; None if there are no values.
+    Only steps in which every request gets exactly one token count.
     """
     of_trace: dict[bytes, dict[str, list[SpanRecord]]] = defaultdict(lambda: defaultdict(list))
     steps: list[SpanRecord] = []
@@ -69,7 +68,9 @@ def median_hops(run: HopRun, spans: Iterable[SpanRecord]) -> dict[str, float | N
 
 
 def hops_table(hops: Mapping[int, Mapping[str, float | None]]) -> str:
-    """Median microseconds of each hop that was seen, a column for each concurrency."""
+    """A table of the median microseconds of each observed hop, with a column for each
+    concurrency.
+    """
     header = [f"{level} request{'s' if level > 1 else ''}" for level in hops]
     seen = [hop for hop in HOPS if any(found[hop] is not None for found in hops.values())]
     return table_text(
@@ -112,10 +113,10 @@ def _deliveries(run: HopRun, steps: Sequence[SpanRecord]) -> list[int]:
 
 
 def _lags(taken: RequestTimes, trace_id: bytes, steps: Sequence[SpanRecord]) -> list[int]:
-    """From the end of each step to its token at the client, for one request.
+    """For one request, the nanoseconds from the end of each step to its token at the client.
 
-    Of its steps the first ones may be chunks of its prompt, and a last one may have been planned
-    before its end was known: the latest assignment in which no token comes before its step ends.
+    The request's first steps may be prompt chunks, and one step may have been planned before the
+    end was known. The latest assignment is used in which no token arrives before its step ends.
     """
     ends = [step.end for step in steps if trace_id in step.links]
     arrivals = [arrived for arrived, count in taken.arrivals for _ in range(count)]

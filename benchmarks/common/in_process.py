@@ -1,11 +1,11 @@
-"""Everything in one process: what the services are measured against.
+"""Runs everything in one process: the baseline of the services.
 
     python -m benchmarks.common.in_process --model models/demo --num-blocks 1000
 
-The real cores of all four services over each other: the gateway's inference and detokenizing, the
-scheduler's policy and engine loop, the pool, the worker's runner in its one compute thread. What is
-missing is what separates processes: gRPC, messages, sockets. As a program it answers on standard
-output, a line of JSON each, the loads that it reads from standard input.
+The real cores of all four services call each other: the gateway's inference and detokenizing, the
+scheduler's policy and engine loop, the pool, the worker's runner in its one compute thread. The
+separation of processes is missing: gRPC, messages, sockets. The program reads loads from standard
+input and writes the results to standard output, one line of JSON each.
 """
 
 import argparse
@@ -63,7 +63,7 @@ from services.worker.settings import WorkerSettings
 
 
 class RunnerExecutor:
-    """The scheduler's `Executor` over a runner in its thread."""
+    """The scheduler's `Executor`, which calls a runner in its thread."""
 
     def __init__(self, runner: StepRunner, compute: ComputeThread) -> None:
         self._runner = runner
@@ -79,7 +79,7 @@ class RunnerExecutor:
 
 
 class OneReplica:
-    """The scheduler's `Replica` where nothing can be lost but the process."""
+    """The scheduler's `Replica`. Nothing can be lost except the whole process."""
 
     workers_were_ended = False
 
@@ -88,7 +88,7 @@ class OneReplica:
 
 
 class Unobserved:
-    """The scheduler's `StepObserver` and its `Readiness`, where nothing is watched."""
+    """The scheduler's `StepObserver` and `Readiness`, which ignore all events."""
 
     def ready(self) -> None:
         pass
@@ -131,7 +131,7 @@ class Unobserved:
 
 
 class LocalEngine:
-    """The gateway's `Engine` and the scheduler's `Delivery` at once: news by function calls."""
+    """The gateway's `Engine` and the scheduler's `Delivery` in one, connected by function calls."""
 
     def __init__(self, limits: ModelLimits) -> None:
         self.engine: EngineCore
@@ -184,7 +184,7 @@ class LocalEngine:
 
 
 class InProcessClient:
-    """The gateway's core as a client of the load."""
+    """The gateway's core as a client of a load."""
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
@@ -211,7 +211,7 @@ class InProcessClient:
 
 
 class _Counts:
-    """A sink that queues how many tokens each piece has."""
+    """A sink that queues the number of tokens of each piece."""
 
     is_ready = True
 
@@ -224,16 +224,16 @@ class _Counts:
                 self.queue.put_nowait(len(piece.token_ids))
 
     async def drain(self) -> None:
-        """It is always ready."""
+        """Does nothing: the sink is always ready."""
 
 
 class InProcess:
-    """The composition. `client` and `engine` are there while its context is entered."""
+    """The composition of all cores. `client` and `engine` exist inside its context."""
 
     def __init__(
         self, settings: WorkerSettings, loaded: Callable[[Worker], None] | None = None
     ) -> None:
-        """`loaded` may change the worker once it is built."""
+        """`loaded` may change the worker after it is built."""
         self._settings = settings
         self._loaded = loaded
         self._compute = ComputeThread()
@@ -273,7 +273,7 @@ class InProcess:
             unix_nanos=time.time_ns,
         )
         self.client = InProcessClient(inference)
-        # An error of the engine cancels the calls that wait for it.
+        # An error of the engine cancels the waiting calls.
         group = await self._tasks.enter_async_context(asyncio.TaskGroup())
         self._tasks.callback(group.create_task(local.engine.run()).cancel)
         return self
@@ -302,7 +302,7 @@ def _limits(built: WorkerDescription, config: SchedulerConfig) -> ModelLimits:
 
 
 async def _answer_loads(settings: WorkerSettings) -> None:
-    """Runs the loads that come, one after the other, until standard input ends."""
+    """Runs the loads from standard input, one after another, until it ends."""
     async with InProcess(settings) as composed:
         print("ready", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):

@@ -1,8 +1,8 @@
-"""The load: how many requests at once, how long, and what is timed of each.
+"""The load: the number and length of requests, and their measured times.
 
-A closed loop, all at once: `concurrency` clients each send `requests_each` requests, one after the
-other. Prompts are random tokens, so that no two share a prefix and nothing is found in the cache.
-Output has a fixed length, whatever the model would like to end with.
+It is a closed loop: `concurrency` clients each send `requests_each` requests, one after another.
+Prompts are random tokens, so that they share no prefix and nothing is found in the cache. The
+output has a fixed length: end-of-sequence tokens are ignored.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one run sends. The same load is the same tokens."""
+    """The requests of one run. Equal loads have equal tokens."""
 
     concurrency: int
     requests_each: int
@@ -33,33 +33,34 @@ class Load:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When a request was sent, and when how many tokens came; nanoseconds since the epoch."""
+    """The time at which a request was sent, and the times and counts of arriving tokens. Times are
+    in nanoseconds since the epoch.
+    """
 
     sent: int
     arrivals: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that came."""
+        """The number of tokens that arrived."""
         return sum(count for _, count in self.arrivals)
 
 
 class Client(Protocol):
-    """One way to the engine."""
+    """Sends requests to the engine over one interface."""
 
     def generate(
         self, prompt: Sequence[int], num_tokens: int, traceparent: str = ""
     ) -> AsyncIterator[int]:
-        """Sends a request; yields, as they come, how many new tokens there are. Greedy."""
+        """Sends a greedy request. Yields the number of new tokens as they arrive."""
         ...
 
 
 async def run_load(
     client: Client, load: Load, traceparents: Sequence[str] = ()
 ) -> list[RequestTimes]:
-    """Runs a load to its end. Raises AssertionError unless every token came.
-
-    `traceparents`, if given, are those of the requests in order; the result is in order too.
+    """Runs a load to its end. Raises AssertionError if a request has too few or too many tokens.
+    `traceparents`, if given, are assigned to the requests in order; the result has the same order.
     """
     total = load.concurrency * load.requests_each
     prompts = [load.prompt(number) for number in range(total)]

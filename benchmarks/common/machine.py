@@ -10,7 +10,7 @@ _BUSY_LOAD = 0.5
 
 
 def machine() -> dict[str, str]:
-    """What the figures were measured on."""
+    """The machine and versions that the figures were measured with."""
     return {
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -22,7 +22,7 @@ def machine() -> dict[str, str]:
 
 
 def machine_text(found: Mapping[str, str], command: str) -> str:
-    """The command and the machine; a warning where others were at work on it."""
+    """The command and the machine, with a warning if the machine was busy with other work."""
     text = (
         f"`{command}` on {found['processor']}, {found['cores']} cores; "
         f"Python {found['python']}, torch {found['torch']}, grpcio {found['grpcio']}."

@@ -1,4 +1,6 @@
-"""The models that benchmarks serve: directories, and random ones, made at their first use."""
+"""The models that benchmarks serve: directories, and random models that are written at
+first use.
+"""
 
 import json
 import os
@@ -12,8 +14,8 @@ RANDOM_MODELS = ("15m", "135m", "1.1b")
 
 
 def find_model(name: str, num_tokens: int | None = None) -> Path:
-    """A directory, or a random model of the size named, written at its first use; with a vocabulary
-    of `num_tokens`, if given, in place of the size's own.
+    """The model directory: `name` itself, or a random model of the named size, which is written at
+    first use. `num_tokens`, if given, replaces the size's vocabulary size.
     """
     if name not in RANDOM_MODELS:
         return Path(name)
@@ -22,7 +24,7 @@ def find_model(name: str, num_tokens: int | None = None) -> Path:
     if num_tokens is not None:
         directory = cache / f"random-{name}-{num_tokens}"
     if not directory.is_dir():
-        # Imports torch, which clients do without.
+        # This needs torch, which clients of a server do without.
         from benchmarks.common.random_model import SIZES, write_model  # noqa: PLC0415
 
         log(f"writing a random model of {name} parameters to {directory}")
@@ -34,7 +36,7 @@ def find_model(name: str, num_tokens: int | None = None) -> Path:
 
 
 def is_model(name: str | Path) -> bool:
-    """Whether it is a directory with a model."""
+    """Whether the directory contains a model."""
     return (Path(name) / "config.json").is_file()
 
 
@@ -45,5 +47,5 @@ def read_config(model: Path) -> dict[str, Any]:
 
 
 def vocab_size(model: Path) -> int:
-    """Tokens of the model's vocabulary."""
+    """The size of the model's vocabulary."""
     return int(read_config(model)["vocab_size"])

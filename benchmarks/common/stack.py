@@ -1,4 +1,4 @@
-"""The four services as `stepwell up` runs them, each a process, for as long as a measurement."""
+"""Runs the four services as `stepwell up` does, each in a process, during a measurement."""
 
 import asyncio
 import subprocess
@@ -17,9 +17,9 @@ START_SECONDS = 180.0
 
 
 class Stack:
-    """The services with their default settings, except for those given.
+    """The services, with their default settings except for the given ones.
 
-    `async with` starts them, returns when they serve, and stops them in their order.
+    `async with` starts them, enters when they serve, and stops them in their order.
     """
 
     def __init__(self, settings: UpSettings) -> None:
@@ -49,15 +49,15 @@ class Stack:
 
     @property
     def scheduler(self) -> str:
-        """Where the scheduler listens."""
+        """The address of the scheduler."""
         return self._addresses.socket("scheduler")
 
     def pids(self) -> dict[str, int]:
-        """The process of each service."""
+        """The process id of each service."""
         return {name: process.pid for name, process in self._by_name().items()}
 
     def logs(self) -> dict[str, str]:
-        """What each service has logged."""
+        """The log of each service."""
         return {name: self._log(name).read_text(errors="replace") for name in self._by_name()}
 
     async def __aenter__(self) -> "Stack":

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.routing`: what each routing policy gives, and what a decision costs."""
+"""`python -m benchmarks.routing`: compares routing policies, and times a decision."""

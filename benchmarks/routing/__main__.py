@@ -1,16 +1,17 @@
-"""What each routing policy gives with four replicas, and what a decision costs.
+"""Compares the routing policies with four replicas, and times a decision.
 
     python -m benchmarks.routing [--quick] [--model DIR] [--policies NAME,NAME] [--loads 4,24]
                                  [--pool-shares 0.25,0.5] [--rounds 1] [--json FILE]
     python -m benchmarks.routing --only decisions
 
-Four replicas with a thread and a small pool each get conversations of several turns that share
-system prompts (benchmarks/routing/conversations.py), with few and with many requests at once, for
-each policy. Many more conversations are open than run. What they have is the working set; each
-share of --pool-shares is what the pool of one replica holds of it: where the shares of four
-replicas are together above 1, all of it can be cached if each conversation stays where it is, and
-not if it moves. Then decisions of the cache-aware policy are timed, with 4 and 64 replicas and an
-index of a million blocks. Tables go to standard output, progress to standard error.
+Four replicas with a thread and a small pool each serve conversations of several turns that share
+system prompts (benchmarks/routing/conversations.py). Each policy runs with few and with many
+concurrent requests. Many more conversations are open than run. The blocks of all open conversations
+are the working set. Each value of --pool-shares is the size of one replica's pool, as a fraction of
+the working set. If the pools of four replicas exceed the working set together, all of it can be
+cached as long as each conversation stays at its replica. Then decisions of the cache-aware policy
+are timed, with 4 and 64 replicas and an index of a million blocks. Tables go to standard output,
+progress to standard error.
 """
 
 import argparse
@@ -51,7 +52,7 @@ DECISIONS, QUICK_DECISIONS = 500, 20
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure."""
+    """The parameters of the measurement."""
 
     model: Path
     parts: tuple[str, ...]
@@ -63,7 +64,7 @@ class Options:
     json_file: Path | None
 
     def workload(self) -> Workload:
-        """The conversations, at most 48 + 15 * 64 tokens long: the demo model takes 1024."""
+        """The conversations, of at most 48 + 15 * 64 tokens: the demo model's limit is 1024."""
         return Workload(
             num_conversations=8 if self.quick else 96,
             num_turns=3 if self.quick else 15,
@@ -79,7 +80,7 @@ class Options:
 
 
 async def measure(options: Options, command: str) -> dict[str, Any]:
-    """Measures everything and prints each table as soon as it is there; returns all figures."""
+    """Measures everything and prints each table when it is complete; returns all figures."""
     found = machine()
     show(machine_text(found, command))
     by_policy = await _measure_policies(options) if POLICIES_PART in options.parts else []
@@ -125,7 +126,7 @@ def _measure_decisions(options: Options) -> list[DecisionFigures]:
 
 
 def workload_text(workload: Workload) -> str:
-    """What was sent, in a sentence."""
+    """The workload, in a sentence."""
     return (
         f"{workload.num_conversations} open conversations of {workload.num_turns} turns, "
         f"{workload.user_tokens} tokens asked and {workload.answer_tokens} answered in each; "
@@ -135,7 +136,7 @@ def workload_text(workload: Workload) -> str:
 
 
 def policies_table(found: Sequence[PolicyFigures]) -> str:
-    """A row for each policy, load and size of pools, the policies next to one another."""
+    """A table with a row for each policy, load and pool size; the policies are adjacent."""
     return table_text(
         (
             "policy",
@@ -162,7 +163,7 @@ def policies_table(found: Sequence[PolicyFigures]) -> str:
 
 
 def decisions_table(found: Sequence[DecisionFigures]) -> str:
-    """A row for each kind of decision and number of replicas."""
+    """A table with a row for each kind of decision and number of replicas."""
     return table_text(
         (
             f"prompt of {PROMPT_TOKENS} tokens",
@@ -224,7 +225,7 @@ def _policies(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints, writes."""
+    """Measures, prints the tables and writes the figures."""
     options = parse_options(argv)
     begun = time.monotonic()
     command = shlex.join(["python", "-m", "benchmarks.routing", *argv])

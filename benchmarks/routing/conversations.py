@@ -1,10 +1,10 @@
-"""Conversations of several turns that share system prompts, sent through the gateway's gRPC API.
+"""Conversations of several turns that share system prompts, sent over the gateway's gRPC API.
 
 All conversations are open at the same time, each at another turn, and `at_once` of them run. After
-an answer a conversation rests, as long as a reader takes to read it and to write, while others run:
-the sum of two exponentially distributed times. They are counted in turns of other conversations, so
+an answer a conversation rests while others run. The rest models a user who reads and writes: it is
+the sum of two exponentially distributed times. It is counted in turns of other conversations, so
 that the load and the order do not depend on the machine. The prompt is the whole conversation as
-token ids. One that had its last turn is replaced by a new one.
+token ids. After its last turn a conversation is replaced by a new one.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from services.common.rpc.channel import open_channel
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is sent. The same workload has the same system prompts, turns and order of turns; the
-    answers are the model's.
+    """The requests. Equal workloads have equal system prompts, turns and orders of turns. The
+    answers depend on the model.
     """
 
     num_conversations: int
@@ -34,15 +34,15 @@ class Workload:
     user_tokens: int
     answer_tokens: int
     num_warm_up: int
-    """The first requests, which fill the caches and are not measured."""
+    """Number of first requests, which fill the caches and are not measured."""
     num_requests: int
-    """Requests that are measured."""
+    """Number of measured requests."""
     vocab_size: int
     seed: str
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks that all open conversations have after a turn, on average, each system prompt
-        counted once.
+        """The average number of blocks of all open conversations after a turn. Each system prompt
+        counts once.
         """
         turn = self.user_tokens + self.answer_tokens
         own = self.num_conversations * turn * (self.num_turns + 1) / 2
@@ -51,7 +51,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class TurnFigures:
-    """What one request showed."""
+    """The figures of one request."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -60,7 +60,7 @@ class TurnFigures:
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """Its tokens so far, and how many turns are left."""
+    """A conversation: its tokens so far, and the number of its remaining turns."""
 
     token_ids: list[int]
     num_turns_left: int
@@ -68,7 +68,7 @@ class Conversation:
 
 
 class OpenConversations:
-    """The open conversations, and how many turns were sent."""
+    """The open conversations, and the number of turns that were sent."""
 
     def __init__(self, workload: Workload, at_once: int) -> None:
         self.num_sent = 0
@@ -82,7 +82,7 @@ class OpenConversations:
             self.begin(number % workload.num_turns)
 
     def begin(self, num_turns_before: int = 0) -> None:
-        """Opens a conversation that has had `num_turns_before`."""
+        """Opens a conversation that already has `num_turns_before` turns."""
         load = self._workload
         system = random.Random(f"{load.seed}/system/{self._num_begun % load.num_system_prompts}")
         draw = random.Random(f"{load.seed}/conversation/{self._num_begun}")
@@ -92,7 +92,7 @@ class OpenConversations:
         self._rest(Conversation(tokens, load.num_turns - num_turns_before, draw))
 
     def take(self) -> Conversation:
-        """The conversation whose rest ends next, with the next turn of its user."""
+        """Returns the conversation whose rest ends next, with its user's next turn appended."""
         _, _, chosen = heapq.heappop(self._resting)
         chosen.token_ids += self.tokens(chosen.draw, self._workload.user_tokens)
         chosen.num_turns_left -= 1
@@ -100,7 +100,7 @@ class OpenConversations:
         return chosen
 
     def answered(self, conversation: Conversation, answer: Sequence[int]) -> None:
-        """The answer of a turn came."""
+        """Records the answer of a turn."""
         conversation.token_ids += answer
         if conversation.num_turns_left:
             self._rest(conversation)
@@ -117,7 +117,7 @@ class OpenConversations:
 
 
 class ConversationClient:
-    """`Inference.Generate` of the gateway, all requests over one channel."""
+    """Calls the gateway's `Inference.Generate`, all requests over one channel."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
@@ -126,9 +126,8 @@ class ConversationClient:
     async def run(
         self, workload: Workload, at_once: int, cache_salt: str = ""
     ) -> list[TurnFigures]:
-        """Sends the workload with `at_once` requests; returns the figures of those measured.
-
-        What was cached of the same workload with another salt does not count.
+        """Sends the workload with `at_once` concurrent requests; returns the figures of the
+        measured ones. With another salt, blocks of an earlier run are not found in the cache.
         """
         conversations = OpenConversations(workload, at_once)
         total = workload.num_warm_up + workload.num_requests

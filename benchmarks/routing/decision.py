@@ -1,4 +1,4 @@
-"""How long the cache-aware policy takes to choose a replica for a prompt of 8192 tokens."""
+"""Times the cache-aware policy's choice of a replica for a prompt of 8192 tokens."""
 
 import random
 import statistics
@@ -31,9 +31,9 @@ BLOCK_SIZE = 16
 PROMPT_TOKENS = CHAIN_BLOCKS * BLOCK_SIZE
 TURN_TOKENS = 128
 RUNNING_EACH = 8
-"""Requests at each replica."""
+"""Number of requests at each replica."""
 SECONDS_APART = 0.01
-"""From one decision to the next, on the clock that the policy sees."""
+"""Seconds between decisions, on the clock of the policy."""
 _VOCAB_SIZE = 32_000
 _FINGERPRINT = bytes(32)
 _GROUPS = (KVCacheGroup(AttentionType.FULL, BLOCK_SIZE),)
@@ -49,7 +49,7 @@ _LIMITS = ModelLimits(
 
 @dataclass(frozen=True, slots=True)
 class DecisionFigures:
-    """Milliseconds of decisions of one kind."""
+    """Times of decisions of one kind, in milliseconds."""
 
     kind: str
     num_replicas: int
@@ -63,10 +63,10 @@ def measure_decisions(
 ) -> list[DecisionFigures]:
     """Times decisions of each kind, with an index of `num_blocks` blocks on `num_replicas`.
 
-    * keys known: the prompt's keys are given. Each decision is for another prompt of the index.
-    * next turn: the prompt is one that was routed before with 128 tokens more. The tokens are
-      packed and looked up, and the tail is hashed.
-    * new: no part of the prompt was seen before: all of it is hashed.
+    * keys known: the prompt's keys are passed in. Each decision is for another prompt of the index.
+    * next turn: the prompt extends an earlier prompt by 128 tokens. The tokens are packed and
+      looked up, and the tail is hashed.
+    * new: the prompt is unknown, and all of it is hashed.
     """
     rng = random.Random(num_replicas)
     turns = [_tokens(rng, PROMPT_TOKENS) for _ in range(num_decisions)]
@@ -101,7 +101,7 @@ def measure_decisions(
 
 
 class _World:
-    """Replicas with some requests each, an index of what they have cached, and a policy."""
+    """Replicas with some requests each, an index of their cached blocks, and a policy."""
 
     def __init__(self, num_replicas: int) -> None:
         self.index = PrefixIndex()
@@ -127,8 +127,8 @@ class _World:
         return inflight
 
     def fill(self, num_blocks: int, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Puts `num_blocks` into the index, among them the prompts but for their last turn, each
-        on one replica. Returns the keys of the other prompts.
+        """Adds `num_blocks` blocks to the index, including the prompts without their last turns,
+        each on one replica. Returns the keys of the other prompts.
         """
         held: list[list[Sequence[int]]] = [[] for _ in self.replicas]
         for number, tokens in enumerate(prompts):
@@ -147,7 +147,7 @@ class _World:
         return chains
 
     def timed(self, decide: Callable[[], Route]) -> float:
-        """Seconds that a decision takes. The policy's clock goes on before it."""
+        """The seconds that a decision takes. Before it, the policy's clock advances."""
         self._now += SECONDS_APART
         began = time.perf_counter()
         decide()
@@ -164,7 +164,7 @@ class _World:
 
 
 class _Link:
-    """The core's Link to a scheduler that is not there."""
+    """The core's Link, without a scheduler."""
 
     def add(self, handle: int, inflight: Inflight) -> None:
         """Sends nothing."""

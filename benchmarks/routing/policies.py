@@ -1,4 +1,6 @@
-"""What each policy gives: gateways with one after the other, in front of the same replicas."""
+"""Compares the policies: gateways with different policies serve the same replicas one after
+another.
+"""
 
 import asyncio
 import itertools
@@ -21,7 +23,7 @@ from services.cli.settings import UpSettings
 BLOCK_SIZE = 16
 
 COUNT_SECONDS = 30.0
-"""Longest time until the replicas have counted the requests of a load."""
+"""Most seconds until the replicas have counted the requests of a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +33,23 @@ class PolicyFigures:
     policy: str
     at_once: int
     pool_share: float
-    """Of the blocks of all open conversations, what fits into the pool of one replica."""
+    """The size of one replica's pool, as a fraction of the blocks of all open conversations."""
     num_requests: int
     hit_rate: float
-    """Cached prompt tokens to prompt tokens."""
+    """Ratio of cached prompt tokens to prompt tokens."""
     ttft_median_millis: float
     ttft_p99_millis: float
     spread: float
-    """Most requests of a replica to their mean."""
+    """Ratio of the most requests of a replica to the mean over replicas."""
 
 
 @dataclass(slots=True)
 class _Taken:
-    """What the runs of one policy and load gave."""
+    """The results of the runs of one policy and load."""
 
     turns: list[TurnFigures] = field(default_factory=list)
     num_requests: dict[str, int] = field(default_factory=dict)
-    """By replica, warm-up included."""
+    """Number of requests by replica, including the warm-up."""
 
 
 async def measure_policies(
@@ -59,8 +61,8 @@ async def measure_policies(
     num_rounds: int,
     num_replicas: int,
 ) -> list[PolicyFigures]:
-    """Starts replicas, and a gateway for each policy and load; of several rounds, the next one
-    begins with the next policy. Each run has a salt of its own, and finds nothing of those before.
+    """Starts replicas, and a gateway for each policy and load. Each round begins with the next
+    policy. Each run has its own salt, so that it finds no cached blocks of earlier runs.
     """
     settings = UpSettings(
         model=model,
@@ -126,14 +128,14 @@ def _figures(policy: str, at_once: int, pool_share: float, taken: _Taken) -> Pol
 
 
 async def _num_finished(http: httpx.AsyncClient, address: str, total: int) -> dict[str, int]:
-    """Requests that ended at each replica, by its address; asks until they are `total` together,
-    since the last answers come before they are counted. Raises TimeoutError if they do not.
+    """The number of finished requests of each replica, by its address. It is polled until the sum
+    is at least `total`, since the last answers arrive before they are counted. Raises TimeoutError.
     """
     async with asyncio.timeout(COUNT_SECONDS):
         while True:
             answer = await http.get(f"http://{address}/status")
             replicas = answer.raise_for_status().json()["replicas"]
-            # A replica that is slow to answer has no stats.
+            # A replica that answers too slowly has no stats.
             if all(replica["stats"] for replica in replicas):
                 found = {one["address"]: int(one["stats"]["num_finished"]) for one in replicas}
                 if sum(found.values()) >= total:

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.serving`: what serving through separate services costs."""
+"""`python -m benchmarks.serving`: measures the cost of serving through separate services."""

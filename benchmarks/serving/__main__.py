@@ -1,19 +1,19 @@
-"""`make bench`: what serving through separate services costs, and where the cost lies.
+"""`make bench`: measures the cost of serving through separate services, and its causes.
 
     python -m benchmarks.serving [--quick] [--model DIR|15m|135m|1.1b]... [--concurrency 1,8,32]
                                  [--json FILE]
                                  [--baseline DIR | --tracing | --stages | --structured]
 
-For each model the same load goes through the four services (gRPC, and HTTP with server-sent events)
-and through everything in one process, in turns: whatever else the machine does meets all of them.
-Then a step is taken apart, hop by hop, and with the first model it is measured what tracing costs.
+For each model the same load is sent to the four services (over gRPC, and over HTTP with server-sent
+events) and to everything in one process. They alternate, so that other work on the machine affects
+all of them. Then the hops of a step are measured, and with the first model the cost of tracing.
 Tables go to standard output, progress to standard error.
 
-With --baseline the services are compared with those of another checkout instead, each run by its
-own `stepwell up`. With --tracing it is measured only what tracing costs, in longer and more runs:
-off, at a ratio of 1 % and at 100 %, in turns. With --stages one worker is compared with two
-pipeline stages, each of which computes with one thread. With --structured requests run beside as
-many that are held to a schema, and beside as many that are not.
+With --baseline the services are compared with the services of another checkout, each run by its own
+`stepwell up`. With --tracing only the cost of tracing is measured, in longer and more runs that
+alternate: off, at a ratio of 1 % and at 100 %. With --stages one worker is compared with two
+pipeline stages, each of which computes with one thread. With --structured, requests run beside as
+many requests with a schema, and beside as many without one.
 """
 
 import json
@@ -106,7 +106,7 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints, writes."""
+    """Measures, prints the tables and writes the figures."""
     options = parse_options(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begun = time.monotonic()

@@ -1,4 +1,4 @@
-"""The services of any checkout of Stepwell, run by that checkout's own `stepwell up`."""
+"""Runs the services of any checkout of Stepwell by that checkout's `stepwell up`."""
 
 import asyncio
 import os
@@ -16,11 +16,11 @@ _ASK_AGAIN_SECONDS = 0.2
 
 
 class Checkout:
-    """`stepwell up` in a checkout whose `gen/` is built, for as long as a measurement.
+    """Runs `stepwell up` in a checkout whose `gen/` is built, during a measurement.
 
-    The interpreter and its packages are those of this process: only Stepwell's own code differs.
-    No request is traced: what that costs is measured by itself.
-    `async with` starts the services, returns when they serve, and stops them.
+    The interpreter and its packages are this process's: only Stepwell's own code differs. No
+    request is traced, since the cost of tracing is measured separately. `async with` starts the
+    services, enters when they serve, and stops them.
     """
 
     def __init__(self, root: Path, model: Path, num_blocks: int) -> None:
@@ -36,7 +36,7 @@ class Checkout:
         """host:port of the gRPC API."""
 
     def pids(self) -> dict[str, int]:
-        """The process of each service."""
+        """The process id of each service."""
         up = self._process.pid
         threads = Path(f"/proc/{up}/task").glob("*/children")
         children = [int(child) for thread in threads for child in thread.read_text().split()]
@@ -74,7 +74,7 @@ class Checkout:
 
 
 async def _until_healthy(http: str) -> None:
-    """Returns once `/health` answers with 200: every version of Stepwell has it."""
+    """Waits until `/health` returns 200. Every version of Stepwell has this path."""
     while True:
         try:
             await asyncio.to_thread(urllib.request.urlopen, f"http://{http}/health", timeout=1)
@@ -85,7 +85,9 @@ async def _until_healthy(http: str) -> None:
 
 
 def _service(pid: int) -> str:
-    """The service that a process runs, by its command `python -m services.NAME`, or nothing."""
+    """The service that a process runs, from its command `python -m services.NAME`; empty for
+    others.
+    """
     command = Path(f"/proc/{pid}/cmdline").read_text()
     found = re.search(r"\0services\.(\w+)\0", command)
     return found[1] if found else ""

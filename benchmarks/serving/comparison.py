@@ -1,4 +1,4 @@
-"""Runs the same loads on several targets, in turns, and compares them."""
+"""Runs the same loads on several targets, which alternate, and compares them."""
 
 import asyncio
 import time
@@ -20,18 +20,20 @@ from benchmarks.serving.targets import Target
 
 WARM_UP_TOKENS = 4
 RUN_SECONDS = 300.0
-"""The deadline of one run."""
+"""The deadline of one run, in seconds."""
 MIN_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a comparison is run. Rounds stop early once a level has taken `level_seconds`."""
+    """The schedule of a comparison. Rounds stop early once a concurrency has taken
+    `level_seconds`.
+    """
 
     concurrencies: tuple[int, ...]
     num_rounds: int
     requests_each: int
-    """Requests that a single client sends, one after the other; several clients share them."""
+    """Requests that a single client sends, one after another. Several clients share this number."""
     prompt_tokens: int
     output_tokens: int
     level_seconds: float = 60.0
@@ -50,8 +52,8 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A target at one concurrency. `ratio`, `tpot_ratio`: its throughput and its TPOT to the first
-    target's.
+    """The figures of a target at one concurrency. `ratio` and `tpot_ratio` are its throughput and
+    its TPOT, relative to the first target.
     """
 
     concurrency: int
@@ -61,7 +63,7 @@ class Row:
     ratio: float
     tpot_ratio: float
     processor_micros: dict[str, float]
-    """Processor time per output token, by process."""
+    """Processor microseconds per output token, by process."""
 
 
 async def compare(
@@ -70,7 +72,9 @@ async def compare(
     vocab_size: int,
     log: Callable[[str], None],
 ) -> list[Row]:
-    """Runs every load on every target, in turns, after one short run each that does not count."""
+    """Runs every load on every target; the targets alternate. A short run on each target comes
+    first and does not count.
+    """
     rows: list[Row] = []
     for concurrency in schedule.concurrencies:
         rounds: dict[str, list[Figures]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The one-process side as a child process, so that it shares nothing with the load's clients."""
+"""Runs the one-process target as a child process, separate from the load's clients."""
 
 import asyncio
 import json
@@ -12,7 +12,9 @@ from benchmarks.common.load import Load, RequestTimes
 
 
 class InProcessChild:
-    """`python -m benchmarks.common.in_process`; ready once `async with` is entered."""
+    """Runs `python -m benchmarks.common.in_process` inside `async with`, which enters when it is
+    ready.
+    """
 
     def __init__(self, model: Path, num_blocks: int) -> None:
         self._flags = ("--model", str(model), "--num-blocks", str(num_blocks))
@@ -20,7 +22,7 @@ class InProcessChild:
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """The process id."""
         return self._process.pid
 
     async def __aenter__(self) -> "InProcessChild":
@@ -33,7 +35,7 @@ class InProcessChild:
             (sys.executable, "-m", "benchmarks.common.in_process", *self._flags),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # As the worker's process does: compute threads that wait do not spin.
+            # As in the worker's process: waiting compute threads do not spin.
             env={"OMP_WAIT_POLICY": "passive", **os.environ},
         )
 
@@ -43,7 +45,7 @@ class InProcessChild:
         await asyncio.to_thread(self._process.wait)
 
     async def run(self, load: Load) -> list[RequestTimes]:
-        """Runs a load there."""
+        """Runs a load in the child process."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(load)).encode() + b"\n")
         self._process.stdin.flush()

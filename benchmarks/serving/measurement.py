@@ -1,4 +1,4 @@
-"""Measures the services and the same in one process, and prints each table when it is complete."""
+"""Measures the services and the one-process target, and prints each table when it is complete."""
 
 import asyncio
 import enum
@@ -31,12 +31,12 @@ SPARE_BLOCKS = 64
 BLOCK_SIZE = 16
 
 PAIRED_ROUNDS = 8
-"""Rounds beside another checkout, for each round otherwise: the difference sought is small."""
+"""Factor of the rounds in paired comparisons, whose differences are small."""
 ROOT = Path(__file__).parents[2]
 
 
 class Part(enum.Enum):
-    """A measurement that can be asked for alone. STAGES and STRUCTURED are made only then."""
+    """A measurement that can be requested alone. STAGES and STRUCTURED run only on request."""
 
     TRACING = "tracing"
     STAGES = "stages"
@@ -45,15 +45,15 @@ class Part(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure."""
+    """The parameters of the measurement."""
 
     models: tuple[str, ...]
     schedule: Schedule
     trace_ratios: tuple[float, ...]
-    """Shares of the requests that are traced, one stack for each."""
+    """Fractions of the requests that are traced, with one stack for each."""
     json_file: Path | None
     baseline: Path | None
-    """Another checkout, which is the only thing to compare with then."""
+    """Another checkout. If given, only the comparison with it is run."""
     only: Part | None = None
 
     @property
@@ -64,7 +64,7 @@ class Options:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that hold every request of the heaviest load, and some more."""
+        """The number of blocks for all requests of the heaviest load, and some more."""
         each = -(-(self.schedule.prompt_tokens + self.schedule.output_tokens) // BLOCK_SIZE)
         return max(self.schedule.concurrencies) * each + SPARE_BLOCKS
 
@@ -74,7 +74,7 @@ class Options:
 
 
 async def measure(options: Options, command: str) -> dict[str, Any]:
-    """Measures everything and prints each table as soon as it is there; returns all figures."""
+    """Measures everything and prints each table when it is complete; returns all figures."""
     found = machine()
     results: dict[str, Any] = {"command": command, "machine": found, "models": {}}
     show(machine_text(found, command))
@@ -100,7 +100,7 @@ async def _measure_wanted(options: Options, model: Path, *, with_tracing: bool) 
 
 
 async def measure_model(options: Options, model: Path, *, with_tracing: bool) -> dict[str, Any]:
-    """Everything about one model, tracing only if asked."""
+    """Measures one model, the cost of tracing only if `with_tracing`."""
     ratios = options.trace_ratios if with_tracing else (1.0,)
     results: dict[str, Any] = {}
     async with SpanReceiver() as receiver:
@@ -120,7 +120,7 @@ async def measure_model(options: Options, model: Path, *, with_tracing: bool) ->
             runs = await hop_runs(options, model, traced[1.0])
             if with_tracing:
                 results["tracing"] = await measure_tracing(options, model, stack, traced)
-        # Services send what is left of their traces when they stop.
+        # Services send their remaining spans when they stop.
         spans = receiver.take()
         results["hops"] = {run.concurrency: median_hops(run, spans) for run in runs}
         show(
@@ -136,7 +136,7 @@ async def measure_model(options: Options, model: Path, *, with_tracing: bool) ->
 async def measure_serving(
     options: Options, model: Path, stack: Stack, child: InProcessChild
 ) -> list[dict[str, Any]]:
-    """The services and the one process side by side."""
+    """Compares the services with the one-process target."""
     targets: dict[str, Target] = {
         "one process": InProcessTarget(child),
         "services, gRPC": GrpcTarget(stack),
@@ -155,7 +155,7 @@ async def measure_serving(
 
 
 async def measure_baseline(options: Options, model: Path, root: Path) -> dict[str, Any]:
-    """The services of this checkout beside those of another one, through each API."""
+    """Compares the services of this checkout with those of another one, over each API."""
     log(f"starting {model.name} in this checkout and in {root}")
     ours = Checkout(ROOT, model, options.num_blocks)
     theirs = Checkout(root, model, options.num_blocks)
@@ -178,7 +178,7 @@ async def measure_baseline(options: Options, model: Path, root: Path) -> dict[st
 
 
 async def measure_only_tracing(options: Options, model: Path) -> dict[str, Any]:
-    """What tracing costs, and nothing else."""
+    """Measures only the cost of tracing."""
     results: dict[str, Any] = {}
     async with SpanReceiver() as receiver:
         async with AsyncExitStack() as scope:
@@ -195,8 +195,8 @@ async def measure_only_tracing(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def measure_stages(options: Options, model: Path) -> dict[str, Any]:
-    """One worker beside two pipeline stages, each computing with one thread. A step has room for
-    two prompts, so that requests that come at once are dealt over the steps in flight.
+    """Compares one worker with two pipeline stages, each computing with one thread. A step has room
+    for two prompts, so that concurrent requests are distributed over the steps in flight.
     """
     log(f"starting {model.name} in one worker and in two stages")
     one = replace(
@@ -221,8 +221,8 @@ async def measure_stages(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def measure_structured(options: Options, model: Path) -> dict[str, Any]:
-    """Unconstrained requests beside as many that are held to a schema, and beside as many that are
-    not: one stack, in turns.
+    """Measures unconstrained requests beside as many requests with a schema, and beside as many
+    without one. Both alternate on one stack.
     """
     log(f"starting {model.name}")
     settings = _settings(options, model, ratio=0.0)
@@ -244,7 +244,7 @@ async def measure_structured(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:
-    """Loads whose traces take a step apart, at the least and the greatest concurrency."""
+    """Runs loads that measure the hops of a step, at the least and the greatest concurrency."""
     await run_hops(stack, options.load(model, 1, "hops/warm-up"))
     runs = []
     for level in options.ends:
@@ -256,7 +256,7 @@ async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:
 async def measure_tracing(
     options: Options, model: Path, stack: Stack, traced: Mapping[float, Stack]
 ) -> list[dict[str, Any]]:
-    """Latency and throughput with tracing and without."""
+    """Compares latency and throughput with and without tracing."""
     targets: dict[str, Target] = {"off": HttpTarget(stack)}
     targets |= {f"{ratio:.0%}": HttpTarget(other) for ratio, other in traced.items()}
     schedule = replace(options.schedule, concurrencies=options.ends)
@@ -272,7 +272,7 @@ async def measure_tracing(
 
 
 async def measure_span_work(options: Options, endpoint: str) -> dict[str, Any]:
-    """What the spans of a step cost by themselves."""
+    """Measures the cost of a step's spans in isolation."""
     log("spans by themselves")
     work = {"off": {level: await span_work("", 1.0, level) for level in options.ends}}
     for ratio in options.trace_ratios:
@@ -287,14 +287,16 @@ async def measure_span_work(options: Options, endpoint: str) -> dict[str, Any]:
 
 
 async def enter_all(scope: AsyncExitStack, *contexts: AbstractAsyncContextManager[Any]) -> None:
-    """Starts several at once; whichever started is stopped with the scope, in reverse order."""
+    """Enters several contexts concurrently. Whichever has started is exited with the scope, in
+    reverse order.
+    """
     async with asyncio.TaskGroup() as starting:
         for context in contexts:
             starting.create_task(scope.enter_async_context(context))
 
 
 async def span_work(endpoint: str, ratio: float, level: int) -> dict[str, float]:
-    """Runs `benchmarks.serving.tracing_cost` in a process of its own."""
+    """Runs `benchmarks.serving.tracing_cost` in a separate process."""
     command = (
         *(sys.executable, "-m", "benchmarks.serving.tracing_cost", "--endpoint", endpoint),
         *("--ratio", str(ratio), "--requests", str(level)),

@@ -1,4 +1,4 @@
-"""Sends the load whose traces show what each hop of a step costs."""
+"""Sends the load whose traces show the cost of each hop of a step."""
 
 import secrets
 import time
@@ -13,7 +13,7 @@ _SAMPLED, _UNSAMPLED = 1, 0
 
 
 async def run_hops(stack: Stack, load: Load) -> HopRun:
-    """Sends a load through HTTP with probes, then one like it straight to the scheduler."""
+    """Sends a load with probes over HTTP, then an equal one directly to the scheduler."""
     run = HopRun(load.concurrency, time.time_ns())
     total = load.concurrency * load.requests_each
     trace_ids = [secrets.token_bytes(16) for _ in range(total)]

@@ -1,4 +1,4 @@
-"""What requests that are held to a schema cost the others in their batch."""
+"""Measures how much requests with a schema slow down the others in their batch."""
 
 import asyncio
 from collections.abc import Mapping
@@ -27,16 +27,16 @@ CONSTRAINED: Mapping[str, Any] = {
 
 
 class NeighborTarget(HttpTarget):
-    """The services, through HTTP, while as many requests as the load's run beside it."""
+    """Runs a load over HTTP while as many other requests run beside it."""
 
     def __init__(self, services: Services, fields: Mapping[str, Any]) -> None:
-        """`fields`: what the bodies of the requests beside the load have."""
+        """`fields` are added to the bodies of the requests beside the load."""
         super().__init__(services)
         self._fields = fields
 
     async def run(self, load: Load) -> list[RequestTimes]:
-        """Runs a load to its end; the result is of the load alone. The first request that fails,
-        beside the load or in it, ends all of them, and is raised in an ExceptionGroup.
+        """Runs a load to its end; returns the times of the load alone. The first failure, beside
+        the load or in it, ends all requests and is raised in an ExceptionGroup.
         """
         client = HttpClient(self._services.http, self._fields)
         await client.open(load.concurrency)

@@ -1,4 +1,4 @@
-"""The tables of serving through separate services."""
+"""Tables of the cost of serving through separate services."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,9 @@ HOPS_NOTE = (
 
 
 def serving_table(rows: Sequence[Row], reference: str = "one process") -> str:
-    """Latencies and throughput of each target at each concurrency, beside a reference's."""
+    """Latencies and throughput of each target at each concurrency, relative to a
+    reference target.
+    """
     return table_text(
         (
             "at once",
@@ -39,7 +41,7 @@ def serving_table(rows: Sequence[Row], reference: str = "one process") -> str:
 
 
 def neighbors_table(rows: Sequence[Row]) -> str:
-    """Latencies and throughput of the measured requests, by what runs beside them."""
+    """Latencies and throughput of the measured requests, by the kind of requests beside them."""
     return table_text(
         (
             "at once",
@@ -68,7 +70,7 @@ def neighbors_table(rows: Sequence[Row]) -> str:
 
 
 def rounds_text(rows: Sequence[Row]) -> str:
-    """How often each concurrency was measured."""
+    """The number of rounds at each concurrency."""
     counts = {row.concurrency: row.num_rounds for row in rows}
     listed = ", ".join(f"{rounds} at {level}" for level, rounds in counts.items())
     return f"Medians of rounds in turns: {listed}."

@@ -1,4 +1,4 @@
-"""The targets of a load: the services through each of their APIs, and all of it in one process."""
+"""The targets of a load: the services through each of their APIs, and everything in one process."""
 
 import os
 from typing import Protocol
@@ -10,10 +10,10 @@ from benchmarks.serving.in_process_child import InProcessChild
 
 
 class Target(Protocol):
-    """Runs loads: all in one process, or the services through one of their APIs."""
+    """Runs loads in one process, or on the services through one of their APIs."""
 
     def pids(self) -> dict[str, int]:
-        """The processes that take part, by name."""
+        """Ids of the processes that take part, by name."""
         ...
 
     async def run(self, load: Load) -> list[RequestTimes]:
@@ -35,7 +35,7 @@ class Services(Protocol):
         ...
 
     def pids(self) -> dict[str, int]:
-        """The process of each service."""
+        """The process id of each service."""
         ...
 
 

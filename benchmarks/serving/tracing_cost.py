@@ -1,11 +1,11 @@
-"""What spans cost by themselves: the work of tracing one step, in each service, in isolation.
+"""Measures the cost of spans: the work of tracing one step, in each service, in isolation.
 
     python -m benchmarks.serving.tracing_cost --endpoint http://127.0.0.1:4317 --ratio 0.01
                                               --requests 32
 
-Runs the services' own tracing code around a decode step that does nothing, and prints, as JSON,
-microseconds of processor time per step and service: making the spans, and encoding and sending them
-in the background. Without an endpoint it is what tracing costs when it is off.
+Runs the services' tracing code around a decode step that does nothing. Prints, as JSON, processor
+microseconds per step and service: for making the spans, and for encoding and sending them in the
+background. Without an endpoint it measures the cost of disabled tracing.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from services.worker.core.step import StepInput
 
 NUM_STEPS = 10_000
 _STEPS_PER_FLUSH = 100
-"""Exporters would drop what comes faster than they can send."""
+"""Exporters drop spans that arrive faster than they can send, so they are flushed regularly."""
 _SAMPLED_STEPS = 1_000
 _STEPS_PER_REQUEST = 64
 
@@ -65,8 +65,8 @@ class _IdleExecutor:
 
 
 def scheduler_steps(tracing: Tracing, num_requests: int) -> Step:
-    """The scheduler's part: the step, its transaction, its execution, links to its requests, and
-    what these leave when they end.
+    """The scheduler's part: the spans of the step, its transaction and its execution, links to its
+    requests, and the requests' spans when they end.
     """
     pool = TracedPool(_IdlePool(), tracing)
     executor = TracedExecutor(_IdleExecutor(), tracing)
@@ -99,7 +99,7 @@ def kvpool_steps(tracing: Tracing, num_requests: int) -> Step:
     answer = kvpool_pb2.TransactResponse(generation=1, num_free_blocks=1)
     apply = traced(lambda _hosted, _request: answer, tracing)
     sampler = _step_sampler(tracing, num_requests)
-    hosted: Any = None  # what is applied looks at neither pool nor request
+    hosted: Any = None  # the applied function ignores pool and request
 
     async def step(number: int) -> None:
         apply(hosted, kvpool_pb2.TransactRequest(sequence=number, traceparent=sampler()))
@@ -126,7 +126,7 @@ SERVICES = {"scheduler": scheduler_steps, "kvpool": kvpool_steps, "worker": work
 async def measure(
     service: str, endpoint: str, ratio: float, num_requests: int, num_steps: int
 ) -> float:
-    """Microseconds of processor time per step."""
+    """Processor microseconds per step."""
     tracing = configure_tracing(service, endpoint, ratio)
     step = SERVICES[service](tracing, num_requests)
     await step(0)
@@ -165,8 +165,8 @@ def _draw_traceparent(tracing: Tracing) -> str:
 
 
 def _step_sampler(tracing: Tracing, num_requests: int) -> Callable[[], str]:
-    """Draws each step's trace context from a few thousand made ahead of time. A step is sampled if
-    one of its requests is.
+    """Selects each step's trace context from a few thousand that are made in advance. A step is
+    sampled if one of its requests is.
     """
     drawn = [
         max(_draw_traceparent(tracing) for _ in range(num_requests))
