@@ -1,4 +1,4 @@
-"""Small adapters, written by peft, for the tiny models."""
+"""Small LoRA adapters for the tiny models, written by peft."""
 
 import warnings
 from pathlib import Path
@@ -28,12 +28,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def save_adapter(model_directory: Path, directory: Path, seed: int = 0, **config: Any) -> Path:
-    """An adapter of random weights, wide enough to change what is generated."""
+    """Saves an adapter with random weights, large enough to change the generated tokens."""
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - most processes need none
 
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     torch.manual_seed(seed)
-    with warnings.catch_warnings():  # of what peft asks of transformers
+    with warnings.catch_warnings():  # warnings about peft's use of transformers
         warnings.simplefilter("ignore", FutureWarning)
         adapted = get_peft_model(base, LoraConfig(**config, init_lora_weights=False))
     for name, weight in adapted.named_parameters():
@@ -44,7 +44,7 @@ def save_adapter(model_directory: Path, directory: Path, seed: int = 0, **config
 
 
 def adapted_model(model_directory: Path, adapter: Path | None) -> PreTrainedModel:
-    """The model as peft computes it with an adapter."""
+    """The model with an adapter, as peft computes it."""
     from peft import PeftModel  # noqa: PLC0415 - most processes need none
 
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()

@@ -1,7 +1,8 @@
-"""Clients of the tests' own servers, which serve HTTP without TLS.
+"""HTTP clients for the tests' own servers, without TLS.
 
 By default httpx reads the certificates of all authorities for each client, and for each call
-without a client: 20 ms of a processor. Its five seconds for an answer are few on a busy machine.
+without a client, which takes 20 ms of a processor. Its default timeout of five seconds is short on
+a busy machine.
 """
 
 from functools import partial

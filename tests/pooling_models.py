@@ -1,7 +1,7 @@
-"""Tiny models that answer a prompt with a vector, saved as the directories that one finds, and what
-transformers makes of a prompt with them.
+"""Tiny pooling models, saved in the published directory formats, and transformers' results for
+them.
 
-A decoder is saved without its head, as sentence-transformers do, or with one for classes.
+A decoder is saved without a head, as sentence-transformers do, or with a classification head.
 """
 
 import json
@@ -50,7 +50,7 @@ def _config(kind: str, **changes: Any) -> PretrainedConfig:
 
 
 def _randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with random biases and norms too, ready for inference."""
+    """Sets random biases and norms and switches the model to inference."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -73,7 +73,7 @@ def save_embedder(
 
 
 def add_modules(directory: Path, mode: str, *, normalize: bool = True) -> None:
-    """The files of sentence-transformers beside a model."""
+    """Adds the files of sentence-transformers to a model's directory."""
     names = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     paths = ["", "1_Pooling", "2_Normalize"]
     modules = [
@@ -93,9 +93,9 @@ def add_modules(directory: Path, mode: str, *, normalize: bool = True) -> None:
 
 
 def save_classifier(directory: Path, kind: str, num_labels: int = 1) -> PreTrainedModel:
-    """Saves a model with a head for classes."""
+    """Saves a model with a classification head."""
     torch.manual_seed(8)
-    # Without a token for padding, transformers takes the state of the last token, whatever it is.
+    # Without a padding token, transformers uses the state of the last token, whatever the token is.
     changes: dict[str, Any] = {} if kind in ENCODERS else {"pad_token_id": None}
     config = _config(kind, num_labels=num_labels, **changes)
     model = _randomized(AutoModelForSequenceClassification.from_config(config))
@@ -112,7 +112,7 @@ def embedding(
     normalize: bool = True,
     dimensions: int | None = None,
 ) -> list[float]:
-    """What transformers, and a pooling written out, make of a prompt."""
+    """The vector of a prompt, from transformers' states and an explicit pooling."""
     states = model(input_ids=torch.tensor([token_ids])).last_hidden_state[0]
     vector = {"last": states[-1], "cls": states[0], "mean": states.mean(0)}[mode][:dimensions]
     return (nn.functional.normalize(vector, dim=0) if normalize else vector).tolist()
@@ -122,7 +122,7 @@ def embedding(
 def class_scores(
     model: PreTrainedModel, token_ids: list[int], num_first_text_tokens: int = 0
 ) -> torch.Tensor:
-    """The numbers of the classes, as the model's last layer gives them."""
+    """The logits of the classes, from the model's last layer."""
     ids = torch.tensor([token_ids])
     types = {}
     if num_first_text_tokens:

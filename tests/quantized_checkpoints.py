@@ -1,4 +1,6 @@
-"""Writes models with quantized weights as each format's own tools do, and what they mean."""
+"""Writes models with quantized weights in each tool's own format, and the equivalent
+float weights.
+"""
 
 import json
 import shutil
@@ -20,7 +22,7 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight [out, in] of a format: codes and zero points from 0 up, scales, and groups."""
+    """A quantized weight [out, in]: unsigned codes and zero points, scales, and groups."""
 
     codes: Ints
     zero_points: Ints
@@ -29,7 +31,7 @@ class Codes:
 
     @property
     def weight(self) -> Floats:
-        """In float32."""
+        """The weight in float32."""
         rows, columns = self.codes.shape
         grouped = self.codes.reshape(rows, self.scales.shape[1], -1)
         scales = self.scales[..., None].astype(np.float32)
@@ -38,7 +40,9 @@ class Codes:
 
 
 def quantized(weight: Floats, bits: int, group: int, *, symmetric: bool, scale: Any) -> Codes:
-    """Rounded to `bits`, in groups of `group` columns, with scales of a data type."""
+    """Quantizes a weight to `bits`, in groups of `group` columns, with scales of the data type
+    `scale`.
+    """
     rows, columns = weight.shape
     grouped = weight.reshape(rows, columns // group, group)
     most = 2**bits - 1
@@ -55,7 +59,7 @@ def quantized(weight: Floats, bits: int, group: int, *, symmetric: bool, scale: 
 
 
 def packed(codes: Ints, bits: int) -> Ints:
-    """[n, m] -> words [n, m * bits / 32], the first code in the lowest bits."""
+    """Packs codes [n, m] into words [n, m * bits / 32]. The first code is in the lowest bits."""
     in_word = 32 // bits
     filled = np.pad(codes, ((0, 0), (0, -codes.shape[1] % in_word))).astype(np.int64)
     words = np.zeros((len(codes), filled.shape[1] // in_word), np.int64)
@@ -65,7 +69,7 @@ def packed(codes: Ints, bits: int) -> Ints:
 
 
 def gptq(one: Codes) -> Tensors:
-    """A zero point is stored less one."""
+    """The tensors of GPTQ. Stored zero points are smaller by one."""
     columns = one.codes.shape[1]
     group = columns // one.scales.shape[1]
     return {
@@ -77,7 +81,9 @@ def gptq(one: Codes) -> Tensors:
 
 
 def awq(one: Codes) -> Tensors:
-    """Of eight output features the even ones lie in the lower half of a word."""
+    """The tensors of AWQ. Of eight output features, the even ones are in the lower half
+    of a word.
+    """
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
     def in_words(numbers: Ints) -> Ints:
@@ -93,7 +99,7 @@ def awq(one: Codes) -> Tensors:
 
 
 def pack_quantized(one: Codes) -> Tensors:
-    """Zero points are packed along the output features."""
+    """The tensors of compressed-tensors. Zero points are packed along the output features."""
     tensors: Tensors = {
         "weight_packed": packed(one.codes, one.bits),
         "weight_scale": one.scales,
@@ -111,7 +117,9 @@ def int_quantized(one: Codes) -> Tensors:
 
 @dataclass(frozen=True)
 class Format:
-    """A way to write weights: how tensors are made of codes, and what config.json says."""
+    """A checkpoint format: how tensors are built from codes, and the quantization entry of
+    config.json.
+    """
 
     tensors: Callable[[Codes], Tensors]
     config: dict[str, Any]
@@ -128,7 +136,7 @@ def compressed(
     activations: dict[str, Any] | None = None,
     **weights: Any,
 ) -> dict[str, Any]:
-    """The configuration of compressed-tensors; of `activations`, how inputs are quantized."""
+    """The configuration of compressed-tensors. `activations`: how inputs are quantized."""
     group: dict[str, Any] = {"targets": ["Linear"], "weights": {"type": "int", **weights}}
     group["input_activations"] = activations
     return {
@@ -209,8 +217,8 @@ W8A8 = Format(
 
 
 def save_quantized(directory: Path, to: Path, of: Format) -> Path:
-    """A copy of a model with quantized weights at `to`, and, at `to` with the suffix .float, one
-    with the same weights in float32; returns the latter.
+    """Saves a copy of a model with quantized weights at `to`, and a copy with the same weights in
+    float32 at `to` with the suffix .float. Returns the directory of the float32 copy.
     """
     shutil.copytree(directory, to)
     floats = to.with_suffix(".float")

@@ -1,4 +1,4 @@
-"""Redis servers in tests, which are skipped where there is no program for them."""
+"""Redis servers for tests. The tests are skipped if no server program is installed."""
 
 import asyncio
 import importlib.util
@@ -27,7 +27,7 @@ needs_redis = pytest.mark.skipif(
 
 
 async def becomes(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
-    """Waits until it holds."""
+    """Waits until a condition holds."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it did not come to hold in time"

@@ -1,7 +1,7 @@
-"""How slow the machine is, for tests of how long something takes.
+"""Measures how slow the machine is, for tests of durations.
 
-Waits for what must come have a minute, on any machine. A bound on time that a test is about is
-multiplied by one of these.
+Waits for an expected event have a limit of one minute on any machine. A time limit that is itself
+under test is multiplied by one of these factors.
 """
 
 import time
@@ -13,20 +13,22 @@ _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 def slowness() -> float:
-    """The time that this processor takes for a fixed sum, to that of a current server's; at least
-    1.
+    """The time of a fixed computation on this processor, relative to a current server; at
+    least 1.
     """
     return max(1.0, min(_taken(time.thread_time)) / _REFERENCE_SECONDS)
 
 
 def busy_slowness() -> float:
-    """The same of the elapsed time on average, which is longer where others use the processor."""
+    """The elapsed time of the same computation, on average. It is longer if other processes use the
+    processor.
+    """
     return max(1.0, sum(taken := _taken(time.perf_counter)) / len(taken) / _REFERENCE_SECONDS)
 
 
 def seconds_without_processor() -> float:
-    """For how long this thread has been ready to run while others ran, as far as Linux tells; 0.0
-    elsewhere.
+    """The time for which this thread was ready to run but waited for a processor, as reported by
+    Linux; 0.0 on other systems.
     """
     try:
         return int(_SCHEDULED.read_text().split()[1]) / 1e9

@@ -1,5 +1,5 @@
-"""Forms that outputs are held to, each with a judge of finished texts that knows nothing of masks:
-a validator of JSON Schema, Python's regular expressions, a list, a recognizer written out.
+"""Structured outputs, each with an independent check of finished texts that does not use masks: a
+JSON Schema validator, Python's regular expressions, a list, or a hand-written recognizer.
 """
 
 import json
@@ -46,7 +46,7 @@ CHOOSE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Form:
-    """A form as clients send it in `structured_outputs`, and the check of a finished text."""
+    """A value of `structured_outputs` as clients send it, and the check of a finished text."""
 
     sent: dict[str, Any]
     wanted: StructuredOutputs

@@ -1,7 +1,7 @@
 """Tiny seeded models of every supported architecture, saved as Hugging Face directories.
 
-The weights are drawn wide enough that greedy outputs vary; a model of a kind is the same on every
-machine that draws the same random numbers.
+The weights are drawn with a large variance, so that greedy outputs vary. A kind's model is the same
+on every machine with the same random number generator.
 """
 
 import json
@@ -58,18 +58,18 @@ _SHAPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A kind of tiny model: its configuration class and what differs from the common shape."""
+    """A kind of tiny model: its configuration class, and its differences from the common shape."""
 
     config_class: type[PretrainedConfig]
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> PretrainedConfig:
-        """A fresh configuration."""
+        """A new configuration object."""
         return self.configured()
 
     def configured(self, **changes: Any) -> PretrainedConfig:
-        """One that differs from the kind's own."""
+        """A configuration with changes to the kind's own."""
         return self.config_class(**{**_SHAPE, **self.changes, **changes})
 
 
@@ -128,7 +128,8 @@ TINY_MODELS: dict[str, TinyModel] = {
     "mistral_wide_window": TinyModel(MistralConfig, {"sliding_window": 200}),
     "mixtral": TinyModel(MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2": TinyModel(Qwen2Config, {"use_sliding_window": False}),
-    # Two layers that see everything, three with a window: a group of each, one of them not full.
+    # Two layers with full attention and three with a window: one group for each, one of them not
+    # full.
     "qwen2_window": TinyModel(
         Qwen2Config,
         {
@@ -139,7 +140,7 @@ TINY_MODELS: dict[str, TinyModel] = {
         },
     ),
     "qwen3": TinyModel(Qwen3Config, {"head_dim": 16}),
-    # Its second layer is dense.
+    # The second layer is dense.
     "qwen3_moe": TinyModel(
         Qwen3MoeConfig,
         {
@@ -171,9 +172,9 @@ TINY_MODELS: dict[str, TinyModel] = {
             "final_logit_softcapping": 10.0,
         },
     ),
-    # One layer that sees everything to five with a window: six groups of one layer each.
+    # One layer with full attention for five layers with a window: six groups of one layer each.
     "gemma3": TinyModel(Gemma3TextConfig, {**_GEMMA, "num_hidden_layers": 6, "sliding_window": 16}),
-    # Without native code, run by transformers.
+    # No native implementation: transformers runs this model.
     "afmoe": TinyModel(
         AfmoeConfig,
         {
@@ -208,8 +209,9 @@ TINY_MODELS: dict[str, TinyModel] = {
             "altup_num_inputs": 2,
         },
     ),
-    # Layers without a window have keys of another shape than those with one, of as many bytes in
-    # the first model, and of half as many in the second, so that its blocks differ in tokens.
+    # Layers without a window have keys of another shape than layers with a window. In the first
+    # model both shapes have the same number of bytes. In the second they have half as many, so that
+    # blocks of the two groups differ in tokens.
     "gemma4": TinyModel(Gemma4TextConfig, _GEMMA4),
     "gemma4_moe": TinyModel(
         Gemma4TextConfig,
@@ -238,7 +240,8 @@ TINY_MODELS: dict[str, TinyModel] = {
             "tie_word_embeddings": True,
         },
     ),
-    # Recurrent layers beside those that attend: gated delta nets, Mamba-2, and both in each layer.
+    # Recurrent layers in addition to attention layers: gated delta nets, Mamba-2, and both in each
+    # layer.
     "qwen3_next": TinyModel(
         Qwen3NextConfig,
         {
@@ -284,7 +287,7 @@ ONE_OF_EACH = [
     "qwen3_moe",
     "qwen3_next",
 ]
-"""Kinds that differ in more than their numbers, for tests that are about the way to the model."""
+"""Kinds that differ in structure and not only in sizes, for tests of model loading and serving."""
 
 
 def build_tiny_model(
@@ -294,9 +297,9 @@ def build_tiny_model(
     seed: int = 0,
     **changes: Any,
 ) -> PreTrainedModel:
-    """The model of a kind, ready for inference. Biases and norms are random too.
+    """The model of a kind in inference mode. Biases and norms are random too.
 
-    `changes`: what its configuration has in place of the kind's own.
+    `changes`: changes to the kind's configuration.
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(TINY_MODELS[kind].configured(**changes))
@@ -318,7 +321,9 @@ def save_tiny_model(
     shard_bytes: int | None = None,
     **changes: Any,
 ) -> PreTrainedModel:
-    """Saves the model of a kind to `directory` and returns it; `shard_bytes` cuts it in shards."""
+    """Saves the model of a kind to `directory` and returns it. `shard_bytes` limits the size of a
+    shard.
+    """
     model = build_tiny_model(kind, dtype=dtype, seed=seed, **changes)
     shards = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.save_pretrained(directory, **shards)

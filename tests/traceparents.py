@@ -1,4 +1,4 @@
-"""The trace context that a client sends."""
+"""The W3C trace context that a client sends."""
 
 from opentelemetry.trace import Span, TraceFlags
 
@@ -6,7 +6,7 @@ from services.common.telemetry.trace_context import traceparent_text
 
 
 def traceparent_of(span: Span) -> str:
-    """The span's W3C trace context, or the empty string when it is not sampled."""
+    """The span's W3C trace context; empty if the span is not sampled."""
     context = span.get_span_context()
     if not context.is_valid or not context.trace_flags & TraceFlags.SAMPLED:
         return ""

@@ -1,7 +1,7 @@
-"""What every Directory must do, whatever it is built on.
+"""The behaviour of every Directory, whatever its storage.
 
-An implementation's tests subclass `DirectoryConformance` and make the directory in a fixture. A
-directory may lag: the examples wait, with a deadline, until it says what it must.
+The tests of an implementation subclass `DirectoryConformance` and create the directory in a
+fixture. A directory may lag: the tests wait, with a deadline, for the expected answer.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ def removed(*gone: BlockHash, group: int = 0) -> BlocksRemoved:
 
 
 async def says(directory: Directory, path: str, *expected: tuple[str, int, int]) -> None:
-    """Waits until the directory answers as expected: (pool, generation, blocks) of each match."""
+    """Waits until the directory answers as expected. Each match is (pool, generation, blocks)."""
     answer: list[tuple[str, int, int]] = []
     try:
         async with asyncio.timeout(SECONDS):
@@ -52,7 +52,7 @@ async def says(directory: Directory, path: str, *expected: tuple[str, int, int])
 
 
 class DirectoryConformance:
-    """The examples; they need a fixture `directory`."""
+    """The tests. They need a fixture `directory`."""
 
     async def test_nothing_is_found_in_an_empty_pool(self, directory: Directory) -> None:
         opened(directory, "p", 1, FULL)

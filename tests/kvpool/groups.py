@@ -1,4 +1,4 @@
-"""Groups of each kind of attention, and pools of them."""
+"""KV-cache groups of each kind of attention, and pools with these groups."""
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.kvpool.core.kv_pool import KVPool
@@ -35,6 +35,6 @@ def pool_of(
 
 
 def evict(pool: KVPool, num_blocks: int) -> None:
-    """Takes `num_blocks` from the free queue and gives them back without a hash."""
+    """Allocates `num_blocks` blocks from the free queue and frees them without a hash."""
     admit(pool, 99, num_blocks * BLOCK_SIZE)
     release(pool, 99)

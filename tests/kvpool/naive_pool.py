@@ -1,8 +1,9 @@
-"""A pool that is too simple to be wrong: lists that are searched from end to end.
+"""A pool that is too simple to be wrong: it searches lists from end to end.
 
-It follows the contract's words, one item at a time, and keeps nothing twice: which requests hold a
-block is read off the tables, what can be found off a list of (group, hash, block) in the order
-published. Which blocks a request needs is read off the tokens that its next query sees.
+It follows the contract literally, one item at a time, and stores nothing twice. The owners of a
+block are read from the tables. Prefix hits are read from a list of (group, hash, block) in
+publication order. The blocks that a request needs are computed from the tokens that its next query
+sees.
 """
 
 from collections.abc import Sequence
@@ -46,9 +47,9 @@ class NaivePool:
         self.tables: dict[int, list[list[int]]] = {}
         self.chains: dict[int, list[bytes]] = {}
         self.num_evictions = 0
-        # Held blocks whose hash was taken away: they are not published again.
+        # Allocated blocks whose hash was removed. They are not published again.
         self.barred: set[int] = set()
-        # States that were published since the last step began: group and hash.
+        # States published since the start of the last step, as group and hash.
         self.fresh: set[tuple[int, bytes]] = set()
         self._specs = groups
         self._groups = range(len(groups))
@@ -118,7 +119,9 @@ class NaivePool:
         return self._depth(self.chains.get(request, []) + new, limit)
 
     def common(self) -> list[int]:
-        """Leading blocks that every request holds, in groups that never give any back."""
+        """Leading blocks that all requests share, in groups that never free blocks while a request
+        runs.
+        """
         if not self._caching or not self.tables:
             return [0 for _ in self._groups]
         return [self._common(group) for group in self._groups]
@@ -134,7 +137,7 @@ class NaivePool:
         return number
 
     def needs(self, group: int, position: int, num_tokens: int) -> bool:
-        """Whether block `position` has a token that the query at `num_tokens` sees."""
+        """Whether block `position` contains a token that the query at `num_tokens` sees."""
         spec = self._specs[group]
         match spec.attention_type:
             case AttentionType.FULL:
@@ -150,7 +153,7 @@ class NaivePool:
         return any(token in seen for token in block)
 
     def _num_unseen(self, group: int, num_tokens: int) -> int:
-        """Leading blocks that the query at `num_tokens` does not see."""
+        """The number of leading blocks that the query at `num_tokens` does not see."""
         positions = range(num_tokens // self._block_size)
         unseen = takewhile(lambda i: not self.needs(group, i, num_tokens), positions)
         return sum(1 for _ in unseen)
@@ -188,7 +191,7 @@ class NaivePool:
 
     def _settle(self, request: int, num_tokens: int) -> None:
         for group, table in enumerate(self.tables[request]):
-            # A block that no query from here on sees: not this one, nor any later one.
+            # Blocks that neither this query nor any later query sees.
             unseen = [
                 position
                 for position in range(min(len(table), num_tokens // self._block_size))
@@ -214,8 +217,8 @@ class NaivePool:
         return new
 
     def _counted(self, group: int, num_entries: int, num_slots: int) -> int:
-        """Blocks that an admission counts for a whole sequence, besides those in a table: not more
-        than a window and the tokens of the steps in flight.
+        """The number of blocks that an admission reserves for a whole sequence, in addition to the
+        blocks of its table. It is at most a window plus the tokens of the steps in flight.
         """
         spec = self._specs[group]
         match spec.attention_type:
@@ -228,7 +231,7 @@ class NaivePool:
         return max(0, min(self._blocks(num_slots), most) - num_entries)
 
     def _continue(self, admission: Admission) -> tuple[StopReason, int, int] | None:
-        """Admits a request that holds blocks."""
+        """Admits a request that already has blocks."""
         request, spare = admission.request, admission.num_watermark_blocks
         held = [len(table) for table in self.tables[request]]
         later = [self._counted(g, n, admission.num_reserve_slots) for g, n in enumerate(held)]
@@ -290,8 +293,8 @@ class NaivePool:
                         self.fresh.add((group, self.chains[request][position]))
 
     def boundary(self, chain: list[bytes], limit: int) -> int:
-        """Where the first kind of attention that is looked at alone has a hit, full attention if
-        there is any, if that is further than what all have.
+        """The hit length of the first kind of attention that is matched alone (full attention if
+        there is any), if it exceeds the common hit length of all groups.
         """
         kinds = [spec for spec in self._specs if spec.attention_type is AttentionType.FULL]
         first = [*kinds, *self._specs][0]
@@ -303,7 +306,7 @@ class NaivePool:
         return self._longest_hit(chain, limit, list(self._groups))
 
     def _longest_hit(self, chain: list[bytes], limit: int, groups: list[int]) -> int:
-        """The longest hit in these groups, by trying every length."""
+        """The longest hit in these groups, found by trying every length."""
         longest = min(len(chain), limit // self._block_size)
         looked_at = chain[:longest] if len(self._groups) == 1 else chain[: longest + 1]
         return max(

@@ -1,4 +1,4 @@
-"""The pool's messages, as short as the examples need them."""
+"""Short builders for the pool's messages."""
 
 from collections.abc import Sequence
 
@@ -79,7 +79,7 @@ def reset() -> kvpool_pb2.Operation:
 
 
 class Speaker:
-    """A stream of transactions that numbers what it sends."""
+    """A transaction stream that numbers its messages."""
 
     def __init__(self, stub: object, generation: int, pool_id: str = "replica") -> None:
         self._call = stub.Transact()

@@ -1,4 +1,4 @@
-"""What the examples of the pool are written with: small pools and chains that read as letters."""
+"""Helpers for the pool's examples: small pools, and hash chains written as letters."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -23,7 +23,9 @@ BLOCK_SIZE = 4
 
 
 def hashes(path: str) -> list[BlockHash]:
-    """The chain of a prompt whose blocks are letters: "ab" and "ac" share their first hash."""
+    """The hash chain of a prompt whose blocks are letters. "ab" and "ac" have the same
+    first hash.
+    """
     return [BlockHash(sha256(path[:end].encode()).digest()) for end in range(1, len(path) + 1)]
 
 
@@ -42,7 +44,7 @@ def admission(
     watermark: int = 0,
     resumed: bool = False,
 ) -> Admission:
-    """A request whose `num_tokens` tokens are all computed in this step."""
+    """The admission of a request whose `num_tokens` tokens are all computed in this step."""
     return Admission(
         request=request,
         max_hit_tokens=num_tokens - 1,
@@ -59,7 +61,7 @@ def admission(
 def admit(
     pool: KVPool, request: int, num_tokens: int, *, hit: int = 0, path: str = ""
 ) -> list[int]:
-    """Admits one request, which must fit; returns its first group's table."""
+    """Admits one request, which must succeed; returns its table in the first group."""
     terms = admission(request, num_tokens, hit=hit, path=path)
     outcome = pool.transact([Admit([terms])])
     assert outcome.stop is None
@@ -69,7 +71,7 @@ def admit(
 
 
 def grow(pool: KVPool, request: int, num_slots: int, *, computed: int = 0) -> list[int]:
-    """Grows one request, which must fit; returns its first group's new blocks."""
+    """Grows one request, which must succeed; returns its new blocks in the first group."""
     outcome = pool.transact([Grow([request], [computed], [num_slots])])
     assert outcome.stop is None
     (result,) = outcome.results

@@ -1,4 +1,4 @@
-"""Draft models for tests, and what they propose."""
+"""Draft models for tests, and a record of their drafts."""
 
 import shutil
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from services.worker.core.worker import Worker
 
 
 def save_perturbed(model: Path, directory: Path, amount: float = 0.01) -> Path:
-    """A copy of a model that mostly agrees with it: to each weight noise is added, `amount` times
-    the deviation of its tensor.
+    """Saves a copy of a model that mostly agrees with it. Each weight gets noise of `amount` times
+    the standard deviation of its tensor.
     """
     shutil.copytree(model, directory)
     random = torch.Generator().manual_seed(5)
@@ -32,8 +32,8 @@ def save_perturbed(model: Path, directory: Path, amount: float = 0.01) -> Path:
 
 @dataclass(frozen=True)
 class Proposed:
-    """Drafts for a request, the tokens that were known, how many drafts a form forced, and how many
-    of all stood.
+    """Drafts of a request: the tokens known before them, the number of drafts that a grammar
+    forced, and the number of accepted drafts.
     """
 
     known: list[int]
@@ -43,7 +43,7 @@ class Proposed:
 
 
 class Recorded:
-    """A DraftSource that remembers what another one proposed."""
+    """A DraftSource that records the drafts of another one."""
 
     def __init__(self, source: DraftSource) -> None:
         self._source = source
@@ -81,17 +81,17 @@ class Recorded:
 
     @property
     def num_drafts(self) -> int:
-        """All drafts that were verified."""
+        """The number of verified drafts."""
         return sum(len(of.drafts) for of in self.proposed)
 
     @property
     def num_accepted(self) -> int:
-        """Those that stood."""
+        """The number of accepted drafts."""
         return sum(of.num_accepted for of in self.proposed)
 
 
 def record_drafts(worker: Worker) -> Recorded:
-    """What a worker proposes from here on."""
+    """Starts to record the drafts that a worker proposes."""
     runner = worker.runner
     assert isinstance(runner, ModelRunner)
     assert runner.drafter is not None

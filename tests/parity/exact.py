@@ -1,8 +1,8 @@
-"""Records the logits of every token that a runner computes, to compare them bit for bit.
+"""Records the logits of every token that a runner computes, for bitwise comparisons.
 
-A sequence's reference is what it gets when it is computed alone, whole, in one step by one thread.
-In every other situation each of its tokens must get the same logits: in batches, cut into chunks,
-behind prefix hits, after preemptions, and in whatever blocks.
+The reference of a sequence is computed alone, as a whole, in one step with one thread. In every
+other situation each token must get the same logits: in batches, in chunks, after prefix hits, after
+preemptions, and in any blocks.
 """
 
 from collections.abc import Sequence
@@ -33,19 +33,19 @@ MAX_NUM_BATCHED_TOKENS = 4096
 
 
 class Recorder:
-    """A model and its attention in one, which keep the logits of all rows of the last step."""
+    """Wraps a model and its attention, and stores the logits of all rows of the last step."""
 
     def __init__(self) -> None:
         self._rows_of: dict[int, torch.Tensor] = {}
         self._layout: StepLayout | None = None
 
     def around(self, model: Model, attention: PagedAttention) -> tuple[Model, PagedAttention]:
-        """Wraps both, for build_runner."""
+        """Wraps a model and its attention, for build_runner."""
         self._model, self._attention = model, attention
         return self, self
 
     def logits_of(self, row: int) -> torch.Tensor:
-        """Logits of the tokens of a row that the last step computed, [n, vocab_size]."""
+        """Logits of a row's tokens in the last step, [n, vocab_size]."""
         return self._rows_of[row]
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
@@ -74,7 +74,9 @@ class Recorder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See Model. The logits that are wanted come of the step itself, the others after it."""
+        """Runs the model. Requested logits are computed in the step itself, all other logits after
+        it.
+        """
         hidden, logits = self._model.forward(
             token_ids, positions, attention, embedded, wanted, lora
         )
@@ -89,7 +91,7 @@ class Recorder:
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Float32 rows [n, vocab_size] that are equal in every bit."""
+    """Asserts that float32 rows [n, vocab_size] are equal in every bit."""
     differing = (actual.view(torch.int32) != expected.view(torch.int32)).any(1)
     assert not differing.any(), (
         f"{what}: rows {differing.nonzero().flatten().tolist()} differ, by up to "
@@ -99,7 +101,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) ->
 
 @dataclass
 class ExactModel:
-    """A runner over one model, and the references of the sequences that went through it."""
+    """A runner over one model, and the references of its sequences."""
 
     directory: Path
     dtype: torch.dtype
@@ -127,8 +129,8 @@ class ExactModel:
         )
 
     def serving(self, *, seed: int = 0, keeps: bool = False) -> "ExactServing":
-        """An empty cache, whose blocks are handed out in another order for each seed. `keeps`: see
-        Driver.
+        """A serving with an empty cache. The order in which blocks are allocated depends on the
+        seed. `keeps` is passed to Driver.
         """
         self.runner.reset()
         return ExactServing(
@@ -143,7 +145,7 @@ class ExactModel:
         )
 
     def reference(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits of all tokens of a sequence that is computed alone in one step, by one thread."""
+        """Logits of all tokens of a sequence that is computed alone in one step with one thread."""
         key = tuple(tokens)
         if key not in self.references:
             threads = torch.get_num_threads()
@@ -164,7 +166,7 @@ class ExactServing:
     driver: Driver
 
     def step(self, scheduled: Sequence[tuple[Request, int]], what: str) -> None:
-        """Computes a number of tokens of each request."""
+        """Runs a step with a number of tokens for each request."""
         begins = [request.num_computed for request, _ in scheduled]
         self.driver.step(scheduled)
         for begin, (request, count) in zip(begins, scheduled, strict=True):
@@ -174,8 +176,8 @@ class ExactServing:
             assert_same_bits(actual, expected, name)
 
     def run(self, requests: Sequence[Request], chunks: Sequence[int], what: str) -> None:
-        """Computes requests together to the ends of their prompts; request i takes chunks[i], or
-        starts over among the chunks when there are fewer.
+        """Computes requests together to the ends of their prompts. Request i has chunks of
+        chunks[i] tokens; the list of chunks is reused cyclically.
         """
         while running := [request for request in requests if not request.finished]:
             self.step(
@@ -192,7 +194,7 @@ class ExactServing:
 
     @staticmethod
     def row_of(request: Request) -> int:
-        """The row of a request that is in the batch."""
+        """The batch row of a request."""
         assert request.row is not None
         return request.row
 

@@ -1,4 +1,4 @@
-"""The table of architectures in the documentation."""
+"""The table of model architectures in the documentation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 @dataclass(frozen=True)
 class Row:
-    """A line of it. `bfloat16`: the largest error that is tolerated."""
+    """A line of the table. `bfloat16`: the largest tolerated error."""
 
     architecture: str
     run_by: str
@@ -17,7 +17,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """Every line."""
+    """All lines of the table."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     cells = [
         [cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines

@@ -1,8 +1,8 @@
-"""What transformers makes of a request's tokens, against which what was served is held.
+"""Compares served tokens with transformers.
 
-Tokens that each are transformers' first choice after those before them are its greedy
-continuation; so one pass over prompt and output says as much as generating again, and it gives
-every log-probability too.
+If each output token is transformers' most probable token after the tokens before it, the output is
+transformers' greedy continuation. One forward pass over prompt and output therefore replaces a
+generation, and also yields every log-probability.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,14 @@ LOGPROB_TOLERANCE = 2e-4
 
 
 def embedded_prompt(rows: torch.Tensor) -> PromptEmbeds:
-    """A prompt of these embeddings, float32 [n, hidden_size]."""
+    """A prompt of embeddings, float32 [n, hidden_size]."""
     return PromptEmbeds(len(rows), EmbedsDtype.FLOAT32, rows.numpy().tobytes())
 
 
 def assert_served(model: PreTrainedModel, request: Request, name: str = "") -> None:
-    """A finished request is transformers' greedy continuation, with its log-probabilities."""
+    """Asserts that a finished request equals transformers' greedy continuation, including its
+    log-probabilities.
+    """
     expected = logprobs(model, request)
     start = len(request.prompt) - 1
     assert request.output == expected[start:-1].argmax(-1).tolist(), name
@@ -36,14 +38,16 @@ def assert_served(model: PreTrainedModel, request: Request, name: str = "") -> N
 
 @torch.inference_mode()
 def first_choices(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
-    """What transformers would take at each place of an output, after what stands before it."""
+    """Transformers' most probable token at each position of an output, given the tokens
+    before it.
+    """
     logits = model(input_ids=torch.tensor([prompt + output])).logits[0]
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
 @torch.inference_mode()
 def logprobs(model: PreTrainedModel, request: Request) -> torch.Tensor:
-    """Log-probabilities [n, vocab_size] after each of its tokens."""
+    """Log-probabilities [n, vocab_size] after each token of a request."""
     ids = torch.tensor([request.tokens])
     if request.embeds is None:
         logits = model(input_ids=ids).logits[0]
@@ -56,7 +60,9 @@ def logprobs(model: PreTrainedModel, request: Request) -> torch.Tensor:
 
 
 def _assert_rows(rows: Sequence[LogprobRows], expected: torch.Tensor, tokens: list[int]) -> None:
-    """Rows are of these tokens, one after the other, and each tells the most probable ones too."""
+    """Asserts that the rows belong to these tokens, in order, and that each row also contains the
+    most probable tokens.
+    """
     if not tokens:
         assert not rows
         return

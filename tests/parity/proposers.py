@@ -1,4 +1,4 @@
-"""Proposers that are always right, never right, or random."""
+"""Draft proposers that are always right, never right, or random."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,15 @@ from tests.tiny_models import VOCAB_SIZE
 
 class _WithoutState:
     def forget(self, row: int) -> None:
-        """Keeps nothing of a row."""
+        """Does nothing."""
 
     def clear(self) -> None:
-        """Keeps nothing."""
+        """Does nothing."""
 
 
 class KnownProposer(_WithoutState):
-    """Knows how sequences go on, prompt and output. `shift` is added to each token: with one that
-    is not 0 no draft is right.
+    """Proposes the known continuations of sequences (prompt and output). `shift` is added to each
+    token; with a shift other than 0 no draft is right.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]], shift: int = 0) -> None:
@@ -38,8 +38,8 @@ class KnownProposer(_WithoutState):
 
 
 class RandomProposer(_WithoutState):
-    """Proposes some number of random tokens, and sometimes what is right, the same for the same
-    tokens of a row.
+    """Proposes a random number of random tokens, and sometimes the right ones. The same tokens of a
+    row yield the same drafts.
     """
 
     def __init__(self, known: KnownProposer) -> None:

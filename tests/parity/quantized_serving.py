@@ -1,4 +1,6 @@
-"""Serves checkpoints of quantized weights, and compares them with models of the same weights."""
+"""Serves checkpoints with quantized weights, and compares them with models of the same weights in
+float32.
+"""
 
 from pathlib import Path
 
@@ -16,11 +18,11 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 800
 WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 Checkpoint = tuple[Path, PreTrainedModel]
-"""The directory of quantized weights, and transformers' model of them in float32."""
+"""The directory of quantized weights, and transformers' float32 model of the same weights."""
 
 
 def serve(directory: Path, **options: object) -> list[Request]:
-    """Four requests of lengths from 1, served together in chunks of 7."""
+    """Serves four requests, with prompt lengths from 1, together in chunks of 7."""
     random = np.random.default_rng(7)
     served = [
         Request(random.integers(3, VOCAB_SIZE, 1 + 15 * number).tolist(), 8, WITH_LOGPROBS)

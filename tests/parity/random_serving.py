@@ -1,11 +1,11 @@
-"""Requests under random schedules, with more events in a few steps than a scheduler would cause.
+"""Serves requests under random schedules, with more events in a few steps than a scheduler causes.
 
-A step computes a random number of tokens of some running requests, with drafts behind their last
-token. Requests are preempted, in groups or alone, and come back in another row; generations end.
-The pool finds every block that it has filled until it hands the block out again, so that requests
-share what others computed, in each KV-cache group as far as its window. Blocks are handed out in
-random order with their old contents; some of them are cleared. Where the runner proposes drafts
-itself, steps leave them open, and count those of the step before as accepted.
+A step computes a random number of tokens of some running requests, with drafts after their last
+token. Requests are preempted, in groups or alone, and resume in another row; generations end. The
+pool finds every filled block until the block is allocated again. Requests therefore share computed
+blocks, in each KV-cache group as far as the group's window requires. Blocks are allocated in random
+order with their old contents; some of them are zeroed. If the runner proposes drafts itself, steps
+contain placeholders, and the drafts of the previous step are counted as accepted.
 """
 
 import math
@@ -23,7 +23,7 @@ Key = tuple[object, ...]
 
 
 class RandomPool:
-    """Blocks of all groups, found again by the tokens up to their end."""
+    """Blocks of all groups, indexed by the tokens up to their end."""
 
     def __init__(self, num_blocks: int, random: np.random.Generator) -> None:
         self._random = random
@@ -33,17 +33,17 @@ class RandomPool:
         self._num_blocks = num_blocks
 
     def find(self, key: Key) -> int | None:
-        """A block that holds the keys and values of these tokens."""
+        """A block with the keys and values of these tokens."""
         return self._block_of.get(key)
 
     def remember(self, key: Key, block: int) -> None:
-        """This block is full, and of this key unless another one is."""
+        """Notes that a block is full. It gets the key unless another block has it."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def take(self) -> int:
-        """A random block that no request holds."""
+        """Allocates a random free block."""
         while self._ref_cnt[block := int(self._random.integers(1, self._num_blocks))]:
             pass
         if (key := self._key_of.pop(block, None)) is not None:
@@ -52,22 +52,22 @@ class RandomPool:
         return block
 
     def touch(self, blocks: list[int]) -> None:
-        """Another holder has these, too."""
+        """Adds a reference to each block."""
         self._ref_cnt.update(block for block in blocks if block)
 
     def free(self, blocks: list[int]) -> None:
-        """A holder gives them back."""
+        """Removes a reference from each block."""
         self._ref_cnt.subtract(block for block in blocks if block)
 
     def forget(self) -> None:
-        """What is in the blocks is worth nothing."""
+        """Drops the keys of all blocks."""
         self._block_of.clear()
         self._key_of.clear()
 
 
 @dataclass
 class Happened:
-    """How often it came to what requests must survive."""
+    """Counts of the events that requests must survive."""
 
     preempted: int = 0
     hit_tokens: int = 0
@@ -77,7 +77,7 @@ class Happened:
 
 
 class RandomServing:
-    """Serves requests over a runner; the same seed over the same answers does the same."""
+    """Serves requests with a runner. The same seed and the same answers yield the same schedule."""
 
     def __init__(self, runner: ModelRunner, *, max_chunk: int, seed: int) -> None:
         self._runner = runner
@@ -87,12 +87,16 @@ class RandomServing:
         self._rows = list(range(runner.limits.max_num_seqs))
         self._removed: list[int] = []
         self._rejected: dict[int, int] = {}
-        """By row, how many drafts of its last step were rejected or not proposed."""
+        """For each row, the number of drafts in its last step that were rejected or not
+        proposed.
+        """
         self._step = 0
         self.happened = Happened()
 
     def run(self, requests: list[Request], drafts: dict[tuple[int, ...], list[int]]) -> None:
-        """Until all are finished. `drafts`: by prompt, outputs to draft from."""
+        """Serves requests until all are finished. `drafts`: for each prompt, the output from which
+        drafts are taken.
+        """
         while waiting := [request for request in requests if not request.finished]:
             self._preempt([request for request in waiting if request.row is not None])
             chosen = [request for request in waiting if self._random.random() < 0.7]
@@ -168,12 +172,12 @@ class RandomServing:
         self._take(chosen, counts, drafted, output)
 
     def _num_computed(self, request: Request) -> int:
-        """As a scheduler counts that plans ahead."""
+        """The number of computed tokens, as a scheduler that plans ahead counts it."""
         assert request.row is not None
         return request.num_computed + self._rejected.get(request.row, 0)
 
     def _enter(self, request: Request) -> None:
-        """Finds a row, and what is cached of its tokens; all of that, or less."""
+        """Assigns a row to a request, with all or a part of its prefix hit."""
         request.row = self._rows.pop(int(self._random.integers(len(self._rows))))
         request.prompt_rows.clear()
         unit = math.lcm(*self._runner.limits.block_sizes)
@@ -189,7 +193,7 @@ class RandomServing:
             self._pool.touch(table)
 
     def _tables(self, request: Request, num_tokens: int) -> list[list[int | None]]:
-        """Cached blocks in each group; 0 for what a window hides, None for what is lacking."""
+        """Cached blocks in each group. 0 is a block outside the window; None is a missing block."""
         sizes = self._runner.limits.block_sizes
         return [
             [
@@ -212,7 +216,7 @@ class RandomServing:
         ]
 
     def _draft(self, request: Request, drafts: dict[tuple[int, ...], list[int]]) -> list[int]:
-        """Some of what may follow, more often right than not; never beyond its last token."""
+        """Drafts that are right more often than wrong, never beyond the request's last token."""
         known = drafts.get(tuple(request.prompt), [])[len(request.output) :]
         count = int(self._random.integers(0, 4))
         if most := self._runner.limits.num_speculative_tokens:
@@ -272,7 +276,7 @@ class RandomServing:
             self._settle(request)
 
     def _settle(self, request: Request) -> None:
-        """Remembers full blocks, and frees what its windows have left behind, soon or later."""
+        """Publishes full blocks. Blocks that have left the window are freed, at once or later."""
         begins = self._first_seen(request.num_computed)
         sizes = self._runner.limits.block_sizes
         for group, (table, begin) in enumerate(zip(request.tables, begins, strict=True)):

@@ -1,5 +1,5 @@
-"""Prompts served by the real scheduler, pool and runner, with the worker's messages between them
-and no wire.
+"""Serves prompts with the real scheduler, pool and runner. Steps are converted to the worker's
+messages and back, without a connection.
 """
 
 from collections import deque
@@ -31,8 +31,8 @@ from tests.parity.situations import BLOCK_SIZE, MAX_MODEL_LEN, MAX_TOKENS, Situa
 
 @dataclass(frozen=True)
 class Run:
-    """What each prompt was answered, in order, and what it took. `num_cached_tokens`: of requests
-    that were admitted for the first time. `num_copies`: blocks that were copied before steps.
+    """The answers to the prompts, in order, and statistics. `num_cached_tokens`: prefix hits of
+    requests at their first admission. `num_copies`: blocks copied before steps.
     """
 
     outputs: list[list[int]]
@@ -50,7 +50,9 @@ async def generate(
     given: Sequence[Sequence[int]] | None = None,
     **changes: Any,
 ) -> Run:
-    """Serves the prompts of the situation, unless others are given; see `serve`."""
+    """Serves the prompts of a situation, or the given prompts; the arguments are passed
+    to `serve`.
+    """
     runner.reset()
 
     def submit(plan: SchedulerOutput) -> Future[StepOutput]:
@@ -81,9 +83,9 @@ async def serve(
     disturb: Callable[[Scheduler, Sequence[Request]], None] | None = None,
     **changes: Any,
 ) -> Run:
-    """Serves prompts with what runs the steps that are submitted, in order. Those behind the eighth
-    arrive three steps late. `disturb` is called before each step with all requests. `changes`: of
-    the scheduler's configuration.
+    """Serves prompts in order with a function that runs submitted steps. Prompts after the eighth
+    arrive three steps later. `disturb` is called before each step with all requests. `changes`:
+    changes to the scheduler's configuration.
     """
     groups = pool_groups(limits)
     num_blocks = min(situation.num_blocks * len(groups), limits.num_blocks)
@@ -140,7 +142,7 @@ async def serve(
 
 
 def pool_groups(limits: BatchLimits) -> list[KVCacheGroup]:
-    """A runner's KV-cache groups, as the pool is told of them."""
+    """The pool's configuration of a runner's KV-cache groups."""
     attending = [
         KVCacheGroup(AttentionType.FULL, size)
         if window is None
@@ -160,7 +162,7 @@ def pool_groups(limits: BatchLimits) -> list[KVCacheGroup]:
 
 
 def step_of(plan: SchedulerOutput, num_stages: int = 1) -> StepInput:
-    """A step as the worker gets it over the wire."""
+    """A step after the conversion to and from the worker's message."""
     message = scheduler_output_to_proto(plan, generation=1, traceparent="")
     if num_stages > 1:
         message.last_token_ids = last_token_ids(plan)

@@ -1,4 +1,4 @@
-"""Prompts, the situations in which they are served, and what transformers generates for them."""
+"""Prompts, the situations in which they are served, and transformers' continuations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 BLOCK_SIZE = 4
 MAX_TOKENS = 12
-"""Three blocks; most prompts grow beyond a window of 16 to 24."""
+"""Three blocks, so that most prompts grow beyond a window of 16 to 24 tokens."""
 MAX_MODEL_LEN = 128
 LARGE_POOL = 2400
 SMALL_POOL = 36
-"""Blocks of each KV-cache group that hold two or three of the sixteen requests."""
+"""The number of blocks of each KV-cache group: enough for two or three of the sixteen requests."""
 
 GREEDY: dict[str, Any] = {"temperature": 0, "seed": 0, "max_tokens": MAX_TOKENS}
 SAMPLED: dict[str, Any] = {
@@ -33,13 +33,13 @@ SAMPLED: dict[str, Any] = {
 
 NUM_PROMPTS = 16
 SOME_PROMPTS = (1, 5, 12, 15)
-"""The shortest, one of its own, and two that share a beginning."""
+"""The shortest prompt, one without a common prefix, and two with a common prefix."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """How requests are served. `num_blocks` of each KV-cache group. `served`: which of the prompts,
-    by number.
+    """How requests are served. `num_blocks`: blocks of each KV-cache group. `served`: the numbers
+    of the served prompts.
     """
 
     max_num_batched_tokens: int = 512
@@ -48,7 +48,7 @@ class Situation:
     served: tuple[int, ...] = tuple(range(NUM_PROMPTS))
 
     def chosen(self, of_prompts: Sequence[T]) -> list[T]:
-        """Of what there is for each prompt, that of those which are served."""
+        """The items of the served prompts, from one item for each prompt."""
         return [of_prompts[number] for number in self.served]
 
 
@@ -61,7 +61,7 @@ SITUATIONS = {
 
 
 def prompts() -> list[list[int]]:
-    """Sixteen prompts of 4 to 46 tokens; every third begins as the longest does."""
+    """Sixteen prompts of 4 to 46 tokens. Every third prompt has a prefix of the longest prompt."""
     random = np.random.default_rng(11)
     longest = random.integers(3, VOCAB_SIZE, 46).tolist()
     made = [
@@ -73,10 +73,10 @@ def prompts() -> list[list[int]]:
 @cache
 @torch.inference_mode()
 def reference_outputs(kind: str) -> list[list[int]]:
-    """What transformers continues each prompt with, greedily; computed once for each kind.
+    """Transformers' greedy continuation of each prompt, computed once for each kind of model.
 
-    All prompts are computed together and anew for each token. What stands to the right of a token
-    does not change it, so rows shorter than the longest need no mask.
+    For each new token, all prompts are computed together from the start. Padding is on the right,
+    where it does not influence earlier tokens, so no mask is needed.
     """
     model, given = build_tiny_model(kind), prompts()
     ends = torch.tensor([len(prompt) for prompt in given])

@@ -1,11 +1,11 @@
-"""A TCP proxy whose connections can be cut: a network between two services, slow or failing."""
+"""A TCP proxy that simulates a slow or failing network between two services."""
 
 import asyncio
 from contextlib import suppress
 
 
 class CuttableProxy:
-    """Passes bytes on to `target`, each after `delay_seconds`, until it is cut or closed."""
+    """Forwards bytes to `target`, delayed by `delay_seconds`, until it is cut or closed."""
 
     def __init__(self, target: str, delay_seconds: float = 0.0) -> None:
         self._delay_seconds = delay_seconds
@@ -18,30 +18,30 @@ class CuttableProxy:
         self._lost_on: set[asyncio.StreamWriter] = set()
         self.num_connections = 0
         self.has_swallowed = asyncio.Event()
-        """An answer was lost on its way."""
+        """Set when an answer was dropped."""
 
     async def start(self) -> str:
-        """Listens; returns the address."""
+        """Starts to listen; returns the address."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def swallow_answers(self) -> None:
-        """From here on answers are lost on their way; what is asked still arrives."""
+        """Drops all answers from now on. Requests are still forwarded."""
         self._is_deaf_backwards = True
 
     def lose_all(self) -> None:
-        """From here on all is lost on the connections that there are, and they look whole."""
+        """Drops all bytes on the existing connections from now on. The connections stay open."""
         self._lost_on |= self._links
 
     def cut(self) -> None:
-        """Breaks every connection; new ones are whole again."""
+        """Breaks every connection. New connections work."""
         self._is_deaf_backwards = False
         for link in self._links:
             link.transport.abort()
         self._links.clear()
 
     async def close(self) -> None:
-        """Breaks everything and listens no more."""
+        """Breaks every connection and stops listening."""
         if self._server is not None:
             self._server.close()
         self.cut()

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class DyingWorker:
-    """Starts the process, and again whenever it has died, until it is stopped."""
+    """Starts the process, and restarts it after each death until it is stopped."""
 
     def __init__(self, poison: int) -> None:
         self.num_deaths = 0
@@ -33,7 +33,7 @@ class DyingWorker:
         return self._address
 
     async def stop(self) -> None:
-        """Ends the process for good."""
+        """Ends the process permanently."""
         if self._supervising is not None:
             self._supervising.cancel()
             await asyncio.wait({self._supervising})
@@ -43,7 +43,7 @@ class DyingWorker:
         self._directory.cleanup()
 
     def kill(self) -> None:
-        """Ends the process once, for a reason of its own."""
+        """Ends the process once; it is restarted."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
@@ -65,7 +65,7 @@ class DyingWorker:
 
 
 class _Mortal(FakeWorker):
-    """A `FakeWorker` that ends its process in a step with the token."""
+    """A `FakeWorker` that ends its process in any step with the fatal token."""
 
     def __init__(self, address: str, poison: int) -> None:
         super().__init__(num_blocks=200)

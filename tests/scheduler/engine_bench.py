@@ -1,4 +1,4 @@
-"""An engine among fakes, with requests by name."""
+"""An engine with fakes for its ports, and requests by name."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -27,7 +27,7 @@ BLOCK_SIZE = 4
 
 
 class Bench:
-    """An engine among fakes."""
+    """An engine with fakes for its ports."""
 
     def __init__(
         self,
@@ -38,7 +38,9 @@ class Bench:
         linger_seconds: float = LINGER_SECONDS,
         **config: Any,
     ) -> None:
-        """Steps take `step_seconds` of the loop's time; with 0 they are done in its next turn."""
+        """Steps take `step_seconds` of the loop's time. With 0 they end in the loop's next
+        iteration.
+        """
         limits: dict[str, Any] = {
             "max_num_seqs": 4,
             "max_num_batched_tokens": 32,
@@ -86,7 +88,9 @@ class Bench:
         await self.inbox.until(lambda: set(names) <= set(self.inbox.ended))
 
     async def until_idle(self) -> None:
-        """Until nothing is to be done; nothing is left behind then."""
+        """Waits until the engine has nothing to do, and checks that no blocks or rows are left in
+        use.
+        """
         await eventually(lambda: self.engine.state is EngineState.IDLE)
         assert self.pool.num_free_blocks == self._num_usable_blocks
         assert self.executor.num_requests == 0
@@ -94,7 +98,7 @@ class Bench:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Waits for a condition that the loop's next turns make true."""
+    """Waits for a condition that becomes true within a few iterations of the event loop."""
     async with asyncio.timeout(SECONDS):
         while not condition():  # noqa: ASYNC110 - each turn of the loop may make it true
             await asyncio.sleep(0)

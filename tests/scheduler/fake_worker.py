@@ -1,4 +1,4 @@
-"""A worker without a model: the whole of stepwell.worker.v1 over gRPC, and faults on demand."""
+"""A worker without a model: the whole of stepwell.worker.v1 over gRPC, with faults on demand."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -32,7 +32,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
-    """One rank. Its model is the paged one; tests let it hold steps up or break them."""
+    """One rank with the paged model. Tests can block its steps or make them fail."""
 
     def __init__(
         self,
@@ -76,15 +76,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.protocol = PROTOCOL
         self.steps: list[worker_pb2.ExecuteRequest] = []
         self.prepared: list[str] = []
-        """Texts of the grammars that it was to compile."""
+        """The grammars that it was asked to compile."""
         self.nan_rows: frozenset[int] = frozenset()
         self.refused_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
-        """A token of a new request that ends the stream."""
+        """A token that ends the stream if a new request contains it."""
         self.described: Callable[[], object] = lambda: None
-        """Called when it was asked to describe itself, once the answer is made."""
+        """Called after each answer to Describe is built, before it is sent."""
         self.spoil: Spoil = lambda _, answer: [answer]
-        """Makes what is answered of a step and its answer."""
+        """Replaces the answer to a step by any number of answers."""
         self.going = asyncio.Event()
         self.going.set()
         self._tracing = tracing
@@ -92,7 +92,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._address = "127.0.0.1:0"
 
     async def start(self) -> str:
-        """Serves, from the second time on at the same address; returns it."""
+        """Starts to serve, at the previous address if there is one. Returns the address."""
         self._server = GrpcServer()
         self._server.add(
             worker_pb2_grpc.add_WorkerServicer_to_server, self, "stepwell.worker.v1.Worker"
@@ -102,7 +102,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         return self._address
 
     async def stop(self) -> None:
-        """Ends every stream and frees the port, as a crash would."""
+        """Ends every stream and closes the port, like a crash."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.drain(0)
@@ -127,7 +127,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.PrepareGrammarRequest,
         context: _Context,  # noqa: ARG002
     ) -> worker_pb2.PrepareGrammarResponse:
-        """Refuses "(" alone."""
+        """Compiles every grammar except "(", which is refused."""
         self.prepared.append(request.structured_outputs.text)
         if request.structured_outputs.text == "(":
             raise InvalidArgument("unclosed group")
@@ -138,7 +138,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.LoadAdapterRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> worker_pb2.LoadAdapterResponse:
-        """Adapters change nothing: the model's next token is that of the prompt."""
+        """Loads nothing: the simulated model's next token does not depend on adapters."""
         return worker_pb2.LoadAdapterResponse()
 
     async def Execute(  # noqa: N802

@@ -1,5 +1,5 @@
-"""The engine's ports, small and real: workers that can be held up or lost, a pool that can be lost,
-a replica that brings both back, a receiver of tokens, and an observer of steps.
+"""Small working fakes of the engine's ports: workers that can be blocked or lost, a pool that can
+be lost, a replica that restores both, a receiver of tokens, and an observer of steps.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ _Answer = asyncio.Future[ModelRunnerOutput]
 
 
 class FragilePool(InProcessPool):
-    """A `KVPool` over the real core, until it is lost."""
+    """A `KVPool` over the real core that a test can declare lost."""
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds."""
+        """The number of free blocks."""
         return self.core.num_free_blocks
 
     def lose(self) -> None:
-        """From here on every transaction fails."""
+        """Makes every further transaction fail."""
         self.num_answers_left = 0
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
@@ -41,7 +41,7 @@ class FragilePool(InProcessPool):
 
 
 class FakeExecutor:
-    """An `Executor` over the paged model. Held up, it answers nothing until it is let go."""
+    """An `Executor` over the paged model. While it is blocked it answers nothing."""
 
     def __init__(self, block_size: int, num_slots: int) -> None:
         self._shape = block_size, num_slots
@@ -51,28 +51,28 @@ class FakeExecutor:
         self._is_held = False
         self.num_steps = 0
         self.breaks: frozenset[int] = frozenset()
-        """Indexes of requests for which the next steps answer NaN."""
+        """Batch indexes of the requests for which the next steps report NaN."""
         self.poison: frozenset[int] = frozenset()
-        """Tokens that break the workers in any step that computes them."""
+        """Tokens that make the workers fail in any step that computes them."""
         self.broken_by: list[set[str]] = []
-        """The requests of each step that broke the workers."""
+        """For each step that made the workers fail, its requests."""
 
     @property
     def num_requests(self) -> int:
-        """Requests in the batch."""
+        """The number of requests in the batch."""
         return self._model.num_requests
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were submitted and not answered."""
+        """The number of submitted steps without an answer."""
         return len(self._waiting)
 
     def hold(self) -> None:
-        """Answers nothing from here on."""
+        """Blocks all further answers."""
         self._is_held = True
 
     def let_go(self) -> None:
-        """Answers what was held up, and everything after it."""
+        """Sends the blocked answers, and no longer blocks."""
         self._is_held = False
         while self._waiting:
             answer, output = self._waiting.popleft()
@@ -88,7 +88,7 @@ class FakeExecutor:
                 answer.set_exception(ports.WorkersLost("the workers are away"))
 
     def renew(self) -> None:
-        """New workers with empty batches and caches."""
+        """Replaces the workers by new ones with empty batches and caches."""
         self._model = PagedModel(*self._shape)
         self._is_lost = self._is_held = False
 
@@ -125,7 +125,7 @@ def _computed_tokens(plan: SchedulerOutput) -> set[int]:
 
 
 class FakeReplica:
-    """A `Replica` that brings pool and workers back once they are there."""
+    """A `Replica` that restores pool and workers once they are available."""
 
     def __init__(self, pool: FragilePool, executor: FakeExecutor) -> None:
         self.there = asyncio.Event()
@@ -143,7 +143,7 @@ class FakeReplica:
 
 
 class Inbox:
-    """A `Delivery` that keeps what it gets, by the name of the request."""
+    """A `Delivery` that stores what it receives, by request name."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -165,7 +165,7 @@ class Inbox:
         self._news.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition that news can make true."""
+        """Waits for a condition that deliveries can make true."""
         async with asyncio.timeout(SECONDS):
             while not condition():
                 self._news.clear()
@@ -173,7 +173,7 @@ class Inbox:
 
 
 class ReadinessLog:
-    """A `Readiness` that keeps each state: "" if a step can run, else the reason why not."""
+    """A `Readiness` that records each state: "" if steps can run, otherwise the reason why not."""
 
     def __init__(self) -> None:
         self.lacks: list[str] = []
@@ -186,7 +186,7 @@ class ReadinessLog:
 
 
 class Watcher:
-    """A `StepObserver` that counts, and sees to it that what begins also ends."""
+    """A `StepObserver` that counts events, and checks that each step that begins also ends."""
 
     def __init__(self) -> None:
         self.num_planned = 0

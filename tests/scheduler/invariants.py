@@ -1,6 +1,6 @@
-"""What must hold in every step of a scheduler over its pool, once the step is planned.
+"""Invariants of every planned step of a scheduler over its pool.
 
-Each is recomputed from tables, tokens and limits; none asks the scheduler why it did what it did.
+Each invariant is recomputed from tables, tokens and limits, without the scheduler's own reasons.
 """
 
 from collections import Counter
@@ -16,19 +16,19 @@ from tests.scheduler.story import Story
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The requests that ran and that waited, in order, before a step was planned."""
+    """The running and the waiting requests, in order, before a step was planned."""
 
     running: list[Request]
     waiting: list[Request]
 
     @classmethod
     def of(cls, story: Story) -> "Before":
-        """As it is now."""
+        """The current state."""
         return cls(list(story.scheduler.running), list(story.scheduler.waiting))
 
 
 def check_step(story: Story, before: Before, plan: SchedulerOutput) -> None:
-    """All of them."""
+    """Checks all invariants."""
     check_budget(story, plan)
     check_rows(story)
     check_nothing_leaks(story)
@@ -40,14 +40,14 @@ def check_step(story: Story, before: Before, plan: SchedulerOutput) -> None:
 
 
 def check_budget(story: Story, plan: SchedulerOutput) -> None:
-    """A step hands out what it has, in whole tokens."""
+    """A step schedules at most its budget, in whole tokens."""
     assert plan.num_tokens <= _budget(story)
     assert all(count > 0 for count in plan.num_scheduled_tokens)
     assert len(set(plan.requests)) == len(plan.requests)
 
 
 def check_rows(story: Story) -> None:
-    """The workers' batch holds the requests that run, and no more than may run."""
+    """The workers' batch has exactly the running requests, and no more than the limit."""
     running = story.scheduler.running
     assert len(running) <= _num_rows(story)
     assert story.model.num_requests == len(running)
@@ -55,7 +55,7 @@ def check_rows(story: Story) -> None:
 
 
 def check_nothing_leaks(story: Story) -> None:
-    """Exactly the running requests hold blocks, and all other blocks are free."""
+    """Only running requests have blocks; all other blocks are free."""
     core, running = story.pool.core, story.scheduler.running
     tables = [table for request in running for table in _tables(story, request)]
     assert core.stats().num_requests == len(running)
@@ -65,12 +65,12 @@ def check_nothing_leaks(story: Story) -> None:
 
 
 def check_one_owner_of_writable_blocks(story: Story) -> None:
-    """Blocks from the next written position of a request on are held by no other."""
+    """Blocks from a request's next written position onwards belong to no other request."""
     running, size = story.scheduler.running, story.config.block_size
     holders = Counter(
         block for request in running for table in _tables(story, request) for block in table
     )
-    holders[NULL_BLOCK] = 1  # it stands where nothing is written
+    holders[NULL_BLOCK] = 1  # placeholder for positions that are not written
     for request in running:
         assert request.row is not None
         written_next = story.model.next_position(request.row, request.num_computed_tokens)
@@ -80,14 +80,14 @@ def check_one_owner_of_writable_blocks(story: Story) -> None:
 
 
 def check_queue_order(story: Story) -> None:
-    """By the order of the policy."""
+    """The queue is in the policy's order."""
     if (rank := ADMISSION_ORDERS.get(story.config.policy)) is not None:
         ranks = [rank(request) for request in story.scheduler.waiting]
         assert ranks == sorted(ranks)
 
 
 def check_no_request_passes_the_head(before: Before, plan: SchedulerOutput) -> None:
-    """Requests are admitted from the head of the queue, and not in a step that preempts."""
+    """Requests are admitted from the head of the queue, and none in a step that preempts."""
     admitted = list(plan.block_tables)
     assert admitted == before.waiting[: len(admitted)]
     assert sorted(map(id, admitted)) == sorted(map(id, plan.new + plan.resumed))
@@ -95,8 +95,8 @@ def check_no_request_passes_the_head(before: Before, plan: SchedulerOutput) -> N
 
 
 def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> None:
-    """With a row, tokens and blocks for it, the head of the queue runs, unless it continues from a
-    state that this step stores.
+    """The head of the queue is admitted if there are a row, tokens and blocks for it. A request
+    that continues from a state stored by this step is an exception.
     """
     config, running = story.config, story.scheduler.running
     head = next(iter(story.scheduler.waiting), None)
@@ -117,9 +117,9 @@ def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> No
 
 
 def check_running_requests_are_served(story: Story, before: Before, plan: SchedulerOutput) -> None:
-    """The first in order gets tokens in every step, and all others while there are any. The last in
-    the order of victims is never preempted: so each of them ends, and after them the head of the
-    queue.
+    """The first running request gets tokens in every step, and the others as long as tokens remain.
+    The last victim in the policy's order is never preempted. Therefore every running request ends,
+    and then the head of the queue runs.
     """
     if not before.running:
         return
@@ -145,7 +145,7 @@ def _num_rows(story: Story) -> int:
 
 
 def _only_waits_for_tokens(story: Story, request: Request) -> bool:
-    """Whether a step in flight surely brings its last token, or might."""
+    """Whether a step in flight certainly or possibly samples the request's last token."""
     return request.num_output_placeholders > 0 and (
         request.num_tokens + 1 >= request.max_num_tokens
         or request.num_computed_tokens + 1 >= story.config.max_model_len
@@ -153,8 +153,8 @@ def _only_waits_for_tokens(story: Story, request: Request) -> bool:
 
 
 def _least_chunk(story: Story) -> int:
-    """The least number of tokens that a step can give a request: a block if states are kept at
-    their ends.
+    """The smallest number of tokens that a step can schedule for a request: a block if states are
+    cached at block ends.
     """
     config = story.config
     return config.block_size if _keeps_states(story) else 1 + config.num_speculative_tokens

@@ -1,8 +1,8 @@
-"""The cache of the paged model: blocks that groups of layers write, and what they read of them.
+"""The cache of the paged model: the blocks that KV-cache groups write and read.
 
-A block holds what was last written to it, by whichever group it belonged to then. What a group
-reads is what its kind of attention sees: everything, a window, a chunk, or the state that the step
-before left. Each value names the group, so that a block that is in two hands shows at once.
+A block contains what was last written to it, by any group. A group reads what its kind of attention
+sees: all positions, a window, a chunk, or the state after the previous step. Each value names its
+group, so that a block with two owners is detected at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,26 +14,28 @@ Tables = Sequence[Sequence[int]]
 """The block table of a request in each group."""
 
 Contents = dict[int | str, tuple[int, int]]
-"""What a block holds: by position in it, or for a state, the group that wrote it and a digest."""
+"""The contents of a block. By position in the block (or for a state): the group that wrote it, and
+a digest.
+"""
 
 _STATE = "state"
 
 
 class PagedCache:
-    """Keys and values, one digest a position, and states, one digest a block."""
+    """Keys and values as one digest for each position, and states as one digest for each block."""
 
     def __init__(
         self, block_size: int, groups: Sequence[KVCacheGroup] = (), *, follows_states: bool = True
     ) -> None:
-        """`follows_states`: whether it keeps states. After a draft there is a state for each, in
-        blocks of their own, which it does not know.
+        """`follows_states`: whether states are stored. With drafts there is one state after each
+        draft, in separate blocks that the cache does not know.
         """
         self._follows_states = follows_states
         self._groups = groups or [KVCacheGroup(AttentionType.FULL, block_size)]
         self._blocks: dict[int, Contents] = {}
 
     def zero(self, block_ids: Iterable[int]) -> None:
-        """Forgets what blocks hold."""
+        """Clears the contents of blocks."""
         for block in block_ids:
             self._blocks.pop(block, None)
 
@@ -43,26 +45,27 @@ class PagedCache:
             self._blocks[copy.target] = dict(self._blocks.get(copy.source, {}))
 
     def is_held(self, contents: Contents, group: int, position: int, digest: int) -> bool:
-        """Whether a block of a group with these contents holds what a position stores; of states,
-        the last position of the block that was computed.
+        """Whether a group's block with these contents has what a position stores. For states this
+        is the last computed position of the block.
         """
         spec = self._groups[group]
         is_state = spec.attention_type is AttentionType.STATE_SPACE
         return contents.get(_STATE if is_state else position % spec.block_size) == (group, digest)
 
     def contents(self, block: int) -> Contents:
-        """What a block holds now."""
+        """The current contents of a block."""
         return dict(self._blocks.get(block, {}))
 
     def fill(self, block: int, contents: Contents) -> None:
-        """Replaces what a block holds."""
+        """Replaces the contents of a block."""
         self._blocks[block] = dict(contents)
 
     def load(
         self, tables: Tables, digests: Sequence[int], start: int, end: int, state_end: int
     ) -> None:
-        """Stores the positions from `start` to `end` as they were stored elsewhere, in every group;
-        of states the one after `state_end` tokens. Whole blocks are written, also the last one.
+        """Stores the positions from `start` to `end` in every group, as if loaded from external
+        storage. For states, the state after `state_end` tokens is stored. Whole blocks are written,
+        including the last one.
         """
         for group, (spec, table) in enumerate(zip(self._groups, tables, strict=True)):
             positions = range(start, end)
@@ -75,13 +78,13 @@ class PagedCache:
                     self._store(group, block, position, digests[position])
 
     def garble(self, blocks: Iterable[int]) -> None:
-        """Stores in blocks what belongs to no sequence."""
+        """Stores contents in blocks that belong to no sequence."""
         for block in blocks:
             self._blocks[block] = {}
 
     def read_states(self, tables: Tables, digests: Sequence[int], start: int) -> None:
-        """Checks the states from which a step goes on, in every group that has them. All of a
-        step's are read before any is written.
+        """Checks the states from which a step continues, in every group with states. All states of
+        a step are read before any state is written.
         """
         for group, (spec, table) in enumerate(zip(self._groups, tables, strict=True)):
             if spec.attention_type is AttentionType.STATE_SPACE and start and self._follows_states:
@@ -89,7 +92,7 @@ class PagedCache:
                 assert held == (group, digests[start - 1]), f"no state after {start} tokens"
 
     def write(self, tables: Tables, digests: Sequence[int], start: int, end: int) -> None:
-        """Stores what the positions from `start` to `end` hold, in every group."""
+        """Stores the values of the positions from `start` to `end`, in every group."""
         for group, (spec, table) in enumerate(zip(self._groups, tables, strict=True)):
             assert end <= len(table) * spec.block_size, "tokens without a slot in the cache"
             if spec.attention_type is AttentionType.STATE_SPACE:
@@ -104,7 +107,7 @@ class PagedCache:
                 block[position % spec.block_size] = group, digests[position]
 
     def read(self, tables: Tables, digests: Sequence[int], start: int, end: int) -> None:
-        """Checks what the queries from `start` to `end` see, in every group."""
+        """Checks the positions that the queries from `start` to `end` see, in every group."""
         for group, (spec, table) in enumerate(zip(self._groups, tables, strict=True)):
             for position in range(_first_seen(spec, start), end):
                 held = self._block(spec, table, position).get(position % spec.block_size)
@@ -127,7 +130,7 @@ class PagedCache:
 
 
 def _first_seen(spec: KVCacheGroup, query: int) -> int:
-    """The first position that a query sees; of what precedes a state, none."""
+    """The first position that a query sees. A state sees no earlier positions."""
     match spec.attention_type:
         case AttentionType.FULL:
             return 0

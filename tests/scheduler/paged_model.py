@@ -1,10 +1,11 @@
-"""A stand-in for the workers: a deterministic model over a paged cache that is really written.
+"""A simulation of the workers: a deterministic model over a paged cache with real contents.
 
-What it stores for a position is the whole sequence up to it. Before it samples it reads through the
-block tables every position that its layers see, and complains when one does not hold what this very
-sequence stored there: a block that was shared wrongly, published early, given back too soon or not
-computed again is found at the first token that depends on it. With speculation it guesses ahead,
-and what it stored for wrong guesses stays there until it is overwritten.
+The value stored for a position is a digest of the whole sequence up to it. Before sampling, the
+model reads through the block tables every position that its layers see, and fails if a position
+does not contain the value of this sequence. A block that was wrongly shared, published too early,
+freed too early or not recomputed is thus detected at the first token that depends on it. With
+speculation the model proposes drafts. Values of rejected drafts remain stored until they are
+overwritten.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -24,12 +25,12 @@ _EMPTY = 0
 
 
 def next_token(token_ids: Sequence[int]) -> int:
-    """What the model says after these tokens."""
+    """The model's next token after these tokens."""
     return (sum(token_ids[-4:]) * 31 + len(token_ids) * 7) % (VOCAB_SIZE - 3) + 3
 
 
 def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What the model generates after a prompt if nothing ends it."""
+    """The model's continuation of a prompt if no stop condition applies."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids))
@@ -37,16 +38,16 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def is_right(num_tokens: int, index: int) -> bool:
-    """Whether a draft is right that is made after `num_tokens`: about seven in ten are, and the
-    others are one off.
+    """Whether a draft proposed after `num_tokens` is right. About seven in ten are; the others are
+    off by one.
     """
     return (num_tokens * 7 + index * 13) % 10 < 7
 
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that enters the batch. `root` is what its blocks depend on besides its tokens and
-    items: salt, adapter.
+    """A request that enters the batch. `root`: the values besides tokens and items that its block
+    hashes depend on: salt and adapter.
     """
 
     row_index: int
@@ -61,7 +62,7 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request has a step compute; drafts are the last of the scheduled tokens."""
+    """The work of a step for one request. Drafts are the last of the scheduled tokens."""
 
     row_index: int
     num_scheduled: int
@@ -70,8 +71,8 @@ class Work:
 
 
 class StoredTokens:
-    """Tokens, with what each of their positions stores: a digest of the root, of all tokens up to
-    it, and of the item that stands there.
+    """Tokens, and the value stored at each position: a digest of the root, of all tokens up to the
+    position, and of the item there.
     """
 
     def __init__(
@@ -91,14 +92,14 @@ class StoredTokens:
         self.append(token_ids)
 
     def append(self, token_ids: Iterable[int]) -> None:
-        """Further tokens."""
+        """Appends tokens."""
         further = list(token_ids)
         digests = self.digests_of(further)
         self.token_ids += further
         self.digests += digests
 
     def digests_of(self, further: Iterable[int]) -> list[int]:
-        """What further tokens would store."""
+        """The values that further tokens would store."""
         digest, digests = self.digests[-1] if self.digests else self._root, []
         for position, token_id in enumerate(further, len(self.digests)):
             digest = hash((digest, token_id, self._items.get(position)))
@@ -117,11 +118,11 @@ class _Row(StoredTokens):
         self._num_prompt_tokens = new.num_prompt_tokens
 
     def take_back(self, num_tokens: int) -> None:
-        """Forgets the tokens behind the first `num_tokens`."""
+        """Drops the tokens after the first `num_tokens`."""
         del self.token_ids[num_tokens:], self.digests[num_tokens:]
 
     def continuation(self, num_tokens: int) -> list[int]:
-        """What comes after the tokens."""
+        """The continuation of the row's tokens."""
         if self._grammar is None:
             return continuation(self.token_ids, num_tokens)
         longer = list(self.token_ids)
@@ -131,7 +132,7 @@ class _Row(StoredTokens):
         return longer[len(self.token_ids) :]
 
     def proposals(self, num_tokens: int) -> list[int]:
-        """Drafts: see `proposals`. -1 from the first on that the grammar refuses."""
+        """The row's drafts. The first draft that the grammar refuses and all later ones are -1."""
         drafts = [
             token_id if is_right(len(self.token_ids), index) else token_id + 1
             for index, token_id in enumerate(self.continuation(num_tokens))
@@ -140,14 +141,14 @@ class _Row(StoredTokens):
         return drafts[:num_allowed] + [-1] * (num_tokens - num_allowed)
 
     def num_allowed_of_last(self, num_tokens: int) -> int:
-        """How many of the last `num_tokens` come before the first that is refused."""
+        """Of the last `num_tokens` tokens, the number before the first refused one."""
         if self._grammar is None:
             return num_tokens
         begin = len(self.token_ids) - num_tokens
         return self._grammar.num_allowed(self.token_ids[begin:], begin - self._num_prompt_tokens)
 
     def num_allowed(self, further: Sequence[int]) -> int:
-        """How many of the tokens that are to follow come before the first that is refused."""
+        """Of further tokens, the number before the first refused one."""
         if self._grammar is None:
             return len(further)
         return self._grammar.num_allowed(further, len(self.token_ids) - self._num_prompt_tokens)
@@ -155,7 +156,9 @@ class _Row(StoredTokens):
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The tokens that a step runs of one row: from `start` to `end`, drafts beyond those known."""
+    """The tokens of one row that a step computes, from `start` to `end`. Drafts follow the known
+    tokens.
+    """
 
     row: _Row
     start: int
@@ -167,7 +170,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What workers are sent of a planned step."""
+    """The message to the workers for a planned step."""
 
     removed_rows: Sequence[int]
     entering: Sequence[NewRow]
@@ -180,8 +183,8 @@ class StepWork:
 def work_of(
     plan: SchedulerOutput, grammars: Mapping[str, StandInGrammar] | None = None
 ) -> StepWork:
-    """What workers are sent of a plan, as it is when the step is sent. `grammars` are those of
-    requests, by id.
+    """The message to the workers for a plan, with the state at the time of sending. `grammars`: the
+    grammars of requests, by id.
     """
     held = grammars or {}
     starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
@@ -214,7 +217,7 @@ def work_of(
 
 
 class PagedModel:
-    """The persistent batch of a worker, and its cache."""
+    """A worker's persistent batch and its cache."""
 
     def __init__(
         self,
@@ -231,28 +234,29 @@ class PagedModel:
 
     @property
     def num_requests(self) -> int:
-        """Requests in the batch."""
+        """The number of requests in the batch."""
         return len(self._rows)
 
     def next_position(self, row_index: int, num_computed: int) -> int:
-        """Where a row is written next.
+        """The next written position of a row.
 
-        A step planned while the one before it runs counts the drafts of that one as right. The row
-        knows which were, and goes on behind those.
+        A step that was planned while the previous one runs assumes that the drafts of the previous
+        step are accepted. The row has the actual number of accepted drafts and continues after
+        them.
         """
         if not self._num_speculative_tokens:
             return num_computed
         return min(num_computed, len(self._rows[row_index].token_ids) - 1)
 
     def run_plan(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs a step of the scheduler core."""
+        """Runs a planned step of the scheduler core."""
         return self.run_work(work_of(plan))
 
     def run_work(
         self, step: "StepWork", names: Collection[str] = (), invalid: Collection[int] = ()
     ) -> ModelRunnerOutput:
-        """Runs a step. What it computes of requests of these names is void, as is what it computes
-        from these blocks: they store what belongs to no sequence.
+        """Runs a step. Results for the named requests are void, and so are results that were
+        computed from the given blocks: they store values that belong to no sequence.
         """
         self.cache.garble(invalid)
         self._void = names, frozenset(invalid)
@@ -276,7 +280,7 @@ class PagedModel:
         return ModelRunnerOutput(token_ids, draft_token_ids=drafts, refused_tokens=refused)
 
     def names_holding(self, blocks: Collection[int]) -> set[str]:
-        """The requests that have one of these blocks."""
+        """The names of the requests that have one of these blocks."""
         holding = frozenset(blocks)
         return {
             row.name
@@ -285,7 +289,7 @@ class PagedModel:
         }
 
     def take_back(self, request: Request) -> None:
-        """The scheduler did not take the last tokens of a request."""
+        """Drops the last tokens of a request, which the scheduler has not accepted."""
         row = None if request.row is None else self._rows.get(request.row)
         if row is not None and row.name == request.request_id:
             row.take_back(request.num_tokens)
@@ -299,8 +303,8 @@ class PagedModel:
         zeroed: Iterable[int] = (),
         copies: Iterable[BlockCopy] = (),
     ) -> list[list[int]]:
-        """Runs a step; returns the sampled tokens of each request: none inside a prompt, and with
-        drafts those that were right and one more.
+        """Runs a step; returns the sampled tokens of each request. Inside a prompt there are none.
+        With drafts they are the accepted drafts and one more token.
         """
         for row_index in removed:
             assert self._rows.pop(row_index, None) is not None, f"row {row_index} was empty"
@@ -325,8 +329,8 @@ class PagedModel:
         return [self._sample(running) for running in passes]
 
     def _begin(self, work: Work, has_just_entered: bool) -> _Pass:
-        """Drafts of -1 stand for those that the model made itself, of one that has just entered for
-        nothing at all: they pad the step.
+        """Starts the work of a row. Drafts of -1 stand for the model's own drafts. For a request
+        that has just entered they are padding.
         """
         row, drafts = self._rows[work.row_index], work.drafts
         if -1 in drafts and not has_just_entered:

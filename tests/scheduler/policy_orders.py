@@ -1,6 +1,6 @@
-"""By policy, the orders of queue and victims that the checks of each step expect.
+"""For each policy, the orders of queue and victims that the checks of each step expect.
 
-A policy without an entry is held to everything else.
+For a policy without an entry, all other checks apply.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ ADMISSION_ORDERS: dict[str, Callable[[Request], Any]] = {
     ),
     "priority": lambda request: (request.priority, request.arrival_time),
 }
-"""The order of the queue: with FCFS preempted requests, then the others by arrival."""
+"""The queue's order. With FCFS, preempted requests are first, followed by the others by arrival."""
 VICTIM_ORDERS: dict[str, Callable[[Request], Any]] = {
     "fcfs": lambda request: request.admission_number,
     "priority": lambda request: (request.priority, request.arrival_time),
 }
-"""The order of running requests in which the last is preempted first."""
+"""The order of running requests. The last one is preempted first."""

@@ -1,4 +1,4 @@
-"""The scheduler as a process of its own; pool and workers are the test's."""
+"""The scheduler as a separate process, with pool and workers in the test's process."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ class SchedulerProcess:
 
     @classmethod
     async def start(cls, *flags: str, **environ: str) -> "SchedulerProcess":
-        """Starts it; what it says goes to `errors`."""
+        """Starts the process. Its standard error is collected in `errors`."""
         clean = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
         path = os.pathsep.join([str(ROOT), str(ROOT / "gen")])
         process = await asyncio.create_subprocess_exec(
@@ -41,7 +41,7 @@ class SchedulerProcess:
         return cls(process)
 
     async def wait(self) -> int:
-        """Its exit status, once it has ended by itself."""
+        """Waits until the process has ended by itself; returns its exit status."""
         async with asyncio.timeout(SECONDS):
             _, errors = await self.process.communicate()
         self.errors += errors.decode().splitlines()
@@ -49,7 +49,7 @@ class SchedulerProcess:
         return self.process.returncode
 
     async def close(self) -> None:
-        """Ends it, however it is."""
+        """Ends the process in any state."""
         if self.process.returncode is None:
             self.process.kill()
             await self.wait()
@@ -57,7 +57,7 @@ class SchedulerProcess:
 
 @dataclass(slots=True)
 class Running:
-    """A scheduler process that serves."""
+    """A running scheduler process."""
 
     scheduler: SchedulerProcess
     stub: scheduler_pb2_grpc.SchedulerStub
@@ -68,7 +68,7 @@ class Running:
 async def running_scheduler(
     *flags: str, worker: FakeWorker | None = None, pool: Pool | None = None, **environ: Any
 ) -> AsyncIterator[Running]:
-    """Starts everything and waits until the process serves."""
+    """Starts the process and its peers, and waits until it serves."""
     worker, pool = worker or FakeWorker(), pool or Pool()
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="sw"))

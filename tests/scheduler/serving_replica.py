@@ -1,6 +1,6 @@
-"""A replica that serves: the scheduler and the pool as they are, over any workers.
+"""A running replica: the real scheduler and pool, with any workers.
 
-Those without a model unless others are given.
+By default the workers have no model.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ SECONDS = 60.0
 
 
 def sampling(max_tokens: int = 8, **fields: Any) -> common_pb2.SamplingParams:
-    """Greedy parameters, as a gateway resolves them."""
+    """Greedy sampling parameters, with all defaults set as a gateway sends them."""
     return common_pb2.SamplingParams(
         **{"temperature": 0, "seed": 1, "max_tokens": max_tokens} | fields
     )
 
 
 def add_request(handle: int, prompt: Sequence[int], **fields: Any) -> scheduler_pb2.AddRequest:
-    """A request as a gateway sends it."""
+    """A request message as a gateway sends it."""
     defaults = {
         "request_id": f"request-{handle}",
         "prompt_token_ids": pack_token_ids(prompt),
@@ -51,7 +51,7 @@ def add_request(handle: int, prompt: Sequence[int], **fields: Any) -> scheduler_
 
 @dataclass(slots=True)
 class Heard:
-    """What a session heard of one request."""
+    """What a session received for one request."""
 
     tokens: list[int] = field(default_factory=list)
     num_cached_tokens: int | None = None
@@ -61,7 +61,7 @@ class Heard:
 
 
 class Gateway:
-    """A gateway's end of a session."""
+    """The gateway's side of a session."""
 
     def __init__(self, stub: scheduler_pb2_grpc.SchedulerStub) -> None:
         self.call = stub.Session()
@@ -78,13 +78,13 @@ class Gateway:
 
     @property
     def state(self) -> scheduler_pb2.ReplicaState | None:
-        """What it heard last of whether the replica can run steps."""
+        """The last received state of the replica."""
         return self.states[-1] if self.states else None
 
     async def open(
         self, gateway_id: str = "gateway", release: common_pb2.Release | None = None
     ) -> scheduler_pb2.SessionOpened:
-        """Says hello; returns what the replica serves."""
+        """Opens the session; returns the replica's description."""
         hello = scheduler_pb2.OpenSession(gateway_id=gateway_id, release=release or own_release())
         await self.say(open=hello)
         await self.until(lambda: self.opened is not None)
@@ -116,18 +116,18 @@ class Gateway:
         await self.say(chunk=scheduler_pb2.AddChunk(handle=handle, **defaults | fields))
 
     async def until_turn(self, handle: int, count: int = 1) -> list[int]:
-        """Waits until `count` turns of a session have ended; returns its tokens since its start."""
+        """Waits until `count` turns of a session have ended; returns all tokens of the session."""
         heard = self.heard[handle]
         await self.until(lambda: len(heard.turns) >= count)
         assert heard.finished is None
         return heard.tokens
 
     async def abort(self, *handles: int) -> None:
-        """Drops requests."""
+        """Aborts requests."""
         await self.say(abort=scheduler_pb2.AbortRequests(handles=handles))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition that news can make true."""
+        """Waits for a condition that received messages can make true."""
         async with asyncio.timeout(SECONDS):
             while not condition():
                 self._news.clear()
@@ -149,7 +149,7 @@ class Gateway:
         assert self._reader.done()
 
     async def close(self) -> None:
-        """Goes away without a word."""
+        """Disconnects without ending the session."""
         self.call.cancel()
         await asyncio.wait({self._reader})
 
@@ -201,17 +201,17 @@ class Gateway:
 
 
 class Worker(Protocol):
-    """One rank, which the test's process serves."""
+    """One rank, served from the test's process."""
 
     async def start(self) -> str:
-        """Serves; returns the address."""
+        """Starts to serve; returns the address."""
 
     async def stop(self) -> None:
-        """Ends every stream and frees the port."""
+        """Ends every stream and closes the port."""
 
 
 class Pool:
-    """The pool service at one address, to be stopped and started again."""
+    """The pool service at a fixed address. It can be stopped and restarted."""
 
     def __init__(self, exporter: Any = None) -> None:
         self._exporter = exporter
@@ -219,7 +219,7 @@ class Pool:
         self._service: PoolService | None = None
 
     async def start(self) -> str:
-        """Serves, from the second time on at the same address; returns it."""
+        """Starts to serve, at the previous address if there is one. Returns the address."""
         tracing = configure_tracing("kvpool", "", 1.0, exporter=self._exporter)
         settings = KVPoolSettings(address=self._address, drain_seconds=0.0)
         self._service = PoolService(settings, tracing)
@@ -227,13 +227,13 @@ class Pool:
         return self._address
 
     async def stop(self) -> None:
-        """Forgets everything, as a crash would."""
+        """Stops the service and drops its state, like a crash."""
         if self._service is not None:
             service, self._service = self._service, None
             await service.drain()
 
     async def stats(self) -> kvpool_pb2.PoolStats:
-        """Numbers of the one pool, by its service."""
+        """The statistics of the only pool, from its service."""
         async with open_channel(self._address) as channel:
             answer = await kvpool_pb2_grpc.KVPoolStub(channel).GetStats(
                 kvpool_pb2.GetStatsRequest()
@@ -244,7 +244,7 @@ class Pool:
 
 @dataclass(slots=True)
 class Replica:
-    """A scheduler that serves, and what it is made of."""
+    """A running scheduler, and the parts of its replica."""
 
     address: str
     stub: scheduler_pb2_grpc.SchedulerStub
@@ -259,32 +259,32 @@ class Replica:
 
     @property
     def worker(self) -> FakeWorker:
-        """The first rank, which has no model."""
+        """The first rank. It has no model."""
         worker = self.workers[0]
         assert isinstance(worker, FakeWorker)
         return worker
 
     @property
     def pool_link(self) -> CuttableProxy:
-        """Between scheduler and pool."""
+        """The proxy between scheduler and pool."""
         assert self.link is not None
         return self.link
 
     async def stats(self) -> scheduler_pb2.GetStatsResponse:
-        """A look at the replica."""
+        """The current statistics of the replica."""
         return await self.stub.GetStats(scheduler_pb2.GetStatsRequest())
 
     async def until(self, condition: Callable[[scheduler_pb2.GetStatsResponse], bool]) -> None:
-        """Waits until a look at the replica satisfies."""
+        """Waits until the replica's statistics satisfy a condition."""
         async with asyncio.timeout(SECONDS):
             while not condition(await self.stats()):  # noqa: ASYNC110 - another process's state
                 await asyncio.sleep(0.01)
 
     @asynccontextmanager
     async def planning_together(self, num_requests: int) -> AsyncIterator[None]:
-        """So many requests that are sent meanwhile are all queued when the next step is planned,
-        whatever the time between their arrivals. None may run before; the worker is held up from
-        here on.
+        """Makes sure that `num_requests` requests sent in the block are all queued when the next
+        step is planned, whatever the time between their arrivals. No request may run before. The
+        worker is blocked from here on.
         """
         self.worker.going.clear()
         await self.admin.Pause(
@@ -308,7 +308,9 @@ class Replica:
 async def serving_replica(
     *workers: Worker, pool: Pool | None = None, cuttable: bool = False, **settings: Any
 ) -> AsyncIterator[Replica]:
-    """Starts everything. `cuttable`: the scheduler reaches the pool over a link that can be cut."""
+    """Starts all parts. `cuttable`: the scheduler reaches the pool through a proxy that
+    can be cut.
+    """
     ranks = list(workers) or [FakeWorker()]
     pool = pool or Pool()
     async with AsyncExitStack() as stack:
@@ -352,7 +354,7 @@ async def serving_replica(
 
 @asynccontextmanager
 async def gateway_of(replica: Replica) -> AsyncIterator[Gateway]:
-    """An open session."""
+    """A gateway with an open session."""
     gateway = Gateway(replica.stub)
     try:
         await gateway.open()
@@ -364,7 +366,9 @@ async def gateway_of(replica: Replica) -> AsyncIterator[Gateway]:
 async def until_serving(
     channel: grpc.aio.Channel, serving: asyncio.Task[None] | None = None
 ) -> None:
-    """Waits until health says SERVING; a server that ended instead says why."""
+    """Waits until the health check reports SERVING. If the server has ended instead, its error is
+    raised.
+    """
     health = health_pb2_grpc.HealthStub(channel)
     async with asyncio.timeout(SECONDS):
         while True:

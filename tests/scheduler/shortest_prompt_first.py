@@ -1,4 +1,4 @@
-"""An example of a new scheduling policy: all that it takes, but for a line in the table."""
+"""An example of a scheduling policy. Adding it also needs one line in the table of policies."""
 
 from bisect import insort
 
@@ -20,7 +20,7 @@ class ShortestPromptFirstPolicy:
 
 
 class ShortestPromptFirstQueue(list[Request]):
-    """Requests in the order of their prompts' lengths."""
+    """Requests sorted by prompt length."""
 
     def add(self, request: Request, /) -> None:
         insort(self, request, key=lambda queued: queued.num_prompt_tokens)

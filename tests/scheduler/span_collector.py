@@ -1,4 +1,4 @@
-"""An OTLP collector that keeps what it is sent, and spans in one shape from all services."""
+"""An OTLP collector that stores the received spans, in one format for all services."""
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A span that was recorded."""
+    """A recorded span."""
 
     name: str
     kind: str
@@ -29,7 +29,7 @@ class Seen:
 
 
 class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Serves from a thread of its own, so that an exporter may block its caller."""
+    """Serves from its own thread, so that an exporter may block its caller."""
 
     def __init__(self) -> None:
         self.spans: list[Seen] = []
@@ -41,7 +41,7 @@ class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
         self._server.start()
 
     def close(self) -> None:
-        """Serves no more."""
+        """Stops the server."""
         self._server.stop(0).wait()
 
     def Export(  # noqa: N802
@@ -58,7 +58,7 @@ class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def seen(spans: Iterable[ReadableSpan]) -> list[Seen]:
-    """Spans of an exporter in this process."""
+    """The finished spans of an exporter in this process."""
     return [
         Seen(
             span.name,

@@ -1,4 +1,6 @@
-"""The worked examples of the scheduler: requests by short names, and the record of a step."""
+"""Helpers for the scheduler's worked examples: requests by short names, and a record of
+each step.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,34 +22,34 @@ BLOCK_SIZE = 4
 
 
 def prompt(num_tokens: int, first: int = 100) -> list[int]:
-    """A prompt of consecutive tokens; those of different `first` share no block."""
+    """A prompt of consecutive tokens. Prompts with different `first` have no common block."""
     return [(first + offset) % 1000 for offset in range(num_tokens)]
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What a step did, by the names of requests."""
+    """The results of a step, by request name."""
 
     granted: dict[str, int]
-    """Tokens of each, in scheduling order."""
+    """Scheduled tokens of each request, in scheduling order."""
     start: dict[str, int]
-    """Tokens computed before it."""
+    """Computed tokens of each request before the step."""
     blocks: dict[str, list[int]]
-    """Full tables of those admitted, new blocks of the others, in the first group."""
+    """Blocks in the first group: the full table of each admitted request, and the new blocks of
+    each other request.
+    """
     new: list[str]
     resumed: list[str]
     preempted: list[str]
     zeroed: list[int]
-    """Blocks that are cleared before it."""
+    """Blocks that are zeroed before the step."""
     round_trips: int
     tokens: dict[str, list[int]]
-    """What was sampled, of those that sampled or ended."""
+    """Sampled tokens of the requests that sampled or ended."""
 
 
 class Story:
-    """A scheduler over the real pool core, with requests by name. It may reach the pool `through`
-    something else.
-    """
+    """A scheduler over the real pool core, with requests by name. `through` wraps the pool."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class Story:
         min_tokens: int = 0,
         **fields: Any,
     ) -> Request:
-        """Queues a request."""
+        """Adds a request to the queue."""
         self._num_requests += 1
         fields = {"num_prompt_tokens": len(token_ids), "arrival_time": self._num_requests} | fields
         request = Request(
@@ -106,10 +108,10 @@ class Story:
     async def step(
         self, meanwhile: Callable[[SchedulerOutput], None] = lambda _: None
     ) -> StepRecord:
-        """Plans a step and runs it; the pool is in order after each of them.
+        """Plans a step and runs it. The pool's invariants are checked after each step.
 
-        The tokens that are taken in are its own, or with asynchronous scheduling those of the step
-        before. What happens `meanwhile` happens when the step is planned and before they come.
+        The processed output is the step's own, or with asynchronous scheduling the previous step's.
+        `meanwhile` runs after the planning and before the output is processed.
         """
         before = self.pool.num_transactions
         plan = await self.scheduler.schedule()
@@ -140,28 +142,32 @@ class Story:
         )
 
     def take_in(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, list[int]]:
-        """Takes in what came of a plan; returns the tokens of those that sampled or ended."""
+        """Processes the output of a plan; returns the tokens of the requests that sampled
+        or ended.
+        """
         updates = self.scheduler.update_from_output(plan, output)
         return {update.request.request_id: list(update.token_ids) for update in updates}
 
     def take_in_all(self) -> None:
-        """Takes in the outputs of all steps in flight."""
+        """Processes the outputs of all steps in flight."""
         while self._in_flight:
             self.take_in(*self._in_flight.popleft())
 
     def lose(self) -> None:
-        """Loses pool and workers with the steps in flight; empty ones replace them."""
+        """Drops the pool, the workers and the steps in flight. Empty ones replace pool
+        and workers.
+        """
         self._in_flight.clear()
         self.scheduler.forget_pool()
         self.pool.core = PoolCore(self.pool.core.config)
         self.model = self._new_model()
 
     async def steps(self, count: int) -> list[StepRecord]:
-        """Several steps."""
+        """Runs several steps."""
         return [await self.step() for _ in range(count)]
 
     async def run(self, max_steps: int = 1000) -> list[StepRecord]:
-        """Steps until nothing is left to do, news for pool and workers included."""
+        """Runs steps until there is nothing left to do or to report to pool and workers."""
         told = []
         while self.has_work:
             told.append(await self.step())
@@ -176,17 +182,17 @@ class Story:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, or is still in flight."""
+        """Whether a step would have work, or is still in flight."""
         return bool(self._in_flight) or self.scheduler.has_work
 
     @property
     def running(self) -> list[str]:
-        """The requests that run, in the order of admission."""
+        """The names of running requests, in admission order."""
         return names(self.scheduler.running)
 
     @property
     def waiting(self) -> list[str]:
-        """The requests that wait, the head first."""
+        """The names of waiting requests, the head of the queue first."""
         return names(self.scheduler.waiting)
 
 

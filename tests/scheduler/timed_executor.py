@@ -1,4 +1,4 @@
-"""Workers whose steps take a given time of the event loop, one after another."""
+"""Workers whose steps take a given time of the event loop, one step after another."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from tests.scheduler.fakes import FakeExecutor
 
 @dataclass(slots=True)
 class TimedStep:
-    """A step, and when it came, began to run and was done."""
+    """A step, with its times of arrival, start and end."""
 
     plan: SchedulerOutput
     arrived: float
@@ -18,13 +18,13 @@ class TimedStep:
     ended: float
 
     def has(self, name: str) -> bool:
-        """Whether a request is in it."""
+        """Whether the step contains a request."""
         return any(request.request_id == name for request in self.plan.requests)
 
 
 class TimedExecutor(FakeExecutor):
-    """An `Executor` over the paged model whose steps take `step_seconds`; a step that comes while
-    another one runs begins when that one is done.
+    """An `Executor` over the paged model whose steps take `step_seconds`. A step that arrives while
+    another one runs begins when that one ends.
     """
 
     def __init__(self, block_size: int, num_slots: int, step_seconds: float) -> None:
@@ -32,17 +32,17 @@ class TimedExecutor(FakeExecutor):
         self.hold()
         self.step_seconds = step_seconds
         self.measures = True
-        """Whether it says how long before its time a step came."""
+        """Whether the workers report how early each step arrived."""
         self.steps: list[TimedStep] = []
 
     @property
     def gaps(self) -> list[float]:
-        """For how long nothing ran before each step but the first."""
+        """The idle time before each step except the first."""
         return [after.began - before.ended for before, after in pairwise(self.steps)]
 
     @property
     def num_begun(self) -> int:
-        """Steps that have begun to run by now."""
+        """The number of steps that have begun."""
         now = asyncio.get_running_loop().time()
         return sum(step.began <= now for step in self.steps)
 

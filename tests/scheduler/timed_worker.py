@@ -1,4 +1,6 @@
-"""A worker without a model whose steps take a given time, and that measures as a real one does."""
+"""A worker without a model whose steps take a given time. It measures times as a real
+worker does.
+"""
 
 import asyncio
 import time
@@ -18,7 +20,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(slots=True)
 class Ran:
-    """A step, and when it came, began to run and was done; in seconds."""
+    """A step, with its times of arrival, start and end, in seconds."""
 
     message: worker_pb2.ExecuteRequest
     arrived: float
@@ -27,7 +29,7 @@ class Ran:
 
 
 class TimedWorker(FakeWorker):
-    """One rank; a step that comes while another one runs begins when that one is done."""
+    """One rank. A step that arrives while another one runs begins when that one ends."""
 
     def __init__(self, step_seconds: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Stories whose steps the tracer watches, on a clock that only the test moves."""
+"""Stories whose steps the tracer observes, with a clock that the test advances."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ SECOND = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A span as a waterfall shows it: from when to when, in seconds, and what is in it."""
+    """A span in a waterfall: its start and end in seconds, and its child spans."""
 
     name: str
     start: float
@@ -28,8 +28,8 @@ class Bar:
 
 
 class TracedStory(Story):
-    """A story on a clock of its own. Planning takes no time, and a step one second unless it is
-    told otherwise, of which the workers compute nine tenths.
+    """A story with its own clock. Planning takes no time. A step takes one second by default, of
+    which the workers compute nine tenths.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TracedStory(Story):
     def arrive(
         self, name: str, token_ids: list[int], *, sampled: bool = True, **fields: Any
     ) -> Request:
-        """Adds a request whose trace is `trace_id_of` its name."""
+        """Adds a request whose trace id is `trace_id_of` its name."""
         traceparent = f"00-{trace_id_of(name):032x}-{1:016x}-01" if sampled else ""
         request = self.add(name, token_ids, traceparent=traceparent, **fields)
         request.queued_unix_nanos = self.now
@@ -64,18 +64,18 @@ class TracedStory(Story):
         return request
 
     def wait(self, seconds: float) -> None:
-        """Lets time pass."""
+        """Advances the clock."""
         self.now += round(seconds * SECOND)
 
     async def plan(self) -> SchedulerOutput:
-        """Plans a step, and leaves it in flight."""
+        """Plans a step and leaves it in flight."""
         traceparent = self.tracer.begin()
         plan = await self.scheduler.schedule(traceparent)
         self.tracer.planned(plan)
         return plan
 
     def complete(self, plan: SchedulerOutput, seconds: float = 1.0) -> None:
-        """Lets a step take its time, and takes in its tokens."""
+        """Advances the clock by a step's time and processes its output."""
         self.wait(seconds)
         output = self.model.run_plan(plan)
         timed = ModelRunnerOutput(output.token_ids, execute_nanos=round(0.9 * seconds * SECOND))
@@ -90,35 +90,35 @@ class TracedStory(Story):
         return plan
 
     async def to_the_end(self) -> None:
-        """Runs steps until no request is left."""
+        """Runs steps until there are no more requests."""
         while self.scheduler.requests:
             await self.watched_step()
 
     def spans(self, request: str | None = None) -> list[Seen]:
-        """What was recorded so far, of one request or of everything."""
+        """The spans recorded so far, of one request or of all."""
         found = seen(self.exporter.get_finished_spans())
         wanted = None if request is None else trace_id_of(request)
         return [span for span in found if wanted is None or span.trace_id == wanted]
 
     def span(self, name: str, request: str) -> Seen:
-        """The one span of this name."""
+        """The only span with this name of a request."""
         (span,) = [span for span in self.spans(request) if span.name == name]
         return span
 
     def waterfall(self, request: str) -> Bar:
-        """The spans of a request as one tree."""
+        """The spans of a request as a tree."""
         spans = self.spans(request)
         (root,) = [span for span in spans if span.parent == 1]
         return bar_of(root, spans)
 
 
 def trace_id_of(name: str) -> int:
-    """Another one for each name."""
+    """A trace id that is different for each name."""
     return int.from_bytes(b"trace" + name.encode()[:8], "big")
 
 
 def bar_of(span: Seen, spans: Sequence[Seen]) -> Bar:
-    """A span and what is below it."""
+    """A span with its descendants."""
     parts = [bar_of(part, spans) for part in spans if part.parent == span.span_id]
     start, end = span.start_unix_nanos / SECOND, span.end_unix_nanos / SECOND
     return Bar(span.name, start, end, tuple(parts))

@@ -1,4 +1,4 @@
-"""A client of vllm.grpc.engine, with the published stubs."""
+"""A client of vllm.grpc.engine, with the published protobuf stubs."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ def generate_request(
     sampling: dict[str, Any] | None = None,
     **fields: Any,
 ) -> vllm_engine_pb2.GenerateRequest:
-    """A greedy request unless `sampling` says otherwise."""
+    """A request that is greedy by default."""
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens, **(sampling or {})}
     return vllm_engine_pb2.GenerateRequest(
         request_id=request_id,
@@ -37,7 +37,7 @@ def generate_request(
 async def vllm_replica(
     directory: Path, worker: FakeWorker | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Replica, vllm_engine_pb2_grpc.VllmEngineStub]]:
-    """A replica that serves vllm.grpc.engine, and a stub of it."""
+    """A replica that serves vllm.grpc.engine, and a stub for it."""
     address = f"unix:{directory}/vllm"
     async with (
         serving_replica(worker or FakeWorker(), vllm_grpc_address=address, **settings) as replica,
@@ -50,14 +50,14 @@ async def vllm_replica(
 async def complete(
     stub: vllm_engine_pb2_grpc.VllmEngineStub, request: vllm_engine_pb2.GenerateRequest
 ) -> list[vllm_engine_pb2.GenerateComplete]:
-    """The answers of a call that does not stream, by index."""
+    """The answers of a non-streaming call, by index."""
     responses = [response async for response in stub.Generate(request)]
     assert all(response.WhichOneof("response") == "complete" for response in responses)
     return sorted((response.complete for response in responses), key=lambda one: one.index)
 
 
 async def status_of(call: Any) -> grpc.aio.AioRpcError:
-    """The error that ends a call."""
+    """The error with which a call ends."""
     try:
         async for _ in call:
             pass

@@ -1,6 +1,7 @@
-"""KV events as a consumer made for vLLM reads them: its structs, and a view that they keep.
+"""KV events as decoded by a consumer written for vLLM: its structs, and its view of the cache.
 
-The structs are vLLM's (`vllm/distributed/kv_events.py`), field by field; nothing of ours decodes.
+The structs are copies of vLLM's (`vllm/distributed/kv_events.py`), field by field. No code of the
+services is used for decoding.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ class _ArrayEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False,
 
 
 class OldBlockStored(_ArrayEvent, tag="BlockStored"):
-    """As vLLM 0.23 had it."""
+    """BlockStored of vLLM 0.23."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -74,7 +75,7 @@ class OldBlockStored(_ArrayEvent, tag="BlockStored"):
 
 
 class OldBlockRemoved(_ArrayEvent, tag="BlockRemoved"):
-    """As vLLM 0.23 had it."""
+    """BlockRemoved of vLLM 0.23."""
 
     block_hashes: list[int]
     medium: str | None
@@ -82,11 +83,11 @@ class OldBlockRemoved(_ArrayEvent, tag="BlockRemoved"):
 
 
 class OldAllBlocksCleared(_ArrayEvent, tag="AllBlocksCleared"):
-    """As vLLM 0.23 had it."""
+    """AllBlocksCleared of vLLM 0.23."""
 
 
 class OldKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """As vLLM 0.23 had it."""
+    """KVEventBatch of vLLM 0.23."""
 
     ts: float
     events: list[OldBlockStored | OldBlockRemoved | OldAllBlocksCleared]
@@ -95,25 +96,27 @@ class OldKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
 @dataclass(slots=True)
 class CacheView:
-    """What is cached, as a router keeps it. Hashes are computed again from the tokens, so that a
-    wrong token, parent or salt shows. Where blocks have several sizes, not all of a window are
-    stored, and a parent may be known from a block of another group that comes later.
+    """The cached blocks, as a router tracks them. Hashes are recomputed from the tokens, so that a
+    wrong token, parent or salt is detected. With several block sizes, not all blocks of a window
+    are stored, and the parent may be a block of another group that is reported later.
     """
 
     root: bytes
     hash_block_size: int | None = None
-    """Tokens of a hash; None: those of a block. A block is named by its last hash."""
+    """The number of tokens of a hash; None: the block size. A block is identified by its
+    last hash.
+    """
     stored: dict[int, set[int]] = field(default_factory=dict)
     """Hashes by group."""
     adapter_digests: Mapping[str, bytes] = field(default_factory=dict)
-    """By the names of adapters: it is their content that is hashed."""
+    """Digests by adapter name: hashes depend on the adapter's content."""
     digests: dict[int, BlockHash] = field(default_factory=dict)
-    """All of a hash, for those that were ever stored, also inside blocks."""
+    """The full digest of each hash that was ever stored, including hashes inside blocks."""
     orphans: list[BlockStored] = field(default_factory=list)
-    """Events whose parent is not known yet."""
+    """Events whose parent is still unknown."""
 
     def apply(self, events: Iterable[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
-        """Takes events in."""
+        """Applies events."""
         for event in events:
             match event:
                 case BlockStored():
@@ -132,7 +135,7 @@ class CacheView:
 
     @property
     def hashes(self) -> dict[int, set[int]]:
-        """Hashes by group; groups without any are left out."""
+        """Stored hashes by group. Groups without hashes are left out."""
         return {group: hashes for group, hashes in self.stored.items() if hashes}
 
     def _knows_parent(self, event: BlockStored) -> bool:
@@ -160,7 +163,7 @@ class CacheView:
 
 
 class Subscriber:
-    """Follows one publisher: live batches, and those that it asks to be sent again."""
+    """Subscribes to one publisher: live batches, and replayed batches on request."""
 
     def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
         self._context = zmq.asyncio.Context()
@@ -172,17 +175,17 @@ class Subscriber:
             self._replay.connect(replay_endpoint)
 
     async def receive(self) -> tuple[bytes, int, bytes]:
-        """The next live batch: topic, number, payload."""
+        """The next live batch: topic, sequence number, payload."""
         async with asyncio.timeout(SECONDS):
             topic, sequence, payload = await self._live.recv_multipart()
         return topic, int.from_bytes(sequence, "big"), payload
 
     async def ask(self, frames: list[bytes]) -> None:
-        """Sends a request for replay."""
+        """Sends a replay request."""
         await self._replay.send_multipart(frames)
 
     async def replay(self, begin: int) -> list[tuple[bytes, int, bytes]]:
-        """The batches from number `begin` on that the publisher has kept."""
+        """The batches that the publisher has stored, from sequence number `begin`."""
         await self.ask([b"", begin.to_bytes(8, "big")])
         batches = []
         async with asyncio.timeout(SECONDS):
@@ -195,7 +198,7 @@ class Subscriber:
                 batches.append((topic, int.from_bytes(sequence, "big"), payload))
 
     def close(self) -> None:
-        """Ends the subscription."""
+        """Closes the subscription."""
         self._context.destroy(linger=0)
 
 
@@ -207,7 +210,7 @@ def decode(payload: bytes) -> Sequence[BlockStored | BlockRemoved | AllBlocksCle
 
 
 async def pool_hashes(pool_address: str, pool_id: str = "replica-0") -> dict[int, set[int]]:
-    """What the pool itself says that it has cached, by group."""
+    """The cached hashes that the pool itself reports, by group."""
     async with open_channel(pool_address) as channel:
         stub = kvpool_pb2_grpc.KVPoolStub(channel)
         watching = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id=pool_id))

@@ -1,4 +1,4 @@
-"""Random worlds: the configuration of a replica, when requests arrive, and what goes wrong."""
+"""Random worlds: the configuration of a replica, the arrivals of requests, and incidents."""
 
 import enum
 from collections.abc import Sequence
@@ -15,44 +15,45 @@ MAX_OUTPUT = 20
 MAX_ARRIVALS = 9
 MAX_EVENTS = 3
 MAX_UNUSED = 8
-"""Tokens of a step that the workers could compute, and that are not handed out."""
+"""The most tokens of a step that the workers could compute and that the budget leaves out."""
 
 T = TypeVar("T")
 
 
 class Choices:
-    """Choices out of bytes, one byte each; the first choice where they are used up.
+    """Choices decoded from bytes, one byte each. When the bytes are used up, the first option is
+    chosen.
 
-    Hypothesis draws a whole world as a handful of byte strings, at a fraction of what a draw for
-    each choice costs, and shrinks towards zeros, which is towards the plainest world.
+    Hypothesis draws a whole world as a few byte strings, much faster than a draw for each choice.
+    It shrinks towards zeros, which is the simplest world.
     """
 
     def __init__(self, data: bytes) -> None:
         self._data = iter(data)
 
     def below(self, count: int) -> int:
-        """0 .. count - 1; at most 256 of them."""
+        """A number from 0 to count - 1; `count` is at most 256."""
         return next(self._data, 0) % count
 
     def among(self, *options: T) -> T:
-        """One of them, the first one first."""
+        """One of the options; the first one for a zero byte."""
         return options[self.below(len(options))]
 
     def one_in(self, count: int) -> bool:
-        """True that often."""
+        """True in one of `count` cases."""
         return self.below(count) == count - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that is going to come, and perhaps to be given up: `abort_at` a step, before it is
-    planned or, `abort_mid_step`, between its plan and its tokens.
+    """A request that arrives and may be aborted. `abort_at`: the step of the abort, before it is
+    planned or, with `abort_mid_step`, between its plan and its output.
     """
 
     step: int
     token_ids: list[int]
     num_output: int
-    """How many of them are output already delivered."""
+    """The number of tokens that are already delivered output."""
     max_tokens: int
     ending_token_ids: frozenset[int]
     priority: int
@@ -63,32 +64,32 @@ class Arrival:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many tokens are prompt."""
+        """The number of prompt tokens."""
         return len(self.token_ids) - self.num_output
 
 
 class Incident(enum.Enum):
-    """What an operator or an accident does to a replica."""
+    """Incidents caused by an operator or an accident."""
 
     PREEMPT = enum.auto()
-    """Every running request is preempted."""
+    """All running requests are preempted."""
     RESET = enum.auto()
-    """Every running request is preempted, and the cached prefixes are forgotten."""
+    """All running requests are preempted, and the prefix cache is reset."""
     REFUSED_RESET = enum.auto()
-    """A reset while requests hold blocks, which is refused."""
+    """A reset that is refused because requests have blocks."""
     PAUSE = enum.auto()
     """Nothing is planned for some steps."""
     PAUSE_AND_ABORT = enum.auto()
-    """The same, and all requests are aborted."""
+    """Nothing is planned for some steps, and all requests are aborted."""
     LOSS = enum.auto()
-    """Pool and workers die between two steps."""
+    """Pool and workers are lost between two steps."""
     LOSS_MID_STEP = enum.auto()
-    """The pool dies after some transactions, wherever the scheduler then stands."""
+    """The pool is lost after some transactions, possibly within a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An incident before a step; `count` steps or transactions."""
+    """An incident before a step. `count`: a number of steps or transactions."""
 
     step: int
     incident: Incident
@@ -97,7 +98,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A replica and what happens to it."""
+    """A replica, and the events that happen to it."""
 
     config: dict[str, Any]
     arrivals: list[Arrival]
@@ -105,12 +106,12 @@ class World:
 
     @property
     def last_step(self) -> int:
-        """The last one before which something happens."""
+        """The last step before which an event happens."""
         return max(item.step for item in (*self.arrivals, *self.events))
 
 
 def worlds(**config: Any) -> st.SearchStrategy[World]:
-    """Worlds that have some of the configuration in common."""
+    """Worlds with some given configuration values."""
     return st.tuples(
         st.binary(min_size=40, max_size=40),
         st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=MAX_ARRIVALS),
@@ -127,9 +128,9 @@ def _world(fixed: dict[str, Any], config: bytes, arrivals: Sequence[bytes], even
 
 
 def _config(choices: Choices) -> dict[str, Any]:
-    """The pool holds the longest sequence at least, and not much more than two of them. A step has
-    room for one token with its drafts, without chunks for a whole sequence, and where states are
-    cached for a block.
+    """A configuration. The pool can store the longest sequence, and not much more than two such
+    sequences. A step has at least a budget of one token with its drafts. Without chunked prefill it
+    has a budget for a whole sequence; with cached states, for a block.
     """
     num_drafts = choices.among(0, 0, 0, 1, 2, 3)
     max_model_len = MAX_PROMPT + 4 + choices.below(MAX_OUTPUT - 4)
@@ -171,7 +172,9 @@ def _config(choices: Choices) -> dict[str, Any]:
 
 
 def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """Every other model has one group of full attention, the others one to three of any kind."""
+    """KV-cache groups. Every other model has one group of full attention. The others have one to
+    three groups of any kind.
+    """
     if not choices.one_in(2):
         return (KVCacheGroup(AttentionType.FULL, block_size),)
     groups = []
@@ -189,8 +192,8 @@ def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
 
 
 def _arrival(choices: Choices) -> Arrival:
-    """There are few beginnings, so that prompts share prefixes; some go on as the answer to another
-    does, as a second turn would.
+    """A request. Prompts have few different beginnings, so that they share prefixes. Some continue
+    the answer to another prompt, like a second turn.
     """
     stem, own = choices.among(100, 500), 3 + choices.below(2)
     prompt = [*range(stem, stem + choices.among(0, 4, 9, 14)), *[own] * (1 + choices.below(2))]
@@ -217,7 +220,7 @@ def _arrival(choices: Choices) -> Arrival:
 
 
 def _events(choices: Choices) -> list[Event]:
-    """At most one in a step."""
+    """Random events, at most one for each step."""
     events: dict[int, Event] = {}
     for _ in range(MAX_EVENTS):
         incident = choices.among(None, None, *Incident)

@@ -1,4 +1,4 @@
-"""The compiled kernels: one build for the session, and for those after it."""
+"""The compiled kernels: one build, reused in later sessions."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from services.worker.backends.native.library import Functions, functions_by_dtyp
 
 @dataclass(frozen=True)
 class Native:
-    """The functions for a data type, and how far their results may lie from exact ones."""
+    """The kernels for a data type, and the tolerances of their results."""
 
     kernels: NativeKernels
     functions: Functions
@@ -28,7 +28,7 @@ class Native:
     scope="session", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
 )
 def native(request: pytest.FixtureRequest) -> Native:
-    """Skips, saying why, where there are none."""
+    """Skips, with the reason, if the kernels cannot be built."""
     torch.set_num_threads(2)
     try:
         library = load_compiled(default_cache_directory(), lambda: None)

@@ -1,4 +1,6 @@
-"""The race of one row in plain numbers, token by token; nothing is shared with the sampler."""
+"""The sampling race of one row, token by token in plain numbers. It shares no code with the
+sampler.
+"""
 
 import math
 
@@ -22,7 +24,7 @@ def philox_states(seed: int, position: int) -> tuple[int, int]:
 
 
 def split_mix_64(state: int, index: int) -> int:
-    """Word number `index`."""
+    """Word number `index` of the generator."""
     z = (state + index * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK
@@ -30,7 +32,7 @@ def split_mix_64(state: int, index: int) -> int:
 
 
 def exponential_of(seed: int, position: int, token_id: int) -> float:
-    """The exponential of one token."""
+    """The exponential variate of one token."""
     blocks, tokens = philox_states(seed, position)
     block, place = token_id // 4096 * 128 + token_id % 128, token_id % 4096 // 128
     word = split_mix_64(blocks, block)

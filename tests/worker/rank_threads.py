@@ -1,4 +1,4 @@
-"""Ranks of one group in threads of the test's process."""
+"""Ranks of one group as threads of the test's process."""
 
 import threading
 from collections.abc import Callable
@@ -28,14 +28,12 @@ def free_port() -> int:
 
 @cache
 def native_kernels() -> Kernels:
-    """The compiled kernels, with which ranks share memory."""
+    """The compiled kernels. Ranks with these kernels use shared memory."""
     return select_kernels(KernelsSetting.NATIVE, default_cache_directory(), lambda: None)
 
 
 class RankThread:
-    """A rank, and why its group broke, if it did. With torch's kernels its collectives go over
-    gloo.
-    """
+    """A rank, and the reason if its group broke. With torch's kernels the collectives use gloo."""
 
     def __init__(
         self, rank: int, size: int, port: int, timeouts: Timeouts, kernels: Kernels
@@ -56,8 +54,8 @@ def on_ranks(
     timeouts: Timeouts = TIMEOUTS,
     kernels: Kernels | None = None,
 ) -> list[T]:
-    """What each rank's `work` gives, in rank order. Every group is left at the end. `kernels`: by
-    default native ones.
+    """The results of each rank's `work`, in rank order. Every group is closed at the end. The
+    default `kernels` are the native ones.
     """
     port, done = free_port(), threading.Barrier(size)
 

@@ -1,4 +1,4 @@
-"""Drives a runner as a scheduler would: block tables, chunks, prefix hits, preemptions."""
+"""Drives a runner like a scheduler: block tables, chunks, prefix hits, preemptions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -80,10 +80,10 @@ def build_runner(
     draft_model: Path | None = None,
     source: DraftSource | None = None,
 ) -> ModelRunner:
-    """A runner over the model in a directory, or one rank of it. `keeps_tokens_on_device`: sampled
-    tokens stay where logits are, as on CUDA. `group`: of which this is a rank, in one of its
-    pipeline stages. `around` may wrap model and attention. `proposer`, `source`, or the model in
-    the directory `draft_model`: of up to four drafts of a request in a step.
+    """A runner for the model in a directory, or for one rank of it. `keeps_tokens_on_device`:
+    sampled tokens stay on the device of the logits, as on CUDA. `group`: the group of this rank,
+    within its pipeline stage. `around`: wraps model and attention. `proposer`, `source` or
+    `draft_model` (a model's directory): proposes up to four drafts for each request and step.
     """
     own = Membership() if group is None else group.membership
     kernels = select_kernels(
@@ -160,8 +160,8 @@ def _loaded_draft_model(
     kv_cache_dtype: KVCacheDtype,
     ranks: Ranks,
 ) -> DraftModel:
-    """A draft model, or this rank's part of it, that finds its blocks as the first group of full
-    attention does.
+    """A draft model, or this rank's part of it. It uses the block tables of the first group with
+    full attention.
     """
     options = LoadOptions(MAX_MODEL_LEN, dtype)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None, ranks)
@@ -191,7 +191,7 @@ def _loaded_adapters(loaded: LoadedModel, directories: Sequence[Path]) -> LoraAd
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
-    """Growth of tables: each row with its further blocks."""
+    """Growth of block tables: each row with its new blocks."""
     return AppendedBlocks(
         rows=ints(*(row for row, _ in grown)),
         num_blocks=ints(*(len(block_ids) for _, block_ids in grown)),
@@ -201,10 +201,11 @@ def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
 
 @dataclass
 class Request:
-    """A request as the driver knows it. `tables`: its block table in each KV-cache group.
+    """A request of the driver. `tables`: its block table in each KV-cache group.
 
-    `num_computed` also counts tokens of a prefix hit. `embeds` stand for the first tokens of the
-    prompt. Log-probabilities are kept in order, those of a prompt from when it last entered.
+    `num_computed` includes the tokens of a prefix hit. `embeds` replace the first tokens of the
+    prompt. Log-probabilities are stored in order; those of a prompt date from the last time that
+    the request entered.
     """
 
     prompt: list[int]
@@ -226,15 +227,15 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether it has all its tokens."""
+        """Whether the request has all its tokens."""
         return len(self.output) >= self.max_tokens
 
 
 class Driver:
-    """Runs requests step by step. Blocks are handed out in a shuffled order, tables grow block by
-    block, and freed blocks are handed out again last, still full of what was in them. Blocks that a
-    window has left behind are handed out again first, unless the driver `keeps` them. Blocks in
-    `shared` are never handed out again.
+    """Runs requests step by step. Blocks are allocated in a shuffled order, and tables grow block
+    by block. Freed blocks keep their old contents and are allocated last. Blocks that have left a
+    window are allocated first, unless the driver `keeps` them. Blocks in `shared` are never
+    allocated again.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class Driver:
         self._step = 0
 
     def step(self, scheduled: Sequence[tuple[Request, int]]) -> StepOutput:
-        """Computes a number of tokens of each request."""
+        """Runs a step with a number of tokens for each request."""
         entering: list[NewRequest] = []
         grown: list[list[tuple[int, list[int]]]] = [[] for _ in self._windows]
         for request, count in scheduled:
@@ -297,7 +298,7 @@ class Driver:
         return output
 
     def run(self, requests: Sequence[Request], *, chunk: int = 512) -> None:
-        """Runs requests together to their ends, prompts in chunks."""
+        """Runs requests together to their ends, with prompts in chunks."""
         while running := [request for request in requests if not request.finished]:
             self.step(
                 [
@@ -310,9 +311,9 @@ class Driver:
                     self.remove(request)
 
     def share(self, first: Request, follower: Request, num_blocks: int) -> None:
-        """A prefix hit: the follower begins with blocks of the first, those that it will see, where
-        blocks differ in size as far as all end together. If layers are recurrent, a step of the
-        first must have ended there.
+        """Simulates a prefix hit: the follower starts with those blocks of the first request that
+        it will see. With several block sizes, the hit ends where blocks of all groups end. With
+        recurrent layers, a step of the first request must have ended there.
         """
         unit = math.lcm(*self._block_sizes[: self._first_state_group])
         follower.num_computed = num_tokens = num_blocks * self.block_size // unit * unit
@@ -325,7 +326,7 @@ class Driver:
             self.shared.update(table)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out of the batch; its tokens stay, its blocks are given back."""
+        """Removes a request from the batch. Its tokens are kept, its blocks are freed."""
         assert request.row is not None
         self._removed.append(request.row)
         self._rows.append(request.row)
@@ -335,7 +336,7 @@ class Driver:
         request.num_computed = 0
 
     def _extend(self, request: Request, num_tokens: int) -> list[list[int]]:
-        """Grows its tables to `num_tokens`; returns the new blocks of each."""
+        """Grows the request's tables to `num_tokens`; returns the new blocks of each table."""
         if not request.tables:
             request.tables = [[] for _ in self._windows]
         added = [
@@ -347,13 +348,15 @@ class Driver:
         return added
 
     def _give_back(self, request: Request) -> None:
-        """Frees what its windows have left behind, to be overwritten soon."""
+        """Frees blocks that have left a window, to be overwritten soon."""
         for table, seen in zip(request.tables, self._first_seen(request), strict=True):
             self._free += self._owned(table[:seen])
             table[:seen] = [0] * seen
 
     def _first_seen(self, request: Request) -> list[int]:
-        """In each group, the first block that the next token sees; of states that of the last."""
+        """In each group, the first block that the next token sees. For states, it is the block of
+        the last token.
+        """
         attending = self._windows[: self._first_state_group]
         return [
             0 if window is None else max(0, request.num_computed - window + 1) // size

@@ -12,7 +12,7 @@ from services.worker.service import GRPC_SERVICE
 
 
 class ServingWorker:
-    """One rank over a loaded loaded, which may be served again after `stop`."""
+    """One rank with a loaded model. It may be started again after `stop`."""
 
     def __init__(self, loaded: Worker) -> None:
         self._loaded = loaded
@@ -24,14 +24,14 @@ class ServingWorker:
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, GRPC_SERVICE)
 
     async def start(self) -> str:
-        """Serves at a free port; returns the address."""
+        """Starts to serve at a free port; returns the address."""
         address = await self._server.start("127.0.0.1:0")
         self._servicer.open(self._loaded)
         await self._server.set_ready(True)
         return address
 
     async def stop(self) -> None:
-        """Ends every stream and frees the port."""
+        """Ends every stream and closes the port."""
         self._servicer.close()
         await self._server.drain(0)
         self._compute.close()

@@ -1,4 +1,4 @@
-"""A model in pipeline stages, each rank of them in a thread of the test's process, over gloo."""
+"""A model in pipeline stages. Each rank is a thread of the test's process; they use gloo."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.worker.runner_driver import build_runner
 
 
 class StagedRunner:
-    """Runs steps as a runner does. `submit` lets several be in flight. `options`: those of
+    """Runs steps like a runner. `submit` allows several steps in flight. `options` are passed to
     build_runner.
     """
 
@@ -63,11 +63,11 @@ class StagedRunner:
 
     @property
     def limits(self) -> BatchLimits:
-        """Those of every stage."""
+        """The limits, which are equal on all stages."""
         return self.runners[0].limits
 
     def reset(self) -> None:
-        """Empties the batches."""
+        """Empties the batches of all ranks."""
         for reset in [
             thread.submit(runner.reset)
             for thread, runner in zip(self._threads, self.runners, strict=True)
@@ -83,7 +83,9 @@ class StagedRunner:
         return self._threads[rank].submit(self.runners[rank].execute, step)
 
     def submit(self, step: StepInput) -> Future[StepOutput]:
-        """Queues a step; what the last stage makes of it. The other stages sample nothing."""
+        """Queues a step on every rank; returns the last stage's output. The other stages sample
+        nothing.
+        """
         answers = self.submit_each(step)
 
         def check_and_answer() -> StepOutput:

@@ -1,4 +1,4 @@
-"""A few requests that come, decode beside each other and go, as steps for a runner."""
+"""A few requests that arrive, decode together and end, as steps for a runner."""
 
 from collections import deque
 
@@ -17,7 +17,7 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=1, prompt_logprobs=0)
 
 
 def new(row: int, sampling: SamplingParams, num_groups: int = 1) -> NewRequest:
-    """PROMPT with six blocks, room for 24 tokens and more, in each KV-cache group."""
+    """A new request with PROMPT and six blocks (at least 24 tokens) in each KV-cache group."""
     tables = (
         np.arange(1 + 6 * index, 7 + 6 * index, dtype=np.int32)
         for index in range(row * num_groups, (row + 1) * num_groups)
@@ -26,13 +26,15 @@ def new(row: int, sampling: SamplingParams, num_groups: int = 1) -> NewRequest:
 
 
 def step(number: int, *entries: tuple[int, int, int], **changes) -> StepInput:
-    """Entries are (row, scheduled, computed)."""
+    """A step. Entries are (row, scheduled, computed)."""
     rows, scheduled, computed = zip(*entries, strict=True)
     return StepInput(1, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 
 
 def story(kinds: tuple[SamplingParams, ...], num_groups: int = 1) -> list[StepInput]:
-    """Three requests decode; the second makes room for another; the last comes in chunks."""
+    """Three requests decode. The second ends and another one gets its row. The third prompt is
+    computed in chunks.
+    """
     first, second, third, fourth = (
         new(row, kind, num_groups) for row, kind in zip((0, 1, 2, 1), kinds, strict=True)
     )
@@ -50,7 +52,7 @@ def run_plainly(runner: ModelRunner, steps: list[StepInput]) -> list[StepOutput]
 
 
 def run_two_in_flight(runner: ModelRunner, steps: list[StepInput]) -> list[StepOutput]:
-    """Each step is begun before the answer to the one ahead is asked for."""
+    """Runs steps. Each step is started before the output of the previous one is awaited."""
     outputs, flying = [], deque[StepOutput | PendingOutput]()
     for number in range(len(steps) + 1):
         if number < len(steps):

@@ -1,4 +1,6 @@
-"""Suffix trees as compiled, and without trees: all occurrences of a string are counted anew."""
+"""Suffix decoding with the compiled trees, and a reference without trees that counts all
+occurrences of a string anew.
+"""
 
 import ctypes
 from collections import Counter
@@ -23,13 +25,13 @@ RULES = SuffixRules(
 
 
 NUM_FORGOTTEN = 4
-"""Tokens of responses that make way for one."""
+"""The number of tokens of old responses that are dropped to make room for one token."""
 
 
 def suffix_trees(
     rules: SuffixRules = RULES, max_bytes: int = MAX_RESPONSE_BYTES
 ) -> NativeSuffixDecoding:
-    """Compiled ones. Skips, saying why, where there are none."""
+    """Compiled suffix decoding. Skips, with the reason, if it cannot be built."""
     return NativeSuffixDecoding(_library(), rules, max_bytes)
 
 
@@ -43,7 +45,7 @@ def _library() -> ctypes.CDLL:
 
 @dataclass
 class Response:
-    """What followed the tokens that a request entered with."""
+    """The tokens that followed the tokens with which a request entered."""
 
     key: bytes
     tokens: Tokens = field(default_factory=list)
@@ -51,8 +53,8 @@ class Response:
 
 @dataclass
 class Row:
-    """A request: how many of its tokens are no part of its response, or were added to it; and the
-    response, None before it has a token.
+    """A request: the number of its tokens that are not part of its response or were added to the
+    response; and the response, None before its first token.
     """
 
     key: bytes
@@ -61,7 +63,7 @@ class Row:
 
 
 class CountedSuffixes:
-    """A SuffixDecoding that has as much memory as it needs: the tests' oracle."""
+    """A SuffixDecoding with unlimited memory: the tests' oracle."""
 
     def __init__(self, rules: SuffixRules) -> None:
         self._rules = rules
@@ -143,7 +145,7 @@ class CountedSuffixes:
 
 
 def _count(sequences: Sequence[Tokens], string: Tokens) -> int:
-    """How often a string occurs, also where one occurrence overlaps with another."""
+    """How often a string occurs. Overlapping occurrences are counted."""
     size = len(string)
     return sum(
         tokens[start : start + size] == string

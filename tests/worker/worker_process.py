@@ -1,4 +1,4 @@
-"""The worker as a process."""
+"""The worker as a separate process."""
 
 import asyncio
 import os
@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 
 async def start(*flags: str, **environ: str) -> asyncio.subprocess.Process:
-    """`python -m services.worker` with these flags; log lines come on standard error."""
+    """Starts `python -m services.worker` with these flags. Its log lines are written to standard
+    error.
+    """
     clean = {key: value for key, value in os.environ.items() if not key.startswith("STEPWELL_")}
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.worker", "--num-threads", "1", *flags),
@@ -25,7 +27,7 @@ async def start(*flags: str, **environ: str) -> asyncio.subprocess.Process:
 
 
 async def outcome(process: asyncio.subprocess.Process) -> tuple[int, list[str]]:
-    """Exit status and the lines on standard error."""
+    """The exit status and the lines of standard error."""
     _, errors = await asyncio.wait_for(process.communicate(), DEADLINE_SECONDS)
     assert process.returncode is not None
     return process.returncode, errors.decode().splitlines()

@@ -1,4 +1,4 @@
-"""What several of the scheduler's integration tests need."""
+"""Helpers shared by the scheduler's integration tests."""
 
 import pytest
 

@@ -1,7 +1,9 @@
-"""xFormers' kernels compiled for GPUs that are not there, from the calls that the worker makes.
+"""Compiles xFormers' kernels for GPUs that this machine does not have, for the calls that the
+worker makes.
 
-Triton's compiler needs no device, but its front end asks for one. These tests stand in for it, and
-so are collected only in a process of their own: see tests/worker/unit/test_xformers_kernels.py.
+Triton's compiler needs no device, but its front end queries one. These tests simulate the device.
+They are therefore collected only in a separate process, which
+tests/worker/unit/test_xformers_kernels.py starts.
 """
 
 import os
@@ -14,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "0":
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What Triton says of xFormers' kernels is no fault here."""
+    """Ignores Triton's warnings about xFormers' kernels."""
     config.addinivalue_line("filterwarnings", "ignore:::triton")
 
 

@@ -1,7 +1,7 @@
-"""xFormers' own kernels, run on the CPU by Triton's interpreter.
+"""Runs xFormers' own kernels on the CPU with Triton's interpreter.
 
-Triton decides at its first import whether it interprets. These tests are therefore collected only
-in a process of their own, which tests/worker/unit/test_xformers_kernels.py starts.
+Triton selects the interpreter at its first import. These tests are therefore collected only in a
+separate process, which tests/worker/unit/test_xformers_kernels.py starts.
 """
 
 import os
@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What Triton says of xFormers' kernels, and of infinities in them, is no fault here."""
+    """Ignores Triton's warnings about xFormers' kernels and about infinities in them."""
     config.addinivalue_line("filterwarnings", "ignore:::triton")
 
 
@@ -30,7 +30,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _hopper() -> Iterator[None]:
-    """Heads of 128 make xFormers ask what CUDA device there is; here it hears of an H200."""
+    """For heads of size 128 xFormers queries the CUDA device. This fixture reports an H200."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         yield
@@ -38,9 +38,9 @@ def _hopper() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _language_replaced_once() -> Iterator[None]:
-    """The interpreter replaces the functions of triton.language, in those of its modules that a
-    function sees, at every launch of a kernel and at every call within one, which takes most of
-    its time. Here they stay replaced from the first of these.
+    """Replaces the functions of triton.language once for the session. The interpreter itself
+    replaces them, in each module that a kernel sees, at every launch and every call, which takes
+    most of its time.
     """
     replace_functions = interpreter._patch_lang
     modules = (triton.language, triton.language.core)
@@ -61,9 +61,9 @@ def _language_replaced_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _offsets_unchecked() -> Iterator[None]:
-    """As in kernels that are compiled without debugging, sums and products of offsets are not
-    computed again in 64 bits, to compare: at the sizes of these tests all of them are small, and it
-    would take two fifths of the time.
+    """Switches off the interpreter's overflow checks of offsets, as in kernels compiled without
+    debugging. The checks recompute sums and products in 64 bits, which takes two fifths of the
+    time. All offsets of these tests are small.
     """
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     with pytest.MonkeyPatch.context() as patch:
