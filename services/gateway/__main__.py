@@ -131,7 +131,7 @@ class Gateway:
         meter: Meter | None = None,
         traces: TraceStore | None = None,
     ) -> None:
-        """See Parts."""
+        """The arguments are those of Parts."""
         settings.require_admin_key()
         settings.require_tool_call_parser()
         self._settings = settings

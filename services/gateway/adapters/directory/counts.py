@@ -1,4 +1,4 @@
-"""Counts of the entries read into the index of cached prefixes, and of faults in them."""
+"""Counts of entries applied to the index of cached prefixes, and of faults found in them."""
 
 from dataclasses import dataclass
 

@@ -70,7 +70,7 @@ class PoolWatchers:
                     tasks[pool] = asyncio.create_task(self._follow(pool))
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
                 for task in tasks.values():
-                    if task.done():  # a defect
+                    if task.done():  # A task that ended has a defect.
                         task.result()
         finally:
             self._index.contact = DirectoryState.FALLBACK

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from services.common.request.grammar_compiler import GrammarCompiler
 
 MAX_COMPILE_SECONDS = 2.0
-"""Most processor time of one compilation. Only the gateway has this limit: with two limits by time,
-a worker could refuse what the gateway accepted.
+"""Most processor time of one compilation. Only the gateway has this limit. Measured times vary, so
+a worker with a limit could refuse a grammar that the gateway accepted.
 """
 _MAX_WAITING = 64
 _MAX_KEPT = 256
@@ -79,7 +79,7 @@ class GrammarJudge:
 
     def _compiler_of(self, vocabulary: _Vocabulary) -> "GrammarCompiler":
         if self._compiler is None or self._compiler[0] != vocabulary:
-            # Only here: most gateways need none.
+            # Imported here, since most gateways compile no grammar.
             from services.common.request.grammar_compiler import GrammarCompiler  # noqa: PLC0415
 
             try:

@@ -60,7 +60,7 @@ class Lark:
             return self.regex(form.text)
         if form.kind is StructuredOutputsKind.CHOICE:
             return self.rule(" | ".join(map(_quoted, form.choices())))
-        # Only here: most gateways need none.
+        # Imported here, since most gateways compile no grammar.
         from llguidance.gbnf_to_lark import gbnf_to_lark  # noqa: PLC0415
 
         text = gbnf_to_lark(form.text) if "::=" in form.text else form.text

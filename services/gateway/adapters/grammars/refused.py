@@ -15,7 +15,7 @@ from services.common.request.structured_outputs import (
 from services.gateway.adapters.grammars.tool_calls import CallableTool, bare
 
 Check = Callable[[StructuredOutputs], Awaitable[None]]
-"""Raises InvalidArgument for a form that cannot be compiled."""
+"""Raises InvalidArgument for a grammar that cannot be compiled."""
 _PLACE = re.compile(r"^(grammar: )?(at \d+\(\d+\): )?")
 _LINES = re.compile(r" \d+ \| .*", re.DOTALL)
 

@@ -24,7 +24,7 @@ from services.gateway.core.request.request_check import check_request_id
 from services.gateway.core.sessions.client_session import ClientSession
 
 ID_PREFIX = "gen"
-"""The prefix of the ids of these answers."""
+"""The prefix of Generate's answer ids."""
 
 
 class GenerateRequests:

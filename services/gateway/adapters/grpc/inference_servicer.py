@@ -45,7 +45,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 _EMBED_API = "embd"
-"""The prefix of the ids of Embed's answers."""
+"""The prefix of Embed's answer ids."""
 METHOD_PREFIX = "/stepwell.gateway.v1.Inference/"
 GENERATE = f"{METHOD_PREFIX}Generate"
 EMBED = f"{METHOD_PREFIX}Embed"

@@ -50,8 +50,9 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         max_items: int,
         message_timeout_seconds: float,
     ) -> None:
-        """All mappings are by the full name of a method. `request_types` has the request type of
-        each method with a single request, and `stream_types` of each method with a request stream.
+        """All mappings are by the full name of a method. `request_types` has the request
+        type of each method with a single request, and `stream_types` the message type of each
+        method with a request stream.
 
         `admissions` and `arriving` are called before the message is read, and raise to refuse the
         call. The allowance of an admission, and the arrival, are closed at the end of the call. The

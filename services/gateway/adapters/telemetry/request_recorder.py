@@ -31,7 +31,7 @@ the sequence's id, and the headers with the parent span.
 
 @dataclass(frozen=True, slots=True)
 class RecorderSettings:
-    """Settings of the recording of requests."""
+    """Settings of the RequestRecorder."""
 
     model_name: str
     slow_seconds: float

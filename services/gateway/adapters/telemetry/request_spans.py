@@ -143,7 +143,7 @@ class RequestSpans:
         0.
 
         Their total duration is the stay at the replica minus the time that the replica reported.
-        The boundary between the two is by the replica's clock.
+        The boundary between the two is determined by the replica's clock.
         """
         if times is None or times.queued_unix_nanos is None:
             return 0

@@ -273,7 +273,9 @@ def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:
 def load_tokenizer(
     directory: Path, chat_template: ChatTemplateOptions | None = None
 ) -> HfTokenizer:
-    """Reads the tokenizer files of a model directory. Raises FailedPrecondition in one sentence."""
+    """Reads the tokenizer files of a model directory. Raises FailedPrecondition
+    with one sentence.
+    """
     if not has_tokenizer(directory):
         raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
     # The tokenizer needs no torch. This stops the warning of transformers about its absence.

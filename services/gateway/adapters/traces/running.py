@@ -68,9 +68,9 @@ class RunningTraces:
         return [self._made(record, is_whole=False) for record in listed]
 
     async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
-        """The trace with this id, or the newest trace of the request with this id, by the store's
-        rules. It is stored when the request ends. None if there is none, or if its tenant may not
-        be seen.
+        """The trace with this id, or the newest trace of the request with this id, by the rules of
+        `TraceStore.find`. It is stored when the request ends. None if there is none, or if its
+        tenant may not be seen.
         """
         for record in reversed(self._generating()):
             if record.trace_id == name.lower() or is_called(record.answer_id, name):

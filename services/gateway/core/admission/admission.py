@@ -87,14 +87,14 @@ class Admission:
         self._waiters: dict[Inflight, _Waiter] = {}
         self._charges: dict[Inflight, ServiceCharge] = {}
         self._starting: set[Inflight] = set()
-        """Sequences that were sent, before their replica says that it scheduled them."""
+        """Sequences that were sent and that their replica has not reported as scheduled yet."""
         self._is_sweeping = False
 
     def __len__(self) -> int:
         return len(self._waiters)
 
     def __iter__(self) -> Iterator[Inflight]:
-        """The sequences that wait; a copy."""
+        """A copy of the waiting sequences."""
         return iter(list(self._waiters))
 
     def waits(self) -> list[tuple[Inflight, WaitReason, float]]:
@@ -284,7 +284,7 @@ class Admission:
             return 0.0
         return usage.tokens_of(capacity.num_places * self.places.share(usage.tenant))
 
-    # Sequences that wait too long.
+    # Timeouts.
 
     def _sweep_later(self, seconds: float = _SWEEP_SECONDS) -> None:
         if self._waiters and not self._is_sweeping:
@@ -292,8 +292,8 @@ class Admission:
             self._clock.call_at(self._clock.time() + seconds, self._sweep)
 
     def _sweep(self) -> None:
-        """Ends sequences that can no longer start in time: _ENDED_AT_A_TIME of them now, and the
-        rest in later turns of the event loop.
+        """Ends sequences that can no longer start in time: at most _ENDED_AT_A_TIME now, the rest
+        in later iterations of the event loop.
         """
         self._is_sweeping = False
         capacity = self._capacity()

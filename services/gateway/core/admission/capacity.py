@@ -32,7 +32,7 @@ class Capacity:
     num_free: int
     """Negative while sequences wait at the replicas."""
     seconds_per_request: float = 0.0
-    """Time between the ends of two requests while all places are taken; 0: not known."""
+    """Time between the ends of two requests while all places are occupied; 0: not known."""
     service_seconds: float = 0.0
     """Time from a request's admission to its end; 0: not known."""
 

@@ -77,8 +77,8 @@ class FairShares:
        its share with up to the square root of its share in additional places. No other tenant is
        preempted for these, and it does not lose them by preemption while its `lag` is above 0.
     4. Only a few sequences of a tenant start at once. Otherwise all prompts of a burst would be
-       computed before the prompts of requests that arrive meanwhile. With short answers, as many
-       may start as end during a start. Otherwise places would stay free.
+       computed before the prompts of requests that arrive meanwhile. If answers are short, more may
+       start: as many as end while a sequence starts. Otherwise places would stay free.
     5. With a single tenant there are no shares: it may take every place, and queue a few sequences
        at the replicas.
     """

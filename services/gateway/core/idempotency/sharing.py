@@ -310,7 +310,7 @@ class Sharing:
         return True
 
     def _make_alone(self, request: KeyedRequest) -> None:
-        """Lets this gateway generate an answer that it followed, without its log."""
+        """Makes this gateway generate an answer that it followed, without its log."""
         self.counts.alone += 1
         self._unfollow(request)
         self._tell.taken_over(request)

@@ -17,5 +17,5 @@ class DirectoryState(enum.Enum):
 
     @property
     def has_matches(self) -> bool:
-        """Whether prompts are looked up in the index."""
+        """Whether the index can have matches in this state."""
         return self is DirectoryState.EXACT or self is DirectoryState.DEGRADED

@@ -21,7 +21,7 @@ class Delta:
     error: StepwellError | None = None
     """The error that ended the sequence. If set, `finish` is None and no delta follows."""
     pooled: bytes | None = None
-    """The vector of the prompt, little-endian float32."""
+    """The vector of the prompt, little-endian float32; None without one."""
 
     def take_error(self) -> StepwellError:
         """Returns the error and drops the reference to it. When raised, its traceback refers to the

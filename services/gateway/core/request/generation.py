@@ -39,7 +39,7 @@ class Generation:
         sequences: list[EngineRequest],
         tokenizer: Tokenizer,
     ) -> None:
-        """`identity` is the identity in `sequences`."""
+        """`sequences` were made with `identity`."""
         self.request = request
         self.identity = identity
         self.sequences = sequences

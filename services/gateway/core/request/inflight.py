@@ -34,7 +34,9 @@ class Losses:
 
     @property
     def are_suspicious(self) -> bool:
-        """Whether the sequence may be their cause. More losses are allowed while it only waits."""
+        """Whether the sequence may be the cause of the losses. More losses are allowed while it
+        only waits.
+        """
         return self.num_computed > MAX_LOSSES_COMPUTED or self.num_waited > MAX_LOSSES_WAITED
 
     def forget(self) -> None:

@@ -23,7 +23,7 @@ CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens."""
+    """A prompt as tokens or embeddings."""
 
     token_ids: list[int]
     text: str | None = None

@@ -1,4 +1,4 @@
-"""Checks that a request can be served, before anything is queued."""
+"""Checks requests before anything is queued."""
 
 import re
 from collections.abc import Sequence

@@ -172,7 +172,7 @@ class CacheAware:
 
 
 def _cached_key(offer: _Offer, keys: Sequence[int]) -> int | None:
-    """The key of the last block that is expected to be cached."""
+    """The key of the last block expected to be cached; None if there is none."""
     return keys[offer.depth - 1] if offer.depth else None
 
 

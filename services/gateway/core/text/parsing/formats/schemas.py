@@ -98,8 +98,8 @@ class _Schema:
             yield from self._all(part, seen)
 
     def _types(self, schema: object, above: frozenset[int]) -> frozenset[str] | None:
-        """The types that a schema allows; None if it is an instance of a schema
-        above it (recursion).
+        """The types that a schema allows; None if the schema encloses itself, or the limit of
+        visits is reached.
         """
         if id(schema) in above or not self._takes_one():
             return None
