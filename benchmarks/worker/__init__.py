@@ -1,1 +1,1 @@
-"""`python -m benchmarks.worker`: what a worker computes on a CPU, beside other engines."""
+"""`python -m benchmarks.worker`: measures a worker on a CPU, beside other engines."""

@@ -1,23 +1,24 @@
-"""What a worker computes on the CPU, beside the machine's limits and others' engines.
+"""Measures a worker on the CPU, beside the machine's limits and other engines.
 
     python -m benchmarks.worker [--model DIR|15m|135m|1.1b|all]... [--threads N]
                                 [--vllm-python PATH] [--llamacpp-python PATH] [--baseline DIR]
                                 [--rounds N] [--load-seconds N] [--json FILE]
 
-Random weights in bfloat16, greedy, ends of text ignored, all requests at once: prefill of 512
-tokens; decode at 1, 8 and 32 (prompts of 128 tokens, 64 tokens out, from where all have their
-first); and 32 requests that share 384 of their 416 tokens, 32 tokens out of each, from the first
-prompt to the last token. Ours is runner, scheduler and pool in one process. transformers is
-measured always; vLLM and llama.cpp where interpreters that have them are named. With --baseline
-the only other engine is another checkout of Stepwell, its gen/ built.
+All loads use random weights in bfloat16 and greedy sampling, ignore end-of-text tokens, and send
+all requests at once. They are: prefill of 512 tokens; decode of 1, 8 and 32 requests (prompts of
+128 tokens, 64 output tokens, timed from when all have their first token); and 32 requests that
+share 384 of their 416 tokens, with 32 output tokens each, timed from the first prompt to the last
+token. Stepwell runs runner, scheduler and pool in one process. transformers is always measured;
+vLLM and llama.cpp are measured if interpreters that have them are given. With --baseline the only
+other engine is another checkout of Stepwell with a built gen/.
 
-A processor's clock changes by the minute, so all engines run throughout, and each load is measured
-on one after the other, round by round, with the same prompts; figures are medians of rounds, and
-the last column is the median of our rounds to those of the fastest peer. In a round, a load that
-takes less than three seconds is repeated for as many, and the median counts. An engine must not
-compute while another one is measured: its processor time is measured then too. The limits are a
-large multiplication in bfloat16 and memory read as a stream, both measured before each round; the
-column has the best measurement of each.
+A processor's clock frequency changes within minutes. All engines therefore run throughout, and each
+load is measured on one engine after another, round by round, with the same prompts. Figures are
+medians of rounds. The last column is the median ratio of Stepwell's rounds to the rounds of the
+fastest peer. A load that takes less than three seconds is repeated for three seconds in each round,
+and the median counts. An engine must not compute while another one is measured; its processor time
+is checked. The limits are a large multiplication in bfloat16 and a streaming read of memory, both
+measured before each round; the column has the best measurement of each.
 
 Tables go to standard output, progress to standard error.
 """
@@ -45,11 +46,11 @@ from benchmarks.worker.rounds import Schedule, compare
 from benchmarks.worker.tables import caption, limits_text, table
 
 LEFT_OUT = {("1.1b", "transformers"): (decode_name(32), PREFIX)}
-"""Loads of a model that take an engine minutes a round."""
+"""Loads that are skipped, by model and engine, since they take minutes per round."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints, writes."""
+    """Measures, prints the tables and writes the figures."""
     arguments = parse_options(argv)
     found = machine()
     torch.set_num_threads(arguments.threads)
@@ -111,7 +112,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One model: prints its table, and returns its figures."""
+    """Measures one model: prints its table, and returns its figures."""
     model, probe = find_model(name), LimitProbe()
     with ExitStack() as running:
         engines: dict[str, EngineProcess] = {}
@@ -150,7 +151,7 @@ def _measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engines(arguments: argparse.Namespace) -> list[tuple[str, str, Path]]:
-    """The module of each engine, the interpreter it runs in, and the checkout. Ours is first."""
+    """The module of each engine, its interpreter and its checkout. Stepwell is the first."""
     ours = ("stepwell", sys.executable, ROOT)
     if arguments.baseline is not None:
         return [ours, ("stepwell", sys.executable, arguments.baseline)]

@@ -1,13 +1,13 @@
-"""What adapters cost a worker on the CPU: steps with 0, 1, 4 and 16 of them, in turns.
+"""Measures the cost of adapters on the CPU: alternating steps with 0, 1, 4 and 16 adapters.
 
     python -m benchmarks.worker.adapter_price --model 135m --threads 2 --rounds 9
 
-One runner with 16 adapters of random weights in memory, on every projection, runs the same steps
-again and again, whose requests have none of them, the same one, or several in turn: decodes of 1
-and of 32 requests behind prefixes of 128 tokens, and a prompt of 512. A turn is a few steps, of
-which the median counts; the price is the median over rounds of a turn's time to that of the one
-without adapters. On a machine that other programs use, --processor-time with one thread leaves out
-when they run.
+One runner has 16 adapters of random weights in memory, on every projection. It repeats the same
+steps with requests that use no adapter, the same one, or several in rotation: decodes of 1 and of
+32 requests after prefixes of 128 tokens, and a prompt of 512. A turn is a few steps, whose median
+counts. The price is the median over rounds of the ratio of a turn's time to the time of the turn
+without adapters. On a machine with other load, --processor-time with one thread excludes the other
+programs' time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ LOADS = (
     (StepsLoad("decode, 32 at once", 32, 128), (1, 4, 16)),
     (StepsLoad("prompt of 512 tokens", 1, 0, 512), (1,)),
 )
-"""Each with numbers of adapters."""
+"""The loads, each with the numbers of adapters to measure."""
 
 
 def main() -> None:
-    """Prints a table."""
+    """Measures and prints a table."""
     parser = make_parser("worker.adapter_price", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model", default="135m", help="a directory, or the size of a random model"
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def table(timer: StepTimer, digests: Sequence[bytes], num_rounds: int) -> str:
-    """Measures every load, after a round that does not count."""
+    """Measures every load; the first round does not count."""
     lines = ["| load | adapters | without, ms | with, ms | price |"]
     lines.append("| --- | ---: | ---: | ---: | ---: |")
     for load, numbers in LOADS:
@@ -87,7 +87,9 @@ def table(timer: StepTimer, digests: Sequence[bytes], num_rounds: int) -> str:
 def turn(
     timer: StepTimer, load: StepsLoad, numbers: Sequence[int], digests: Sequence[bytes]
 ) -> list[float]:
-    """A turn without adapters, and one with each number of them."""
+    """Step times in milliseconds: of a turn without adapters, and of a turn with each number of
+    adapters.
+    """
     return [
         timer.turn(load),
         *(timer.turn(load, digests[:number]) for number in numbers),
@@ -108,7 +110,7 @@ def load_adapters(worker: Worker, model: Path, directory: Path, rank: int) -> li
 
 
 def build(model: Path, rank: int, num_steps: int, num_threads: int) -> Worker:
-    """A worker that can hold every load and all adapters."""
+    """A worker with room for every load and all adapters."""
     most = max(load.num_requests * load.num_blocks(num_steps) for load, _ in LOADS)
     settings = WorkerSettings(
         model=model,

@@ -1,9 +1,9 @@
 """llama.cpp, in bfloat16, 8 or 4 bits, under the loads of benchmarks.worker.loads.
 
-Runs in an interpreter of its own that has gguf and llama-cpp-python, built for the machine at hand
-(`CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_OPENMP=ON"`): `benchmarks.worker` starts it. Requests are
-sequences of one batch, as in llama.cpp's own server. What all prompts begin with is computed once
-and belongs to every sequence.
+`benchmarks.worker` starts it in a separate interpreter that has gguf and llama-cpp-python, built
+for this machine (`CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_OPENMP=ON"`). Requests are sequences of one
+batch, as in llama.cpp's own server. The common prefix of all prompts is computed once and shared by
+every sequence.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ _ERROR_LEVEL = 4
 
 
 class Context:
-    """A cache for every request of the largest load, over a model that several contexts share."""
+    """A KV cache for the requests of the largest load. Several contexts share one model."""
 
     def __init__(self, model: object, vocab_size: int, threads: int, *, unified: bool) -> None:
         params = llama_cpp.llama_context_default_params()
@@ -61,7 +61,9 @@ class Context:
         self._batch = llama_cpp.llama_batch_init(MAX_BATCH_TOKENS, 0, 1)
 
     def generate(self, prompts: Prompts, num_tokens: int, num_shared: int) -> Times:
-        """A `Generate` of prompts that begin with the same tokens, computed once."""
+        """A `Generate` whose prompts share their first `num_shared` tokens, which are computed
+        once.
+        """
         llama_cpp.llama_memory_clear(self._memory, False)
         if num_shared:
             self._forward([(0, 0, prompts[0][:num_shared])])
@@ -78,7 +80,7 @@ class Context:
         return times
 
     def _forward(self, pieces: list[tuple[int, int, list[int]]]) -> list[int]:
-        """Computes pieces of (sequence, first position, tokens); samples after each."""
+        """Computes pieces of (sequence, first position, tokens). Samples after each piece."""
         batch, count = self._batch, 0
         for sequence, first, tokens in pieces:
             for offset, token in enumerate(tokens):
@@ -100,7 +102,9 @@ class Context:
 
 
 class LlamaCpp:
-    """A model with two caches: a part for each sequence is faster, until they share something."""
+    """A model with two caches. A separate cache for each sequence is faster unless sequences share
+    a prefix.
+    """
 
     def __init__(self, path: Path, vocab_size: int, threads: int) -> None:
         params = llama_cpp.llama_model_default_params()
@@ -118,7 +122,7 @@ class LlamaCpp:
 
 
 def _num_shared(prompts: Prompts) -> int:
-    """How many tokens all of several prompts begin with."""
+    """The length of the common prefix of several prompts, in tokens; 0 for a single prompt."""
     if len(prompts) == 1:
         return 0
     columns = enumerate(zip(*prompts, strict=True))
@@ -126,8 +130,8 @@ def _num_shared(prompts: Prompts) -> int:
 
 
 def write_gguf(model: Path, weights: str) -> Path:
-    """The same weights in llama.cpp's format, in one of FILE_TYPES, beside the model; written when
-    there are new ones.
+    """Writes the same weights in llama.cpp's format, as one of FILE_TYPES, beside the model. The
+    file is rewritten if the weights are newer.
     """
     source = model / "model.safetensors"
     path = model.with_name(f"{model.name}.{weights}.gguf")
@@ -159,7 +163,7 @@ def write_gguf(model: Path, weights: str) -> Path:
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Array, weights: str) -> None:
-    """Adds a tensor, given as the bits of bfloat16. Vectors stay exact, in float32."""
+    """Adds a tensor, which is given as bfloat16 bits. Vectors are stored exactly, in float32."""
     if tensor.ndim == 1:
         writer.add_tensor(name, to_float32(tensor))
     elif weights == "bf16":
@@ -171,13 +175,13 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Array, weights: str)
 
 
 def _log_errors(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
-    """Prints only the errors of llama.cpp's log, which is long."""
+    """Prints only the errors from llama.cpp's log, which is long."""
     if level == _ERROR_LEVEL:
         sys.stderr.write(text.decode())
 
 
 _LOG_ERRORS = llama_cpp.llama_log_callback(_log_errors)
-"""llama.cpp keeps no reference to it."""
+"""This reference keeps the callback alive, since llama.cpp has none."""
 
 
 def main() -> None:

@@ -1,4 +1,6 @@
-"""The engines of a comparison: each a process that runs throughout and measures load by load."""
+"""Runs the engines of a comparison: each is a process that runs throughout and measures one load at
+a time.
+"""
 
 import contextlib
 import json
@@ -13,13 +15,15 @@ _EXIT_SECONDS = 30.0
 
 
 class EngineEnded(Exception):
-    """An engine's process ended instead of answering; its own message is on standard error."""
+    """An engine's process ended instead of answering. Its own message is on standard error."""
 
 
 class EngineProcess:
-    """`python -m benchmarks.worker.engine_<name>`, from `with` on; warm after `wait_ready`.
+    """Runs `python -m benchmarks.worker.engine_<name>` inside `with`; it is warm after
+    `wait_ready`.
 
-    It runs in the checkout at `root`, with further `flags`. Other lines that it prints are dropped.
+    It runs in the checkout at `root`, with additional `flags`. Lines of output that are no answers
+    are dropped.
     """
 
     def __init__(
@@ -57,18 +61,18 @@ class EngineProcess:
             self._process.wait()
 
     def wait_ready(self) -> str:
-        """The engine's name and version."""
+        """Waits until the engine is warm; returns its name and version."""
         return str(self._read()["engine"])
 
     def measure(self, load: str, number: int) -> float:
-        """The figure of a load, in the round of this number."""
+        """Measures a load in the round with this number; returns its figure."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # _read raises EngineEnded
             print(json.dumps([load, number]), file=self._process.stdin, flush=True)
         return float(self._read()["value"])
 
     def processor_seconds(self) -> float:
-        """Processor time of its process and of those that it started."""
+        """Processor seconds of its process and of that process's children."""
         ticks = sum(map(_ticks, _family(self._process.pid)))
         return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -82,7 +86,9 @@ class EngineProcess:
 
 
 def _module(name: str, root: Path) -> str:
-    """The engine's module in a checkout: one from before there was a folder has another name."""
+    """The engine's module in a checkout. Older checkouts have no folder `worker` and
+    another name.
+    """
     if (root / "benchmarks" / "worker").is_dir():
         return f"benchmarks.worker.engine_{name}"
     return f"benchmarks.worker_{name}"
@@ -92,7 +98,7 @@ def _environment(name: str, threads: int, root: Path) -> dict[str, str]:
     path = os.pathsep.join((str(root), str(root / "gen")))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
     if name == "stepwell":
-        # As the worker's process does: compute threads that wait do not spin.
+        # As in the worker's process: waiting compute threads do not spin.
         environment["OMP_WAIT_POLICY"] = "passive"
     return environment
 
@@ -104,7 +110,9 @@ def _family(pid: int) -> list[int]:
 
 
 def _ticks(pid: int) -> int:
-    """Of the clock that the kernel accounts by, in user and kernel mode, ended threads included."""
+    """Processor time of a process in clock ticks, in user and kernel mode, including its ended
+    threads.
+    """
     _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     user, system = fields.split()[11:13]
     return int(user) + int(system)

@@ -1,4 +1,6 @@
-"""Our worker under the loads of benchmarks.worker.loads: runner, scheduler and pool in process."""
+"""Stepwell's worker under the loads of benchmarks.worker.loads: runner, scheduler and pool in one
+process.
+"""
 
 import asyncio
 import time

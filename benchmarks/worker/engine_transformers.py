@@ -1,7 +1,7 @@
-"""transformers' generate, a static batch, under the loads of benchmarks.worker.loads.
+"""transformers' `generate` with a static batch, under the loads of benchmarks.worker.loads.
 
-Its `generate_batch`, which batches continuously, is left out: on a CPU it was the slower of the two
-at 32 and no faster where prompts share a prefix.
+Its `generate_batch`, which batches continuously, is not measured: on a CPU it was slower at 32
+requests, and no faster with shared prefixes.
 """
 
 import time

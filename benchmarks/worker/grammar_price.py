@@ -1,15 +1,15 @@
-"""What requests that are held to a schema cost a worker on the CPU: steps with and without them.
+"""Measures the cost of requests with a schema on the CPU: steps with and without them.
 
     python -m benchmarks.worker.grammar_price --model models/demo --rows 8,32 --rounds 9
 
-One runner decodes requests at temperature 1, in turns half of them held to the schema of
-`benchmarks.serving --structured` and none. Times are processor time of the one thread that
-computes; a turn is the median of its steps, and the price of a row the median over rounds of the
-difference, divided by the constrained rows. Their outputs are then given to matchers of
-llguidance's alone, which advance and make the same masks: that part of the price is llguidance's.
-With warm caches nothing else uses the processor's; with cold ones 64 MiB are read before each step,
-as a step of a model and other processes do, so that the code and the matchers come from memory. A
-forced token is one about which the grammar leaves no choice.
+One runner decodes requests at temperature 1. Turns alternate: in one, half of the requests are
+constrained to the schema of `benchmarks.serving --structured`; in the other, none. Times are
+processor time of the one compute thread. A turn's time is the median of its steps. The price of a
+row is the median over rounds of the turns' difference, divided by the number of constrained rows.
+The outputs are then passed to llguidance's matchers alone, which advance and compute the same
+masks: this part of the price is llguidance's. With warm caches nothing else uses the processor's
+caches. With cold ones 64 MiB are read before each step, as a model's step and other processes do,
+so that code and matchers are read from memory. A token is forced if the grammar allows no other.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ FORM = StructuredOutputs(
 )
 NUM_PREFIX = 128
 _READ_BYTES = 2**26
-"""More than processors keep in caches for one core."""
+"""More bytes than the caches of one core hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatcherMicros:
-    """What matchers take for a token, means in microseconds; and the share of forced tokens."""
+    """Mean microseconds of matchers per token, and the fraction of forced tokens."""
 
     advance: float
     mask: float
@@ -56,7 +56,7 @@ class MatcherMicros:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Measures and prints a table."""
     parser = make_parser("worker.grammar_price", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model", default="models/demo", help="a directory, or the size of a random model"
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def table(worker: Worker, numbers: Sequence[int], num_rounds: int, num_steps: int) -> str:
-    """Measures each number of rows, after a round that does not count."""
+    """Measures each number of rows; the first round does not count."""
     if worker.grammars is None:
         raise ValueError("the model samples no tokens")
     lines = [
@@ -106,7 +106,7 @@ def table(worker: Worker, numbers: Sequence[int], num_rounds: int, num_steps: in
 
 
 def sampling(num_rows: int, seed: int, *, is_held: bool) -> list[SamplingParams]:
-    """The parameters of each row; every second one may be held to the form."""
+    """The sampling parameters of each row. If `is_held`, every second row has the schema."""
     free = [SamplingParams(temperature=1.0, seed=seed * num_rows + row) for row in range(num_rows)]
     return [
         replace(params, structured_outputs=FORM) if is_held and row % 2 else params
@@ -115,7 +115,7 @@ def sampling(num_rows: int, seed: int, *, is_held: bool) -> list[SamplingParams]
 
 
 def matcher_micros(grammars: Grammars, outputs: Sequence[Sequence[int]]) -> MatcherMicros:
-    """What matchers take for outputs that conform."""
+    """Times matchers on outputs that conform to the schema."""
     advance, masks, of_forced = list[int](), list[int](), list[int]()
     for output in outputs:
         matcher = grammars.matcher(FORM)
@@ -138,8 +138,8 @@ def matcher_micros(grammars: Grammars, outputs: Sequence[Sequence[int]]) -> Matc
 
 
 def cold_micros(grammars: Grammars, outputs: Sequence[Sequence[int]]) -> float:
-    """What matchers take for a token of outputs that conform, all of which get one in each step, if
-    nothing of them is in caches before: the mean in microseconds.
+    """The mean microseconds of matchers per token with cold caches, for outputs that conform to the
+    schema. All outputs get one token in each step.
     """
     matchers = [grammars.matcher(FORM) for _ in outputs]
     for matcher in matchers:

@@ -1,11 +1,11 @@
-"""What --batch-invariant costs torch's kernels on the CPU: steps with it and without, in turns.
+"""Measures the cost of --batch-invariant with torch's kernels on the CPU, in alternating steps.
 
     python -m benchmarks.worker.invariance_price --model 135m --threads 2 --rounds 9
 
-Two runners over the same model run the same steps, one after the other: decodes of 1 and of 32
-requests behind prefixes of 128 and of 600 tokens, and a prompt of 512. A turn is a few steps, of
-which the median counts; the price is the median over rounds of one turn's time to the other's.
-Native kernels are left out, since they are batch-invariant in any case.
+Two runners of the same model alternate on the same steps: decodes of 1 and of 32 requests after
+prefixes of 128 and of 600 tokens, and a prompt of 512. A turn is a few steps, whose median counts.
+The price is the median over rounds of the ratio of the two turns' times. Native kernels are not
+measured, since they are always batch-invariant.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOADS = (
 
 
 def main() -> None:
-    """Prints a table."""
+    """Measures and prints a table."""
     parser = make_parser("worker.invariance_price", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model", default="135m", help="a directory, or the size of a random model"
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def table(timers: list[StepTimer], num_rounds: int) -> str:
-    """Measures every load, after a round that does not count."""
+    """Measures every load; the first round does not count."""
     rows = [
         "| load | not batch-invariant, ms | batch-invariant, ms | price |",
         "| --- | ---: | ---: | ---: |",
@@ -71,7 +71,7 @@ def table(timers: list[StepTimer], num_rounds: int) -> str:
 
 
 def build(model: Path, dtype: DtypeSetting, batch_invariant: bool, num_steps: int) -> StepRunner:
-    """A runner over torch's kernels that can hold every load."""
+    """A runner with torch's kernels and room for every load."""
     most = max(load.num_requests * load.num_blocks(num_steps) for load in LOADS)
     settings = WorkerSettings(
         model=model,

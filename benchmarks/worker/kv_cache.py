@@ -1,11 +1,11 @@
-"""What keys and values in 8 bits gain: steps with them and with those as computed, in turns.
+"""Measures the gain of an 8-bit KV cache: steps with it and without it alternate.
 
     python -m benchmarks.worker.kv_cache --model 135m --threads 2 --rounds 7
 
-Two workers over the same model, with --kv-cache-dtype auto and int8_per_token_head, run the same
-steps, one after the other: decodes of one and of many requests behind short and long contexts, and
-a part of a prompt. A turn is a few steps, of which the median counts; the ratio is the median over
-rounds of one turn's tokens per second to the other's. The bytes of a token are those of all layers.
+Two workers of the same model, with --kv-cache-dtype auto and int8_per_token_head, alternate on the
+same steps: decodes of one and of many requests after short and long contexts, and a prompt chunk. A
+turn is a few steps, whose median counts. The ratio is the median over rounds of the ratio of the
+two turns' tokens per second. The bytes of a token include all layers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOADS = (
 
 
 def main() -> None:
-    """Prints the machine and a table."""
+    """Measures, and prints the machine and a table."""
     parser = make_parser("worker.kv_cache", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model", default="135m", help="a directory, or the size of a random model"
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def build(model: Path, dtype: DtypeSetting, kept: KVCacheDtype, num_steps: int) -> Worker:
-    """A worker whose cache can hold every load."""
+    """A worker whose KV cache has room for every load."""
     most = max(load.num_requests * load.num_blocks(num_steps) for load in LOADS)
     settings = WorkerSettings(
         model=model,
@@ -73,7 +73,7 @@ def build(model: Path, dtype: DtypeSetting, kept: KVCacheDtype, num_steps: int) 
 
 
 def sizes(workers: Sequence[Worker]) -> str:
-    """The bytes of a token with each worker, and their ratio."""
+    """The KV-cache bytes of a token in each worker, and their ratio."""
     plain, coded = (worker.description.bytes_per_block / BLOCK_SIZE for worker in workers)
     names = [worker.description.kv_cache_dtype for worker in workers]
     return (
@@ -85,7 +85,7 @@ def sizes(workers: Sequence[Worker]) -> str:
 def table(
     workers: Sequence[Worker], loads: Sequence[StepsLoad], num_rounds: int, num_steps: int
 ) -> str:
-    """Measures every load, after a round that does not count."""
+    """Measures every load; the first round does not count."""
     timers = [StepTimer(worker.runner, num_steps) for worker in workers]
     names = [worker.description.kv_cache_dtype for worker in workers]
     rows = [

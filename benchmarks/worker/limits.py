@@ -1,4 +1,4 @@
-"""What the machine can do at most, and what that allows a model."""
+"""The machine's limits, and the highest rates that they allow for a model."""
 
 import math
 import statistics
@@ -18,17 +18,18 @@ _REPEATS = 4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine can do: operations a second in bfloat16, or in float32 where the processor
-    has no instructions for bfloat16, and bytes read a second.
+    """The machine's limits: operations per second in bfloat16, and bytes read per second.
+    Operations are in float32 if the processor has no bfloat16 instructions.
     """
 
     flops: float
     bytes_per_second: float
 
     def figures(self, shape: Shape) -> dict[str, float]:
-        """The most tokens a second that they allow a model, attention and caches left out.
+        """The highest tokens per second that the limits allow for a model, without attention and KV
+        cache.
 
-        A step reads every weight once; a tied embedding is the head's.
+        A step reads every weight once. A tied embedding is read as the head.
         """
         sizes = {name: math.prod(dims) for name, dims in tensor_dims(shape)}
         embedding = sizes["model.embed_tokens.weight"]
@@ -44,10 +45,10 @@ class Limits:
 
 
 class LimitProbe:
-    """Measures the limits again and again, with the threads that torch is set to.
+    """Measures the limits repeatedly, with torch's current number of threads.
 
-    A large multiplication; and memory read as a stream in three ways, of which the fastest counts:
-    a sum, two halves multiplied and summed, a matrix times a vector.
+    It times a large multiplication, and streaming reads of memory in three ways, of which the
+    fastest counts: a sum, the dot product of two halves, a matrix times a vector.
     """
 
     def __init__(self) -> None:
@@ -69,16 +70,16 @@ class LimitProbe:
         self._found: list[Limits] = []
 
     def measure(self) -> None:
-        """Once more: the best of a few repeats."""
+        """Adds one measurement, the best of a few repeats."""
         flops = self._operations / _best(self._multiply)
         self._found.append(Limits(flops, _STREAM_BYTES / min(map(_best, self._streams))))
 
     def best(self) -> Limits:
-        """The most that was ever reached."""
+        """The maximum of all measurements."""
         return self._over(max)
 
     def median(self) -> Limits:
-        """What was reached half of the times."""
+        """The median of all measurements."""
         return self._over(statistics.median)
 
     def _over(self, choose: Callable[[list[float]], float]) -> Limits:

@@ -1,6 +1,6 @@
-"""The weights of a Llama checkpoint as llama.cpp names and orders them.
+"""Converts the weights of a Llama checkpoint to llama.cpp's names and order.
 
-Runs beside llama.cpp, in an interpreter that has neither torch nor anything of ours: numpy alone.
+It needs only numpy, since llama.cpp's interpreter has neither torch nor Stepwell's packages.
 """
 
 import json
@@ -32,7 +32,9 @@ _NAMES = {
 
 
 def read_bfloat16(path: Path) -> Iterator[tuple[str, Array]]:
-    """Names and tensors of a safetensors file, the bits of each bfloat16 as a uint16."""
+    """The names and tensors of a safetensors file. Each bfloat16 is returned as the uint16 of its
+    bits.
+    """
     raw = np.memmap(path, dtype=np.uint8, mode="r")
     header_end = 8 + int(raw[:8].view("<u8")[0])
     header = json.loads(bytes(raw[8:header_end]))
@@ -46,12 +48,12 @@ def read_bfloat16(path: Path) -> Iterator[tuple[str, Array]]:
 
 
 def to_float32(tensor: Array) -> Array:
-    """The values whose bfloat16 bits a uint16 tensor holds, exactly."""
+    """Converts bfloat16 bits in a uint16 tensor to float32, exactly."""
     return (tensor.astype(np.uint32) << 16).view(np.float32)
 
 
 def llama_name(name: str) -> str:
-    """llama.cpp's name of a Hugging Face tensor."""
+    """The name in llama.cpp of a Hugging Face tensor."""
     if name in _NAMES:
         return _NAMES[name]
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
@@ -59,9 +61,11 @@ def llama_name(name: str) -> str:
 
 
 def llama_order(name: str, tensor: Array, config: Mapping[str, Any]) -> Array:
-    """The rows of queries and keys as llama.cpp rotates them; any other tensor as it is.
+    """Reorders the rows of query and key projections for llama.cpp's rotation. Other tensors are
+    unchanged.
 
-    It rotates adjacent elements (0 with 1, 2 with 3), Hugging Face's Llama the halves of a head.
+    llama.cpp rotates adjacent elements (0 with 1, 2 with 3). Hugging Face's Llama rotates the
+    halves of a head.
     """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     kind = name.rpartition(".weight")[0].rpartition(".")[2]

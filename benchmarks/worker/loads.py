@@ -1,8 +1,7 @@
-"""The five loads that engines are compared by, and the process that measures them.
+"""The five loads of the comparison of engines, and the process that measures them.
 
-Imports the standard library alone: other engines run it in interpreters of their own. An engine of
-the comparison is a process that measures loads one after the other, as they are named on its
-standard input.
+It needs only the standard library, since other engines run it in separate interpreters. Each engine
+is a process that measures the loads that are named on its standard input, one after another.
 """
 
 import argparse
@@ -21,7 +20,7 @@ DECODE_LEVELS = (1, 8, 32)
 SHARED_TOKENS, OWN_TOKENS, PREFIX_REQUESTS, PREFIX_OUTPUT = 384, 32, 32, 32
 MAX_REQUESTS = 32
 MAX_TOKENS = MAX_REQUESTS * (SHARED_TOKENS + OWN_TOKENS + PREFIX_OUTPUT)
-"""What the largest load keeps in a cache that shares nothing."""
+"""Tokens of the largest load in a KV cache without prefix sharing."""
 
 PREFILL = f"prefill of {PREFILL_TOKENS} tokens, tokens/s"
 PREFIX = f"{PREFIX_REQUESTS} requests that share {SHARED_TOKENS} of 416 tokens, seconds"
@@ -31,19 +30,18 @@ _WARM_UP_REQUESTS, _WARM_UP_OUTPUT = 4, 4
 _WARM_UP_ROUND = -1
 
 LEAST_SECONDS = 3.0
-"""A load that takes less is repeated for as long in each round."""
+"""Least seconds of a load in each round. Shorter loads are repeated."""
 
 Prompts = list[list[int]]
 Times = list[list[float]]
 Generate = Callable[[Prompts, int], Times]
-"""Generates a number of tokens of each prompt, greedily, ends of text ignored; begins all at once.
-
-Returns for each prompt when each of its tokens was known, by `time.perf_counter`.
+"""Generates a number of tokens for each prompt, greedily, all prompts at once; end-of-text tokens
+are ignored. Returns the times at which each prompt's tokens were known, by `time.perf_counter`.
 """
 
 
 def decode_name(level: int) -> str:
-    """The name of the figure at a number of requests."""
+    """The name of the figure for a number of requests."""
     return f"decode, {level} at once, tokens/s"
 
 
@@ -51,12 +49,14 @@ NAMES = (PREFILL, *(decode_name(level) for level in DECODE_LEVELS), PREFIX)
 
 
 class WrongTokens(Exception):
-    """An engine generated more or fewer tokens than the load has: its time means nothing."""
+    """An engine generated more or fewer tokens than the load requires, so that its time
+    is invalid.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that begin together. `shared_tokens` of each prompt are the same in all."""
+    """Requests that begin together. All prompts share their first `shared_tokens` tokens."""
 
     num_requests: int
     shared_tokens: int
@@ -64,7 +64,7 @@ class Load:
     num_outputs: int
 
     def prompts(self, vocab_size: int, seed: str) -> Prompts:
-        """Random prompts: the same for every engine with one seed, others with another."""
+        """Random prompts, determined by the seed and equal for all engines."""
         draw = random.Random(seed)
 
         def tokens(count: int) -> list[int]:
@@ -90,10 +90,10 @@ def measure(
     number: int,
     least_seconds: float = LEAST_SECONDS,
 ) -> float:
-    """The figure of a load in the round of this number; raises `WrongTokens`.
+    """The figure of a load in the round with this number. Raises `WrongTokens`.
 
-    A small model takes milliseconds, which vary by chance: the load is repeated with other prompts
-    until `least_seconds` are over, and the median counts.
+    A small model takes milliseconds, which vary randomly. The load is repeated with other prompts
+    until `least_seconds` have passed, and the median counts.
     """
     figures: list[float] = []
     until = time.perf_counter() + least_seconds
@@ -113,14 +113,16 @@ def _figure(name: str, begun: float, times: Times) -> float:
 
 
 def decode_rate(times: Times) -> float:
-    """Tokens a second after all prompts have their first token; earlier ones do not count."""
+    """Tokens per second from the time at which all prompts have their first token. Earlier tokens
+    do not count.
+    """
     begun = max(each[0] for each in times)
     after = [moment for each in times for moment in each if moment > begun]
     return len(after) / (max(after) - begun)
 
 
 def warm_up(generate: Generate, vocab_size: int) -> None:
-    """Runs a little of each load, so that no measured run is the first of its kind."""
+    """Runs a small part of each load, so that no measured run is the first of its kind."""
     for name, load in LOADS.items():
         requests = min(load.num_requests, _WARM_UP_REQUESTS)
         outputs = min(load.num_outputs, _WARM_UP_OUTPUT)
@@ -144,18 +146,18 @@ class EngineArguments:
     model: Path
     threads: int
     least_seconds: float
-    """Of one load in one round."""
+    """Least seconds of one load in one round."""
     weights: str
-    """Their data type, of those that the engine offers."""
+    """Data type of the weights, one of those that the engine supports."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the model's vocabulary."""
+        """The size of the model's vocabulary."""
         return int(json.loads((self.model / "config.json").read_text())["vocab_size"])
 
 
 def parse_arguments(weights: Sequence[str] = ("bf16",)) -> EngineArguments:
-    """Parses the command line of an engine that offers these data types of weights; the first is
+    """Parses the command line of an engine that supports these data types of weights. The first is
     the default.
     """
     parser = argparse.ArgumentParser()
@@ -169,8 +171,8 @@ def parse_arguments(weights: Sequence[str] = ("bf16",)) -> EngineArguments:
 def serve(generate: Generate, arguments: EngineArguments, engine: str) -> None:
     """Prints the engine's name once it is warm, then measures the loads named on standard input.
 
-    A request is a line `[load, round]`, an answer a line of JSON that begins with a brace; lines of
-    the engine's log may come between them. Returns when standard input ends.
+    A request is a line `[load, round]`. An answer is a line of JSON that begins with a brace; lines
+    of the engine's log may be printed in between. Returns when standard input ends.
     """
     warm_up(generate, arguments.vocab_size)
     _print({"engine": engine})

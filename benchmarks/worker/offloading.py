@@ -1,14 +1,14 @@
-"""What a tier of offloaded keys and values saves, and what it costs a run that never hits it.
+"""Measures what an offloading tier saves on hits, and what it costs without hits.
 
     python -m benchmarks.worker.offloading [--model DIR|135m] [--threads N] [--rounds N]
 
-Gateway's core, scheduler, pool and runner in one process, once with a tier and once without, over
-random weights. The first table is the time to the first token of prompts of 1,024 tokens of which
-nothing is cached, of which all whole blocks lie in the tier, and of which all are in the prefix
-cache; each is alone. The second is the time of loads of new prompts, of which nothing is ever
-found, in turns without the tier and with it: the price is the median over rounds of one turn's time
-to the other's, by the clock and in processor time, which other work on the machine disturbs less.
-Blocks are stored there too, and in the end replaced.
+Gateway's core, scheduler, pool and runner run in one process with random weights, once with a tier
+and once without. The first table has the time to the first token of prompts of 1,024 tokens, each
+alone: with nothing cached, with all full blocks in the tier, and with all in the prefix cache. The
+second table has the time of loads of new prompts, which never hit, with and without the tier in
+alternation. The price is the median over rounds of the ratio of the two turns' times, in wall time
+and in processor time, which other work on the machine disturbs less. These loads store blocks in
+the tier, too, and eventually replace blocks there.
 
 Tables go to standard output, progress to standard error.
 """
@@ -37,7 +37,7 @@ NUM_PROMPT_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class NewPrompts:
-    """A load of new prompts, all at once."""
+    """A load of new prompts, all sent at once."""
 
     name: str
     num_requests: int
@@ -53,14 +53,14 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a load took."""
+    """The wall time and processor time of a load."""
 
     seconds: float
     processor_seconds: float
 
 
 class Bench:
-    """One composition, and prompts that it has not seen."""
+    """One composition of the services in this process, and new prompts for it."""
 
     def __init__(self, composed: InProcess, seed: int) -> None:
         self._composed = composed
@@ -71,18 +71,18 @@ class Bench:
         return [self._random.randrange(3, 256) for _ in range(num_tokens)]
 
     async def first_token_seconds(self, prompt: Sequence[int]) -> float:
-        """Of one request alone, which asks for one token."""
+        """Seconds to the first token of one request that runs alone."""
         began = time.perf_counter()
         async for _ in self._composed.client.generate(prompt, 1):
             pass
         return time.perf_counter() - began
 
     async def forget_cache(self) -> None:
-        """Empties the prefix cache, and not the tier."""
+        """Clears the prefix cache, but not the tier."""
         await self._composed.engine.reset_prefix_cache(preempt_running=False)
 
     async def turn(self, load: NewPrompts) -> Turn:
-        """All of a load of prompts that it has not seen."""
+        """Runs a load of new prompts to its end."""
         prompts = [self.new_prompt(load.num_prompt_tokens) for _ in range(load.num_requests)]
         began, used = time.perf_counter(), time.process_time()
         await asyncio.gather(*(self._finish(prompt, load.num_output_tokens) for prompt in prompts))
@@ -94,7 +94,7 @@ class Bench:
 
 
 async def first_tokens(bench: Bench, num_rounds: int) -> str:
-    """The first table, after a round that does not count."""
+    """The first table; the first round does not count."""
     rounds: list[tuple[float, float, float]] = []
     for _ in range(num_rounds + 1):
         prompt = bench.new_prompt(NUM_PROMPT_TOKENS)
@@ -119,7 +119,7 @@ async def first_tokens(bench: Bench, num_rounds: int) -> str:
 
 
 async def prices(without: Bench, with_tier: Bench, num_rounds: int) -> str:
-    """The second table, after a round that does not count; the order changes by the round."""
+    """The second table; the first round does not count. The order alternates between rounds."""
     rows = [
         "| load of new prompts | without, ms | with a tier, ms | price | in processor time |",
         "| --- | ---: | ---: | ---: | ---: |",

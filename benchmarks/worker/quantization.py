@@ -1,17 +1,17 @@
-"""How fast a worker on the CPU is with weights of 8 and 4 bits: steps of each, in turns.
+"""Measures a worker on the CPU with weights of 8 and 4 bits, in alternating steps.
 
     python -m benchmarks.worker.quantization --model 1.1b [--rounds 9] [--llamacpp-python PATH]
 
-Four runners of one model: with its weights as they are stored, in 8 bits, in 8 bits with inputs of
-projections in 8 bits too (W8A8), and in 4 bits of groups of 128; the heads of those have 8. Each
-runs the same steps again and again: decodes of 1, 8 and 32 requests behind prefixes of 128 tokens,
-and a prompt of 512. A turn is a few steps, of which the median counts; the ratio is the median over
-rounds of the time with stored weights to that with others. On a machine that other programs use,
---processor-time with one thread leaves out when they run.
+Four runners of one model differ in their weights: as stored, in 8 bits, in 8 bits with inputs of
+projections in 8 bits, too (W8A8), and in 4 bits with groups of 128. Quantized models have heads of
+8 bits. Each repeats the same steps: decodes of 1, 8 and 32 requests after prefixes of 128 tokens,
+and a prompt of 512. A turn is a few steps, whose median counts. The ratio is the median over rounds
+of the time with stored weights to the time with the others. On a machine with other load,
+--processor-time with one thread excludes the other programs' time.
 
-With an interpreter that has llama-cpp-python and gguf, llama.cpp takes turns with them, with the
+If an interpreter with llama-cpp-python and gguf is given, llama.cpp alternates with them, with the
 same weights in bfloat16, in Q8_0, and in Q4_0 with embeddings and head in Q8_0. It runs the loads
-of benchmarks.worker.loads: decodes of 64 tokens behind prompts of 128, and the same prompt of 512.
+of benchmarks.worker.loads: decodes of 64 tokens after prompts of 128, and the same prompt of 512.
 """
 
 from __future__ import annotations
@@ -54,21 +54,23 @@ LLAMACPP_WEIGHTS = ("bf16", "q8_0", "q4_0")
 
 
 class Timer(Protocol):
-    """What runs loads with one kind of weights."""
+    """Runs loads with one kind of weights."""
 
     def turn(self, load: StepsLoad) -> float:
         """The time of a step of the load, in milliseconds."""
 
 
 class LlamaCppTimer:
-    """llama.cpp, in a process of its own."""
+    """Runs llama.cpp in a separate process."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process
         self._rounds = itertools.count()
 
     def turn(self, load: StepsLoad) -> float:
-        """A step of a decode gives each request a token, that of the prompt computes all of it."""
+        """The time per step of the load. A decode step computes one token of each request, a prompt
+        step the whole prompt.
+        """
         is_decode = load.num_tokens == 1
         name = decode_name(load.num_requests) if is_decode else PREFILL
         tokens_per_second = self._process.measure(name, next(self._rounds))
@@ -76,7 +78,7 @@ class LlamaCppTimer:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Measures and prints a table."""
     parser = make_parser("worker.quantization", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model", default="135m", help="a directory, or the size of a random model"
@@ -123,7 +125,7 @@ def main() -> None:
 def start_llamacpp(
     running: ExitStack, python: str, model: Path, num_threads: int
 ) -> dict[str, LlamaCppTimer]:
-    """A timer for each kind of llama.cpp's weights, whose processes end with `running`."""
+    """A timer for each kind of llama.cpp's weights. The processes end with `running`."""
     timers = dict[str, LlamaCppTimer]()
     for weights in LLAMACPP_WEIGHTS:
         flags = ("--weights", weights, "--least-seconds", "0")
@@ -140,7 +142,7 @@ def build_timers(
     num_threads: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, StepTimer]:
-    """A timer for each kind of weights. `clock` gives seconds."""
+    """A timer for each kind of weights. `clock` returns seconds."""
     with tempfile.TemporaryDirectory(prefix="stepwell-int4-") as directory:
         int4_model = Path(directory) / "int4"
         write_int4_model(model, int4_model)
@@ -178,7 +180,7 @@ def _build_timer(
 
 
 def table(timers: Mapping[str, Timer], num_rounds: int, loads: Sequence[StepsLoad]) -> str:
-    """Measures every load, after a round that does not count."""
+    """Measures every load; the first round does not count."""
     lines = ["| load | weights | ms | times as fast as stored |", "| --- | --- | ---: | ---: |"]
     for load in loads:
         turns = list[dict[str, float]]()

@@ -1,4 +1,4 @@
-"""Measures the same loads on all engines, in turns, and compares the medians of rounds."""
+"""Measures the same loads on all engines, which alternate, and compares the medians of rounds."""
 
 import statistics
 import time
@@ -18,19 +18,19 @@ class Engine(Protocol):
     """An engine that measures one load at a time."""
 
     def measure(self, load: str, number: int) -> float:
-        """The figure of a load, in the round of this number."""
+        """Measures a load in the round with this number; returns its figure."""
         ...
 
     def processor_seconds(self) -> float:
-        """Processor time that it has used so far."""
+        """Processor seconds that the engine has used so far."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How often a load is measured.
+    """The number of rounds of a load.
 
-    After `MIN_ROUNDS` a engine that has spent `load_seconds` on a load leaves its turns.
+    After `MIN_ROUNDS`, an engine that has spent `load_seconds` on a load is not measured further.
     """
 
     num_rounds: int
@@ -39,25 +39,27 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`rounds[engine][load]`: the figures of rounds 0, 1, ... The first engine is ours.
-
-    `idle_cores[engine]`: cores in use by a engine, on average, while others were measured.
+    """The results of a comparison. `rounds[engine][load]` has the figures of rounds 0, 1, ...; the
+    first engine is Stepwell. `idle_cores[engine]` is the mean number of cores that an engine used
+    while others were measured.
     """
 
     rounds: Mapping[str, Mapping[str, Sequence[float]]]
     idle_cores: Mapping[str, float]
 
     def medians(self) -> dict[str, dict[str, float]]:
-        """Of each engine and load that was measured."""
+        """The median of each engine and load that was measured."""
         return {
             engine: {load: statistics.median(values) for load, values in loads.items()}
             for engine, loads in self.rounds.items()
         }
 
     def lead(self, load: str) -> float | None:
-        """Our speed to that of the fastest peer, whose median is the best.
+        """The ratio of Stepwell's speed to the speed of the fastest peer, the one with the best
+        median.
 
-        The median over rounds that both had, each against the peer's round next to it in time.
+        It is the median over the rounds that both have, each compared with the peer's round next to
+        it in time. None if there is no peer.
         """
         ours, *peers = (loads[load] for loads in self.rounds.values() if load in loads)
         if not peers:
@@ -68,7 +70,7 @@ class Comparison:
 
 
 def is_time(load: str) -> bool:
-    """Whether less of the figure is better."""
+    """Whether the figure is a time, so that lower is better."""
     return load.endswith(SECONDS_UNIT)
 
 
@@ -79,9 +81,8 @@ def compare(
     before_round: Callable[[], None],
     log: Callable[[str], None],
 ) -> Comparison:
-    """Measures each load on the engines listed for it; a turn begins when the others are idle.
-
-    `before_round` is called before each round.
+    """Measures each load on the engines listed for it. A measurement begins when the other engines
+    are idle. `before_round` is called before each round.
     """
     rounds: dict[str, dict[str, list[float]]] = {name: {} for name in engines}
     idle = _IdleTimes(engines)
@@ -110,7 +111,7 @@ class _Moment:
 
 
 class _IdleTimes:
-    """Processor time of the engines in the turns of others."""
+    """Measures the processor time that engines use while others are measured."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = engines
@@ -118,7 +119,9 @@ class _IdleTimes:
         self._used = dict.fromkeys(engines, 0.0)
 
     def settled(self) -> _Moment:
-        """Waits until all are idle, or SETTLE_SECONDS: some threads spin after their work."""
+        """Waits until all engines are idle, at most SETTLE_SECONDS: some threads spin after their
+        work.
+        """
         moment = self._now()
         deadline = moment.clock + SETTLE_SECONDS
         while moment.clock < deadline:
@@ -134,7 +137,9 @@ class _IdleTimes:
         return _Moment(time.perf_counter(), used)
 
     def add(self, busy: str, begun: _Moment) -> float:
-        """Adds the time since `begun`, in which one engine was busy; returns how long it was."""
+        """Adds the time since `begun`, in which only the engine `busy` was measured; returns its
+        seconds.
+        """
         ended = self._now()
         seconds = ended.clock - begun.clock
         for name in self._engines.keys() - {busy}:

@@ -1,11 +1,11 @@
-"""What sampling a row of logits takes: in NumPy and in compiled code, in turns.
+"""Times the sampling of a row of logits in NumPy and in compiled code, which alternate.
 
     python -m benchmarks.worker.sampling --rows 8 --threads 2 --rounds 9
 
-One sampler of each kind samples for the same requests, from the same logits: normal numbers times a
-spread, of which 1 leaves many tokens of similar probability, and 6 few. A turn is some steps, of
-which the median counts; figures are medians of turns, in microseconds for each row, and the ratio
-is the median of each turn's.
+One sampler of each kind samples for the same requests from the same logits. Logits are normal
+numbers times a spread: with 1 many tokens have similar probabilities, with 6 few. A turn is some
+steps, whose median counts. Figures are medians of turns, in microseconds per row, and the ratio is
+the median of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SPREADS = (1, 6)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Rows of one kind."""
+    """A vocabulary size, a spread of logits and a kind of sampling."""
 
     vocab_size: int
     spread: int
@@ -47,7 +47,7 @@ class Case:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Measures and prints a table."""
     parser = make_parser("worker.sampling", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--vocabularies", type=counts, default=(4096, 49_152, 128_256))
     parser.add_argument("--rows", type=count, default=8, help="rows of a step")
@@ -70,7 +70,7 @@ def main() -> None:
 def table(
     cases: Sequence[Case], native: NativeRowSampler, num_rows: int, num_rounds: int, num_steps: int
 ) -> str:
-    """Measures every case, after a round that does not count."""
+    """Measures every case; the first round does not count."""
     lines = [
         "| vocabulary | parameters | spread | NumPy, µs | compiled, µs | times as fast |",
         "| ---: | --- | ---: | ---: | ---: | ---: |",
@@ -96,7 +96,7 @@ def table(
 
 
 def with_requests(sampler: Sampler, case: Case, num_rows: int) -> Sampler:
-    """The sampler with a request in each row, of one token and no output."""
+    """Adds a request to each row of the sampler, with a prompt of one token and no output."""
     for row in range(num_rows):
         params = replace(KINDS[case.kind], seed=row)
         sampler.add(row, params, np.zeros(1, np.int32), 1)
@@ -104,7 +104,7 @@ def with_requests(sampler: Sampler, case: Case, num_rows: int) -> Sampler:
 
 
 def turn(sampler: Sampler, logits: torch.Tensor, num_steps: int) -> float:
-    """The median time of a step, in microseconds for each row."""
+    """The median time of a step, in microseconds per row."""
     rows, took = np.arange(len(logits)), []
     for _ in range(num_steps):
         began = time.perf_counter()

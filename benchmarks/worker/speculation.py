@@ -1,35 +1,35 @@
-"""What speculation gains and costs on the CPU: with it and without, in turns.
+"""Measures gains and costs of speculation on the CPU: runs with it and without it alternate.
 
     python -m benchmarks.worker.speculation --model 135m --threads 2 --rounds 5
     python -m benchmarks.worker.speculation --model 135m --text "random tokens" --rounds 15
     python -m benchmarks.worker.speculation --model 1.1b --draft-model 135m --num-tokens 32
 
-Runner, scheduler and pool in one process, several times over the same weights: without speculation,
-with n-grams and with suffix trees, or with a draft model. All compute with one copy of the weights,
-since where a copy lies in memory can change the time of a step by more than some drafts cost. A
-model of random weights writes nothing that could be guessed, so it is told what to write: the logit
-of the next token of a text is raised. All else is computed as it would be. Texts are this
-project's, by the tokens of the demo model.
+Several compositions of runner, scheduler and pool run in one process: without speculation, with
+n-grams and with suffix trees, or with a draft model. All use one copy of the weights, since the
+memory location of a copy can change a step's time by more than the cost of some drafts. The output
+of a model with random weights is unpredictable, so the model is made to write a given text: the
+logit of the text's next token is raised. Everything else is computed normally. Texts are this
+project's, in tokens of the demo model.
 
-Without a draft model, what is gained goes by what is written:
+Without a draft model, the gain depends on the text:
 
-* an edit of a program: the prompt is one of its files, the answer the same with names changed;
-* an extraction: the prompt is lines of JSON, the answer some fields of each;
-* a continuation: the prompt is the beginning of a page in prose, the answer goes on with it;
-* tokens drawn at random, which nothing repeats;
-* what misleads: two tokens that come again and again, each time with another one behind them;
-* a step of an agent: a sentence and a call of a tool, in a form that steps of other requests, which
-  ended before, have too, with other files, names and lines.
+* an edit of a program: the prompt is a source file, the answer is the file with names changed;
+* an extraction: the prompt is lines of JSON, the answer is some fields of each;
+* a continuation: the prompt is the beginning of a page in prose, the answer is its continuation;
+* random tokens without repetition;
+* a misleading text: two tokens recur, each time followed by another token;
+* a step of an agent: a sentence and a tool call. Earlier requests have steps of the same structure,
+  with other files, names and lines.
 
-But for these steps nothing is left of what other requests wrote when a request comes.
+Except for the agent's steps, the outputs of other requests are cleared before a request starts.
 
-With a draft model it goes by how often that one is right. It is told the same text, but for some
-tokens, chosen by chance, in whose place it is told another one. A size stands for a random model of
-that shape with the vocabulary of the model.
+With a draft model, the gain depends on how often its tokens are right. It is made to write the same
+text, with some randomly chosen tokens replaced. A size given as the draft model means a random
+model of that shape with the vocabulary of the target model.
 
-Figures are medians of rounds, from the first token to the last. Tokens a step are those of the runs
-with speculation. On a machine that other programs use, --processor-time with one thread leaves out
-when they run.
+Figures are medians of rounds, from the first token to the last. Tokens per step are from the runs
+with speculation. On a machine with other load, --processor-time with one thread excludes the other
+programs' time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from benchmarks.worker.texts import Text, agent_steps, texts
 from benchmarks.worker.told_engine import MAX_NUM_SEQS, ToldEngine
 
 NUM_AT_ONCE, NUM_TOKENS_EACH = MAX_NUM_SEQS, 64
-"""Requests of the loads of n-grams that are not of one, and tokens of each."""
+"""Concurrent requests, and tokens of each, in the loads for n-grams with several requests."""
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 6,
@@ -67,8 +67,8 @@ FEW_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What so many requests write at once, after others wrote what is `before`, one by one. Such a
-    share of what a draft model writes is right.
+    """A text that `num_at_once` requests write concurrently, after the texts `before` were written
+    one by one. `share_right` is the fraction of a draft model's tokens that are right.
     """
 
     text: Text
@@ -79,9 +79,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Of one way of speculation: milliseconds a token with it and without, the ratio of both,
-    tokens a step, and milliseconds of a step of the draft model and of the model, the latter
-    without speculation.
+    """The figures of one kind of speculation: milliseconds per token without and with it, their
+    ratio, tokens per step, and milliseconds per step of the draft model and of the target model.
+    The target model's step is measured without speculation.
     """
 
     without: float
@@ -93,7 +93,7 @@ class Gain:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Measures and prints a table."""
     parser = make_parser("worker.speculation", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model", default="135m", help="a directory, or the size of a random model"
@@ -144,8 +144,8 @@ async def measure_repetition(
     text: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """The table of n-grams and suffix trees, for answers of `num_tokens`, of one text or of all.
-    `clock` gives seconds.
+    """The table of n-grams and suffix trees, for answers of `num_tokens`, for one text or all.
+    `clock` returns seconds.
     """
     lines = ["| text | at once | without, ms a token |"]
     lines[0] += " n-grams | speed-up | tokens a step | suffix trees | speed-up | tokens a step |"
@@ -168,7 +168,7 @@ async def measure_draft_model(
     num_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """The table of a draft model, for answers of `num_tokens`. `clock` gives seconds."""
+    """The table of a draft model, for answers of `num_tokens`. `clock` returns seconds."""
     lines = ["| right | at once | without, ms a token | with | speed-up | tokens a step |"]
     lines[0] += " step of the draft model, of the model's |"
     lines.append("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
@@ -192,7 +192,7 @@ async def measure(
     num_rounds: int,
     clock: Callable[[], float],
 ) -> list[list[Gain]]:
-    """What each load gains by each way of speculation, after a round that does not count."""
+    """The gains of each load with each kind of speculation; the first round does not count."""
     async with AsyncExitStack() as stack:
         engines = [ToldEngine(model, num_threads, config, clock) for config in (None, *configs)]
         for engine in engines:
@@ -229,7 +229,7 @@ def _gain(
 async def _round(
     engines: Sequence[ToldEngine], load: Load, number: int
 ) -> list[tuple[float, float]]:
-    """A turn of each engine, the last one first in every second round."""
+    """A turn of each engine. The order is reversed in every second round."""
     turns = []
     for engine in engines if number % 2 else engines[::-1]:
         engine.forget()
@@ -240,7 +240,7 @@ async def _round(
 
 
 def repetition_loads(num_tokens: int) -> list[Load]:
-    """Every text by one request, some of them by many."""
+    """The loads without a draft model: every text by one request, and some of them by many."""
     every = texts(num_tokens)
     together = [replace(text, answer=text.answer[:NUM_TOKENS_EACH]) for text in every[::2]]
     *before, step = agent_steps(num_tokens)
@@ -256,8 +256,8 @@ def _names(loads: Sequence[Load]) -> set[str]:
 
 
 def draft_model_loads(num_tokens: int) -> list[Load]:
-    """A continuation of prose, by one request and by a few, with drafts that are right more and
-    less often.
+    """The loads with a draft model: a continuation of prose by one request and by a few, with
+    different fractions of right drafts.
     """
     prose = texts(num_tokens)[2]
     return [Load(prose, count, share) for count in (1, FEW_AT_ONCE) for share in SHARES_RIGHT]

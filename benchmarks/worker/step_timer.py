@@ -1,4 +1,4 @@
-"""Times steps of a runner without scheduler and pool."""
+"""Times the steps of a runner without scheduler and pool."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0)
 
 @dataclass(frozen=True, slots=True)
 class StepsLoad:
-    """Steps of several requests, each of `num_tokens` tokens behind a prefix."""
+    """Steps of several requests, each with `num_tokens` tokens after a prefix."""
 
     name: str
     num_requests: int
@@ -25,13 +25,13 @@ class StepsLoad:
     num_tokens: int = 1
 
     def num_blocks(self, num_steps: int) -> int:
-        """Blocks of one request that runs `num_steps`."""
+        """The number of blocks of one request that runs `num_steps`."""
         return -(-(self.num_prefix + self.num_tokens + num_steps) // BLOCK_SIZE)
 
 
 class StepTimer:
-    """Runs a load's steps on one runner. The keys and values of prefixes are zeros: what attention
-    reads takes the same time whatever it is.
+    """Runs a load's steps on one runner. The keys and values of prefixes are zeros, since the time
+    of attention does not depend on the values.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StepTimer:
         num_steps: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`clock` gives seconds."""
+        """`clock` returns seconds."""
         self._runner = runner
         self._num_steps = num_steps
         self._clock = clock
@@ -48,7 +48,7 @@ class StepTimer:
         self._adapter_digests: Sequence[bytes] = (b"",)
         self._sampling: Sequence[SamplingParams] = (GREEDY,)
         self.token_ids: list[list[int]] = []
-        """What the steps of the last turn sampled, by step."""
+        """Token ids that the last turn sampled, by step."""
 
     def turn(
         self,
@@ -56,9 +56,9 @@ class StepTimer:
         adapter_digests: Sequence[bytes] = (b"",),
         sampling: Sequence[SamplingParams] = (GREEDY,),
     ) -> float:
-        """The median time of a step in milliseconds. A prompt is a step of a batch of its own;
-        decodes follow one that is not timed. The requests have these adapters in turn, and these
-        parameters.
+        """The median time of a step in milliseconds. A prompt is a separate step each time. Decode
+        steps follow a prompt step that is not timed. The requests use these adapters and sampling
+        parameters in rotation.
         """
         self._adapter_digests, self._sampling = adapter_digests, sampling
         self.token_ids.clear()
@@ -72,7 +72,7 @@ class StepTimer:
         return self._run(load, 0)
 
     def _run(self, load: StepsLoad, number: int) -> float:
-        """Runs step `number` of the load; the seconds that it takes."""
+        """Runs step `number` of the load; returns its seconds."""
         step = self._step(load, number)
         began = self._clock()
         output = self._runner.execute(step)
@@ -81,7 +81,7 @@ class StepTimer:
         return seconds
 
     def _begin(self, load: StepsLoad) -> None:
-        """A new generation, with zeros in every block that the load uses."""
+        """Begins a new generation, and zeroes every block that the load uses."""
         self._generation += 1
         none = np.empty(0, np.int32)
         count = load.num_requests * load.num_blocks(self._num_steps)
@@ -120,7 +120,7 @@ class StepTimer:
 
 
 def turn_of_each(timers: Sequence[StepTimer], load: StepsLoad, number: int) -> tuple[float, float]:
-    """A turn of each of two timers, the second one first in every second round."""
+    """A turn of each of two timers. The order is reversed in every second round."""
     if number % 2:
         second, first = timers[1].turn(load), timers[0].turn(load)
     else:

@@ -7,7 +7,9 @@ from benchmarks.worker.limits import LimitProbe
 from benchmarks.worker.rounds import Comparison, is_time
 
 IDLE_CORES = 0.05
-"""An engine that uses more while it waits for its turn takes time from the others."""
+"""Most mean cores of an engine that is not being measured. An engine that uses more slows down the
+others.
+"""
 
 
 def limits_text(probe: LimitProbe) -> str:
@@ -21,7 +23,9 @@ def limits_text(probe: LimitProbe) -> str:
 
 
 def caption(compared: Comparison, left_out: Mapping[str, Sequence[str]]) -> str:
-    """How often loads were measured, what was left out, which engines computed out of turn."""
+    """Text with the number of rounds, the skipped loads, and the engines that computed while others
+    were measured.
+    """
     counts = {
         engine: {load: len(values) for load, values in loads.items()}
         for engine, loads in compared.rounds.items()
@@ -49,7 +53,9 @@ def caption(compared: Comparison, left_out: Mapping[str, Sequence[str]]) -> str:
 
 
 def table(limits: Mapping[str, float], compared: Comparison) -> str:
-    """A row for each load: the machine's limit, each engine, and ours to the fastest other."""
+    """A row for each load: the machine's limit, each engine, and Stepwell's ratio to the fastest
+    other engine.
+    """
     medians = compared.medians()
     loads = dict.fromkeys(load for figures in medians.values() for load in figures)
     ours = next(iter(medians))

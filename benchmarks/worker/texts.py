@@ -1,4 +1,4 @@
-"""Texts that models are told to write, by the tokens of the demo model: prompts and answers."""
+"""Texts that models are made to write: prompts and answers in tokens of the demo model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST_PROMPT = 700
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What is written: the tokens of a prompt, and of an answer to it."""
+    """A text: the tokens of a prompt, and of an answer to it."""
 
     name: str
     prompt: list[int]
@@ -23,7 +23,7 @@ class Text:
 
 
 def texts(num_tokens: int) -> list[Text]:
-    """An edit, an extraction, a continuation, random tokens, what misleads."""
+    """The texts: an edit, an extraction, a continuation, random tokens, and a misleading text."""
     program = (ROOT / "services/worker/core/batch/layout.py").read_text()
     records = [
         {"id": 1000 + 37 * number, "name": name, "city": city, "paid": number % 3 == 0}
@@ -50,8 +50,8 @@ def texts(num_tokens: int) -> list[Text]:
 
 
 def agent_steps(num_tokens: int) -> list[Text]:
-    """Steps of an agent that works on a program, each with a prompt of its own: a sentence, a call
-    of a tool, and what comes next. About three quarters of its tokens are those of the form.
+    """Steps of an agent that works on a program, each with a different prompt: a sentence, a tool
+    call, and the next action. About three quarters of the answers' tokens are equal in all steps.
     """
     steps = []
     for number, (path, name, need) in enumerate(zip(_PATHS, _FUNCTIONS, _NEEDS, strict=True)):

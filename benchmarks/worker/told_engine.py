@@ -1,7 +1,7 @@
-"""Replicas in this process whose models are told what to write.
+"""Replicas in this process whose models write given texts.
 
-A model of random weights writes nothing that could be guessed. So the logit of the next token of a
-text is raised; all else is computed as it would be.
+The output of a model with random weights is unpredictable. Therefore the logit of the next token of
+a given text is raised; everything else is computed normally.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from services.worker.models.model import Model
 from services.worker.settings import WorkerSettings
 
 RAISED = 1e4
-"""More than any logit is above another."""
+"""Amount by which the logit is raised, larger than any difference of logits."""
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 32
 
 
 class ToldModel:
-    """A Model that writes what it is told, at whatever cost it has. It measures that cost, of steps
-    of few tokens, in seconds that `clock` gives.
+    """A Model that writes a given text at its normal cost. It measures its steps of few tokens, in
+    seconds of `clock`.
     """
 
     def __init__(self, model: Model, clock: Callable[[], float]) -> None:
@@ -43,15 +43,15 @@ class ToldModel:
         self._next_tokens = torch.zeros(MAX_MODEL_LEN, dtype=torch.int64)
         self.num_steps = 0
         self.seconds: list[float] = []
-        """Of each step of at most one token for each request."""
+        """Seconds of each step with at most one token for each request."""
 
     def share_weights(self, other: ToldModel) -> None:
-        """Computes with the weights of another model, in place of its own copy of the same ones."""
+        """Uses the weights of another model instead of its own copy of the same weights."""
         self._model = other._model
 
     def tell(self, text: Text, share_right: float = 1) -> None:
-        """What all sequences consist of from here on. Another token follows by chance, so that this
-        share of tokens is right. Steps are counted anew.
+        """Sets the text of all later sequences, and clears the counts of steps. Random tokens are
+        replaced, so that a fraction `share_right` of them is right.
         """
         self.num_steps = 0
         self.seconds.clear()
@@ -86,9 +86,8 @@ class ToldModel:
 
 
 class ToldEngine:
-    """A replica in this process, without speculation or with a configuration of it. `model` and
-    `draft_model`, None if there is none, are there while the context of `composed` is entered.
-    `clock` gives seconds.
+    """A replica in this process, with or without speculation. `model` and `draft_model` (None
+    without one) exist inside the context of `composed`. `clock` returns seconds.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class ToldEngine:
             source.model = self.draft_model = ToldModel(source.model, self._clock)
 
     def forget(self) -> None:
-        """Forgets what requests wrote, as far as drafts come from it."""
+        """Clears the outputs of earlier requests that drafts are made from."""
         runner = self._runner
         if runner.drafter is not None:
             runner.drafter.clear()
@@ -131,8 +130,8 @@ class ToldEngine:
     async def turn(
         self, text: Text, num_at_once: int, share_right: float = 1
     ) -> tuple[float, float]:
-        """Milliseconds a token of each request, and tokens of each in a step after the first. Such
-        a share of what a draft model writes is right.
+        """Returns milliseconds per token of each request, and tokens per step of each request after
+        the first step. `share_right` is the fraction of the draft model's tokens that are right.
         """
         self.model.tell(text)
         if self.draft_model is not None:
@@ -145,6 +144,6 @@ class ToldEngine:
         return 1000 * seconds / statistics.mean(behind), (len(text.answer) - 1) / num_steps
 
     async def _arrivals(self, text: Text) -> list[tuple[float, int]]:
-        """When tokens came, and how many."""
+        """The times and counts of arriving tokens."""
         pieces = self.composed.client.generate(text.prompt, len(text.answer))
         return [(self._clock(), count) async for count in pieces]
