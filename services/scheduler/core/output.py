@@ -49,8 +49,8 @@ class WaitReason(Enum):
     SESSION = "session"
     """The request is a session and waits for its next input."""
     REMOTE_KV = "remote_kv"
-    """The request's keys and values are being loaded, or the connector cannot tell yet what can be
-    loaded.
+    """The request's keys and values are being loaded, or the connector has not determined yet which
+    tokens can be loaded.
     """
     GRAMMAR = "grammar"
     """The grammar that the output must follow is not compiled yet."""
@@ -122,7 +122,8 @@ class SchedulerOutput:
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
     """Drafts at the end of a request's scheduled tokens, to be verified."""
     prefill_chunks: frozenset[Request] = frozenset()
-    """Requests whose prompt is not complete after the step, so that it samples no token of them."""
+    """Requests with known tokens left to compute after the step, so that it samples none for them.
+    """
     new: list[Request] = field(default_factory=list)
     """Requests that are admitted for the first time."""
     resumed: list[Request] = field(default_factory=list)

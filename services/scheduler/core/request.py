@@ -66,7 +66,7 @@ class Request(ComputedTokens):
     num_prompt_tokens: int
     sampling: SamplingParams
     priority: int = 0
-    """A smaller value runs earlier under the priority policy. 0 under first come, first served."""
+    """Requests with a smaller value run earlier under the priority policy. 0 under `fcfs`."""
     arrival_time: float = 0.0
     """Seconds on any clock that all requests of a replica share."""
     latest_start: float | None = None
@@ -90,13 +90,13 @@ class Request(ComputedTokens):
     """
     baggage: str = ""
     queued_unix_nanos: int = 0
-    """When the request arrived at this replica, in Unix nanoseconds. Used by traces only."""
+    """When the request arrived at this replica, in Unix nanoseconds. Used by telemetry only."""
     hashed_unix_nanos: int = 0
     """When the hashing of the prompt in advance was complete, in Unix nanoseconds; 0 if it was not
-    hashed in advance. Used by traces only.
+    hashed in advance. Used by telemetry only.
     """
     times: RequestTimes | None = None
-    """How the request's time was spent. Set at its end, for traces and metrics."""
+    """How the request's time was spent. Set by telemetry at the request's end."""
     prompt_embeds: PromptEmbeds | None = None
     """Embeddings that replace the prompt's tokens. The tokens are placeholders then. Used by the
     workers only.

@@ -42,7 +42,7 @@ class EngineCollector(Collector):
         self._cache_dtype = cache_dtype
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one metric family for each metric."""
         engine, scheduler, counts = self._engine, self._engine.scheduler, self._counts
         num_usable = scheduler.config.num_blocks - 1
         for name, value in (
@@ -132,7 +132,7 @@ class ClientSessionsCollector(Collector):
         self._client_sessions = client_sessions
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one metric family for each metric."""
         sessions, num_waiting = self._client_sessions, self._client_sessions.num_between_turns
         family = value_family(names.METRIC_CLIENT_SESSIONS)
         family.add_metric(["turn"], len(sessions.open) - num_waiting)

@@ -159,7 +159,7 @@ class RequestMetrics(Collector):
             self._end_request(request)
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one metric family for each metric."""
         for name, histogram in self._histograms.items():
             family = histogram_family(name)
             histogram.add_to(family)

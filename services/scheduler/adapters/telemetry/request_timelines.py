@@ -127,7 +127,7 @@ class RequestTimelines:
         last_done = self.sums.last_done_nanos
         nanos = step.nanos = max(0, now - max(last_done, step.begun))
         compute, prompt_nanos = min(update.execute_nanos, nanos), 0
-        # The other requests have left their prefill since then.
+        # The other requests got tokens or were interrupted meanwhile, so their phase has ended.
         in_prefill = [chunk for chunk in step.chunks if chunk[1].timeline.current is chunk[2]]
         if in_prefill:
             num_prompt_tokens = sum(num_tokens for *_, num_tokens in in_prefill)

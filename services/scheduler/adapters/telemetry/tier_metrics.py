@@ -17,7 +17,7 @@ class TierCollector(Collector):
         self._connector = connector
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one metric family for each metric."""
         if self._connector is None:
             queries = hits = blocks = held = stored = loaded = evicted = invalid = 0
         else:

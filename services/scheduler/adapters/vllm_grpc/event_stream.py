@@ -78,7 +78,7 @@ class EventStream:
                 )
 
     async def _batches_after(self, sequence: int) -> list[KVEventBatch]:
-        """The batches after a number; none if it takes as long as a look at the load may wait."""
+        """The batches after number `sequence`. Empty if none arrives within `_LOOK_SECONDS`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
                 return await self._log.after(sequence)

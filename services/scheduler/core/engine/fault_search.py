@@ -8,7 +8,7 @@ from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 
 MAX_FAILURES_ALONE = 2
-"""Number of failed steps that contain only one suspect after which the suspect is given up."""
+"""A suspect is given up after this number of failed steps that contain no other request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,8 @@ class ReservedBlocks:
         self, group: KVCacheGroup, most: int | None, num_held: int | None, num_tokens: int
     ) -> int:
         """Blocks that a request still needs in one group. `most` limits the count in groups with
-        windows. A state group needs one block, and further blocks for drafts only if the request
-        holds none yet.
+        windows. A group that caches states needs one block, and further blocks for drafts only if
+        the request holds none yet.
         """
         size, num_drafts = group.block_size, group.num_speculative_blocks
         if group.aligns_states:

@@ -1,4 +1,4 @@
-"""The running requests, and those of them that the next step must examine."""
+"""The running requests, and the selection of requests that the next step must examine."""
 
 from bisect import bisect_left
 from collections import defaultdict

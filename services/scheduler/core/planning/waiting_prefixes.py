@@ -51,8 +51,9 @@ class WaitingPrefixes:
         self.diverging.clear()
 
     def go_on(self, request: Request, steps: PlannedSteps) -> None:
-        """Records the computed tokens of a request that holds blocks as its hit. Steps in flight of
-        a session's last turn, whose tokens are dropped, still read the blocks of its windows.
+        """Records the computed tokens of a request that holds blocks as its hit. If steps of a
+        session's last turn are in flight, the windows are computed from fewer tokens: the steps,
+        whose tokens are dropped, still read the windows' blocks.
         """
         self.hits[request] = request.num_computed_tokens
         if any(request in plan.requests for plan in steps.in_flight):

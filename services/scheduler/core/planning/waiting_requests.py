@@ -80,7 +80,7 @@ class WaitingRequests:
             self.held_back[request] = None
 
     def begin_turn(self, session: Request, chunk: InputChunk, max_model_len: int) -> None:
-        """Adds the next input of a session that waits for it, and queues the session anew."""
+        """Begins the next turn of a session that waits for input, and reorders its queue."""
         del self.between_turns[session]
         session.begin_turn(chunk, max_model_len)
         if session not in self.held_back:
@@ -140,7 +140,7 @@ class WaitingRequests:
             self._lost_blocks.pop(request, None)
 
     def put_in_order(self) -> None:
-        """Moves sessions whose priority or arrival has changed with their last input."""
+        """Moves sessions whose rank in their queue has changed with their last input."""
         self.kv_waiting.put_in_order()
         self.waiting.put_in_order()
 

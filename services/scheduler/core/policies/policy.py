@@ -17,10 +17,10 @@ class RequestQueue(Protocol):
         """Queues a request that was preempted: at the head, or where its priority ranks it."""
 
     def reorder(self) -> None:
-        """Must be called after a request's priority or arrival time has changed."""
+        """Must be called after an attribute has changed by which the queue orders a request."""
 
     def put_in_order(self) -> None:
-        """Sorts the requests by their present priority and arrival time."""
+        """Sorts the requests by their present attributes."""
 
     def remove(self, request: Request, /) -> None:
         """Removes a request. Raises ValueError if it is not in the queue."""

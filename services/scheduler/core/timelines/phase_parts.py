@@ -108,7 +108,7 @@ def merged_waits(waits: list[Wait]) -> list[Wait]:
 
 
 def merged_chunks(parts: Sequence[Wait | Chunk]) -> list[Wait | Chunk]:
-    """Merges pairs of neighbouring chunks. The waits between two merged chunks are merged, too."""
+    """Merges neighbouring chunks in pairs, including the waits between the two chunks of a pair."""
     merged: list[Wait | Chunk] = []
     pending: list[Wait | Chunk] = []
     is_open = False

@@ -29,8 +29,8 @@ def set_back(
     with one KV-cache group.
 
     As in vLLM, if several requests share an invalid block, only the first computes it again, and
-    the others count it as computed. `scheduled`: tokens that count as computed although the step's
-    output is not applied. Blocks outside the window are skipped: another request may own them now.
+    the others count it as computed. `scheduled`: number of tokens that count as computed but are
+    not. Blocks outside the window are skipped, because another request may own them now.
 
     Returns the requests that have an invalid block, and their blocks from there on.
     """
