@@ -54,6 +54,17 @@ class Batch:
         found = await asyncio.gather(*map(self._difference, self._asked), self._look())
         return [difference for difference in found if difference]
 
+    async def reset_prefix_caches(self, admin: str) -> None:
+        """Empties the prefix caches of all replicas through `admin`, host:port of operators' calls.
+        Raises TimeoutError if blocks stay in use.
+        """
+        async with asyncio.timeout(ANSWER_SECONDS):
+            while True:
+                answer = await self._http.post(f"http://{admin}/reset_prefix_cache")
+                if answer.is_success:
+                    return
+                await asyncio.sleep(0.05)
+
     async def close(self) -> None:
         """Closes the connections."""
         await self._channel.close()

@@ -33,6 +33,7 @@ from benchmarks.peers.load import Batch
 from benchmarks.peers.methods import Direction, Lane
 from benchmarks.peers.proxy import BROKEN, PeerProxy
 from benchmarks.peers.report import Effect, report
+from benchmarks.peers.undetectable import why_undetectable
 from benchmarks.soak.replicas import LOG_NAME, RECOVERY_SECONDS, Replicas
 from services.cli.processes.supervisor import RestartPolicy
 from services.cli.settings import UpSettings
@@ -61,11 +62,15 @@ class Options:
 class Sweep:
     """One link under faults."""
 
-    def __init__(self, link: Link, proxy: PeerProxy, batch: Batch, log_file: Path) -> None:
+    def __init__(
+        self, link: Link, proxy: PeerProxy, batch: Batch, log_file: Path, admin: str
+    ) -> None:
+        """`admin` is the host:port of operators' calls."""
         self._link = link
         self._proxy = proxy
         self._batch = batch
         self._log_file = log_file
+        self._admin = admin
         self._answers = Lane(link.stream, Direction.RESPONSE)
 
     async def observe(self) -> Observed:
@@ -103,9 +108,8 @@ class Sweep:
         self._proxy.rule = Clean()
         await self._until_carried()
         seconds = time.monotonic() - began
-        if wrong:  # Blocks with wrong contents may be cached: a new generation begins without any.
-            self._proxy.break_calls()
-            await self._until_carried()
+        if wrong or why_undetectable(fault):  # Blocks with wrong contents may be cached.
+            await self._batch.reset_prefix_caches(self._admin)
         lines = [
             line.partition(" ")[2]
             for line in self._log_file.read_bytes()[logged:].decode(errors="replace").splitlines()
@@ -147,7 +151,8 @@ async def sweep(options: Options, directory: Path) -> tuple[str, bool]:
         async with Replicas(settings, directory, restarts, rewire=rewire) as replicas:
             batch = Batch(replicas.http, replicas.grpc, vocab_size(options.model))
             await batch.measure()
-            run = Sweep(link, proxy, batch, directory / LOG_NAME)
+            assert replicas.admin is not None
+            run = Sweep(link, proxy, batch, directory / LOG_NAME, replicas.admin)
             return await _try_all(run, options)
     finally:
         await proxy.close()

@@ -69,7 +69,7 @@ UNDETECTABLE_BELOW: dict[str, str] = {
             "remove_skipped_blocks.num_computed_tokens",
         )
     },
-    "Transact request: operations.lookup.requests: reversed": _REQUEST,
+    "Transact request: operations.lookup.requests": _REQUEST,
     "Transact request: operations.admit.admissions: reversed": _REQUEST,
     "OpenPool request: fingerprint": _SHAPE,
     "OpenPool request: drop_last_hit_block": _SHAPE,

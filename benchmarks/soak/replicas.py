@@ -43,7 +43,10 @@ class Replicas:
     ) -> None:
         """`rewire` may change the start command of a service."""
         http, grpc = claim_port(HOST, 0, "--http-port"), claim_port(HOST, 0, "--grpc-port")
-        addresses = Addresses(HOST, http, grpc, directory)
+        admin = claim_port(HOST, 0, "--admin-port") if num_gateways == 1 else None
+        addresses = Addresses(HOST, http, grpc, directory, admin_port=admin)
+        self.admin = addresses.admin
+        """host:port of operators' calls, if there is one gateway."""
         planned = stages(settings, addresses, environment())
         plan = [replace(stage, specs=tuple(map(rewire, stage.specs))) for stage in planned]
         self.first_gateway = GatewayProgram(plan[0].specs[0], addresses.http, addresses.grpc)
