@@ -1,1 +1,1 @@
-"""What computes a model: the interfaces, and a package for each way of computing."""
+"""Compute backends: the interfaces, and one package for each implementation."""

@@ -1,8 +1,8 @@
 """The interface between a model's layers and the paged KV cache.
 
 A step is laid out once, before its first layer. Each layer then passes its queries, keys and values
-and gets the attention's output. How the cache is shaped, written and read is up to the
-implementation.
+and gets the attention's output. The implementation determines how the cache is shaped, written and
+read.
 """
 
 import math
@@ -27,19 +27,20 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Which tokens a step computes, and where their keys and values lie in one KV-cache group.
+    """The tokens that a step computes, and the slots of their keys and values in one KV-cache
+    group.
 
-    Tokens of a request are consecutive. Requests with one token come first, in rising order of
-    `seq_lens`; `num_decodes` counts them. Chunks of more tokens follow.
+    Tokens of a request are consecutive. Requests with one token come first, in ascending order of
+    `seq_lens`; `num_decodes` counts them. Chunks of several tokens follow.
 
     * `query_starts` int32 [num_reqs + 1]: first token of each request, then the number of tokens.
-    * `seq_lens` int32 [num_reqs]: tokens each request has once the step is done.
-    * `tables` int32 [any, any], each row contiguous: the block ids of a request are in row
-      `rows[i]`. Entries beyond its last block, and before the first block within the group's
-      windows, have no meaning. The array is the batch's own, and later steps change it.
+    * `seq_lens` int32 [num_reqs]: tokens of each request after the step.
+    * `tables` int32 [any, any], each row contiguous: the block ids of request i are in row
+      `rows[i]`. Entries after its last block, and before the first block in the group's window, are
+      undefined. The array is the batch's own, and later steps change it.
     * `rows` int32 [num_reqs].
 
-    What is computed from these is computed at its first use.
+    Derived arrays are computed at their first use.
     """
 
     num_decodes: int
@@ -51,7 +52,7 @@ class StepLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step."""
+        """Number of tokens in the step."""
         return int(self.query_starts[-1])
 
     @property
@@ -77,7 +78,7 @@ class StepLayout:
 
     @cached_property
     def block_tables(self) -> Int32Array:
-        """The tables of the step's requests, [num_reqs, width of the longest]."""
+        """The block tables of the step's requests, as wide as the longest, [num_reqs, width]."""
         width = -(-int(self.seq_lens.max()) // self.block_size)
         return self.tables[self.rows, :width]
 
@@ -92,8 +93,8 @@ class StepLayout:
 class Rotation:
     """Rotary embedding of a step's tokens: `cos` and `sin` [n, rotated / 2].
 
-    Element i of a head is rotated with element i + rotated / 2; elements from `rotated` on are not
-    rotated. Su et al., RoFormer, in the order of halves that Hugging Face stores.
+    Element i of a head is rotated with element i + rotated / 2. Elements from `rotated` on are
+    unchanged. Su et al., RoFormer; the halves are ordered as in Hugging Face checkpoints.
     """
 
     cos: torch.Tensor
@@ -101,7 +102,7 @@ class Rotation:
 
 
 class LayerAttention(Protocol):
-    """Attention of one step, for every layer in turn."""
+    """Attention of one step, called once for each layer."""
 
     def __call__(
         self,
@@ -111,13 +112,12 @@ class LayerAttention(Protocol):
         value: torch.Tensor,
         rotation: Rotation | None,
     ) -> torch.Tensor:
-        """Rotates queries and keys, stores the step's keys and values of `layer`, then lets each
-        token attend to itself and the tokens that it sees before it. Returns
-        [n, num_heads * head_dim].
+        """Rotates queries and keys, stores the step's keys and values of `layer`, and computes the
+        attention of each token to itself and to earlier tokens. Returns [n, num_heads * head_dim].
 
         `query` [n, num_heads, head_dim], `key` and `value` [n, num_kv_heads, head_dim], in the
-        layout's order, each head contiguous; queries and keys may be overwritten. n is the layout's
-        number of tokens or more; further rows are padding, and finite in the output.
+        layout's order, each head contiguous; queries and keys may be overwritten. n is at least the
+        layout's number of tokens; further rows are padding, and finite in the output.
         """
 
 
@@ -125,21 +125,22 @@ class PagedAttention(Protocol):
     """An attention implementation that owns the KV cache of all layers."""
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
-        """Prepares a step. The result serves all layers, and is valid until the next step begins.
+        """Prepares a step. The result is for all layers, and is valid until the next step begins.
 
         There is one layout for each KV-cache group; they differ in `tables` and `block_size`.
         """
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
-        """Clears blocks in all layers. To be called before the step that needs them begins."""
+        """Clears blocks in all layers. Must be called before the step that needs it begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """Attention of one layer.
+    """Attention parameters of one layer.
 
-    Scores are multiplied by `scale`, then, with a `softcap` c, replaced by c * tanh(score / c). A
-    token sees itself and all tokens before it, or, with a `window` w, the w - 1 tokens before it.
+    Scores are multiplied by `scale`. With a `softcap` c they are then replaced by c * tanh(score /
+    c). A token attends to itself and to all earlier tokens; with a `window` w, to the w - 1 tokens
+    before it.
     """
 
     num_heads: int
@@ -151,22 +152,22 @@ class AttentionLayer:
 
 
 def head_elements(layer: AttentionLayer, kv_cache_dtype: KVCacheDtype) -> int:
-    """Elements of pages that a key, or a value, of one head takes."""
+    """Number of page elements for a key, or a value, of one head."""
     has_codes = kv_cache_dtype is KVCacheDtype.INT8_PER_TOKEN_HEAD
     return bytes_of_head(layer.head_dim) if has_codes else layer.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """What one recurrent layer keeps of a sequence in place of keys and values: the shape and the
-    data type of each of its tensors.
+    """The state that one recurrent layer keeps of a sequence instead of keys and values: the shape
+    and data type of each tensor.
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one sequence's state."""
+        """Bytes of the state of one sequence."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
 
 
@@ -174,10 +175,10 @@ class StateLayer:
 class AttentionShape:
     """The shape of the model's attention and of its cache.
 
-    The i-th layers of all groups share their pages; a block belongs to the group whose table lists
-    it. Pages are equally large in all groups: layers with fewer or smaller heads hold more tokens
-    in them. Only if there is one group may its layers differ in `window`, `num_kv_heads` or
-    `head_dim`.
+    The i-th layers of all groups share their pages. A block belongs to the group whose block table
+    lists it. Pages are equally large in all groups: pages of layers with fewer or smaller heads
+    have more tokens. If there is one group, its layers may differ in `window`, `num_kv_heads` or
+    `head_dim`; otherwise the layers of a group may not.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -187,27 +188,26 @@ class AttentionShape:
     """Data type of queries, keys, values and outputs."""
     device: torch.device = CPU
     groups: tuple[tuple[int, ...], ...] = ()
-    """The KV-cache groups, each the layers that share a block table; together all layers. Empty:
+    """The KV-cache groups: layers that share a block table. Together they have all layers. Empty:
     one group of all layers.
     """
     states: tuple[StateLayer, ...] = ()
-    """Recurrent layers, which are counted apart from those that attend."""
+    """States of the recurrent layers, which are numbered separately from attention layers."""
     state_groups: tuple[tuple[int, ...], ...] = ()
-    """Their groups, which follow the others. A block of such a group holds one state of each layer.
-    """
+    """Groups of recurrent layers, after `groups`. Their blocks have one state of each layer."""
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
-    """The form in which keys and values are cached."""
+    """Data type of cached keys and values."""
     block_scales: tuple[int, ...] = ()
-    """By group, how many times `block_size` tokens its blocks hold; empty: once."""
+    """By group, the tokens of its blocks as a multiple of `block_size`; empty: 1 for all."""
 
     @property
     def has_codes(self) -> bool:
-        """Whether keys and values are kept in 8 bits."""
+        """Whether keys and values are cached in 8 bits."""
         return self.kv_cache_dtype is KVCacheDtype.INT8_PER_TOKEN_HEAD
 
     @property
     def page_dtype(self) -> torch.dtype:
-        """Data type of the elements of pages."""
+        """Data type of page elements."""
         return torch.int8 if self.has_codes else self.dtype
 
     def page_shape(self, layer: int) -> tuple[int, ...]:
@@ -218,13 +218,13 @@ class AttentionShape:
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Tokens of a block in each group of layers that attend."""
+        """Tokens in a block, by group of attention layers."""
         scales = self.block_scales or (1,) * len(self.layer_groups)
         return tuple(scale * self.block_size for scale in scales)
 
     @property
     def layer_groups(self) -> tuple[tuple[int, ...], ...]:
-        """`groups`, or the one group of all layers."""
+        """`groups`, or one group of all layers if it is empty."""
         return self.groups or (tuple(range(len(self.layers))),)
 
     @property
@@ -235,18 +235,18 @@ class AttentionShape:
 
     @property
     def pages_of(self) -> tuple[int, ...]:
-        """Which of a block's pages each layer has: its index in its group."""
+        """For each layer the index of its page in a block: its index in its group."""
         pages = {layer: i for group in self.layer_groups for i, layer in enumerate(group)}
         return tuple(pages[layer] for layer in range(len(self.layers)))
 
     @property
     def page_layers(self) -> tuple[int, ...]:
-        """A layer for each page of keys, and of values, in a block: those of the largest group."""
+        """For each page of a block, a layer that has it: the layers of the largest group."""
         return max(self.layer_groups, key=len)
 
     def layer_pages(self, pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For each layer a view of its pages, of its `page_shape`, of those that `page_layers` are
-        allocated for.
+        """For each layer a view of its pages, in its `page_shape`. `pages`: allocated for
+        `page_layers`.
         """
         return [
             pages[page].view(self.page_shape(layer)) for layer, page in enumerate(self.pages_of)
@@ -254,14 +254,14 @@ class AttentionShape:
 
     @property
     def page_bytes(self) -> tuple[int, ...]:
-        """Bytes of the keys and values of each page."""
+        """Bytes of keys and values, by page of a block."""
         shape = replace(self, num_blocks=1)
         size = self.page_dtype.itemsize
         return tuple(size * math.prod(shape.page_shape(layer)) for layer in self.page_layers)
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Bytes of the largest state that each page must hold; none without recurrent layers."""
+        """Bytes of the largest state, by page of a block; empty without recurrent layers."""
         return tuple(
             max(self.states[layer].num_bytes for layer in layers if layer is not None)
             for layers in zip_longest(*self.state_groups)
@@ -269,15 +269,16 @@ class AttentionShape:
 
     @property
     def block_size_for_states(self) -> int:
-        """The least multiple of `block_size` at which keys and values take at least as much of a
-        block as states do, so that none of it is unused where layers attend (vLLM does the same).
+        """The smallest multiple of `block_size` at which the keys and values of a block are at
+        least as large as its states. Then blocks of attention layers have no unused bytes (as in
+        vLLM).
         """
         per_size = sum(self.page_bytes)
         return self.block_size * max(1, -(-sum(self.state_bytes) // per_size))
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of all pages of a block: a page is as large as the keys and values, or the state,
+        """Bytes of all pages of a block. A page is as large as its keys and values or its state,
         whichever is larger.
         """
         return sum(map(max, zip_longest(self.page_bytes, self.state_bytes, fillvalue=0)))

@@ -1,12 +1,10 @@
-"""Choices between ways of computing, as settings and config.json name them. Nothing here imports
-torch.
-"""
+"""Enums of compute settings, named as in the settings and in config.json. Does not import torch."""
 
 import enum
 
 
 class DeviceSetting(enum.Enum):
-    """Which device a worker computes on; auto: CUDA if that is possible, else the CPU."""
+    """The device of a worker; AUTO: CUDA if possible, else the CPU."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -14,7 +12,7 @@ class DeviceSetting(enum.Enum):
 
 
 class KernelsSetting(enum.Enum):
-    """Which operations a worker computes with."""
+    """The kernels of a worker."""
 
     AUTO = "auto"
     NATIVE = "native"
@@ -22,14 +20,14 @@ class KernelsSetting(enum.Enum):
 
 
 class KVCacheDtype(enum.Enum):
-    """The form in which keys and values are cached: by default as the model computes them."""
+    """The data type of cached keys and values; AUTO: the type that the model computes them in."""
 
     AUTO = "auto"
     INT8_PER_TOKEN_HEAD = "int8_per_token_head"
 
 
 class Activation(enum.Enum):
-    """The activation of an MLP's gates, by its name in config.json."""
+    """The activation of an MLP's gates, named as in config.json."""
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"

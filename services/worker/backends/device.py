@@ -1,7 +1,7 @@
-"""Devices on which tensors lie, and copies between them and the host.
+"""Devices that store tensors, and copies between devices and the host.
 
-The host runs ahead of a CUDA device: uploads and downloads are queued behind the work that is
-running there and do not wait for it. Nothing else between two steps may wait for the device either.
+The host runs ahead of a CUDA device. Uploads and downloads are queued after the device's current
+work and do not wait for it. No other operation between two steps may wait for the device either.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class UnsuitableDevice(StepwellError):
-    """The device, or its software, cannot run the model. The message names a remedy."""
+    """The device or its software cannot run the model. The message names a remedy."""
 
     reason = "UNSUITABLE_DEVICE"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a data type as in `config.json`, such as bfloat16."""
+    """The name of a data type as in config.json, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -30,7 +30,7 @@ class Download(Protocol):
     """An array that is being copied to the host."""
 
     def wait(self) -> Array:
-        """Waits for the array and returns it. May be called from any thread, and repeatedly."""
+        """Waits for the array and returns it. Callable from any thread, and repeatedly."""
 
 
 class Device(Protocol):
@@ -38,11 +38,11 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Where its tensors are."""
+        """The torch device of its tensors."""
 
     @property
     def num_processors(self) -> int:
-        """Independent processors over which attention can be spread."""
+        """Number of independent processors that can compute parts of attention."""
 
     def upload(self, array: Array) -> torch.Tensor:
         """The array as a tensor on the device; it may share the array's memory."""
@@ -51,8 +51,8 @@ class Device(Protocol):
         """Starts copying a tensor to the host."""
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Returns a function that repeats `work`, which must read and write the same memory at
-        every call and never wait for the device. The next call overwrites the result's memory.
+        """Returns a function that repeats `work`. `work` must use the same memory in every call,
+        and must never wait for the device. The next call overwrites the result's memory.
         """
 
 
@@ -79,5 +79,5 @@ class CpuDevice:
         return _FinishedDownload(tensor.clone().numpy())
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """`work` itself."""
+        """Returns `work`."""
         return work

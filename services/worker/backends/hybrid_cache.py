@@ -1,12 +1,12 @@
-"""The cache of a model in which some layers attend and others are recurrent.
+"""The cache of a model that has both attention layers and recurrent layers.
 
-All groups of layers take their blocks from one pool, so a block holds keys and values, or the
-states of a group's recurrent layers, in the same memory: the bytes of a state lie in the page of
-keys, then in that of values, and what does not fit there in memory that only states use. That is
-the layout of vLLM's hybrid models, where pages are as large as the larger of both.
+All groups of layers get their blocks from one pool. So the same memory of a block stores either
+keys and values, or the states of a group's recurrent layers. The bytes of a state are stored in the
+page of keys, then in the page of values. Bytes that do not fit are stored in memory for states
+only. This is the layout of vLLM's hybrid models, where pages have the larger of the two sizes.
 
-A step reads the state that the step before it left in a request's table, and writes the one after
-its last token to the entry of that token. The two may be the same block.
+A step reads the state that the previous step wrote to the request's block table. It writes the
+state after its last token to that token's entry. Both entries may be the same block.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ from services.worker.backends.kernels import Kernels
 
 
 class PagesOfKeys(PagedAttention, Protocol):
-    """Attention on the CPU, whose memory can hold states too.
+    """Attention on the CPU whose memory can store states too.
 
-    `pages`: all memory of blocks. Of each page a contiguous tensor [2, num_blocks, ...] of keys and
-    of values; where states need more than that, tensors [1, num_blocks, ...] behind them.
+    `pages`: all memory of blocks. Each page is a contiguous tensor [2, num_blocks, ...] of keys and
+    values. If states need more memory, tensors [1, num_blocks, ...] follow.
     """
 
     pages: list[torch.Tensor]
@@ -43,9 +43,9 @@ class PagesOfKeys(PagedAttention, Protocol):
 class StateRun:
     """Sequences of a step that a recurrent layer computes in one call.
 
-    `tokens` are theirs, one after the other and of each sequence as many. `sources` and `targets`,
-    for each group of states int64 [num_sequences]: the blocks with the states that they go on from,
-    and those that their last states are written to. `sources` is None where sequences begin.
+    `tokens`: their tokens, sequence by sequence, equally many of each. `sources` and `targets`,
+    int64 [num_sequences] for each group of recurrent layers: the blocks with the initial states,
+    and the blocks for the final states. `sources` is None for sequences that begin.
     """
 
     tokens: slice
@@ -55,8 +55,8 @@ class StateRun:
 
 
 class HybridCache:
-    """See PagedAttention: keys, values and states. The layouts of groups of states follow those of
-    groups that attend. On the CPU.
+    """A PagedAttention for keys, values and states, on the CPU. Layouts of recurrent groups follow
+    those of attention groups.
     """
 
     def __init__(self, attention: PagesOfKeys, shape: AttentionShape) -> None:
@@ -65,8 +65,8 @@ class HybridCache:
         self._num_attending = len(shape.layer_groups)
         self.pages = list(attention.pages)
         self._planes: list[list[torch.Tensor]] = []
-        """The memory of each page, uint8 [num_blocks, any] each, in the order in which a state
-        fills it: keys, values, and what it needs beyond them.
+        """The memory of each page, in the order in which a state fills it: keys, values, extra
+        memory. Each is uint8 [num_blocks, any].
         """
         for page, size in zip_longest(attention.pages, shape.state_bytes):
             halves = () if page is None else page
@@ -90,16 +90,16 @@ class HybridCache:
         self._attention.zero_blocks(block_ids)
 
     def copy_blocks(self, sources: Int32Array, targets: Int32Array) -> None:
-        """Copies whole blocks one after the other, `sources[i]` to `targets[i]`. To be called
-        before the step that needs them begins.
+        """Copies whole blocks in order, `sources[i]` to `targets[i]`. Must be called before the
+        step that needs them begins.
         """
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             for plane in (plane for planes in self._planes for plane in planes):
                 plane[target] = plane[source]
 
     def read(self, layer: int, run: StateRun) -> tuple[torch.Tensor, ...] | None:
-        """The tensors of a recurrent layer's states that the sequences go on from, new ones
-        [num_sequences, ...]; None where they begin.
+        """The initial states of a recurrent layer for a run's sequences, as new tensors
+        [num_sequences, ...]; None for sequences that begin.
         """
         if run.sources is None:
             return None
@@ -128,7 +128,7 @@ class HybridCache:
 
 @dataclass(frozen=True, slots=True)
 class HybridStep:
-    """See LayerAttention; `states` and `runs` are for recurrent layers."""
+    """A LayerAttention; `states` and `runs` are for recurrent layers."""
 
     attention: LayerAttention
     states: HybridCache
@@ -146,8 +146,8 @@ class HybridStep:
 
 
 def cache_of(kernels: Kernels, shape: AttentionShape) -> tuple[PagedAttention, HybridCache | None]:
-    """Allocates a cache on the CPU: attention over it, and the same once more where it holds states
-    too.
+    """Allocates a cache on the CPU. Returns its attention, and the same object again as a
+    HybridCache if it stores states.
     """
     attention = kernels.paged_attention(shape)
     if not shape.states:
@@ -157,13 +157,14 @@ def cache_of(kernels: Kernels, shape: AttentionShape) -> tuple[PagedAttention, H
 
 
 def state_runs(layouts: Sequence[StepLayout]) -> list[StateRun]:
-    """The calls that recurrent layers make in a step: one for all sequences with a state and a
-    single token, and one for each other sequence. There is a layout for each group of states.
+    """The calls of recurrent layers in a step: one for all sequences with a state and a single
+    token, and one for each other sequence. `layouts`: one for each group of recurrent layers.
     """
     first = layouts[0]
     counts = np.diff(first.query_starts)
     computed = first.seq_lens - counts
-    # Single tokens come first, in rising order of lengths: those that begin are before the others.
+    # Single tokens come first, in ascending order of lengths, so sequences that begin precede
+    # others.
     decodes = range(int(np.count_nonzero(computed[: first.num_decodes] == 0)), first.num_decodes)
     runs = [_run(layouts, computed, decodes)] if decodes else []
     alone = (*range(decodes.start), *range(decodes.stop, len(counts)))
@@ -175,7 +176,7 @@ def _run(layouts: Sequence[StepLayout], computed: Int32Array, sequences: range) 
     starts = layouts[0].query_starts
 
     def blocks(num_tokens: Int32Array) -> tuple[torch.Tensor, ...]:
-        """In each group the blocks of the states after `num_tokens` of each sequence."""
+        """By group, the blocks with the states after `num_tokens` tokens of each sequence."""
         return tuple(
             torch.from_numpy(
                 layout.tables[layout.rows[own], (num_tokens[own] - 1) // layout.block_size].astype(

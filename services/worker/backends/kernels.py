@@ -1,7 +1,7 @@
 """The operations that decoders are written against.
 
-An implementation is chosen once, when a worker starts. It packs weights and lays out caches as it
-needs them. Layers call it and know nothing of devices, instruction sets or page layouts.
+An implementation is chosen once, when a worker starts. It determines how weights are packed and
+caches are laid out. Layers that call it do not depend on devices, instruction sets or page layouts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,15 +37,15 @@ class Linear(Protocol):
 
     @property
     def out_features(self) -> int:
-        """Columns of the output."""
+        """Number of output columns."""
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
-        """[n, in] -> [n, out]; n is a number that `Kernels.padded_rows` gives. `delta`: what
-        adapters add to the product, before its gates are applied.
+        """Maps [n, in] to [n, out]; n must be a result of `Kernels.padded_rows`. `delta`: the
+        adapters' addition to the product, before its gates are applied.
         """
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The same in float32, without rounding to x's data type if the implementation can."""
+        """The product in float32, without rounding to x's data type if the implementation can."""
 
 
 class Mlp(Protocol):
@@ -54,15 +54,15 @@ class Mlp(Protocol):
     def __call__(
         self, hidden: torch.Tensor, num_tokens: int, deltas: LayerDeltas = NO_DELTAS
     ) -> torch.Tensor:
-        """[n, hidden_size] -> [n, hidden_size]. Rows from `num_tokens` on are padding, which is
-        finite in the output if it is finite in the input. `deltas`: what adapters add.
+        """Maps [n, hidden_size] to [n, hidden_size]. Rows from `num_tokens` on are padding; their
+        outputs are finite if their inputs are. `deltas`: the adapters' additions.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """See Mlp: down(activation(gate(x)) * up(x)), where `gate_up` is a gated projection. Shazeer,
-    GLU variants.
+    """The MLP down(activation(gate(x)) * up(x)), with a gated projection `gate_up`. Shazeer, GLU
+    variants.
     """
 
     gate_up: Linear
@@ -79,11 +79,11 @@ class GatedMlp:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one decoder layer: attention and an MLP, each behind a norm.
+    """The weights of one decoder layer: attention and an MLP, each after a norm.
 
-    `query_norm` and `key_norm` [head_dim] are None without query-key norm, the norms of outputs
-    [hidden_size] are None if outputs are not normalized. native/library.py makes the compiled
-    library's structure from these fields, with those of GatedMlp for `mlp`.
+    `query_norm` and `key_norm` [head_dim] are None without query-key norm. The output norms
+    [hidden_size] are None if outputs are not normalized. native/library.py builds the compiled
+    library's structure from these fields, with the fields of GatedMlp in place of `mlp`.
     """
 
     input_norm: torch.Tensor
@@ -99,19 +99,19 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """The weights of a decoder, or of one pipeline stage of it."""
+    """The weights of a decoder, or of one of its pipeline stages."""
 
     embedding: torch.Tensor
-    """[vocab_size, hidden_size]; without rows in a pipeline stage that is not the first."""
+    """[vocab_size, hidden_size]; no rows in later pipeline stages."""
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor | None
-    """After the last layer; None in a stage that is not the last, as is `head`."""
+    """The norm after the last layer. It and `head` are None in stages before the last."""
     head: Linear | None
-    """Projects to the vocabulary."""
+    """The projection to the vocabulary."""
     ranks: Ranks = ALONE
-    """The ranks that layers are divided over; their outputs of attention and MLPs are summed."""
+    """The ranks that layers are divided over. They sum the outputs of attention and MLPs."""
     head_ranks: Ranks = ALONE
-    """The ranks that the head is divided over, each with as many columns."""
+    """The ranks that the head is divided over, with equally many columns on each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,9 @@ class DecoderConstants:
     embedding_scale: float
     """Factor of the embeddings."""
     rotations: tuple[Rotation, ...]
-    """Cos and sin of all positions, of each rotary embedding that a layer has."""
+    """Cos and sin of all positions, for each distinct rotary embedding."""
     rotation_of: tuple[int, ...]
-    """The index of each layer's rotation."""
+    """By layer, the index in `rotations`."""
     epsilon: float
     """The epsilon of all norms."""
 
@@ -132,7 +132,7 @@ class FusedDecoder(Protocol):
     """A decoder as one operation, from token ids to logits."""
 
     def accepts(self, attention: LayerAttention) -> bool:
-        """Whether it can run with this attention."""
+        """Whether the decoder can run with this attention."""
 
     def __call__(
         self,
@@ -142,44 +142,44 @@ class FusedDecoder(Protocol):
         wanted: torch.Tensor | None,
         lora: LoraStep | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Token ids, int64 [n] -> hidden states [n, hidden_size], normalized if there is a norm,
-        and the logits of the wanted rows, in float32, if there is a head: see Model.forward.
-        `embedded` [n, hidden_size], unless None, replaces the embeddings of the ids. `lora`: the
-        adapters of the rows.
+        """Maps token ids, int64 [n], to hidden states [n, hidden_size] and the wanted logits in
+        float32, as in Model.forward. Hidden states are normalized if there is a norm; logits need a
+        head. `embedded` [n, hidden_size] replaces the embeddings of the ids if it is not None.
+        `lora`: the adapters of the rows.
         """
 
 
 class Kernels(Protocol):
-    """Every operation takes and returns tensors of the model's data type on the model's device.
+    """Operations on tensors of the model's data type on the model's device.
 
-    The rows of arguments are contiguous, one for each token. Results are contiguous and new, unless
-    the operation says otherwise.
+    The rows of arguments are contiguous, one for each token. Results are new and contiguous unless
+    the operation is documented otherwise.
     """
 
     def padded_rows(self, num_rows: int) -> int:
-        """The number of rows to compute in place of `num_rows`; at least as many."""
+        """The number of rows to compute instead of `num_rows`; at least `num_rows`."""
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """A projection. It owns its weight; once packed, the caller's tensor is not kept. One that
-        is quantized may be kept dequantized, rounded to the data type that is computed in; its
-        inputs are not quantized then.
+        """A projection. It owns its weight: once packed, the caller's tensor is not kept. A
+        quantized weight may be kept dequantized, rounded to the data type of the computation. Then
+        its inputs are not quantized.
         """
 
     def gated_linear(
         self, weight: Weight, bias: torch.Tensor | None, activation: Activation
     ) -> Linear:
-        """A projection whose output is activation(gate) * value. The weight has 2 d columns: first
-        the gates, then the values.
+        """A projection whose output is activation(gate) * value. The weight has 2 d output
+        features: first the gates, then the values.
         """
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight of a norm in the data type that the norms take, from one in float32 or in the
-        model's data type, without rounding.
+        """The weight of a norm in the data type that the norm operations expect. `weight` is in
+        float32 or in the model's data type, and is not rounded.
         """
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
-        """Whether experts of this data type and inner width are computed faster all together, see
-        GroupedExperts, than each as a projection.
+        """Whether experts of this data type and inner width are faster in one grouped product (see
+        GroupedExperts) than as single projections.
         """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -193,30 +193,28 @@ class Kernels(Protocol):
     def fused_decoder(
         self, weights: DecoderWeights, constants: DecoderConstants
     ) -> FusedDecoder | None:
-        """The decoder as one operation, or None if these kernels have none for it. Its projections
-        and norms were made by these kernels.
+        """The decoder as one operation; None if these kernels do not support it. Projections and
+        norms must have been created by these kernels.
         """
 
     def shared_ranks(self, rank: int, size: int, timeout_seconds: float) -> SharedRanks | None:
-        """Collectives of ranks on one machine, or None if these kernels have none."""
+        """Collectives of ranks on one machine; None if these kernels have none."""
 
     def pack_lora(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
     ) -> PackedLora:
-        """An adapter in the form that these kernels need, of tensors of the model's data type on
-        its device. `shapes`: of the projections of each layer, by their names in LoraLayer.
+        """Packs an adapter for these kernels, from tensors of the model's data type on its device.
+        `shapes`: of the projections in each layer, by their names in LoraLayer.
         """
 
     def lora_step(self, rows: LoraRows) -> LoraStep:
-        """The adapters of a step, which these kernels have packed."""
+        """The adapters of a step, which must have been packed by these kernels."""
 
     def row_sampler(self) -> RowSampler | None:
-        """What draws tokens from rows of logits on the host, or None if these kernels have no
-        compiled code for it.
-        """
+        """A compiled sampler for rows of logits on the host; None if these kernels have none."""
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """Allocates a KV cache, and returns the attention over it."""
 
     def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
-        """Upper estimate of the memory that attention takes besides the cache."""
+        """Upper estimate, in bytes, of the memory that attention needs in addition to the cache."""

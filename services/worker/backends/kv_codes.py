@@ -1,8 +1,8 @@
 """Keys and values in 8 bits, with a scale for each token and key head.
 
-A head of a token is whole numbers from -127 to 127, its codes, times a scale in float32: the
-largest magnitude of its elements over 127. So an element is off by at most half the scale, and
-codes and scale follow from that token's head alone. vLLM has the same under the same name.
+A token's head is stored as codes, integers from -127 to 127, and a scale in float32: the largest
+magnitude of its elements divided by 127. So the error of an element is at most half the scale.
+Codes and scale depend only on that token's head. vLLM has this format under the same name.
 """
 
 import torch
@@ -14,13 +14,13 @@ _VECTOR = 16
 
 
 def bytes_of_head(head_dim: int) -> int:
-    """Bytes of a token's codes of one head, filled up to whole vectors, and of their scale."""
+    """Bytes of a token's codes of one head, padded to whole vectors, and of their scale."""
     return -(-head_dim // _VECTOR) * _VECTOR + _SCALE_BYTES
 
 
 def coded(heads: torch.Tensor) -> torch.Tensor:
-    """Heads [..., head_dim] as int8 [..., bytes_of_head]: codes, zeros, then the scale's bytes. A
-    head that is not finite gets the scale NaN.
+    """Encodes heads [..., head_dim] to int8 [..., bytes_of_head]: codes, zeros, then the scale's
+    bytes. The scale of a head that is not finite is NaN.
     """
     codes, scales = quantized_rows(heads)
     dim = heads.shape[-1]
@@ -31,6 +31,6 @@ def coded(heads: torch.Tensor) -> torch.Tensor:
 
 
 def decoded(stored: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of `coded`, [..., bytes_of_head] -> [..., head_dim]."""
+    """Decodes the result of `coded`: [..., bytes_of_head] to [..., head_dim]."""
     scales = stored[..., -_SCALE_BYTES:].view(torch.float32)
     return (stored[..., :head_dim] * scales).to(dtype)

@@ -1,5 +1,5 @@
-"""What adapters add to the projections of a decoder: B (A x) for a row x of the input, with A and B
-of the adapter of the row's request (Hu et al., LoRA).
+"""LoRA deltas of a decoder's projections: B (A x) for an input row x, with the A and B of the
+adapter of the row's request (Hu et al., LoRA).
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class LoraFactors:
-    """What an adapter adds to columns of a projection's output, from `first` on: `a` [r, in] and
-    `b` [columns, r], by whose scale `b` is multiplied already.
+    """An adapter's factors for columns of a projection's output, from `first` on: `a` [r, in] and
+    `b` [columns, r]. `b` is already multiplied by the adapter's scale.
     """
 
     a: torch.Tensor
@@ -29,8 +29,8 @@ Factors = tuple[LoraFactors, ...]
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """What an adapter adds to the projections of a layer, each by its name in LayerWeights; without
-    factors nothing. `gate_up` has the gates' columns first, then those of the values.
+    """An adapter's factors for the projections of a layer, named as in LayerWeights; empty: nothing
+    is added. In `gate_up` the gates' columns precede the values' columns.
     """
 
     qkv: Factors = ()
@@ -45,7 +45,7 @@ PARTS = tuple(part.name for part in fields(LoraLayer))
 
 @dataclass(frozen=True, slots=True)
 class LoraShape:
-    """Columns of a projection's output before gating, its depth, and whether it is gated."""
+    """Output columns of a projection before gating, its depth, and whether it is gated."""
 
     columns: int
     depth: int
@@ -53,17 +53,17 @@ class LoraShape:
 
 
 class PackedLora(Protocol):
-    """An adapter as kernels need it."""
+    """An adapter in the form that kernels use."""
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes."""
+        """Memory of the adapter, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """Which rows of a step have which adapter: `rows[starts[i] : starts[i + 1]]`, rising, have
-    `adapters[i]`; others of the `num_rows` have none. `device`: where the step is computed.
+    """The rows of a step, by adapter. Rows `rows[starts[i] : starts[i + 1]]`, ascending, use
+    `adapters[i]`; the other rows of `num_rows` use none. `device`: where the step is computed.
     """
 
     adapters: tuple[PackedLora, ...]
@@ -74,15 +74,15 @@ class LoraRows:
 
 
 class Delta(Protocol):
-    """What the adapters of a step add to one projection of the same kernels."""
+    """The additions of a step's adapters to one projection of the same kernels."""
 
     def added_to(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The product [n, out] of x [n, in], which may be overwritten, with what is added."""
+        """Adds the deltas of x [n, in] to the product [n, out], which may be overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDeltas:
-    """What the adapters of a step add to the projections of a layer; None for nothing."""
+    """The deltas of a step's adapters in the projections of a layer; None: nothing is added."""
 
     qkv: Delta | None = None
     output: Delta | None = None
@@ -97,11 +97,11 @@ class LoraStep(Protocol):
     """The adapters of a step."""
 
     def layer(self, index: int) -> LayerDeltas:
-        """What they add to the projections of a layer."""
+        """The deltas in the projections of a layer."""
 
 
 def stacked(factors: Factors, columns: int) -> LoraFactors:
-    """Several factors as one for all columns, whose B is zero where a factor adds nothing."""
+    """Combines factors into one for all columns. B is zero where a factor adds nothing."""
     if len(factors) == 1 and len(factors[0].b) == columns:
         return factors[0]
     a = torch.cat([one.a for one in factors])
@@ -112,7 +112,7 @@ def stacked(factors: Factors, columns: int) -> LoraFactors:
 
 
 def _begins(factors: Factors) -> Iterator[int]:
-    """Where the rows of each A begin if they are stacked."""
+    """The first row of each A if they are stacked."""
     begin = 0
     for one in factors:
         yield begin

@@ -1,4 +1,4 @@
-"""Allocations that fail, as one error that names a remedy."""
+"""Converts failed allocations into one error that names a remedy."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from services.common.errors import StepwellError
 
 
 class NotEnoughMemory(StepwellError):
-    """The machine, or the device, has less memory than weights, cache or a step need."""
+    """The machine or device has less memory than weights, cache or a step need."""
 
     reason = "NOT_ENOUGH_MEMORY"
 
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(what: str, remedy: str) -> Iterator[None]:
-    """Turns a failed allocation in its scope into NotEnoughMemory, with `what` and the remedy."""
+    """Converts a failed allocation in its scope into NotEnoughMemory with `what` and the remedy."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Weights of fewer bits than the data type that is computed in."""
+"""Weights with fewer bits than the data type of the computation."""
 
 import math
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ Weight = Union[torch.Tensor, "QuantizedWeight"]
 _MOST_INT8 = 127
 _MOST_INT8_PRODUCTS = (2**31 - 1) // (127 * 128)
 _SMALLEST_SCALED = 1e-30
-"""A row whose elements are all below this magnitude is zeros."""
+"""A row whose elements are all below this magnitude is quantized to zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight [out, in] whose element in row n and column k is
-    `codes[n, k] * scales[n, k // group] + offsets[n, k // group]`.
+    """A weight [out, in] whose element in row n and column k is `codes[n, k] * scales[n, k //
+    group] + offsets[n, k // group]`.
 
-    `codes` [out, in], each of `bits`: int8 of 8, or of 4 for codes from -8 to 7, or
-    float8_e4m3fn, without NaN. `scales` and `offsets`, unless they are None, float32 [out, groups],
-    where a group is `in / groups` columns. `dtype`: in which it is computed with.
-    `quantizes_inputs`: inputs are rounded to 8 bits too, see quantized_rows; the codes are int8
-    of 8 bits then, and each row has one scale and no offset.
+    `codes` [out, in] have `bits` bits: int8 with 8 bits, int8 with 4 bits (-8 to 7), or
+    float8_e4m3fn without NaN. `scales`, and `offsets` if not None, are float32 [out, groups]; a
+    group is `in / groups` columns. `dtype`: the data type of the computation. `quantizes_inputs`:
+    inputs are rounded to 8 bits too, see quantized_rows. Codes are then int8 with 8 bits, and each
+    row has one scale and no offset.
     """
 
     codes: torch.Tensor
@@ -36,7 +36,7 @@ class QuantizedWeight:
     quantizes_inputs: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError if sums of products with inputs of 8 bits may not fit 32 bits."""
+        """Raises ValueError if sums of products with 8-bit inputs may exceed 32 bits."""
         columns = self.codes.shape[1]
         if self.quantizes_inputs and columns > _MOST_INT8_PRODUCTS:
             raise ValueError(f"sums over {columns} inputs of 8 bits do not fit 32 bits")
@@ -48,11 +48,11 @@ class QuantizedWeight:
 
     @property
     def group(self) -> int:
-        """Columns that share a scale."""
+        """Number of columns that share a scale."""
         return self.codes.shape[1] // self.scales.shape[1]
 
     def dequantized(self) -> torch.Tensor:
-        """The weight in `dtype`, to which float32 is rounded."""
+        """The weight in `dtype`, computed in float32 and rounded."""
         rows, columns = self.codes.shape
         grouped = self.codes.float().reshape(rows, -1, self.group) * self.scales.unsqueeze(-1)
         if self.offsets is not None:
@@ -60,7 +60,7 @@ class QuantizedWeight:
         return grouped.view(rows, columns).to(self.dtype)
 
     def in_groups_of(self, group: int) -> "QuantizedWeight":
-        """The same weight in groups of `group` columns, a divisor of the size of its groups."""
+        """The same weight in groups of `group` columns, a divisor of the current group size."""
         times = self.group // group
         if times == 1:
             return self
@@ -72,7 +72,7 @@ class QuantizedWeight:
         )
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """On a device."""
+        """A copy on a device."""
         offsets = self.offsets
         return replace(
             self,
@@ -82,7 +82,7 @@ class QuantizedWeight:
         )
 
     def rows(self, taken: slice) -> "QuantizedWeight":
-        """Some rows."""
+        """The weight with these rows only."""
         return replace(
             self,
             codes=self.codes[taken],
@@ -91,7 +91,7 @@ class QuantizedWeight:
         )
 
     def columns(self, taken: slice) -> "QuantizedWeight":
-        """Some columns: of a weight with several groups whole groups."""
+        """The weight with these columns only; whole groups if it has several."""
         if self.scales.shape[1] == 1:
             return replace(self, codes=self.codes[:, taken])
         first, end, _ = taken.indices(self.shape[1])
@@ -107,7 +107,7 @@ class QuantizedWeight:
 
 
 def quantize_int8(weight: torch.Tensor, *, quantizes_inputs: bool = False) -> QuantizedWeight:
-    """Rounds to 8 bits, with a scale for each row, by which its largest magnitude becomes 127.
+    """Quantizes a weight to 8 bits. Each row has a scale, with which its largest magnitude is 127.
     Raises ValueError as QuantizedWeight does.
     """
     wide = weight.float()
@@ -118,9 +118,9 @@ def quantize_int8(weight: torch.Tensor, *, quantizes_inputs: bool = False) -> Qu
 
 
 def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [..., d] as codes [..., d] times scales [..., 1], both float32: codes are whole numbers
-    from -127 to 127, and a scale is the largest magnitude of the row over 127, or NaN if the row is
-    not finite. vLLM quantizes activations of a token in this way.
+    """Quantizes rows [..., d] to codes [..., d] and scales [..., 1], both float32. Codes are
+    integers from -127 to 127. A scale is the largest magnitude of the row divided by 127, or NaN if
+    the row is not finite. vLLM quantizes the activations of a token in this way.
     """
     exact = rows.float()
     most = exact.abs().amax(-1, keepdim=True) + (exact * 0).sum(-1, keepdim=True)
@@ -131,10 +131,11 @@ def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:
-    """Weights of as many columns one below the other. If they have codes of several lengths, or
-    groups of several sizes, the result has the longest codes, and the largest groups that divide
-    all. Raises ValueError unless all are quantized, to integers or to floats, with inputs quantized
-    or not, or none is.
+    """Stacks weights with equal numbers of columns along their rows. The result has the maximum
+    bits of all codes, and the largest group size that divides all group sizes.
+
+    Raises ValueError if only some are quantized, if some are quantized to integers and some to
+    floats, or if only some quantize their inputs.
     """
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     if not quantized:

@@ -1,7 +1,8 @@
 """The collectives of the ranks that share a model's layers.
 
-The division is Megatron-LM's (Shoeybi et al.): the projections into heads and into the inside of an
-MLP are divided by columns, those out of them by rows, so that a layer has two sums over the ranks.
+The division is Megatron-LM's (Shoeybi et al.). The projections to heads and to the inner dimension
+of an MLP are divided by columns. The projections back are divided by rows. So a layer has two sums
+over the ranks.
 """
 
 import mmap
@@ -12,8 +13,8 @@ import torch
 
 
 class Ranks(Protocol):
-    """The collectives of a group, on one rank. All ranks make the same calls in one order, with
-    tensors of the same shape, and get the same bits.
+    """The collectives of a group, on one rank. All ranks make the same calls in the same order,
+    with tensors of the same shape, and get the same bits.
     """
 
     @property
@@ -25,36 +26,36 @@ class Ranks(Protocol):
         """The number of ranks."""
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `part`, which may be overwritten. Where ranks are added one by one
-        they are in rank order, so that a row's sum does not depend on the rows beside it.
+        """The sum of all ranks' `part`, which may be overwritten. If ranks are added one by one,
+        they are added in rank order, so that a row's sum does not depend on other rows.
         """
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """[n, d] of each rank side by side, in rank order: [n, size * d]."""
+        """Concatenates [n, d] of each rank in rank order: [n, size * d]."""
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers, below 2^63, of each rank. Waits on the host for every rank."""
+        """The numbers of each rank; all are below 2^63. Waits on the host for every rank."""
 
 
 class SharedRanks(Ranks, Protocol):
-    """Ranks of one machine, whose collectives go through memory that all of them map.
+    """Ranks of one machine, whose collectives use memory that all of them have mapped.
 
-    A collective raises RuntimeError if it takes longer than the timeout, or after `end`.
+    A collective raises RuntimeError if it exceeds the timeout, or after `end`.
     """
 
     @property
     def num_bytes(self) -> int:
-        """The size of the memory, which holds zeros at first."""
+        """The size of the memory, which must initially be zeros."""
 
     def use(self, memory: mmap.mmap) -> None:
-        """Takes the memory. To be called before any collective."""
+        """Sets the memory. Must be called before any collective."""
 
     def end(self) -> None:
-        """Ends collectives that wait, and those to come. May be called by any thread."""
+        """Aborts waiting and later collectives. Callable from any thread."""
 
 
 class Alone:
-    """A group of one: each collective returns the part of this rank."""
+    """A group of one rank: each collective returns this rank's part."""
 
     rank = 0
     size = 1
@@ -73,8 +74,8 @@ ALONE = Alone()
 
 
 class GatheringRanks(ABC):
-    """Collectives of tensors on the CPU, each made of one that gathers. A sum is gathered and then
-    added in rank order, in float32.
+    """Collectives of CPU tensors, based on one that gathers. A sum adds the gathered parts in rank
+    order, in float32.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -97,4 +98,4 @@ class GatheringRanks(ABC):
 
     @abstractmethod
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """[n, d] of each rank: [size, n, d]."""
+        """The parts [n, d] of all ranks: [size, n, d]."""

@@ -1,4 +1,4 @@
-"""The draw of a token from a row of logits, which kernels may have compiled code for."""
+"""The interface for drawing a token from a row of logits. Kernels may have compiled code for it."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,16 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 UNUSABLE = -1
-"""Stands for a token that cannot be sampled: of a row with NaN, or whose largest logit is not
-finite.
-"""
+"""In place of a token: the row contains NaN, or its largest logit is not finite."""
 REFUSED = -2
-"""Stands for a token of a row in which a mask leaves none, though without it there is one."""
+"""In place of a token: the row has tokens to draw, but its mask allows none of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowParameters:
-    """How tokens are drawn, of R rows.
+    """Sampling parameters of R rows.
 
     `values`, float64 [n, R]: temperatures (0: the best token, the lowest id among equals), then the
     fields of Filters in sampling/filters.py. `seeds`, uint64 [R]. `positions`, int64 [R]: of the
@@ -28,16 +26,16 @@ class RowParameters:
     positions: npt.NDArray[np.int64]
 
     def of(self, rows: npt.NDArray[np.int64]) -> "RowParameters":
-        """The parameters of some rows."""
+        """The parameters of these rows."""
         return RowParameters(self.values.take(rows, 1), self.seeds[rows], self.positions[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """Which tokens may be drawn, of R rows.
+    """The allowed tokens of R rows.
 
-    `words`, int32 [n, V / 32, rounded up]: bit i of a row's words, from the lowest on, is 0 if
-    token i may not. `rows`, int64 [R]: indexes of `words`, -1 for a row in which all may. Both are
+    `words`, int32 [n, V / 32, rounded up]: bit i of a row, lowest bits first, is 0 if token i is
+    banned. `rows`, int64 [R]: indexes in `words`, or -1 if all tokens are allowed. Both are
     contiguous.
     """
 
@@ -45,16 +43,16 @@ class RowMasks:
     rows: npt.NDArray[np.int64]
 
     def of(self, rows: npt.NDArray[np.int64]) -> "RowMasks":
-        """The masks of some rows."""
+        """The masks of these rows."""
         return RowMasks(self.words, self.rows[rows])
 
 
 class RowSampler(Protocol):
-    """Draws tokens from rows of logits float32 [n, V]: those at the indexes `rows`, int64 [R]. What
-    it gives for a row depends on that row alone, and is the same for every implementation.
+    """Draws tokens from rows of logits float32 [n, V], at the indexes `rows`, int64 [R]. The result
+    for a row depends only on that row, and is the same for every implementation.
 
-    `draws_ahead`: whether many rows take little longer than one, so that rows may be sampled that
-    are perhaps not needed.
+    `draws_ahead`: whether many rows take little longer than one, so that sampling rows which may
+    not be needed saves time.
     """
 
     draws_ahead: bool
@@ -66,7 +64,7 @@ class RowSampler(Protocol):
         parameters: RowParameters,
         masks: RowMasks | None = None,
     ) -> npt.NDArray[np.int64]:
-        """A token of each row, UNUSABLE, or REFUSED."""
+        """A token for each row, or UNUSABLE, or REFUSED."""
 
     def copy(
         self,
@@ -75,6 +73,6 @@ class RowSampler(Protocol):
         masks: RowMasks | None,
         copies: npt.NDArray[np.float32],
     ) -> npt.NDArray[np.bool_]:
-        """Writes the rows to `copies` [R, V], with minus infinity for the tokens that may not be
-        drawn. Returns for each row whether there is a token to sample in it without the mask.
+        """Copies the rows to `copies` [R, V], with minus infinity for banned tokens. Returns for
+        each row whether it has a token to sample without the mask.
         """

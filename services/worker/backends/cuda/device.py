@@ -12,14 +12,14 @@ _WARM_UPS = 2
 
 
 class CudaDevice:
-    """See Device: the current CUDA device, driven by one thread over its default stream.
+    """The current CUDA device, used by one thread over its default stream.
 
-    Copies go through pinned memory, which torch's allocator reuses once the device has read or
-    written it; so copies of several steps may be queued.
+    Copies use pinned memory, which torch's allocator reuses once the device has read or written it;
+    so copies of several steps may be queued.
 
-    The graphs recorded through one instance must be freed together. They share a pool of memory,
-    whose handle is invalid once its last graph is freed, and a stream, whose workspace for matrix
-    products torch may free when any graph captured on it is freed.
+    All graphs recorded through one instance must be freed together. They share a memory pool, whose
+    handle becomes invalid when its last graph is freed. They also share a stream, whose workspace
+    for matrix products torch may free when any graph captured on it is freed.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class CudaDevice:
         return _PinnedDownload(tensor)
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """See Device. Runs `work` to compile kernels, then captures one more run as a CUDA graph.
+        """Runs `work` to compile kernels, then captures one more run as a CUDA graph.
 
         All runs are on the capture's stream, so that the workspace for its matrix products is
-        allocated before the capture, outside of the graph's memory. Graphs share all memory but
+        allocated before the capture, outside of the graph's memory. Graphs share all memory except
         their results.
         """
         current, stream = torch.cuda.current_stream(), self._stream
@@ -53,7 +53,7 @@ class CudaDevice:
             graph, pool=self._graph_memory, stream=stream, capture_error_mode="thread_local"
         ):
             result = work()
-        # With `work` the partial holds the memory that the graph reads.
+        # The partial keeps `work` alive, and with it the memory that the graph reads.
         return partial(_replay, graph, result, work)
 
 
@@ -63,7 +63,7 @@ def _replay(graph: torch.cuda.CUDAGraph, result: torch.Tensor, *_: object) -> to
 
 
 class _PinnedDownload:
-    """A copy to pinned memory, and an event after it. A thread that waits for it sleeps."""
+    """A copy to pinned memory, followed by an event. A thread that waits for it sleeps."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

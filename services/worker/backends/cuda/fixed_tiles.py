@@ -1,8 +1,8 @@
-"""A product in Triton whose rows do not depend on how many there are.
+"""A matrix product in Triton whose rows do not depend on the number of rows.
 
-cuBLAS chooses a kernel by the number of rows, and each kernel sums in its own order. Here every
-product is cut into tiles of one size, and one program sums each tile in one order along the inner
-dimension: a row is the same whatever other rows there are. After Thinking Machines Lab, "Defeating
+cuBLAS chooses a kernel by the number of rows, and each kernel has its own summation order. Here all
+products use tiles of one size. One program sums each tile in a fixed order along the inner
+dimension. So a row is the same for any other rows. After Thinking Machines Lab, "Defeating
 Nondeterminism in LLM Inference".
 """
 
@@ -31,8 +31,8 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,  # noqa: N803
     INNER: tl.constexpr,  # noqa: N803
 ):
-    """One tile of x [num_rows, inner] by weight [num_columns, inner]. Tiles of the same columns lie
-    beside each other, so that the weight is read from a cache.
+    """Computes one tile of x [num_rows, inner] by weight [num_columns, inner]. Tiles of the same
+    columns are adjacent, so that the weight is read from a cache.
     """
     num_row_tiles = tl.cdiv(num_rows, ROWS)
     tile = tl.program_id(0)
@@ -57,7 +57,7 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
 
 
 class FixedTilesLinear:
-    """x W^T + b for a weight [out, in] and a bias [out] or None; see Linear. Any number of rows."""
+    """A Linear, x W^T + b, for a weight [out, in], a bias [out] or None, any number of rows."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape

@@ -1,4 +1,4 @@
-"""The operations on a CUDA device: torch's, and batch-invariant products in place of torch's."""
+"""Kernels on CUDA: torch's, and batch-invariant products as an alternative."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +20,7 @@ _ALIGNMENT = 16
 
 
 class CudaKernels(TorchKernels):
-    """See Kernels. Attention through xFormers is made in platforms/cuda.py.
+    """Kernels on CUDA. platforms/cuda.py creates xFormers' attention.
 
     `grouped`: data types in which torch multiplies grouped matrices without waiting for the host.
     """
@@ -31,23 +31,23 @@ class CudaKernels(TorchKernels):
         self._last_lora_step: GroupedLoraStep | None = None
 
     def padded_rows(self, num_rows: int) -> int:
-        """`num_rows`: no number is faster than others."""
+        """`num_rows`, unchanged: padding does not save time."""
         return num_rows
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """See Kernels. Weights are dequantized, and inputs are never quantized."""
+        """A projection. Quantized weights are dequantized, and inputs are never quantized."""
         if isinstance(weight, QuantizedWeight):
             weight = weight.dequantized()
         return super().linear(weight, bias)
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
-        """See Kernels. Rows must begin at addresses that the kernel can copy from."""
+        """Whether torch has grouped products for this type and rows are aligned to 16 bytes."""
         return dtype in self._grouped and width * dtype.itemsize % _ALIGNMENT == 0
 
     def pack_lora(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
     ) -> PackedLora:
-        """See Kernels: for grouped multiplications where torch has them."""
+        """Packs an adapter for grouped products, in the data types for which torch has them."""
         if dtype not in self._grouped:
             return super().pack_lora(layers, shapes, dtype)
         return GroupedLora(layers, {part: shape.columns for part, shape in shapes.items()})
@@ -60,14 +60,14 @@ class CudaKernels(TorchKernels):
 
 
 class BatchInvariantKernels(CudaKernels):
-    """See Kernels. A row of a result is the same bit for bit whatever else is in the batch.
+    """Kernels for which a row of a result has the same bits for any other rows in the batch.
 
     Torch's norms, gates and embeddings are batch-invariant. Experts are computed one by one,
-    because torch's grouped multiplication chooses its tiles by the number of rows.
+    because torch's grouped product chooses its tiles by the number of rows.
     """
 
     def _plain_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        # Imported here because it imports Triton, which a worker on the CPU does not need.
+        # Imported here, since a worker on the CPU does not need Triton.
         from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 
         return FixedTilesLinear(weight, bias)

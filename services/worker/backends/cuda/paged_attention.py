@@ -1,19 +1,19 @@
 """Paged attention through xFormers, for CUDA.
 
-Per layer of a KV-cache group the cache is one pool of keys and one of values, [num_blocks *
+For each layer of a KV-cache group the cache has one pool of keys and one of values, [num_blocks *
 block_size, num_kv_heads, head_dim], with a row for each slot. New keys and values are written
-first, so that a call reads everything through the block tables. Then, once for all layers of a
-group that attend alike:
+first, so that a call reads all keys through the block tables. The calls of a step are built once
+for all layers of a group with equal attention parameters:
 
-* Decodes are one call with one query a lane. Its shape is part of the kernel, so lanes are
-  rounded up to a power of two with lanes of no keys, and tables are as wide as the longest
-  sequence. The inputs of a call of one size lie in the same memory at every step, so that a
-  recorded call can be repeated with other lengths and tables.
-* Chunks are cut into lanes of 16 queries (`sub_chunks`), in one call; if FlashAttention 3 can be
-  used, they are one call of that, without cutting.
-* A sliding window is a range of keys per lane. In a lane of several queries the range is that of
-  the last one; the further keys that earlier queries see are a second call with a lane for each
-  query, and the two are joined by their normalizers.
+* Decodes are one call with one query in each lane. The call's shape is part of the kernel. So lanes
+  are padded to a power of two with lanes without keys, and tables are as wide as the longest
+  sequence. The inputs of a call of one size are at the same addresses in every step, so that a
+  recorded call can be replayed with other lengths and tables.
+* Chunks are cut into lanes of 16 queries (`sub_chunks`), in one call. If FlashAttention 3 can be
+  used, it computes them in one call without cutting.
+* A sliding window is a range of keys for each lane. In a lane of several queries this is the range
+  of the last query. Earlier queries attend to further keys: these are a second call with a lane for
+  each query. The two results are combined by their normalizers.
 
 Split-K: Dao et al., "Flash-Decoding for long-context inference".
 """
@@ -44,7 +44,7 @@ from services.worker.backends.torch.rotary import rotate
 
 
 class XformersPagedAttention:
-    """See PagedAttention; the cache is on a device.
+    """A PagedAttention whose cache is on a device.
 
     `split_k`: see PagedOps; None is xFormers' operator. `batch_invariant`: see LayerKind.
     """
@@ -115,7 +115,7 @@ class XformersPagedAttention:
             blocks.index_fill_(1, cleared, 0)
 
     def decode_step(self, num_decodes: int) -> "DecodeStep":
-        """A step for up to `num_decodes`, rounded up; the same object each time."""
+        """A step for up to `num_decodes`, rounded up. Returns the same object for the same size."""
         num_lanes = bucket(num_decodes)
         if num_lanes not in self._decodes:
             calls = {at: kind.decodes(num_lanes) for at, kind in self._kinds.items()}
@@ -126,7 +126,7 @@ class XformersPagedAttention:
     def store(
         self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes keys and values [n, num_kv_heads, head_dim] to cache slots [n]; the pools."""
+        """Writes keys and values [n, num_kv_heads, head_dim] to slots [n]. Returns the pools."""
         keys, values = self.pools(layer)
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
@@ -140,7 +140,7 @@ class XformersPagedAttention:
 
 @dataclass(frozen=True, slots=True)
 class CallKey:
-    """Layers of one group that attend alike share their calls."""
+    """Identifies layers of one group with equal attention parameters, which share their calls."""
 
     group: int
     layer: AttentionLayer
@@ -148,8 +148,8 @@ class CallKey:
 
 @dataclass(slots=True)
 class XformersStep:
-    """See LayerAttention: one call after the other. `slots`: of each group. `parts`: of each call
-    the number of its tokens, and its form for each kind of layer.
+    """The attention of a step, one call after the other. `slots`: by group. `parts`: for each call,
+    its number of tokens, and the call for each kind of layer.
     """
 
     cache: XformersPagedAttention
@@ -180,7 +180,7 @@ class XformersStep:
 
 
 class DecodeStep(XformersStep):
-    """A step of `num_lanes` decodes whose inputs lie in the same memory at every step.
+    """A step of `num_lanes` decodes whose inputs are at the same addresses in every step.
 
     `set` replaces the inputs, which calls and recorded calls read. Lanes without a request write to
     slot 0, which is in the null block.
@@ -204,7 +204,7 @@ class DecodeStep(XformersStep):
         super().__init__(cache, slots, [(num_lanes, decodes)])
 
     def set(self, layouts: Sequence[StepLayout]) -> None:
-        """Copies in layouts of at most `num_lanes` decodes and no chunks."""
+        """Copies in layouts with at most `num_lanes` decodes and no chunks."""
         self.set_lanes(layouts)
         for own, layout in zip(self.slots, layouts, strict=True):
             own[layout.num_decodes :].zero_()

@@ -1,9 +1,9 @@
-"""Chunks of tokens as attention calls over lanes of equal length: index arithmetic only.
+"""Cuts chunks of tokens into attention calls over lanes of equal length: index arithmetic only.
 
-A causal call of xFormers' paged kernel has the same number of queries, at most 16, in every lane. A
-chunk is cut into as many lanes of that size as cover it, padded in front, so that the last query of
-each lane is a real one. A lane sees the keys up to its last query, through its chunk's block table.
-The outputs of padding queries are discarded.
+In a causal call of xFormers' paged kernel all lanes have the same number of queries, at most 16. A
+chunk is cut into as many lanes of that size as cover it. It is padded at its front, so that the
+last query of each lane is a real one. A lane attends to the keys up to its last query, through its
+chunk's block table. The outputs of padding queries are discarded.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import numpy as np
 from services.worker.backends.attention import Int32Array, Int64Array
 
 MOST_QUERIES = 16
-"""Most queries of a lane that the kernel masks causally."""
+"""Maximum of queries in a lane that the kernel masks causally."""
 
 MOST_SPLITS = 32
 FEWEST_KEYS_PER_SPLIT = 256
@@ -24,11 +24,12 @@ ENOUGH_PROGRAMS = 256
 class SubChunks:
     """Chunks cut into lanes of `size` queries.
 
-    * `parents` int32 [num_lanes]: the chunk that each lane is a part of; 0 for a padding lane.
-    * `ends` int32 [num_lanes]: keys up to and with the lane's last query; 0 for a padding lane.
-    * `queries` int64 [num_lanes * size]: which token each row of queries is, counted over all
-      chunks; any token for padding.
-    * `rows` int64 [num_tokens]: which row each token is; the inverse of `queries`.
+    * `parents` int32 [num_lanes]: the chunk of each lane; 0 for a padding lane.
+    * `ends` int32 [num_lanes]: number of keys up to the lane's last query, inclusive; 0 for a padding
+      lane.
+    * `queries` int64 [num_lanes * size]: the token of each row of queries, counted over all chunks;
+      arbitrary for padding.
+    * `rows` int64 [num_tokens]: the row of each token; the inverse of `queries`.
     """
 
     size: int
@@ -74,7 +75,7 @@ def bucket(count: int) -> int:
 
 
 def largest_lane(window: int | None) -> int:
-    """The most queries of a lane, a power of two, with which each still sees its own key."""
+    """The maximum of queries in a lane, a power of two, with which each attends to its own key."""
     if window is None or window >= MOST_QUERIES:
         return MOST_QUERIES
     return 1 << (window.bit_length() - 1)
@@ -89,23 +90,23 @@ class KeyRanges:
 
     @property
     def lengths(self) -> Int32Array:
-        """Keys of each lane."""
+        """Number of keys of each lane."""
         return self.ends - self.starts
 
 
 def seen_by_all(ends: Int32Array, window: int) -> KeyRanges:
-    """The keys of a causal call with a window: those that the lane's last query sees.
+    """The keys of a causal call with a window: those in the window of the lane's last query.
 
-    The window of any earlier query of the lane reaches back further; see `seen_by_some`.
+    Earlier queries of the lane have windows that begin earlier; see `seen_by_some`.
     """
     return KeyRanges(np.maximum(ends - window, 0), ends)
 
 
 def seen_by_some(ends: Int32Array, window: int, size: int) -> KeyRanges:
-    """For each query, as a lane of its own, the keys of its window before those of `seen_by_all`.
+    """For each query, as its own lane, the keys of its window before those of `seen_by_all`.
 
-    [num_lanes * size]. Attention over both, joined by their normalizers, is attention through the
-    window.
+    [num_lanes * size]. Attention over both, combined by their normalizers, equals attention through
+    the window.
     """
     positions = (ends[:, None] - size + np.arange(size)).reshape(-1)
     stops = np.repeat(np.maximum(ends - window, 0), size)
@@ -117,11 +118,11 @@ def seen_by_some(ends: Int32Array, window: int, size: int) -> KeyRanges:
 
 
 def num_splits(num_lanes: int, num_kv_heads: int, num_keys: int, num_processors: int) -> int:
-    """The number of parts into which a lane's keys are split, so that every processor has work.
+    """The number of parts into which a lane's keys are split, so that all processors have work.
 
-    The smallest power of two that makes two programs for each processor, as far as there are enough
-    keys. `num_keys` are those of a whole table, not of a sequence. The scratch memory of a call
-    grows with the number; with xFormers' own choice it can take gigabytes.
+    The smallest power of two that results in two programs for each processor, limited by the number
+    of keys. `num_keys`: of a whole block table, not of a sequence. A call's scratch memory is
+    proportional to the number of parts; with xFormers' own choice it can be gigabytes.
     """
     programs, splits = num_lanes * num_kv_heads, 1
     if programs >= ENOUGH_PROGRAMS:

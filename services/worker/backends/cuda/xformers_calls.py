@@ -1,7 +1,7 @@
-"""The attention calls of a step, for layers that attend alike.
+"""The attention calls of a step, for layers with equal attention parameters.
 
-The parts of a call that do not depend on the layer are built once a step: its lanes, and what
-xFormers calls its bias. See paged_attention.py for how a step is cut into calls.
+The parts of a call that do not depend on the layer are built once a step: its lanes, and xFormers'
+bias. See paged_attention.py for how a step is cut into calls.
 """
 
 from collections.abc import Callable
@@ -26,23 +26,23 @@ from services.worker.backends.cuda.xformers_ops import FLASH, Bias, PagedOps
 from services.worker.backends.device import Device
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Attention of some queries of a step, for one layer after the other: queries [n, num_heads,
-head_dim] over a layer's pools of keys and values -> [n, num_heads, head_dim].
+"""Attention of some queries of a step, called for one layer after the other. Maps queries [n,
+num_heads, head_dim], with a layer's pools of keys and values, to [n, num_heads, head_dim].
 """
 
 Partial = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""As a Call, in float32, with the logarithms of the normalizers [n, num_heads]."""
+"""A Call in float32 that also returns the logarithms of the normalizers [n, num_heads]."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Makes the calls for layers that attend alike.
+    """Builds the calls for layers with equal attention parameters.
 
     `width`: blocks of the longest sequence, and so of every table. `batch_invariant`: a query's
-    output is the same whatever is in the step with it. Then keys are not split, because the number
-    of parts would depend on the number of lanes; and every lane has the same number of queries,
-    because the kernel's tiles depend on it. Lanes of decodes are padded, and with a window, where a
-    lane's first key decides at which keys tiles begin, each query is a lane.
+    output does not depend on other queries in the step. Then keys are not split, because the number
+    of parts would depend on the number of lanes. All lanes have the same number of queries, because
+    the kernel's tiles depend on it; lanes of decodes are padded. With a window each query is a
+    lane, because a lane's first key determines where tiles of keys begin.
     """
 
     ops: PagedOps
@@ -55,7 +55,7 @@ class LayerKind:
         return self.ops.layer.window
 
     def decodes(self, num_lanes: int) -> "DecodeCall":
-        """A call of one query a lane, whose lengths and tables are set at every step."""
+        """A call of one query in each lane, whose lengths and tables are set at every step."""
         size = self._lane() if self.batch_invariant else 1
         there = self.device.torch_device
         tables = torch.zeros(num_lanes, self.width, dtype=torch.int32, device=there)
@@ -69,9 +69,9 @@ class LayerKind:
         return DecodeCall(self.device, self._window, size, tables, bias, attend)
 
     def chunks(self, layout: StepLayout, *, flash: bool) -> Call:
-        """A call for the layout's chunks, whose queries are those after the decodes: they are
+        """A call for the layout's chunks; its queries are those after the decodes. Queries are
         gathered into lanes, and the outputs of lanes into tokens. With `flash`, FlashAttention 3
-        takes each chunk as one lane.
+        computes each chunk as one lane.
         """
         first = layout.num_decodes
         counts, seq_lens = np.diff(layout.query_starts[first:]), layout.seq_lens[first:]
@@ -92,7 +92,7 @@ class LayerKind:
         return attend
 
     def _of_lanes(self, chunks: SubChunks, tables: torch.Tensor) -> Call:
-        """Each lane sees the keys up to its end, or, with a window, those that its queries see."""
+        """A call whose lanes attend to the keys up to their ends, or in their queries' windows."""
         ops, window = self.ops, self._window
         operator = ops.split_k(self._splits(len(chunks.ends)))
         if window is None:
@@ -110,14 +110,14 @@ class LayerKind:
         return _joined(shared, partial(ops.attend_partly, bias=bias, operator=ops.split_k(1)))
 
     def _range_bias(self, size: int, ranges: KeyRanges, tables: torch.Tensor) -> Bias:
-        """Each lane has `size` queries and sees its range."""
+        """A bias in which each lane has `size` queries and attends to its range of keys."""
         num_queries = [size] * len(ranges.ends)
         return self.ops.gappy_bias(
             num_queries, ranges.starts.tolist(), ranges.lengths.tolist(), tables
         )
 
     def _lane(self) -> int:
-        """Queries of a lane of chunks."""
+        """The number of queries in a lane of chunks."""
         window = self._window
         return 1 if self.batch_invariant and window is not None else largest_lane(window)
 
@@ -133,8 +133,8 @@ class LayerKind:
 class DecodeCall:
     """One query in each lane; lengths and `tables` [num_lanes, width] are replaced in place.
 
-    In the kernel a lane has `size` queries, of which the last is the real one. `attend` is the
-    kernel's call with `bias`.
+    In the kernel a lane has `size` queries; only the last is real. `attend`: the kernel's call with
+    `bias`.
     """
 
     device: Device
@@ -145,7 +145,7 @@ class DecodeCall:
     attend: Call
 
     def set(self, seq_lens: Int32Array, block_tables: Int32Array) -> None:
-        """Sets the lengths and tables of the first lanes; the other lanes get no keys."""
+        """Sets the lengths and tables of the first lanes; the other lanes have no keys."""
         num_lanes = len(self.tables)
         ends = np.pad(seq_lens, (0, num_lanes - len(seq_lens)))
         self.bias.k_seqinfo.seqlen.copy_(self.device.upload(ends), non_blocking=True)
@@ -159,7 +159,7 @@ class DecodeCall:
     def __call__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """See Call; for at most as many queries as there are lanes."""
+        """Computes a Call for at most as many queries as there are lanes."""
         num_queries, num_lanes = len(query), len(self.tables)
         if num_queries < num_lanes:
             query = F.pad(query, (0, 0, 0, 0, 0, num_lanes - num_queries))
@@ -171,7 +171,7 @@ class DecodeCall:
 
 
 def _joined(first: Partial, second: Partial) -> Call:
-    """Attention over two disjoint sets of keys as one. A query without any key gives NaN."""
+    """Attention over the union of two disjoint sets of keys. A query without keys returns NaN."""
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         output, sums = first(query, keys, values)

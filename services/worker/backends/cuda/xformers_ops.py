@@ -1,6 +1,6 @@
 """xFormers' biases and operators. No other module imports xFormers.
 
-Operators are named explicitly: xFormers' own choice rejects or miscomputes some of the calls that
+Operators are chosen explicitly: xFormers' own choice rejects or miscomputes some of the calls that
 serving needs.
 """
 
@@ -15,7 +15,7 @@ from xformers.ops.fmha import attn_bias, common, flash3, triton_splitk
 from services.worker.backends.attention import AttentionLayer
 
 Bias = Any
-"""xFormers' description of which query sees which keys; built once a step, for all layers."""
+"""xFormers' description of the keys of each query; built once a step, for all layers."""
 
 Operator = type[Any]
 
@@ -27,16 +27,18 @@ FLASH_HEAD_DIMS = (64, 128, 256)
 
 _LARGEST_TILE = 64
 _TILE_ELEMENTS = 16384
-"""Numbers in a tile of keys: with a tile of values it fits the 99 KiB that some GPUs share."""
+"""Elements in a tile of keys. With a tile of values it fits into the 99 KiB of shared memory that
+some GPUs have.
+"""
 
 
 def built_with_cuda() -> bool:
-    """Whether xFormers found its CUDA library, without which it rejects every tensor on CUDA."""
+    """Whether xFormers found its CUDA library. Without it xFormers rejects all CUDA tensors."""
     return bool(common._built_with_cuda)
 
 
 def has_flash() -> bool:
-    """Whether FlashAttention 3 can be used: its library is there, and it supports this GPU."""
+    """Whether FlashAttention 3 is available: its library is found, and it supports this GPU."""
     if not FLASH.is_available():
         return False
     oldest, newest = FLASH.CUDA_MINIMUM_COMPUTE_CAPABILITY, FLASH.CUDA_MAXIMUM_COMPUTE_CAPABILITY
@@ -45,10 +47,10 @@ def has_flash() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PagedOps:
-    """Attention calls over pools of pages, for layers that attend alike.
+    """Attention calls over pools of pages, for layers with equal attention parameters.
 
     A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `kernel`: the split-K operator,
-    None for xFormers' own; tests pass one that also runs on the CPU.
+    None for xFormers' own. Tests pass an operator that also runs on the CPU.
     """
 
     layer: AttentionLayer
@@ -58,9 +60,9 @@ class PagedOps:
     def padded_bias(
         self, num_queries: Sequence[int], ends: Sequence[int], block_tables: torch.Tensor
     ) -> Bias:
-        """Lane i: its last `num_queries[i]` tokens see the keys [0, ends[i]), causally.
+        """In lane i the last `num_queries[i]` tokens attend causally to the keys [0, ends[i]).
 
-        `block_tables` int32 [num_lanes, width], on the device where the call will be.
+        `block_tables` int32 [num_lanes, width], on the device of the call.
         """
         kind = attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
         return kind.from_seqlens(
@@ -74,10 +76,10 @@ class PagedOps:
         lengths: Sequence[int],
         block_tables: torch.Tensor,
     ) -> Bias:
-        """As `padded_bias`, over the keys [starts[i], starts[i] + lengths[i]).
+        """Like `padded_bias`, over the keys [starts[i], starts[i] + lengths[i]).
 
         Constructed field by field: the class's own `from_seqlens` cannot be called, and
-        `make_paged` numbers the keys of all lanes in one sequence, which exceeds 32 bits.
+        `make_paged` numbers the keys of all lanes consecutively, which exceeds 32 bits.
         """
         device = block_tables.device
         ranges = attn_bias._GappySeqInfo.from_seqlens_gappy(
@@ -91,7 +93,7 @@ class PagedOps:
         )
 
     def split_k(self, num_splits: int) -> Operator:
-        """The split-K operator with tiles of keys that divide a page, as the kernel needs them."""
+        """The split-K operator. Its tiles of keys divide a page, as the kernel requires."""
         tile = min(_LARGEST_TILE, self.block_size, _TILE_ELEMENTS // self.layer.head_dim)
         kernel = self.kernel or triton_splitk.FwOp
         operator: Operator = kernel.get_operator(num_splits, block_n=tile)
@@ -105,7 +107,7 @@ class PagedOps:
         bias: Bias,
         operator: Operator,
     ) -> torch.Tensor:
-        """Queries [n, num_heads, head_dim] of all lanes -> [n, num_heads, head_dim]."""
+        """Maps the queries [n, num_heads, head_dim] of all lanes to [n, num_heads, head_dim]."""
         output: torch.Tensor = fmha.memory_efficient_attention_forward(
             *self._grouped(query, keys, values),
             attn_bias=bias,
@@ -122,7 +124,7 @@ class PagedOps:
         bias: Bias,
         operator: Operator,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `attend`, in float32, and the logarithms of the normalizers [n, num_heads]."""
+        """Like `attend`, in float32, with the logarithms of the normalizers [n, num_heads]."""
         output, normalizers = fmha.memory_efficient_attention_partial(
             *self._grouped(query, keys, values),
             attn_bias=bias,
@@ -136,7 +138,7 @@ class PagedOps:
     def _grouped(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The arguments with the query heads grouped by key head; key heads repeat by stride 0."""
+        """The arguments with query heads grouped by key head; key heads repeat with stride 0."""
         groups, head_dim = self.layer.num_kv_heads, self.layer.head_dim
         repeats = self.layer.num_heads // groups
         keys, values = (

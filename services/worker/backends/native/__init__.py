@@ -1,1 +1,1 @@
-"""C++ for the CPU, compiled on the machine where the worker runs, and its Python side."""
+"""Kernels in C++ for the CPU, compiled on the worker's machine, and their Python interface."""

@@ -1,6 +1,6 @@
-"""Compiles the kernels: each source in a process of its own, all at once, then linked.
+"""Compiles the kernels: each source in its own process, all in parallel, then links them.
 
-Neither torch nor a build system is needed, only a C++ compiler with OpenMP.
+It needs only a C++ compiler with OpenMP, neither torch nor a build system.
 """
 
 import errno
@@ -17,22 +17,22 @@ FLAGS = (
     *("-O3", "-std=gnu++20", "-fopenmp", "-fno-math-errno", "-w", "-fPIC"),
     "-ffp-contract=off",  # see cpp/vector.h
 )
-"""Flags of the compiler, for any processor."""
+"""Compiler flags for any processor."""
 _POLL_SECONDS = 0.2
 
 
 class BuildFailed(Exception):
-    """The message is the line of the compiler's output that names the error."""
+    """The message is the line of the compiler's output with the error."""
 
 
 @contextmanager
 def built(
     compiler: str, flags: Sequence[str], checkpoint_reached: Callable[[], None]
 ) -> Iterator[Path]:
-    """The library, compiled with these flags besides FLAGS, in a temporary directory that is
-    removed afterwards. Raises BuildFailed, or OSError for a compiler that cannot be started.
+    """Compiles the library with FLAGS and these flags, in a temporary directory that is removed
+    afterwards. Raises BuildFailed, or OSError if the compiler cannot be started.
 
-    `checkpoint_reached` is called several times a second meanwhile, and may raise to stop it.
+    `checkpoint_reached` is called several times a second, and may raise to abort.
     """
     with tempfile.TemporaryDirectory(prefix="stepwell-", ignore_cleanup_errors=True) as directory:
         library = Path(directory) / f"{NAME}.so"
@@ -48,7 +48,7 @@ def built(
 
 
 def _run(commands: Sequence[Sequence[str]], checkpoint_reached: Callable[[], None]) -> None:
-    """Runs commands at the same time. Those that still run when it raises are killed."""
+    """Runs commands in parallel. If it raises, running commands are killed."""
     with ExitStack() as scope:
         running = [scope.enter_context(_started(command)) for command in commands]
         for process in running:
@@ -70,7 +70,7 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def _output_within(seconds: float, process: subprocess.Popen[str]) -> str | None:
-    """The output of the process, if it ends by then."""
+    """The output of the process; None if it has not ended within this time."""
     try:
         return process.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
-"""A compiled library on disk, with a digest that shows that it is complete.
+"""A compiled library on disk, with a digest that proves that it is complete.
 
-A library that was cut short, by a full disk or a machine that stopped, may load and end the process
-later. So its digest lies beside it, and a library that does not match the digest is not loaded.
+A full disk or a crash can truncate a library. Such a library may load and crash the process later.
+So its digest is stored next to it, and a library that does not match is not loaded.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ class CachedLibrary:
         return self._library.exists()
 
     def load(self) -> ctypes.CDLL | None:
-        """The library, or None if it does not exist or is not complete. Raises OSError if it is
+        """Loads the library; None if it does not exist or is incomplete. Raises OSError if it is
         complete and cannot be loaded.
         """
         try:
@@ -35,7 +35,7 @@ class CachedLibrary:
         return ctypes.CDLL(str(self._library)) if digest == expected else None
 
     def put(self, compiled: Path) -> None:
-        """Stores a copy; for one caller at a time. Raises OSError, and then stores nothing."""
+        """Stores a copy; only one caller at a time. If it raises OSError, nothing is stored."""
         self.directory.mkdir(parents=True, exist_ok=True)
         new = self._library.with_suffix(".new")
         try:

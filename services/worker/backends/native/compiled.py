@@ -1,9 +1,10 @@
-"""The compiled kernels: built ahead, or else for this processor when first needed, and cached.
+"""The compiled kernels: prebuilt ones, or else compiled at first use for this processor, and
+cached.
 
-The cache is indexed by a hash of the sources, the flags, the processor's features and the compiler,
-so that different machines may share a directory. Of processes that start together one compiles and
-the others wait; if it is killed, no incomplete library is left behind. Without a directory that can
-be written to, each process compiles for itself.
+The cache key is a hash of the sources, the flags, the processor's features and the compiler, so
+that different machines may share a directory. If several processes start together, one compiles and
+the others wait. If it is killed, no incomplete library remains. Without a writable directory, each
+process compiles for itself.
 """
 
 import ctypes
@@ -41,8 +42,8 @@ def default_cache_directory() -> Path:
 
 
 def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
-    """The library that was built ahead, else from the cache, else compiled now. Raises NotCompiled,
-    and what `checkpoint_reached` raises.
+    """Loads the prebuilt library, else the cached one; else compiles it. Raises NotCompiled, and
+    what `checkpoint_reached` raises.
     """
     features = processor_features()
     if not features >= _NEEDED_FEATURES:
@@ -65,7 +66,7 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
 
 
 def processor_features() -> frozenset[str]:
-    """Instruction sets, by Linux's names; empty if they are unknown or not x86's."""
+    """The processor's features, by Linux's names; empty if unknown or not x86."""
     if platform.machine() not in X86:
         return frozenset()
     try:
@@ -106,7 +107,7 @@ def _compile_once(
 
 @contextmanager
 def _locked(path: Path, checkpoint_reached: Callable[[], None]) -> Iterator[None]:
-    """Holds a lock on the file, which the end of the process releases too."""
+    """Holds a lock on the file. The lock is also released when the process ends."""
     with path.open("w") as file:
         progress = _WaitLog("waiting for another process to compile kernels")
         while True:
@@ -120,7 +121,7 @@ def _locked(path: Path, checkpoint_reached: Callable[[], None]) -> Iterator[None
 
 
 class _WaitLog:
-    """Logs at intervals what this process waits for."""
+    """Logs at intervals what the process is waiting for."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -36,8 +36,8 @@ def fused_decoder(
     weights: DecoderWeights,
     constants: DecoderConstants,
 ) -> "NativeDecoder | None":
-    """The decoder as one operation, or None if an MLP of it has experts, a projection is not native
-    or ranks do not share memory. `functions`: by the data type that they compute in.
+    """The decoder as one operation. None if an MLP has experts, if a projection is not native, or
+    if ranks do not share memory. `functions`: by data type of the computation.
     """
     head = weights.head
     if not (weights.ranks.size == 1 or isinstance(weights.ranks, NativeRanks)):
@@ -56,12 +56,12 @@ def _is_native(layer: LayerWeights) -> bool:
 
 
 def _takes_rows(projection: Linear) -> TypeGuard[NativeLinear]:
-    """Whether it is native, and its inputs need no padding."""
+    """Whether the projection is native, and its inputs need no padding."""
     return isinstance(projection, NativeLinear) and not projection.is_padded
 
 
 class NativeDecoder:
-    """See FusedDecoder."""
+    """A FusedDecoder in the compiled library."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class NativeDecoder:
     ) -> None:
         self._functions = functions
         self._owners = weights, constants
-        """Keeps the memory that the structures below point to."""
+        """Keeps the memory alive that the structures point to."""
         self._embedding = weights.embedding.contiguous()
         self._width = weights.embedding.shape[1]
         self._vocab_size = 0 if head is None else head.out_features * weights.head_ranks.size
@@ -128,7 +128,7 @@ class NativeDecoder:
         return hidden, logits
 
     def _use_pages(self, attention: NativePagedStep) -> None:
-        """Sets how the layers attend, and the addresses of their pages."""
+        """Sets the layers' attention parameters and the addresses of their pages."""
         if self._cache is attention.layers:
             return
         for target, source in zip(self._layers, attention.layers, strict=True):
@@ -138,8 +138,8 @@ class NativeDecoder:
 
 
 def _empty(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocated by NumPy: torch would release the interpreter's lock, and an event loop that waits
-    for the lock would run before the step instead of during it.
+    """Allocates with NumPy. torch would release the interpreter's lock, and a waiting event loop
+    would run before the step instead of during it.
     """
     return torch.from_numpy(np.empty((rows, width * dtype.itemsize), np.uint8)).view(dtype)
 

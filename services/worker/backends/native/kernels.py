@@ -1,8 +1,8 @@
 """The operations in C++, for processors with AVX2 (float32) or AVX-512 BF16 (bfloat16).
 
-A weight is packed into panels that are read as sequential streams, whatever the number of rows, so
-that no rows are padded. Small work stays in the calling thread: see cpp/threads.h. A row's result
-is the same bits for any other rows in the batch and any number of threads.
+A weight is packed into panels that are read as sequential streams for any number of rows, so rows
+are not padded. Small work stays in the calling thread: see cpp/threads.h. A row's result has the
+same bits for any other rows in the batch and any number of threads.
 """
 
 import ctypes
@@ -33,8 +33,8 @@ from services.worker.backends.torch.kernels import TorchKernels
 
 
 class NativeKernels(TorchKernels):
-    """See Kernels. Data types that the library has no functions for are computed by torch's
-    kernels, `batch_invariant` or not; the library's own functions always are.
+    """Kernels in C++. For data types without functions in the library, torch's kernels are used,
+    `batch_invariant` or not. The library's own functions are always batch-invariant.
     """
 
     def __init__(self, library: ctypes.CDLL, *, batch_invariant: bool = True) -> None:
@@ -50,7 +50,7 @@ class NativeKernels(TorchKernels):
         return tuple(self._functions)
 
     def padded_rows(self, num_rows: int) -> int:
-        """`num_rows`: no number is faster than others."""
+        """`num_rows`, unchanged: padding does not save time."""
         return num_rows
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
@@ -68,7 +68,7 @@ class NativeKernels(TorchKernels):
         return NativeLinear(functions, self._memory, weight, bias, activation)
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """See Kernels. The library takes norms in float32 with every data type."""
+        """The weight in float32: the library expects norms in float32 with every data type."""
         return weight.float()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -127,7 +127,7 @@ def _normalized(
     weight: torch.Tensor,
     epsilon: float,
 ) -> torch.Tensor:
-    """x [n, d] or [n, m, d], with the update, if there is one, added to it in place, normalized."""
+    """Normalizes x [n, d] or [n, m, d]. If there is an update, adds it to x in place before."""
     output = torch.empty(x.shape, dtype=x.dtype)
     group = x.shape[1] if x.dim() > 2 else 1
     added = None if update is None else update.data_ptr()

@@ -1,8 +1,8 @@
 """Memory in large pages, for weights and caches.
 
-The processor translates the address of every page that it reads. With pages of 2 MiB instead of
-4 KiB it reads a model's weights up to a tenth faster. The operating system gives a large page only
-where all of it lies in one mapping, so tensors lie one behind the other in large mappings.
+The processor translates the address of every page that it reads. With pages of 2 MiB instead of 4
+KiB it reads a model's weights up to a tenth faster. The operating system allocates a large page
+only inside a single mapping, so tensors are placed one after the other in large mappings.
 """
 
 import errno
@@ -22,8 +22,8 @@ class LargePages:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of this shape. Its memory is taken from the machine when it is written. Raises
-        MemoryError.
+        """A tensor of this shape. The operating system allocates its memory when it is written.
+        Raises MemoryError.
         """
         size = torch.Size(shape).numel() * dtype.itemsize
         taken = -(-size // _LINE) * _LINE
@@ -33,12 +33,12 @@ class LargePages:
         return piece.view(dtype).view(shape)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor."""
+        """A copy of a tensor, in large pages."""
         return self.take(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 
 def _map(size: int) -> torch.Tensor:
-    """Bytes that begin with a large page, or with an ordinary one if there are no large ones."""
+    """Maps bytes, aligned to a large page, or to an ordinary one if there are no large ones."""
     try:
         mapped = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

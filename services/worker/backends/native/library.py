@@ -1,6 +1,6 @@
-"""The compiled library's functions and structures, as cpp/exports.h and the headers declare them.
+"""The compiled library's functions and structures, as declared in cpp/exports.h and the headers.
 
-Tensors are passed as addresses, and the caller keeps their memory. The interpreter's lock is
+Tensors are passed as addresses, and the caller keeps their memory alive. The interpreter's lock is
 released during a call, except in some functions for suffix trees.
 """
 
@@ -20,8 +20,8 @@ EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
 """The number of a projection's epilogue, by its activation."""
 PLAIN, W8A8 = 0, 4
 FORMATS = {(torch.int8, 8): 1, (torch.int8, 4): 2, (torch.float8_e4m3fn, 8): 3}
-"""The numbers of WeightFormat in cpp/quantized.h: for a weight that is not quantized, for one whose
-inputs are too, and for others by the data type and bits of their codes.
+"""The numbers of WeightFormat in cpp/quantized.h. PLAIN: unquantized. W8A8: inputs are quantized
+too. FORMATS: other quantized weights, by data type and bits of their codes.
 """
 CACHE_FORMATS = {KVCacheDtype.AUTO: 0, KVCacheDtype.INT8_PER_TOKEN_HEAD: 1}
 """The numbers of CacheFormat in cpp/heads.h."""
@@ -33,8 +33,8 @@ _Fields = list[tuple[str, type[Any]]]
 
 
 def address(array: np.ndarray) -> int:
-    """Where the array's elements are. A step passes ten arrays, and `array.ctypes` takes several
-    times as long as a buffer, which an array that is empty, strided or read-only does not give.
+    """The address of the array's elements. `array.ctypes` takes several times as long as a buffer,
+    and a step passes ten arrays. Empty, strided or read-only arrays have no writable buffer.
     """
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
@@ -43,12 +43,12 @@ def address(array: np.ndarray) -> int:
 
 
 def _fields(kinds: Mapping[str, type[Any]]) -> _Fields:
-    """Fields from the names of consecutive ones of a kind, with spaces between them."""
+    """Structure fields; each key has the names of consecutive fields of a type, space-separated."""
     return [(name, kind) for names, kind in kinds.items() for name in names.split()]
 
 
 class Projection(ctypes.Structure):
-    """A packed weight, its bias or None, its epilogue, and how it is quantized."""
+    """A packed weight, its bias or None, its epilogue, and its quantization."""
 
     _fields_ = _fields(
         {
@@ -61,13 +61,13 @@ class Projection(ctypes.Structure):
 
 
 class NativeQuantizedWeight(ctypes.Structure):
-    """See QuantizedWeight; None for no offsets."""
+    """A QuantizedWeight; `offsets` may be None."""
 
     _fields_ = _fields({"codes scales offsets": _ADDRESS})
 
 
 class AttentionLayer(ctypes.Structure):
-    """See AttentionLayer of the interface; 0 for no window, no softcap."""
+    """The AttentionLayer of the interface; `window` and `softcap` 0: none."""
 
     _fields_ = _fields(
         {
@@ -80,7 +80,7 @@ class AttentionLayer(ctypes.Structure):
 
 
 class Layout(ctypes.Structure):
-    """See StepLayout."""
+    """A StepLayout."""
 
     _fields_ = _fields(
         {"num_requests": _INT, "query_starts seq_lens rows tables": _ADDRESS, "table_width": _COUNT}
@@ -88,7 +88,7 @@ class Layout(ctypes.Structure):
 
 
 class Heads(ctypes.Structure):
-    """Queries, keys and values of a step's tokens, and their rotation; `half` 0 for none."""
+    """Queries, keys and values of a step's tokens, and their rotation; `half` 0: no rotation."""
 
     _fields_ = _fields(
         {
@@ -101,14 +101,14 @@ class Heads(ctypes.Structure):
 
 
 class Pages(ctypes.Structure):
-    """One layer's part of the cache; for `format` see CACHE_FORMATS."""
+    """One layer's pages in the cache; `format`: see CACHE_FORMATS."""
 
     _fields_ = _fields({"keys values": _ADDRESS, "block_size format": _INT})
 
 
 def fields_of(weights: type) -> _Fields:
-    """The structure's fields for a dataclass of weights: addresses of tensors, Projections of
-    Linears, and the fields of GatedMlp in place of an Mlp.
+    """The structure's fields for a dataclass of weights: addresses for tensors, Projections for
+    Linears, and the fields of GatedMlp for an Mlp.
     """
     found: _Fields = []
     for name, kind in get_type_hints(weights).items():
@@ -124,7 +124,7 @@ def fields_of(weights: type) -> _Fields:
 
 
 def set_weights(target: ctypes.Structure, weights: LayerWeights | GatedMlp) -> None:
-    """Fills the fields that `fields_of` makes of the dataclass, whose Linears are NativeLinears."""
+    """Sets the fields that `fields_of` returns. All Linears must be NativeLinears."""
     for field in fields(weights):
         value: Any = getattr(weights, field.name)
         if isinstance(value, GatedMlp):
@@ -136,13 +136,13 @@ def set_weights(target: ctypes.Structure, weights: LayerWeights | GatedMlp) -> N
 
 
 class NativeLayerWeights(ctypes.Structure):
-    """See LayerWeights; None for norms that the layer does not have."""
+    """The LayerWeights of a layer; None for missing norms."""
 
     _fields_ = fields_of(LayerWeights)
 
 
 class DecoderLayer(NativeLayerWeights):
-    """A layer's weights, how it attends, its pages, and the indexes of its layout and rotation."""
+    """A layer's weights, attention parameters and pages, and its layout and rotation indexes."""
 
     _fields_ = _fields({"attention": AttentionLayer, "pages": Pages, "group rotation": _INT})
 
@@ -154,8 +154,8 @@ class Rotation(ctypes.Structure):
 
 
 class Decoder(ctypes.Structure):
-    """Embedding, all layers, the norm after them, and the projection to the vocabulary. `half`:
-    pairs of a head that are rotated.
+    """Embedding, all layers, the final norm, and the projection to the vocabulary. `half`: number
+    of rotated pairs in a head.
     """
 
     _fields_ = _fields(
@@ -191,13 +191,13 @@ class NativeSharedRanks(ctypes.Structure):
 
 
 class LoraProjection(ctypes.Structure):
-    """A and B of one adapter for one projection; A is None where nothing is added."""
+    """A and B of one adapter for one projection; A is None if nothing is added."""
 
     _fields_ = _fields({"a b begins": _ADDRESS, "width rank": _COUNT})
 
 
 class NativeLoraLayer(ctypes.Structure):
-    """The projections of a layer that an adapter adds to."""
+    """An adapter's A and B for the projections of a layer."""
 
     _fields_ = _fields({"parts": LoraProjection * len(PARTS)})
 
@@ -215,13 +215,13 @@ class StepLora(ctypes.Structure):
 
 
 class LoraDelta(ctypes.Structure):
-    """The adapters of a step in one projection; the library has the memory for `inside`."""
+    """The adapters of a step in one projection; the library allocates `inside`."""
 
     _fields_ = _fields({"step": _ADDRESS, "layer part": _INT, "inside": _ADDRESS})
 
 
 class NativeLogitRows(ctypes.Structure):
-    """Some rows of a matrix of logits in float32: those at the `count` indexes in `rows`."""
+    """Rows of a matrix of logits in float32: those at the `count` indexes in `rows`."""
 
     _fields_ = _fields(
         {"logits": _ADDRESS, "stride size": _COUNT, "rows": _ADDRESS, "count": _COUNT}
@@ -229,19 +229,19 @@ class NativeLogitRows(ctypes.Structure):
 
 
 class NativeRowMasks(ctypes.Structure):
-    """See RowMasks; `rows` is None where no row has a mask."""
+    """The RowMasks of rows; `rows` is None if no row has a mask."""
 
     _fields_ = _fields({"words": _ADDRESS, "width": _COUNT, "rows": _ADDRESS})
 
 
 class NativeRowParameters(ctypes.Structure):
-    """See RowParameters."""
+    """The RowParameters of rows."""
 
     _fields_ = _fields({"values seeds positions": _ADDRESS})
 
 
 class NativeSuffixSettings(ctypes.Structure):
-    """See SuffixRules; `max_bytes` of the trees of responses."""
+    """The SuffixRules; `max_bytes`: limit of the trees of responses."""
 
     _fields_ = _fields(
         {
@@ -252,7 +252,7 @@ class NativeSuffixSettings(ctypes.Structure):
 
 
 class SamplingFunctions:
-    """The library's functions for sampling, whatever the model's data type is."""
+    """The library's functions for sampling, for all data types of the model."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         rows, masks = ctypes.POINTER(NativeLogitRows), ctypes.POINTER(NativeRowMasks)
@@ -266,7 +266,7 @@ class SamplingFunctions:
 
 
 class RankFunctions:
-    """The library's functions for ranks that share memory, whatever the model's data type is."""
+    """The library's functions for ranks that share memory, for all data types of the model."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         ranks = ctypes.POINTER(NativeSharedRanks)
@@ -277,9 +277,10 @@ class RankFunctions:
 
 
 class SuffixFunctions:
-    """The library's functions for suffix trees, whatever the model's data type is. The lock of the
-    interpreter is held by those that take microseconds between two steps: an event loop that waits
-    for the lock would run before the next step instead of during it.
+    """The library's functions for suffix trees, for all data types of the model.
+
+    Functions that take microseconds between two steps keep the interpreter's lock. Otherwise a
+    waiting event loop would run before the next step instead of during it.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -304,7 +305,7 @@ class SuffixFunctions:
 
 
 class Functions:
-    """The library's functions for one data type; `suffix` names it."""
+    """The library's functions for one data type, whose names end with `suffix`."""
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         self.panel_width: int = library.panel_width()
@@ -355,13 +356,13 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "RowParameters": NativeRowParameters,
     "SuffixSettings": NativeSuffixSettings,
 }
-"""By their names in C++."""
+"""Structures by their names in C++."""
 
 
 def check_structures(
     library: ctypes.CDLL, structures: Mapping[str, type[ctypes.Structure]] = STRUCTURES
 ) -> None:
-    """Raises TypeError if a structure has another size in C++ than here."""
+    """Raises TypeError if a structure has another size in C++ than in Python."""
     library.structure_size.restype = _COUNT
     for name, structure in structures.items():
         compiled, declared = library.structure_size(name.encode()), ctypes.sizeof(structure)
@@ -371,7 +372,7 @@ def check_structures(
 
 def functions_by_dtype(library: ctypes.CDLL) -> dict[torch.dtype, Functions]:
     """The functions for each data type that the processor computes in. Raises TypeError if the
-    library's structures are not those declared here.
+    library's structures differ from those declared here.
     """
     check_structures(library)
     return {

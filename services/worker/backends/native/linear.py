@@ -22,19 +22,19 @@ from services.worker.backends.native.lora import NativeDelta
 from services.worker.backends.quantized import QuantizedWeight, Weight
 
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
-"""Elements of a step of depth: DEPTH of cpp/panel.h."""
+"""Elements in a step of depth: DEPTH in cpp/panel.h."""
 _INT4_BITS, _INT4_DEPTH = 4, 4
-"""The bits of INT4, and elements of a column that are unpacked at once: BLOCK_DEPTH of
+"""Bits of INT4, and the elements of a column that are unpacked at once: BLOCK_DEPTH in
 cpp/quantized.h.
 """
 
 
 class NativeLinear:
-    """See Linear; with an activation, see Kernels.gated_linear.
+    """A Linear in C++; with an activation, a gated projection (see Kernels.gated_linear).
 
-    Panels hold some elements of a column together, such as pairs in bfloat16, so a weight whose
-    depth is no multiple of their number gets columns of zeros, and so do its inputs; `is_padded`
-    then.
+    Panels store several elements of a column together, such as pairs in bfloat16. If the depth is
+    not a multiple of this number, weight and inputs are padded with columns of zeros; `is_padded`
+    is then true.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class NativeLinear:
 
     @property
     def is_padded(self) -> bool:
-        """Whether inputs need columns of zeros."""
+        """Whether inputs must be padded with columns of zeros."""
         return self._padding > 0
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
@@ -75,7 +75,7 @@ class NativeLinear:
         return output
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear. The library sums in float32, and here it does not round."""
+        """The product in float32, in which the library sums, without rounding."""
         output = torch.empty((len(x), self.out_features), dtype=torch.float32)
         filled = self._filled(x)
         self._project_full(self._reference, filled.data_ptr(), output.data_ptr(), len(x), None)
@@ -102,7 +102,7 @@ class NativeLinear:
         return packed
 
     def _take(self, functions: Functions) -> torch.Tensor:
-        """Memory for the panels, which the projection points to from then on."""
+        """Allocates memory for the panels, and sets the projection's address to it."""
         num_panels = -(-self.projection.columns // functions.panel_width)
         size = num_panels, functions.panel_bytes(self._reference)
         packed = self._memory.take(size, torch.uint8)
@@ -114,8 +114,9 @@ class NativeLinear:
 
 
 def _packable(weight: Weight) -> Weight:
-    """The weight, or an equal one that can be packed. Groups that blocks of 4 bits do not divide
-    are held in 8 bits, and those that pairs do not divide as if they were not quantized.
+    """The weight, or an equal one that can be packed. If a group is not a multiple of a block of
+    4-bit codes, codes are stored in 8 bits. If it is not a multiple of pairs, the weight is
+    dequantized.
     """
     if not isinstance(weight, QuantizedWeight):
         return weight

@@ -1,4 +1,4 @@
-"""Adapters as the compiled library takes them: see cpp/lora.h."""
+"""Adapters in the compiled library's format: see cpp/lora.h."""
 
 import ctypes
 from collections.abc import Mapping, Sequence
@@ -27,27 +27,27 @@ from services.worker.backends.native.library import (
 )
 
 _LANES = 16
-"""Columns of a vector: LANES of cpp/vector.h."""
+"""Columns in a vector: LANES in cpp/vector.h."""
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
-"""Elements of a step of depth: DEPTH of cpp/panel.h."""
+"""Elements in a step of depth: DEPTH in cpp/panel.h."""
 _LEAST_IN_LARGE_PAGES = 8 * 2**20
-"""Of an adapter with so many bytes the last large page, of 2 MiB, is a small part."""
+"""Minimum bytes of an adapter in large pages: for these a last page of 2 MiB is a small part."""
 _SHIFT_BYTES = 5120
 _shifts = cycle(range(0, 16 * _SHIFT_BYTES, _SHIFT_BYTES))
-"""Where the next adapter begins in its first page. Adapters of the same layout that all began at
-the same place would share the few sets of the caches that such addresses have.
+"""Offset of the next adapter in its first page. If adapters of the same layout all began at the
+same offset, they would compete for the same few cache sets.
 """
 
 _begins: WeakValueDictionary[bytes, torch.Tensor] = WeakValueDictionary()
-"""What `_PackedPart.begins` holds, by content. Most projections of a step have the same one: with a
-copy of its own each adapter would wait for memory at every few panels.
+"""Tensors of `_PackedPart.begins`, by content. Most projections of a step have equal ones. If each
+adapter had its own copy, it would wait for memory every few panels.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedPart:
-    """A and B of a projection in panels, and where the vectors of its columns begin: see
-    LoraProjection in cpp/lora.h.
+    """A and B of a projection in panels. `begins`: for each vector of columns its first row in A,
+    see LoraProjection in cpp/lora.h.
     """
 
     a: torch.Tensor
@@ -61,7 +61,7 @@ class _PackedPart:
         return self.a.nbytes + self.b.nbytes + self.begins.nbytes
 
     def moved(self, memory: LargePages) -> "_PackedPart":
-        """A copy there."""
+        """A copy in this memory."""
         return replace(self, a=memory.copy(self.a), b=memory.copy(self.b))
 
     def structure(self) -> LoraProjection:
@@ -70,9 +70,10 @@ class _PackedPart:
 
 
 class NativeLora:
-    """See PackedLora. `shapes`: of each projection, by name. `panel_width`: that of the library.
+    """A PackedLora in C++. `shapes`: of the projections, by name. `panel_width`: the library's.
 
-    Panels lie in the order in which a step reads them, in large pages if the adapter is large.
+    Panels are stored in the order in which a step reads them, in large pages if the adapter is
+    large.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class NativeLora:
             memory.take((next(_shifts),), torch.uint8)
             packed = {place: part.moved(memory) for place, part in packed.items()}
         self._owned = packed
-        """The memory that the structures point to."""
+        """Keeps the memory alive that the structures point to."""
         self.layers = (NativeLoraLayer * len(layers))()
         for (index, number), part in packed.items():
             self.layers[index].parts[number] = part.structure()
@@ -118,19 +119,19 @@ def _packed(factors: Factors, shape: LoraShape, panel_width: int) -> _PackedPart
 
 
 def _shared(begins: torch.Tensor) -> torch.Tensor:
-    """An equal tensor of another adapter or layer, if one is in memory."""
+    """An equal tensor of another adapter or layer if one is in memory, else this one."""
     return _begins.setdefault(begins.numpy().tobytes(), begins)
 
 
 def _at_vectors(factors: Factors, columns: int) -> bool:
-    """Whether each vector of columns gets what one of the factors adds, or nothing."""
+    """Whether each vector of columns is in one factor, or in none."""
     ends = {one.first + len(one.b) for one in factors} - {columns}
     return not any(edge % _LANES for edge in ends | {one.first for one in factors})
 
 
 def _columns_of_panels(shape: LoraShape, panel_width: int) -> torch.Tensor:
-    """The column of the projection in each place of its panels, as source_row of cpp/linear.h has
-    them; `shape.columns` for padding.
+    """The projection's column at each position of its panels, as source_row in cpp/linear.h;
+    `shape.columns` for padding.
     """
     if not shape.is_gated:
         places = torch.arange(-(-shape.columns // panel_width) * panel_width)
@@ -146,14 +147,14 @@ def _columns_of_panels(shape: LoraShape, panel_width: int) -> torch.Tensor:
 
 
 def _panels(weight: torch.Tensor, width: int, pairs: int) -> torch.Tensor:
-    """[columns, depth] -> panels of `width` columns: [panels, depth / pairs, width, pairs]."""
+    """[columns, depth] as panels of `width` columns: [panels, depth / pairs, width, pairs]."""
     columns, depth = weight.shape
     view = weight.view(columns // width, width, depth // pairs, pairs)
     return view.transpose(1, 2).contiguous()
 
 
 class NativeLoraStep:
-    """See LoraStep."""
+    """A LoraStep in C++."""
 
     def __init__(self, rows: LoraRows) -> None:
         adapters = [one for one in rows.adapters if isinstance(one, NativeLora)]
@@ -162,7 +163,7 @@ class NativeLoraStep:
             *(ctypes.addressof(adapter.layers) for adapter in adapters)
         )
         self._owned = adapters, rows, layers
-        """The memory that the structure points to."""
+        """Keeps the memory alive that the structure points to."""
         self.structure = StepLora(
             *(ctypes.addressof(layers), rows.rows.ctypes.data, rows.starts.ctypes.data),
             *(max(adapter.width for adapter in adapters), len(adapters)),
@@ -177,7 +178,7 @@ class NativeLoraStep:
 
 @dataclass(frozen=True, slots=True)
 class NativeDelta:
-    """See Delta: it is added by the library, in the call of the projection."""
+    """A Delta that the library adds in the projection's call."""
 
     step: NativeLoraStep
     structure: LoraDelta
@@ -187,5 +188,5 @@ class NativeDelta:
         product: torch.Tensor,  # noqa: ARG002
         x: torch.Tensor,  # noqa: ARG002
     ) -> torch.Tensor:
-        """Never called: the library's own projections take the structure."""
+        """Never called: the library's own projections use the structure."""
         raise AssertionError("the library adds it to its own products")

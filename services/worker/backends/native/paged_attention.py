@@ -1,8 +1,8 @@
 """Paged attention in C++: see cpp/attention.h.
 
-Per layer of a group there are pages of keys and of values, each of block_size * num_kv_heads
-heads; see cpp/key_block.h for the order of their elements, and cpp/codes.h for those in 8 bits. A
-step's layouts are passed as they are, and every layer is one call.
+For each layer of a group there are pages of keys and of values, each of block_size * num_kv_heads
+heads. See cpp/key_block.h for the order of their elements, and cpp/codes.h for those in 8 bits. A
+step's layouts are passed unchanged, and every layer is one call.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ _BYTES_PER_THREAD = 2**22
 
 _PART_KEYS = 512
 _MOST_ROWS = 128
-"""At least the rows of a task. Both numbers are those of cpp/attention_plan.h."""
+"""Upper bound of the rows in a task. It and _PART_KEYS are as in cpp/attention_plan.h."""
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
-    """Upper estimate of the memory besides the cache: scratch memory, and sums over the parts of
-    contexts that are divided among threads, of which there are fewer than two for each thread.
+    """Upper estimate of the memory in addition to the cache: scratch memory, and partial sums of
+    contexts that are divided among threads. There are fewer than two such contexts for each thread.
     """
     threads = torch.get_num_threads()
     widest = max(layer.head_dim for layer in shape.layers)
@@ -46,7 +46,7 @@ def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NativeLayer:
-    """How a layer attends, its pages, and the index of its KV-cache group."""
+    """A layer's attention parameters and pages, and the index of its KV-cache group."""
 
     layer: AttentionLayer
     pages: Pages
@@ -54,7 +54,7 @@ class NativeLayer:
 
 
 class NativePagedAttention:
-    """See PagedAttention."""
+    """A PagedAttention in C++."""
 
     def __init__(self, functions: Functions, memory: LargePages, shape: AttentionShape) -> None:
         self._functions = functions
@@ -84,7 +84,7 @@ class NativePagedAttention:
 
 
 class NativePagedStep:
-    """See LayerAttention: one step over a NativePagedAttention."""
+    """The attention of one step over a NativePagedAttention."""
 
     def __init__(
         self, attend: Any, layers: Sequence[NativeLayer], layouts: Sequence[StepLayout]

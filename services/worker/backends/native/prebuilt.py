@@ -1,8 +1,8 @@
-"""Kernels that were compiled ahead for kinds of processors, as the images of the worker hold them.
+"""Kernels that are compiled ahead for kinds of processors, as in the worker's images.
 
     python -m services.worker.backends.native.prebuilt DIRECTORY
 
-compiles them, with a C++ compiler and without torch. Each kind has a directory of its own, with the
+compiles them, with a C++ compiler and without torch. Each kind has its own directory, with the
 OpenMP library that the kernels need.
 """
 
@@ -20,9 +20,9 @@ from services.worker.backends.native.build import NAME, built
 from services.worker.backends.native.cached_library import CachedLibrary
 
 DIRECTORY = Path(__file__).parent / "prebuilt"
-"""Where they are looked for. A source tree has none."""
+"""The directory of prebuilt kernels. It does not exist in a source tree."""
 X86 = ("x86_64", "AMD64")
-"""Names of the machines that there are kernels for."""
+"""Names of machines with kernels."""
 _OPENMP = "libgomp.so.1"
 _V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -32,9 +32,7 @@ _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of processor: the compiler's flags for it, and the features that it has, by Linux's
-    names.
-    """
+    """A kind of processor: the compiler's flags for it, and its features by Linux's names."""
 
     name: str
     flags: tuple[str, ...]
@@ -47,12 +45,12 @@ KINDS = (
     Kind("avx512", ("-march=x86-64-v4",), _V4),
     Kind("avx2", ("-march=x86-64-v3",), _V3),
 )
-"""The best one first."""
+"""Kinds of processors, best first."""
 
 
 def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> ctypes.CDLL | None:
-    """The best library for a processor with these features; None if there is none, or it is not
-    complete. Raises OSError if it cannot be loaded.
+    """Loads the best library for a processor with these features; None if there is none or it is
+    incomplete. Raises OSError if it cannot be loaded.
     """
     for kind in KINDS:
         if kind.features <= frozenset(features):
@@ -63,8 +61,8 @@ def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> cty
 
 
 def build(directory: Path, kinds: Collection[Kind] = KINDS) -> None:
-    """Compiles the kernels of each kind. Raises BuildFailed, or CalledProcessError for a compiler
-    without OpenMP's library.
+    """Compiles the kernels of each kind. Raises BuildFailed, and CalledProcessError if the compiler
+    has no OpenMP library.
     """
     compiler = os.environ.get("CXX", "c++")
     printed = subprocess.run(
@@ -77,7 +75,7 @@ def build(directory: Path, kinds: Collection[Kind] = KINDS) -> None:
 
 
 def main() -> None:
-    """Compiles the kernels for this machine's architecture; only x86 has any."""
+    """Compiles the kernels for this machine's architecture; only x86 has kernels."""
     directory = Path(sys.argv[1])
     directory.mkdir(parents=True, exist_ok=True)
     if platform.machine() in X86:

@@ -1,4 +1,4 @@
-"""Draws from rows of logits in the compiled library: see cpp/sampling.h."""
+"""Draws tokens from rows of logits in the compiled library: see cpp/sampling.h."""
 
 import ctypes
 
@@ -16,7 +16,7 @@ from services.worker.backends.row_sampler import RowMasks, RowParameters
 
 
 class NativeRowSampler:
-    """See RowSampler: one call for all rows."""
+    """A RowSampler in C++: one call for all rows."""
 
     draws_ahead = True
 

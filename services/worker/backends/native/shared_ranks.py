@@ -11,11 +11,11 @@ from services.worker.backends.ranks import GatheringRanks
 _CELL_BYTES = 64
 _SLOT_BYTES = 2**20
 _ROUNDS = 2
-"""Rounds that have slots of their own."""
+"""Number of consecutive rounds with separate slots."""
 
 
 class NativeRanks(GatheringRanks):
-    """See SharedRanks. A fused decoder calls the library's collectives itself."""
+    """SharedRanks in C++. A fused decoder calls the library's collectives itself."""
 
     def __init__(self, library: ctypes.CDLL, rank: int, size: int, timeout_seconds: float) -> None:
         super().__init__(rank, size)
@@ -37,7 +37,7 @@ class NativeRanks(GatheringRanks):
 
     @property
     def _cell_bytes(self) -> int:
-        """The bytes of all cells; slots begin at a page."""
+        """Bytes of all cells, rounded up to a page; slots follow."""
         return -(-self.size * _CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def use(self, memory: mmap.mmap) -> None:

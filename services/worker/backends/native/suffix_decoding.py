@@ -11,13 +11,13 @@ from services.worker.backends.native.library import (
 from services.worker.backends.suffix_decoding import Int32Array, SuffixRules
 
 MAX_RESPONSE_BYTES = 256 << 20
-"""Memory of all trees of responses: of half a million tokens of text that occurs twice, or of six
-million that occur once.
+"""Maximum memory of all trees of responses: half a million tokens of text that occurs twice, or six
+million tokens that occur once.
 """
 
 
 class NativeSuffixDecoding:
-    """See SuffixDecoding. The trees of responses take at most `max_bytes`."""
+    """SuffixDecoding in C++. `max_bytes`: maximum memory of the trees of responses."""
 
     def __init__(
         self, library: ctypes.CDLL, rules: SuffixRules, max_bytes: int = MAX_RESPONSE_BYTES
@@ -33,21 +33,21 @@ class NativeSuffixDecoding:
         self._trees: int = functions.new(settings)
         weakref.finalize(self, functions.delete, self._trees)
         self._drafts = (ctypes.c_int32 * rules.max_tree_depth)()
-        """Where drafts are written: fewer than a tree is deep."""
+        """Buffer for drafts, of which there are fewer than the depth of a tree."""
         self._read: set[int] = set()
         """Rows whose prompts are in a tree."""
         self._arrays: tuple[Int32Array, Int32Array] | None = None
         self._addresses = 0, 0, 0
-        """Of `token_ids`, its row length in tokens, and of `num_tokens`."""
+        """Address of `token_ids`, its row length in tokens, and address of `num_tokens`."""
 
     @property
     def num_cached(self) -> int:
-        """Responses in the trees."""
+        """Number of responses in the trees."""
         return int(self._functions.num_cached(self._trees))
 
     @property
     def cached_bytes(self) -> int:
-        """Memory of the trees of responses."""
+        """Bytes of the trees of responses."""
         return int(self._functions.cached_bytes(self._trees))
 
     def enter(self, row: int, key: bytes, num_tokens: int) -> None:
@@ -69,8 +69,8 @@ class NativeSuffixDecoding:
         return self._drafts[:found]
 
     def _known(self, token_ids: Int32Array, num_tokens: Int32Array) -> tuple[int, int, int]:
-        """Addresses and row length of the arrays, as the functions take them. They are kept while
-        the same arrays come: to take them anew would cost as much as a call.
+        """Addresses and row length of the arrays, for the library's functions. They are cached
+        while the arrays are the same, since computing them takes as long as a call.
         """
         before = self._arrays
         if before is None or before[0] is not token_ids or before[1] is not num_tokens:

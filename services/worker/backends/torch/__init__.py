@@ -1,1 +1,1 @@
-"""Plain torch, on every device. The other backends fall back on it, and are tested against it."""
+"""Plain torch, on every device. Other backends fall back to it, and are tested against it."""

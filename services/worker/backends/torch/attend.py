@@ -1,8 +1,8 @@
-"""One attention call in torch, and what makes its rows independent of how many there are.
+"""One attention call in torch, whose rows do not depend on the number of rows.
 
-The libraries below torch choose a way to multiply by the number of rows: one or two rows are summed
-in another order than many. With four rows and more, in multiples of four, the libraries that were
-tried agree (oneDNN 3 and MKL 2024 on AVX2 and AVX-512); `row_multiple` tries those of this machine.
+The libraries that torch uses choose a multiplication method by the number of rows. One or two rows
+are summed in another order than many. In multiples of four rows, the tested libraries agree (oneDNN
+3 and MKL 2024 on AVX2 and AVX-512). `row_multiple` tests the libraries of this machine.
 """
 
 import functools
@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from services.worker.backends.attention import AttentionLayer
 
 MOST_ROWS = 128
-"""Most queries of one head in a call, padding included."""
+"""Maximum of queries of one head in a call, including padding."""
 
 _FEW_ROWS, _MANY_ROWS = 4, 32
 _PROBED_ROWS = (4, 8, 20, 32, 36, 64, MOST_ROWS)
@@ -32,9 +32,10 @@ def attend(
 ) -> torch.Tensor:
     """Attention of [groups, heads, n, head_dim] over [groups, heads, keys, head_dim].
 
-    The mask is added to the scores. Computed operation by operation if scores are capped. With
-    `alike` the bits are the same for any number of threads: a single head is computed twice, since
-    the libraries would spread it over threads, and sum in an order that depends on their number.
+    The mask is added to the scores. If scores are capped, operations are computed one by one. With
+    `alike` the bits are the same for any number of threads. A single head is then computed twice:
+    otherwise the libraries would divide it among threads, and their summation order would depend on
+    the number of threads.
     """
     is_doubled = alike and query.shape[0] * query.shape[1] == 1
     if is_doubled:
@@ -53,11 +54,11 @@ def attend(
 
 @functools.cache
 def row_multiple(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """The multiple to which the queries of a call on the CPU are padded, so that a row is the same
-    whatever their number.
+    """Queries of a call on the CPU are padded to a multiple of this, so that a row is the same for
+    any number of queries.
 
-    Found by trying: if the rows of several numbers differ, every call gets blocks of as many rows
-    as torch's kernel takes at once.
+    Determined by tests. If rows differ between numbers of queries, all calls are padded to the
+    number of rows that torch's kernel computes at once.
     """
     random = torch.Generator().manual_seed(0)
 

@@ -1,8 +1,8 @@
-"""Products of inputs and weights in 8 bits both (W8A8), which are exact until they are scaled.
+"""Products of weights and inputs that are both in 8 bits (W8A8). They are exact before scaling.
 
-Codes are multiplied as floats, in parts of the depth whose sums float32 holds exactly: in any order
-and with any instructions they are the same. So a row's result does not depend on the rows beside
-it, and differs from that of compiled kernels by the rounding of the bias alone.
+Codes are multiplied as floats, in parts of the depth whose sums are exact in float32. So sums are
+the same in any order and with any instructions. A row's result does not depend on other rows, and
+differs from the compiled kernels' only by the rounding of the bias.
 """
 
 import torch
@@ -11,11 +11,11 @@ from services.worker.backends.lora import Delta
 from services.worker.backends.quantized import QuantizedWeight, quantized_rows
 
 _EXACT_DEPTH = 1024
-"""So many products of codes, each at most 127 * 128, are less than 2**24."""
+"""The sum of this many products of codes, each at most 127 * 128, is below 2**24."""
 
 
 class CodedLinear:
-    """See Linear, of a weight that quantizes its inputs. It takes any number of rows."""
+    """A Linear for a weight that quantizes its inputs, for any number of rows."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -29,7 +29,7 @@ class CodedLinear:
         return product if delta is None else delta.added_to(product, x)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear."""
+        """The product in float32."""
         codes, scales = quantized_rows(x)
         sums = torch.zeros(len(x), self.out_features, dtype=torch.int32, device=x.device)
         for part, weights in zip(torch.split(codes, _EXACT_DEPTH, 1), self._parts, strict=True):

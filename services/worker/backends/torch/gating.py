@@ -1,4 +1,4 @@
-"""Gates of an MLP: each goes through an activation and multiplies the value beside it."""
+"""Gates of an MLP: the activation of each gate is multiplied by its value."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ _OF_TORCH: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class GatedLinear:
-    """See Linear: a projection with its gates applied. `batch_invariant`: see `gated`."""
+    """A projection with gates applied. `batch_invariant`: see `gated`."""
 
     def __init__(
         self, projection: Linear, activation: Activation, *, batch_invariant: bool = False
@@ -37,19 +37,19 @@ class GatedLinear:
         return gated(product, self._activation, batch_invariant=self._batch_invariant)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear; torch rounds the result."""
+        """The result in float32, rounded by torch before."""
         return self(x).float()
 
 
 def gated(
     product: torch.Tensor, activation: Activation, *, batch_invariant: bool = False
 ) -> torch.Tensor:
-    """Gates [n, d] beside the values [n, d] that they gate -> activation(gate) * value.
+    """Maps gates [n, d], concatenated with values [n, d], to activation(gate) * value.
 
-    On the CPU, torch's own SiLU and GELU compute the last elements of a thread's share with another
-    exponential than those before them. With `batch_invariant` other operations are used, which
-    compute every element in the same way, unless all numbers of the data type give the same either
-    way.
+    On the CPU, torch's SiLU and GELU compute the last elements of each thread's part with another
+    exponential than the others. With `batch_invariant` other operations are used, which compute all
+    elements in the same way. Exception: torch's own are used if all numbers of the data type give
+    the same results either way.
     """
     gate, value = product.chunk(2, dim=-1)
     if not batch_invariant or _is_uniform(activation, product.dtype):
@@ -66,9 +66,9 @@ def gated(
 
 @functools.cache
 def _is_uniform(activation: Activation, dtype: torch.dtype) -> bool:
-    """Whether torch's own operation gives an element the same result wherever it lies. Compares
-    the results of all numbers of the data type computed together with those of each number
-    computed alone, as at the end of a thread's share.
+    """Whether torch's operation returns the same result for an element at any position. Compares
+    all numbers of the data type computed together with each number computed alone, as at the end of
+    a thread's part.
     """
     if dtype.itemsize != _ALL_TRIED_BYTES:
         return False

@@ -26,10 +26,10 @@ from services.worker.backends.torch.paged_attention import TorchPagedAttention, 
 
 
 class TorchKernels:
-    """See Kernels.
+    """Kernels in torch.
 
-    `batch_invariant`: on the CPU a token's results are the same bits whatever is in the step with
-    it. Decode steps take longer for it.
+    `batch_invariant`: on the CPU a token's results have the same bits for any other tokens in the
+    step. This makes decode steps slower.
     """
 
     def __init__(self, *, batch_invariant: bool = True) -> None:
@@ -39,7 +39,9 @@ class TorchKernels:
         return padded_rows(num_rows, batch_invariant=self._batch_invariant)
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """See Kernels. A quantized weight is dequantized here, once, unless inputs are too."""
+        """A projection. A quantized weight is dequantized once, unless its inputs are quantized
+        too.
+        """
         if isinstance(weight, QuantizedWeight):
             if weight.quantizes_inputs:
                 return CodedLinear(weight, bias)
@@ -47,7 +49,7 @@ class TorchKernels:
         return self._plain_linear(weight, bias)
 
     def _plain_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """A projection by a weight that is not quantized."""
+        """A projection with an unquantized weight."""
         return PackedLinear(weight, bias, batch_invariant=self._batch_invariant)
 
     def gated_linear(
@@ -63,7 +65,7 @@ class TorchKernels:
         return weight
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """See Kernels. Converts first: torch warns if x and the weight differ in data type."""
+        """The norm of x. Converts x first: torch warns if x and the weight differ in data type."""
         if x.dtype is weight.dtype:
             return F.rms_norm(x, weight.shape, weight, epsilon)
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon).to(x.dtype)
@@ -78,7 +80,7 @@ class TorchKernels:
         weights: DecoderWeights,  # noqa: ARG002
         constants: DecoderConstants,  # noqa: ARG002
     ) -> FusedDecoder | None:
-        """None: layers are run operation by operation."""
+        """None: layers are computed operation by operation."""
         return None
 
     def shared_ranks(

@@ -1,11 +1,10 @@
-"""The keys that a query is attended to over, and the queries of a chunk that share a call.
+"""The key ranges of queries, and the queries of a chunk that share a call.
 
-Sums over keys run in blocks, and where blocks end decides the last bits of the result. FixedRanges
-makes the range of a query a function of its position alone: the query at one position always has
-the same keys, cut into blocks in the same way, whether it is a decode or part of a chunk, and
-whatever else is in the step. Keys of the range that it does not see are masked, and add zeros.
-TightRanges takes no more keys than are seen, which is less work, and lets the last bits depend on
-the step.
+Sums over keys are computed in blocks, and block boundaries determine the last bits of the result.
+With FixedRanges the range of a query is a function of its position only. A query at one position
+always has the same keys in the same blocks: as a decode, as part of a chunk, and with any other
+queries in the step. Keys that it does not attend to are masked, and add zeros. TightRanges have no
+more keys than needed, which is less work. The last bits then depend on the step.
 """
 
 import itertools
@@ -22,20 +21,20 @@ BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """Keys [start, start + length) of a sequence; those past its end count as masked."""
+    """Keys [start, start + length) of a sequence; keys past its end are masked."""
 
     start: int
     length: int
 
     @property
     def end(self) -> int:
-        """One past its last key."""
+        """The index after the last key."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Queries [begin, end) of a chunk, counted from its first, over the same keys."""
+    """Queries [begin, end) of a chunk, counted from its first, with the same key range."""
 
     begin: int
     end: int
@@ -43,11 +42,11 @@ class Run:
 
 
 class FixedRanges:
-    """Ranges begin and end at multiples of GRANULE tokens.
+    """Ranges that begin and end at multiples of GRANULE tokens.
 
-    Up to BLOCK keys are one block, of one of LENGTHS; more are blocks of BLOCK keys, to which any
-    number of masked ones may be added. Capped scores are computed over whole ranges, so that
-    `has_softcap` allows equally long ranges alone to share a call.
+    Up to BLOCK keys are one block with one of LENGTHS. Longer ranges are blocks of BLOCK keys, and
+    any number of masked keys may be appended. Capped scores are computed over whole ranges, so with
+    `has_softcap` only ranges of equal length may share a call.
     """
 
     def __init__(self, *, has_softcap: bool) -> None:
@@ -57,7 +56,7 @@ class FixedRanges:
         self, positions: Int32Array | Int64Array, window: int | None
     ) -> tuple[Int64Array, Int64Array]:
         """Starts and lengths of the ranges of single queries at these positions, [n] each.
-        `window`: the widest of the layers' windows; None: queries see all keys before them.
+        `window`: the widest of the layers' windows; None: full attention.
         """
         granules = positions.astype(np.int64) // GRANULE
         starts = np.zeros_like(granules)
@@ -68,8 +67,8 @@ class FixedRanges:
         return starts, np.where(needed <= BLOCK, short, -(-needed // BLOCK) * BLOCK)
 
     def of_chunk(self, context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
-        """Cuts a chunk that follows `context` tokens into runs of at most `most` queries. Each has
-        the keys that it would have as a decode.
+        """Cuts a chunk after `context` tokens into runs of at most `most` queries. Each query has
+        the same keys as in a decode.
         """
         starts, lengths = self.of_decodes(np.arange(context, context + num_queries), window)
         changes = np.flatnonzero((np.diff(starts) != 0) | (np.diff(lengths) != 0)) + 1
@@ -81,8 +80,8 @@ class FixedRanges:
         return found
 
     def may_share(self, shorter: int, longer: int) -> bool:
-        """Whether decodes over `shorter` and over `longer` keys may be one call, over the longer
-        number: not if the ranges end in blocks of different lengths.
+        """Whether decodes with `shorter` and `longer` keys may be one call with `longer` keys. They
+        may not if their ranges have blocks of different lengths.
         """
         if shorter == longer:
             return True
@@ -90,8 +89,8 @@ class FixedRanges:
 
 
 class TightRanges:
-    """Ranges begin with the first block that is seen, and end with the last query's own key. For
-    the methods see FixedRanges.
+    """Ranges that begin with the first block in the window, and end with the last query's own key.
+    Its methods are those of FixedRanges.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -116,9 +115,9 @@ class TightRanges:
         return found
 
     def may_share(self, shorter: int, longer: int) -> bool:
-        """See FixedRanges. The keys of one are padded to less than twice as many."""
+        """Whether the shorter range is padded to at most twice its length."""
         return longer <= 2 * shorter
 
 
 KeyRanges = FixedRanges | TightRanges
-"""What chooses the keys of an attention call."""
+"""A strategy for the keys of attention calls."""

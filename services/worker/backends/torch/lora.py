@@ -1,5 +1,5 @@
-"""Adapters in plain torch: the rows of each adapter are multiplied by its A and B, adapter by
-adapter, or of all adapters together where torch multiplies grouped matrices.
+"""LoRA in plain torch: rows are multiplied by A and B of their adapter. This is done adapter by
+adapter, or for all adapters at once if torch can multiply grouped matrices.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ MakeLinear = Callable[[torch.Tensor], Linear]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A and B as projections, and the columns that they add to."""
+    """A and B as projections, and the columns to which they are added."""
 
     a: Linear
     b: Linear
@@ -32,7 +32,7 @@ class _Part:
 
 
 class TorchLora:
-    """See PackedLora: the projections of each layer, by name."""
+    """A PackedLora with the projections of each layer, by name."""
 
     def __init__(self, layers: Sequence[LoraLayer], linear: MakeLinear) -> None:
         self.num_bytes = sum(
@@ -54,7 +54,7 @@ def _packed(factors: LoraFactors, linear: MakeLinear) -> _Part:
 
 
 class TorchLoraStep:
-    """See LoraStep. `padded_rows` as in Kernels."""
+    """A LoraStep that multiplies adapter by adapter. `padded_rows`: as in Kernels."""
 
     def __init__(self, rows: LoraRows, padded_rows: Callable[[int], int]) -> None:
         indexes = torch.from_numpy(rows.rows).to(rows.device, torch.int64)
@@ -77,7 +77,7 @@ class TorchLoraStep:
 
 @dataclass(frozen=True, slots=True)
 class _ByAdapter:
-    """See Delta: of each adapter its rows, and what it adds to them."""
+    """A Delta with the rows and the factors of each adapter."""
 
     adapters: list[tuple[torch.Tensor, list[_Part]]]
     padded_rows: Callable[[int], int]
@@ -92,12 +92,13 @@ class _ByAdapter:
 
 
 class GroupedLora:
-    """See PackedLora: of each layer and projection one A and one B for all its columns. Ranks are
-    rounded up to a multiple of 16, as rows of grouped matrices must begin at addresses of 16 bytes.
+    """A PackedLora with one A and one B for each layer and projection, for all its columns. LoRA
+    ranks are padded to a multiple of 16, since rows of grouped matrices must be aligned to 16
+    bytes.
     """
 
     def __init__(self, layers: Sequence[LoraLayer], columns: dict[str, int]) -> None:
-        """`columns`: of the output of each projection."""
+        """`columns`: number of output columns, by projection."""
         self.layers = [
             {
                 part: _rounded(stacked(getattr(layer, part), columns[part]))
@@ -120,8 +121,8 @@ def _rounded(factors: LoraFactors) -> LoraFactors:
 
 
 class GroupedLoraStep:
-    """See LoraStep. The weights of the step's adapters are stacked when they are first used, so
-    that the step after it can go on with them if it has the same adapters.
+    """A LoraStep with grouped products. The weights of the step's adapters are stacked at their
+    first use. The next step reuses the stacks if it has the same adapters.
     """
 
     def __init__(self, rows: LoraRows, before: "GroupedLoraStep | None") -> None:
@@ -152,8 +153,8 @@ class GroupedLoraStep:
         return None if stack is None else _Grouped(self._rows, self._ends, *stack)
 
     def _stack(self, index: int, part: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A transposed [adapters, in, r], and B transposed [adapters, r, out], with zeros for
-        adapters that add nothing and for ranks that an adapter does not have.
+        """A transposed [adapters, in, r], and B transposed [adapters, r, out]. They are zero for
+        adapters that add nothing, and for ranks above an adapter's own.
         """
         found = [adapter.layers[index].get(part) for adapter in self._adapters]
         some = [one for one in found if one is not None]
@@ -171,7 +172,7 @@ class GroupedLoraStep:
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """See Delta: `rows` of the step by adapter, up to `ends` those of each."""
+    """A Delta with grouped products. `rows` are ordered by adapter; `ends` bound each adapter's."""
 
     rows: torch.Tensor
     ends: torch.Tensor

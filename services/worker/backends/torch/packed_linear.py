@@ -1,11 +1,10 @@
-"""Matrix multiplication by a fixed weight, packed for the processor if that is possible.
+"""Multiplication by a fixed weight, packed for the processor if possible.
 
-A batch-invariant product has rows that are the same bits whatever rows are multiplied with them.
-The libraries below torch sum a single row in another order than many; from four rows on they hardly
-ever differ (oneDNN 3, of 15 weights in two data types: only in one, and only where the processor
-lacks bfloat16). So rows are padded to four at least, products of several numbers of rows are
-compared when a weight is packed, and where they differ the weight is multiplied by in tiles of
-equal height.
+In a batch-invariant product a row has the same bits for any other rows. The libraries that torch
+uses sum a single row in another order than many. From four rows on they hardly ever differ (oneDNN
+3, of 15 weights in two data types: only in one, and only if the processor lacks bfloat16). So rows
+are padded to at least four. When a weight is packed, products of several numbers of rows are
+compared. If they differ, the weight is multiplied in tiles of equal height.
 """
 
 import logging
@@ -19,7 +18,7 @@ from services.worker.backends.lora import Delta
 logger = logging.getLogger(__name__)
 
 _BUCKETS = ((32, 4), (64, 8), (128, 16), (256, 32), (512, 64))
-"""(rows, multiple): up to these rows, their number is rounded up to the multiple."""
+"""(rows, multiple): up to this many rows, their number is rounded up to the multiple."""
 _FEWEST_ALIKE = 4
 """With fewer rows the libraries sum in another order."""
 
@@ -28,17 +27,17 @@ _TILE_ROWS = 32
 
 
 _agreeing: dict[tuple[object, ...], bool] = {}
-"""Whether rows of products agree, by what the libraries choose a way to multiply by, apart from the
-number of rows, for every weight that was tried in this process.
+"""Whether rows of products agree, for every shape of weight that was tested in this process. The
+key has the properties by which libraries choose a method, except the number of rows.
 """
 
 
 def padded_rows(num_rows: int, *, batch_invariant: bool = True) -> int:
-    """The number of rows to multiply in place of `num_rows`: one of a few numbers.
+    """The number of rows to multiply instead of `num_rows`: one of a few numbers.
 
-    oneDNN prepares and keeps a kernel with buffers of its own for each number of rows, which takes
-    milliseconds and megabytes. Up to 1024 rows there are 28 of these numbers, or 31 with those
-    below four, which are not used for batch-invariant products.
+    oneDNN keeps a kernel with its own buffers for each number of rows, which takes milliseconds and
+    megabytes. Up to 1024 rows there are 28 of these numbers. There are 31 with those below four,
+    which are not used for batch-invariant products.
     """
     if num_rows < _FEWEST_ALIKE and not batch_invariant:
         return num_rows
@@ -52,9 +51,9 @@ class PackedLinear:
     """x W^T + b for a weight [out, in] and a bias [out] or None.
 
     On the CPU the weight is reordered once into oneDNN's blocked layout, which about halves the
-    time of small batches; if the library lacks the operation, the plain one runs. The instance
-    owns its weight: in packed form the caller's tensor is not kept. Callers pass a number of rows
-    that `padded_rows` gives.
+    time of small batches. If the library lacks the operation, the plain one is used. The instance
+    owns its weight: once packed, the caller's tensor is not kept. The number of rows must be a
+    result of `padded_rows`.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class PackedLinear:
         return product if delta is None else delta.added_to(product, x)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """See Linear; torch rounds the result."""
+        """The product in float32, rounded by torch before."""
         return self(x).float()
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +88,7 @@ class PackedLinear:
         return product
 
     def _rows_agree(self, dtype: torch.dtype) -> bool:
-        """Whether a row of the product is the same for each of _TRIED_ROWS; tried once for each
+        """Whether a row of the product is the same for each of _TRIED_ROWS. Tested once for each
         shape of weight.
         """
         has_bias, is_packed = self._bias is not None, self._packed is not None
@@ -110,7 +109,7 @@ class PackedLinear:
 def rows_agree(
     multiply: Callable[[torch.Tensor], torch.Tensor], width: int, dtype: torch.dtype
 ) -> bool:
-    """Whether rows [n, width] give the same bits for each number of rows that is tried."""
+    """Whether rows [n, width] have the same product bits for each tested number of rows."""
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(max(_TRIED_ROWS), width, generator=random).to(dtype)
     whole = multiply(rows)

@@ -1,24 +1,24 @@
 """Paged attention in plain torch operations: on the CPU, and on CUDA for capped scores.
 
-Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] per layer of a group, so
-that gathering a sequence's pages gives its keys in order, and one strided view of them feeds the
-attention kernel. New keys are written first, and read from the pages like all others.
+Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] for each layer of a group.
+So gathered pages of a sequence have its keys in order, and the attention kernel reads them through
+one strided view. New keys are written first, and read from the pages like all others.
 
-Keys and values in 8 bits (kv_codes.py) are stored and gathered as such, and multiplied with the
-scales, in the model's data type, before they are attended to.
+Keys and values in 8 bits (kv_codes.py) are stored and gathered as codes. They are multiplied by
+their scales, in the model's data type, before attention.
 
-With `batch_invariant`, on the CPU, a query's result is the same bit for bit whatever else is in the
-step, however its prompt is cut, and wherever its pages lie: its keys, and the blocks in which they
-are summed, are a function of its position (key_ranges.py), and the number of rows of a call is one
-for which the libraries below torch give the same rows (attend.py).
+With `batch_invariant`, on the CPU, a query's result has the same bits for any other queries in the
+step, any cuts of its prompt, and any placement of its pages. Its keys, and the blocks in which they
+are summed, are a function of its position (key_ranges.py). The number of rows of a call is one for
+which torch's libraries return the same rows (attend.py).
 
-* Decodes of similar length form a group: one gather into a workspace kept between calls, one
-  attention call, the query heads that share a key head folded into the query's length.
-* Chunks are computed one by one, in runs of queries over the same keys; the key heads are repeated
-  by a stride of zero, not by copies.
+* Decodes of similar length form a group: one gather into a persistent workspace, and one attention
+  call. The query heads that share a key head are folded into the query's length.
+* Chunks are computed one by one, in runs of queries with the same keys. Key heads are repeated by a
+  stride of zero, not by copies.
 
-If all layers of a KV-cache group have a window, only the pages within it are gathered: the blocks
-before it may have been given to other requests.
+If all layers of a KV-cache group have a window, only the pages within it are gathered: earlier
+blocks may have been reallocated to other requests.
 
 Paging: Kwon et al., PagedAttention.
 """
@@ -47,11 +47,11 @@ from services.worker.backends.torch.rotary import rotate
 from services.worker.backends.torch.step_cutter import Chunk, DecodeGroup, StepCutter, score_mask
 
 MAX_GROUP_TOKENS = 16384
-"""Keys of one group of decodes, padding included, unless a single sequence is longer."""
+"""Maximum of keys in a group of decodes, including padding. A single sequence may be longer."""
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
-    """Upper estimate of the memory of gathered pages and masks."""
+    """Upper estimate of the memory of gathered pages and masks, in bytes."""
     widest = max(layer.num_kv_heads * layer.head_dim for layer in shape.layers)
     per_token = 2 * widest + MOST_ROWS * len({layer.window for layer in shape.layers})
     num_tokens = 2 * max(MAX_GROUP_TOKENS, max_model_len + BLOCK)
@@ -60,7 +60,7 @@ def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
 
 
 class TorchPagedAttention:
-    """See PagedAttention. The host never waits for the device."""
+    """A PagedAttention in torch. The host never waits for the device."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class TorchPagedAttention:
             pages.index_copy_(0, slots, coded(heads) if self._shape.has_codes else heads)
 
     def attend_group(self, layer: int, query: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
-        """Queries [n, num_heads, head_dim], one per sequence -> [n, num_heads * head_dim]."""
+        """Maps queries [n, num_heads, head_dim], one per sequence, to [n, num_heads * head_dim]."""
         spec, rows = self._shape.layers[layer], group.end - group.begin
         keys, values = (
             pages.view(rows, -1, spec.num_kv_heads, spec.head_dim)
@@ -148,7 +148,7 @@ class TorchPagedAttention:
     def attend_chunk(
         self, layer: int, query: torch.Tensor, chunk: Chunk, output: torch.Tensor
     ) -> None:
-        """One request's queries [n, num_heads, head_dim]; writes `output`, of the same shape."""
+        """Attention of one request's queries [n, num_heads, head_dim], written to `output`."""
         spec = self._shape.layers[layer]
         keys, values = (
             _repeated(pages.flatten(0, 1), spec) for pages in self._gather(layer, chunk.block_ids)
@@ -163,13 +163,13 @@ class TorchPagedAttention:
             _grouped(output[run.begin : run.end], spec).copy_(attended[:, :, : own.shape[2]])
 
     def _filled_up(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Queries [.., n, head_dim], padded with rows to a number that attention takes."""
+        """Queries [.., n, head_dim], padded with rows to the required multiple."""
         missing = -query.shape[-2] % self._row_multiples[layer]
         return F.pad(query, (0, 0, 0, missing)) if missing else query
 
     def _gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Pages of keys and values, [len(block_ids), block_size, num_kv_heads, head_dim] each, in
-        the workspace or decoded from there.
+        """Gathers pages of keys and values, [len(block_ids), block_size, num_kv_heads, head_dim]
+        each, in the workspace, and decodes them if they are codes.
         """
         own = self._layer_pages[layer]
         shape = (2, len(block_ids), *own.shape[2:])
@@ -184,14 +184,14 @@ class TorchPagedAttention:
     def _run_mask(
         self, window: int | None, num_queries: int, ahead: int, num_keys: int
     ) -> torch.Tensor:
-        """0 where a query sees a key, else -inf. `ahead` of the keys come before the first query's
-        own. A part of the one mask that serves all runs.
+        """0 where a query attends to a key, else -inf. `ahead`: number of keys before the first
+        query's own. A view of the mask that all runs share.
         """
         first = self._mask_width - ahead
         return self._run_masks[window][:num_queries, first : first + num_keys]
 
     def _reserve_masks(self, length: int) -> None:
-        """Makes the masks for runs over `length` keys, the first query's own key in the middle."""
+        """Builds masks for runs over `length` keys, with the first query's key in the middle."""
         if self._mask_width >= length:
             return
         middle = self._mask_width = max(length, 2 * self._mask_width)
@@ -210,8 +210,8 @@ class TorchPagedAttention:
     def _opened_blocks(self, layout: StepLayout) -> torch.Tensor:
         """Blocks that the step begins and does not fill.
 
-        They are cleared: a mask hides what an earlier request left in them, but not if it is NaN,
-        which must not reach another request.
+        They are cleared. A mask hides values of an earlier request in them, but not NaN, which must
+        not affect another request.
         """
         size = layout.block_size
         last = (layout.seq_lens - 1) // size
@@ -221,8 +221,8 @@ class TorchPagedAttention:
 
 
 def _allocate(shape: AttentionShape, layer: int) -> torch.Tensor:
-    """Pages of keys and of values, which take memory when they are first written. Only the null
-    block, which is read as padding, is cleared here.
+    """Allocates pages of keys and values, whose memory is allocated at the first write. Only the
+    null block, which is read as padding, is cleared here.
     """
     pages = shape.page_shape(layer)
     allocated = torch.empty(pages, dtype=shape.page_dtype, device=shape.device)
@@ -244,7 +244,7 @@ def _repeated(heads: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _GroupStep:
-    """One step in one KV-cache group: where it writes, and its decodes and chunks."""
+    """One step in one KV-cache group: the slots to write, and its decodes and chunks."""
 
     slots: torch.Tensor
     opened_blocks: torch.Tensor
@@ -254,7 +254,7 @@ class _GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class TorchPagedStep:
-    """See LayerAttention: one step over a cache; `steps` by layer."""
+    """The attention of one step over a cache; `steps` are by layer."""
 
     cache: TorchPagedAttention
     steps: list[_GroupStep]

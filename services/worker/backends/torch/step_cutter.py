@@ -1,4 +1,4 @@
-"""How a step is cut into the calls of torch's paged attention: index arithmetic, and masks."""
+"""Cuts a step into the calls of torch's paged attention: index arithmetic, and masks."""
 
 from dataclasses import dataclass
 
@@ -18,10 +18,10 @@ from services.worker.backends.torch.key_ranges import KeyRanges, Run
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decodes attended to together: rows [begin, end), over `length` keys each.
+    """Decodes computed in one call: rows [begin, end), over `length` keys each.
 
-    `block_ids` of all keys, sequence by sequence; the first of a sequence's blocks begins `offset`
-    tokens before its keys do. `masks` by a layer's window.
+    `block_ids` of all keys, sequence by sequence. The first block of a sequence begins `offset`
+    tokens before its keys. `masks`: by window of a layer.
     """
 
     begin: int
@@ -34,7 +34,8 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One request's tokens from `begin` of the step on, after `context` earlier ones, in `runs`.
+    """One request's tokens from token `begin` of the step on, after `context` earlier ones, in
+    `runs`.
 
     `block_ids` of all their keys; the first block begins at token `start`.
     """
@@ -48,7 +49,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepCutter:
-    """Cuts steps over one cache. `max_group_tokens`: keys of a group of decodes at once."""
+    """Cuts steps over one cache. `max_group_tokens`: maximum of keys in a group of decodes."""
 
     shape: AttentionShape
     device: Device
@@ -56,7 +57,7 @@ class StepCutter:
     max_group_tokens: int
 
     def decodes(self, layout: StepLayout, windows: set[int | None]) -> list[DecodeGroup]:
-        """Cuts the decodes into groups that may share a call and do not hold too many keys."""
+        """Cuts the decodes into groups that may share a call, within the maximum of keys."""
         num_decodes = layout.num_decodes
         widest = _widest(windows)
         starts, lengths = self.ranges.of_decodes(layout.seq_lens[:num_decodes] - 1, widest)
@@ -95,9 +96,9 @@ class StepCutter:
         first_lens: Int32Array,
         widest: int | None,
     ) -> torch.Tensor:
-        """Blocks in these columns [n, any] of the tables of n sequences. The null block replaces
-        those beyond the end of a sequence, and those whose tokens no query sees within the widest
-        window, the first query being the last of `first_lens` [n, 1] tokens.
+        """Blocks at these columns [n, any] of the block tables of n sequences. Some are replaced by
+        the null block: those beyond the end of a sequence, and those that no query attends to
+        within the widest window. The first query is the last of `first_lens` [n, 1] tokens.
         """
         size, tables = layout.block_size, layout.block_tables[sequences]
         hidden = columns * size >= layout.seq_lens[sequences, None]
@@ -109,14 +110,14 @@ class StepCutter:
     def _decode_mask(
         self, positions: Int64Array, lengths: Int32Array, window: int | None
     ) -> torch.Tensor:
-        """Hides the positions [n, keys] that sequences of these lengths [n, 1] do not see."""
+        """A mask that hides positions [n, keys] beyond lengths [n, 1] or before the window."""
         hidden = positions >= lengths
         if window is not None:
             hidden |= positions < lengths - window
         return score_mask(self.device.upload(hidden), self.shape.dtype)[:, None, None, :]
 
     def chunks(self, layout: StepLayout, windows: set[int | None]) -> list[Chunk]:
-        """The chunks, each with the runs of its queries."""
+        """The chunks, each with its runs of queries."""
         size, widest = layout.block_size, _widest(windows)
         chunks = []
         for row in range(layout.num_decodes, len(layout.seq_lens)):
@@ -133,7 +134,7 @@ class StepCutter:
 
 
 def score_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to scores: -inf where a key is hidden, else 0."""
+    """A mask to add to scores: -inf for hidden keys, else 0."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, -torch.inf)
 
