@@ -25,7 +25,7 @@ class SubChunks:
     """Chunks cut into lanes of `size` queries.
 
     * `parents` int32 [num_lanes]: the chunk of each lane; 0 for a padding lane.
-    * `ends` int32 [num_lanes]: keys up to and including the lane's last query; 0 for a padding lane.
+    * `ends` int32 [num_lanes]: keys up to the lane's last query, inclusive; 0 for padding lanes.
     * `queries` int64 [num_lanes * size]: the token of each row of queries, counted over all chunks;
       arbitrary for padding.
     * `rows` int64 [num_tokens]: the row of each token; the inverse of `queries`.

@@ -1,18 +1,19 @@
-// Attention of a step over one layer's pages: single tokens and chunks alike.
+// Attention of a step over one layer's pages, for decodes and chunks.
 //
-// First every token's key is rotated and stored with its value. Then the tasks are computed in
-// parallel. A task is some consecutive queries of one request with all query heads that share a key
-// head, so that its keys and values are read once for all of them. It goes through its keys in
-// blocks and keeps the running sums of softmax_sums.h. Scores and sums are float32. How keys and
-// values lie in the cache and are multiplied is in plain_products.h and code_products.h.
+// First every token's key is rotated and stored with its value. Then tasks are computed in
+// parallel. A task is several consecutive queries of one request with all query heads that share a
+// key head, so that its keys and values are read once for all of them. It processes its keys in
+// blocks and keeps the running sums of softmax_sums.h. Scores and sums are float32.
+// plain_products.h and code_products.h define the layout of keys and values in the cache, and the
+// products.
 //
-// A row's output is a function of its position alone, bit for bit: blocks and parts begin at
-// multiples of their sizes; a row takes the blocks in which it sees a key, adds products in order
-// of depth and values in order of position, and merges its parts in order; keys that it does not
-// see weigh zero. The other rows of the task, the size of the chunk and the number of threads
-// decide only which thread computes it and when.
+// A row's output is a function of its position alone, bit for bit. Blocks and parts begin at
+// multiples of their sizes. A row uses the blocks in which it attends to a key. It adds products in
+// order of depth and values in order of position, and merges its parts in order. Keys that it does
+// not attend to have weight zero. Other rows of the task, the size of the chunk and the number of
+// threads only determine which thread computes the row, and when.
 //
-// Keys and values beyond a sequence's end, or before its window, are masked, whatever they are.
+// Keys and values beyond a sequence's end, or before its window, are masked, whatever their values.
 
 #pragma once
 
@@ -59,8 +60,9 @@ class Attention {
     }
     const int count = int(plan_.tasks.size());
     for (int i = next.fetch_add(1); i < count;) {
-      // The thread takes its following task before it begins a short one, so that the right keys
-      // are prefetched, as long as enough tasks remain for the other threads. Otherwise it guesses.
+      // The thread takes its next task before it begins a short one, so that the right keys are
+      // prefetched. If too few tasks remain for the other threads, it prefetches for a guessed
+      // task.
       const bool is_taken = plan_.tasks[i].count == 1 && i + 2 * team.size < count;
       const int following = is_taken ? next.fetch_add(1) : i + team.size;
       run_task(plan_.tasks[i], following < count ? &plan_.tasks[following] : nullptr);
@@ -80,8 +82,8 @@ class Attention {
     products_.store(heads_.rotated(key, token, dim), value, head, plan_.slots[token]);
   }
 
-  // The rows of one key head, from `first` on: for each query the query heads of its group,
-  // rotated.
+  // Sets the rows of one key head, from `first` on: for each query the rotated query heads of its
+  // group.
   void set_queries(const AttentionTask& task, int kv_head, int first) {
     const int dim = layer_.head_dim;
     const std::int64_t begin = layout_.query_starts[task.request] + task.first;
@@ -93,13 +95,13 @@ class Attention {
     }
   }
 
-  // The block of the task's keys that begins at position `begin`.
+  // Locates the block of the task's keys that begins at position `begin`.
   void locate(const AttentionTask& task, int begin, KeyBlock& block) const {
     locate_block(layout_.blocks(task.request), block_size_, products_.token_stride(), begin,
                  task.key_begin, task.key_end, block);
   }
 
-  // `following`: probably the thread's next task, whose first block is prefetched; may be null.
+  // `following`: the thread's probable next task, whose first block is prefetched; may be null.
   void run_task(const AttentionTask& task, const AttentionTask* following) {
     const int rows = task.count * group_, all = task.heads * rows;
     const std::int64_t size = plan_.sums_size(all);
@@ -141,7 +143,7 @@ class Attention {
     return round_down(task.key_begin, BLOCK_KEYS);
   }
 
-  // Adds the block's keys that the task's rows see to their sums.
+  // Adds the block's keys to the sums of the task's rows that attend to them.
   void attend_block(const AttentionTask& task, const SoftmaxSums& sums) {
     const int rows = task.count * group_;
     const Range seeing = rows_that_see(task, rows);
@@ -155,7 +157,7 @@ class Attention {
     }
   }
 
-  // The rows whose queries see a key of the block.
+  // The rows whose queries attend to a key of the block.
   Range rows_that_see(const AttentionTask& task, int rows) const {
     const int position = layout_.context(task.request) + task.first;
     const int first = (block_.begin - position) * group_;
@@ -163,7 +165,7 @@ class Attention {
     return {std::max(first, 0), layer_.window > 0 ? std::min(end * group_, rows) : rows};
   }
 
-  // The block that begins at `begin`, or, if the task ends before, the first of the following task.
+  // Locates the task's block that begins at `begin`, else the first block of the following task.
   void locate_next_block(const AttentionTask& task, int begin, const AttentionTask* following) {
     if (begin < task.key_end) {
       locate(task, begin, next_block_);
@@ -174,9 +176,9 @@ class Attention {
     }
   }
 
-  // Turns the scores of a block into weights, adds the weights to their sums, and scales the
-  // earlier sums to the new maximum. `seeing`: the task's rows that see the block, to which the
-  // sums belong.
+  // Converts the scores of a block to weights, adds the weights to their sums, and scales the
+  // earlier sums to the new maximum. `seeing`: the task's rows that attend to the block; `sums` are
+  // of these rows.
   void softmax_block(const AttentionTask& task, Range seeing, const SoftmaxSums& sums) {
     const int begin = block_.begin, count = block_.end;
     float* maxima = sums.maxima;
@@ -219,7 +221,7 @@ class Attention {
     }
   }
 
-  // Scaled to base 2, and capped if the layer caps its scores.
+  // Scores scaled to base 2, and capped if the layer has a softcap.
   Vector scaled_scores(Vector scores) const {
     if (layer_.softcap > 0) {
       return hyperbolic_tangent(scores * (layer_.scale / layer_.softcap)) * scale_;
@@ -227,7 +229,7 @@ class Attention {
     return scores * scale_;
   }
 
-  // Merges the sums of the parts of one context into those of the first, and writes the rows.
+  // Merges the sums of all parts of one context into those of its first part, and writes the rows.
   void merge_parts(const PartMerge& parts) {
     const int rows = parts.task.count * group_;
     float* memory = plan_.partial_sums.data() + parts.task.partial;
@@ -238,7 +240,7 @@ class Attention {
     write_rows(parts.task, parts.task.kv_head, rows, sums);
   }
 
-  // Writes the output of one key head's rows: their weighted values over their sums of weights.
+  // Writes the output of one key head's rows: weighted values divided by sums of weights.
   void write_rows(const AttentionTask& task, int kv_head, int rows, const SoftmaxSums& sums) const {
     const int dim = layer_.head_dim;
     const std::int64_t begin = layout_.query_starts[task.request] + task.first;
@@ -271,9 +273,9 @@ class Attention {
 
 }  // namespace
 
-// Stores the step's rotated keys and its values, then attends; output [tokens, num_heads *
-// head_dim]. Every thread of the team calls it. `next`, 0 at first, is the counter from which the
-// team takes its tasks. The team must pass a barrier before it begins another layer.
+// Stores the step's rotated keys and its values, then computes attention; output [tokens, num_heads
+// * head_dim]. Every thread of the team calls it. `next` is the shared counter of tasks, initially
+// 0. The team must pass a barrier before it begins another layer.
 template <class T>
 [[gnu::noinline]] void attend(AttentionPlan& plan, const Heads<T>& heads, const Pages& pages,
                               T* output, std::atomic<int>& next, Team team) {

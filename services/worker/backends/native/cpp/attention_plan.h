@@ -1,9 +1,9 @@
 // The inputs of attention, and the division of a step's attention into tasks.
 //
-// A task takes all key heads of a request if many requests decode, since the keys of a token are
-// adjacent. A context consists of parts; their sums are merged in order (Flash-Decoding). Parts
-// begin at multiples of PART_KEYS, both if one task goes through all of them and if, with fewer
-// tasks than threads, each part is a task: the output is the same.
+// If many requests decode, a task has all key heads of a request, since the keys of a token are
+// adjacent. A context consists of parts, whose sums are merged in order (Flash-Decoding). Parts
+// begin at multiples of PART_KEYS. With fewer tasks than threads each part is a task; otherwise one
+// task computes all parts. The output is the same in both cases.
 
 #pragma once
 
@@ -43,7 +43,7 @@ struct Layout {
 };
 
 // Consecutive queries of a request with all query heads that share a key head, over a part of the
-// request's context or all of it. Mostly of one key head; of `heads` from `kv_head` on.
+// request's context or all of it. A task has `heads` key heads from `kv_head` on, mostly one.
 struct AttentionTask {
   int request;
   int kv_head;
@@ -55,16 +55,16 @@ struct AttentionTask {
   std::int64_t partial;  // Where in `partial_sums` its sums go; -1 if it covers its whole context.
 };
 
-// The parts of one context. Their sums are stored one after the other from `task.partial` on.
+// The parts of one context. Their sums are stored consecutively from `task.partial` on.
 struct PartMerge {
   AttentionTask task;
   int parts;
 };
 
-// Keys of a part of a context.
+// Number of keys in a part of a context.
 constexpr int PART_KEYS = 512;
 
-// The tasks of a step's attention, for all layers of a KV-cache group that attend alike.
+// The tasks of a step, for all layers of a KV-cache group with equal attention parameters.
 struct AttentionPlan {
   AttentionPlan(const AttentionLayer& layer, const Layout& layout, int block_size, int threads);
 
@@ -78,7 +78,7 @@ struct AttentionPlan {
   std::vector<PartMerge> merges;
   std::vector<float> partial_sums;
 
-  // Floats of the sums of `rows` rows: weighted values, sums of weights lane by lane, maxima.
+  // Number of floats in the sums of `rows` rows: weighted values, lanes of weight sums, maxima.
   std::int64_t sums_size(int rows) const { return std::int64_t{rows} * (padded_dim + LANES + 1); }
 };
 
@@ -104,7 +104,7 @@ inline void add_task(AttentionPlan& plan, AttentionTask task, bool is_split) {
   }
 }
 
-// Chunks, which come last in a layout, become the first tasks, since theirs are the longest.
+// Chunks are last in a layout. They become the first tasks, since their tasks are the longest.
 inline AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout,
                                     int block_size, int threads)
     : layer(layer),
@@ -141,7 +141,7 @@ inline AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& l
   }
 }
 
-// The work of a step's attention, in the unit of threads.h.
+// The amount of work of a step's attention, in the unit of threads.h.
 inline double attention_work(const AttentionLayer& layer, const Layout& layout) {
   double pairs = 0;
   for (int r = 0; r < layout.num_requests; ++r) {

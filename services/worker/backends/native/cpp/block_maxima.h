@@ -1,6 +1,5 @@
-// The largest logit of each block of the race, see sampling/race.py, in one pass over a row. From
-// them follow the row's largest logit, the token that has it, and which blocks hold no token of
-// those that filters keep.
+// The largest logit of each block of the race (see sampling/race.py), in one pass over a row. They
+// determine the row's largest logit, its token, and the blocks without tokens that filters keep.
 
 #pragma once
 
@@ -17,7 +16,7 @@ constexpr int NUM_LANES = 128;
 constexpr int SUPERBLOCK_SIZE = BLOCK_SIZE * NUM_LANES;
 constexpr float NO_LOGIT = -std::numeric_limits<float>::infinity();
 
-// A row of logits, and the largest one of each of its blocks and of them all.
+// A row of logits, with the largest logit of each block and of the row.
 struct LogitRow {
   const float* logits;
   std::int64_t size;
@@ -30,8 +29,8 @@ struct LogitRow {
   std::int64_t num_blocks() const { return blocks_of(size); }
 };
 
-// Adds logits from `from` on to the maxima of consecutive blocks, and sets lanes of `nan` where one
-// is NaN.
+// Updates the maxima of consecutive blocks with logits from `from` on. Sets lanes of `nan` whose
+// logits are NaN.
 template <int REGISTERS>
 inline void add_to_maxima(Register (&most)[REGISTERS], IntRegister& nan, const float* from) {
 #pragma GCC unroll 8
@@ -42,7 +41,7 @@ inline void add_to_maxima(Register (&most)[REGISTERS], IntRegister& nan, const f
   }
 }
 
-// Sets `maxima` and `largest` of a row. Returns whether there is a token to sample: no logit is
+// Sets `maxima` and `largest` of a row. Returns whether the row has a token to sample: no logit is
 // NaN, and the largest is finite.
 inline bool find_maxima(LogitRow& row) {
   constexpr int REGISTERS = 8, WIDTH = REGISTERS * FLOATS;
@@ -78,7 +77,7 @@ inline bool find_maxima(LogitRow& row) {
   return !any_nan && row.largest - row.largest == 0;
 }
 
-// The lowest id of those with the largest logit.
+// The lowest token id with the largest logit.
 inline std::int64_t first_of_largest(const LogitRow& row) {
   for (std::int64_t first = 0; first < row.size; first += SUPERBLOCK_SIZE) {
     std::int64_t found = row.size;

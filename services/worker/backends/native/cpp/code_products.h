@@ -1,12 +1,11 @@
 // A task's products with keys and values in 8 bits, see codes.h. All sums over codes are exact.
 //
-// A query is rounded to whole numbers of 15 bits times a scale, and the weights of a block's
-// values, times the values' scales, to whole numbers of 16 bits times a scale: each is two rows of
-// bytes, the high and the low part, which the 8-bit dot products of the processor take. So codes
-// are read as they lie in the cache, at the rate at which pairs of bfloat16 would be multiplied.
+// A query is rounded to 15-bit integers times a scale. The weights of a block's values, times the
+// values' scales, are rounded to 16-bit integers times a scale. Each is stored as two rows of
+// bytes, the high and the low part, which the processor's 8-bit dot products can use. So codes are
+// read unchanged from the cache, at the rate at which pairs of bfloat16 would be multiplied.
 //
-// A row's scales follow from its query and from the keys that it sees in the block, and from
-// nothing else in the step.
+// A row's scales depend only on its query and on the keys of the block that it attends to.
 
 #pragma once
 
@@ -24,7 +23,7 @@
 
 namespace stepwell {
 
-// For the members see PlainProducts.
+// The members are documented in PlainProducts.
 template <class T>
 class CodeProducts {
  public:
@@ -53,8 +52,8 @@ class CodeProducts {
     packed_values_ = scratch.take<ValueByte>(BLOCK_PANELS * sizes_.record());
   }
 
-  // Of a token whose value is not finite the key's scale is NaN: so is the output of every query
-  // that sees it, as without codes.
+  // If a token's value is not finite, the key's scale is set to NaN. So the output of every query
+  // that attends to the token is NaN, as without codes.
   void store(const T* key, const T* value, int head, std::int64_t slot) {
     const std::int64_t offset = slot * token_stride_ + head * sizes_.token();
     std::uint8_t* key_codes = codes_.data();
@@ -127,7 +126,7 @@ class CodeProducts {
   void set_weights(int row, const Vector (&weights)[BLOCK_PANELS], float highest, int first,
                    int last) {
     if (first != seen_first_ || last != seen_last_) see_values(first, last);
-    // The least power of two that is not below any weight.
+    // The smallest power of two that is not below any weight.
     const int power = highest > LOWEST_POWER ? int(std::ceil(highest)) : LOWEST_POWER;
     weight_scales_[row] = value_step_ * two_to_the(power);
     const float inverse = two_to_the(-power);
@@ -157,20 +156,20 @@ class CodeProducts {
   }
 
  private:
-  // Rows of a tile, each of them two rows of bytes, and vectors that they are multiplied with at
-  // once: as many as there are registers for.
+  // Rows of a tile, each of which is two rows of bytes, and the vectors that are multiplied at
+  // once. Both are limited by the number of registers.
 #ifdef __AVX512F__
   static constexpr int TILE_ROWS = 3, TILE_VECTORS = 4;
 #else
   static constexpr int TILE_ROWS = 1, TILE_VECTORS = 2;
 #endif
-  // Whole numbers up to these have a high and a low part of a byte each: signed, and unsigned.
+  // Integers up to these have a high and a low part of one byte each: signed, and unsigned.
   static constexpr float MOST_OF_QUERY = 127 * 256;
   static constexpr float MOST_OF_WEIGHTS = 65535;
-  // Weights below two to the power of this are nothing beside the largest one, which is 1.
+  // Weights below two to the power of this are negligible: the largest weight is 1.
   static constexpr int LOWEST_POWER = -100;
 
-  // What brings products of a query's parts with codes, to which 128 was added, back.
+  // Corrects products of a query's parts with codes, to which 128 was added.
   struct QueryScale {
     float scale;
     float high_offset;
@@ -184,8 +183,8 @@ class CodeProducts {
     return value;
   }
 
-  // Finds the largest scale of the values [first, last) of the block, and what weights are
-  // multiplied with to be whole numbers of its part: their scales over it.
+  // Finds the largest scale of the values [first, last) of the block, and the factors that convert
+  // weights to integers: the values' scales divided by it.
   void see_values(int first, int last) {
     seen_first_ = first;
     seen_last_ = last;
@@ -202,14 +201,14 @@ class CodeProducts {
     for (Vector& scales : value_steps_) scales = scales * scaling.inverse;
   }
 
-  // What 128, added to the codes, adds to products with parts of this sum.
+  // What the 128 added to codes contributes to products with parts of this sum.
   static float offset_of(IntRegister sums) {
     int sum = 0;
     for (int i = 0; i < int(sizeof sums / sizeof sums[0]); ++i) sum += sums[i];
     return 128.0f * float(sum);
   }
 
-  // Makes records of the tokens of a block.
+  // Builds records from the tokens of a block.
   void pack(const KeyBlock& block) {
     const int head = rows_.head * sizes_.token();
     key_panels_.step = LANES * PanelOps<KeyByte>::DEPTH;
@@ -238,8 +237,8 @@ class CodeProducts {
     __builtin_prefetch(sizes_.scales(record), 0, 2);
   }
 
-  // Adds the elements of VECTORS vectors of the weighted values, from element `d` on, to the sums
-  // of ROWS rows, and prefetches those of the next block.
+  // Adds VECTORS vectors of weighted values, from element `d` on, to the sums of ROWS rows, and
+  // prefetches the same elements of the next block.
   template <int ROWS, int VECTORS, bool PREFETCH>
   void add_elements(int row, int d, float* sums) const {
     using Ops = PanelOps<ValueByte>;

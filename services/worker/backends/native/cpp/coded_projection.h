@@ -1,13 +1,13 @@
 // Multiplication of inputs in 8 bits by a panel of a weight in 8 bits (W8A8).
 //
-// A row of the input becomes codes, whole numbers from -127 to 127, times a scale, as a head of
-// keys does (codes.h): so vLLM quantizes each token's activations dynamically. Sums of products of
-// codes are exact in 32 bits, whatever their order, and a sum times the scales of row and column is
-// the result. Instructions take unsigned bytes of rows beside signed ones of the weight (quads.h):
-// 128 is added to the codes of rows, and sums begin as the negative of what that adds to them.
+// A row of the input is quantized to codes, integers from -127 to 127, and a scale, as heads of
+// keys are (codes.h). vLLM quantizes each token's activations dynamically in the same way. Sums of
+// products of codes are exact in 32 bits, in any order. The result is a sum times the scales of row
+// and column. Instructions multiply unsigned bytes of rows by signed bytes of the weight (quads.h).
+// So 128 is added to the codes of rows, and sums begin with the negative contribution of this 128.
 //
-// A panel is the scales of its columns, what their sums begin as, and the codes. A depth that is
-// not whole quads is filled up: codes of the weight are zero there.
+// A panel has the scales of its columns, the initial values of their sums, and the codes. If the
+// depth is not a multiple of quads, the weight is padded with codes of zero.
 
 #pragma once
 
@@ -22,7 +22,7 @@ namespace {  // Internal, so that functions with one caller are inlined.
 
 constexpr int ADDED_TO_CODES = 128;
 
-// Packs what the sums of a panel begin as, and its codes.
+// Packs the initial values of a panel's sums, and its codes.
 template <class T, class CodeOf>
 void pack_coded(const Projection<T>& p, char* panel, CodeOf&& code_of) {
   std::int32_t* begins = reinterpret_cast<std::int32_t*>(panel + SCALES_BYTES);
@@ -36,9 +36,9 @@ void pack_coded(const Projection<T>& p, char* panel, CodeOf&& code_of) {
   }
 }
 
-// The codes of rows, an odd number of cache lines apart (see without_set_conflicts). They are valid
-// until the thread's next call. Each thread makes those of the block that it multiplies: that takes
-// about a hundredth of the multiplication's time, and no barrier.
+// The codes of rows, at a distance of an odd number of cache lines (see without_set_conflicts).
+// They are valid until the thread's next call. Each thread computes the codes of the block that it
+// multiplies. This takes about a hundredth of the multiplication's time, and needs no barrier.
 template <class T>
 RowCodes codes_of(const InputRows<T>& rows, std::int64_t depth) {
   static thread_local std::vector<ValueByte> codes;
@@ -53,7 +53,7 @@ RowCodes codes_of(const InputRows<T>& rows, std::int64_t depth) {
   return {codes.data(), stride, scales.data()};
 }
 
-// See PlainPanel.
+// The operands of project_panel for W8A8; see PlainPanel.
 template <class T>
 struct CodedPanel {
   using Element = ValueByte;

@@ -1,12 +1,12 @@
 // Keys and values in 8 bits, with a scale for each token and key head.
 //
-// A head is stored as codes, integers from -127 to 127, and a float32 scale, the largest magnitude
-// of its elements over 127. LANES consecutive tokens of a head are a record: their codes as a panel
-// (quads.h), then their scales. In a panel of keys a step of depth is four elements of a head, and
-// 128 is added to the codes; in one of values it is four tokens, and for each LANES elements there
-// is a panel. If a page holds multiples of LANES tokens, it holds such records, [tokens / LANES,
-// num_kv_heads]. Other pages have of each token [num_kv_heads, codes and a scale], and records are
-// made of those before they are read.
+// A head is stored as codes, integers from -127 to 127, and a float32 scale: the largest magnitude
+// of its elements divided by 127. LANES consecutive tokens of a head form a record: their codes as
+// a panel (quads.h), then their scales. In a panel of keys a step of depth is four elements of a
+// head, and 128 is added to the codes. In a panel of values a step is four tokens, and there is a
+// panel for each LANES elements. If a page has a multiple of LANES tokens, it consists of records,
+// [tokens / LANES, num_kv_heads]. Other pages store for each token [num_kv_heads, codes and a
+// scale]; they are converted to records before they are read.
 
 #pragma once
 
@@ -18,7 +18,8 @@
 
 namespace stepwell {
 
-// A head with all elements below this magnitude is stored as zeros: 127 over it would be infinite.
+// A head whose elements are all below this magnitude is stored as zeros, since 127 divided by it
+// would be infinite.
 constexpr float SMALLEST_SCALED = 1e-30f;
 
 // Sizes of the codes of a head of `dim` elements, padded to whole vectors.
@@ -38,8 +39,8 @@ struct CodeSizes {
   }
 };
 
-// `inverse` scales elements so that the largest becomes `most`, `scale` scales them back. Both are
-// 0 if the largest is too small.
+// `inverse` scales elements so that the largest becomes `most`; `scale` reverses this. Both are 0
+// if the largest is too small.
 struct Scaling {
   float scale;
   float inverse;
@@ -61,8 +62,8 @@ float largest_magnitude(const T* head, int dim) {
   return largest(most) + sum(zeros);
 }
 
-// Writes the codes of a head plus ADDED, as bytes, and returns their scale. A head that is not
-// finite has the scale NaN.
+// Writes the codes of a head plus ADDED, as bytes, and returns their scale. The scale of a head
+// that is not finite is NaN.
 template <int ADDED = 0, class T>
 float write_codes(const T* head, int dim, std::uint8_t* codes) {
   const Scaling scaling(largest_magnitude(head, dim), 127);
@@ -74,7 +75,7 @@ float write_codes(const T* head, int dim, std::uint8_t* codes) {
   return scaling.scale;
 }
 
-// Puts a token's codes and scale of one head, `from`, into lane `lane` of a record of keys.
+// Writes a token's codes and scale of one head to lane `lane` of a record of keys.
 inline void put_key(const std::uint8_t* from, CodeSizes sizes, int lane, KeyByte* record) {
   for (int d = 0; d < sizes.dim; d += 4) {
     std::uint32_t quad;
@@ -85,7 +86,7 @@ inline void put_key(const std::uint8_t* from, CodeSizes sizes, int lane, KeyByte
   std::memcpy(record + sizes.dim * LANES + lane * sizeof(float), from + sizes.dim, sizeof(float));
 }
 
-// The same of values.
+// Writes a token's codes and scale of one head to lane `lane` of a record of values.
 inline void put_value(const std::uint8_t* from, CodeSizes sizes, int lane, ValueByte* record) {
   for (int d = 0; d < sizes.dim; ++d) {
     const int panel = d / LANES * LANES * LANES;

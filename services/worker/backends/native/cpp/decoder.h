@@ -29,7 +29,7 @@ double step_work(const Decoder<T>& decoder, const Layout* layouts, std::int64_t 
   return work;
 }
 
-// The attention plan of each layer. Layers of a KV-cache group that attend alike share one.
+// The attention plan of each layer. Layers of a KV-cache group with equal parameters share one.
 template <class T>
 std::vector<std::shared_ptr<AttentionPlan>> layer_plans(const Decoder<T>& decoder,
                                                         const Layout* layouts, int threads) {
@@ -59,10 +59,10 @@ std::vector<int> positions_of(const Layout& layout) {
 
 }  // namespace
 
-// Runs a step's tokens through all layers. Gives hidden states [rows, hidden_size], normalized if
-// there is a norm, in `output`, and logits [num_wanted, vocabulary] of the rows `wanted`, rising,
-// or of all rows if that is null. A token's input is its row of `embedded`, or, if that is null,
-// the embedding of its id. `lora`: the adapters of the rows; null for none.
+// Runs a step's tokens through all layers. Writes hidden states [rows, hidden_size] to `output`,
+// normalized if there is a norm, and logits [num_wanted, vocabulary] of the rows `wanted`, which
+// are ascending, or of all rows if that is null. A token's input is its row of `embedded`, or the
+// embedding of its id if that is null. `lora`: the adapters of the rows, or null.
 template <class T>
 void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::int64_t* token_ids,
                  const T* embedded, T* output, const std::int64_t* wanted, std::int64_t num_wanted,

@@ -1,8 +1,7 @@
 // One thread's part of a step of a decoder.
 //
 // The residual stream alternates between two buffers. With few rows every thread normalizes all of
-// them for itself, into a buffer of its own, while one thread writes the sum: that costs less than
-// another barrier.
+// them into its own buffer, while one thread writes the sum. That costs less than another barrier.
 
 #pragma once
 
@@ -23,7 +22,7 @@ namespace {  // Internal, so that functions with one caller are inlined.
 
 constexpr std::int64_t FEW_ROWS = 16;
 
-// Most rows with which reading the weights takes longer than multiplying by them.
+// The maximum of rows with which reading the weights takes longer than multiplying by them.
 constexpr std::int64_t MEMORY_BOUND_ROWS = 64;
 
 constexpr std::int64_t BUFFER_MULTIPLE = 32;  // Elements.
@@ -93,7 +92,7 @@ class StepThread {
         rows_(rows),
         team_(team) {}
 
-  // Fills the residual stream, and looks up the tokens' angles. `embedded`: see run_decoder.
+  // Fills the residual stream, and copies the tokens' angles. `embedded`: see run_decoder.
   void begin(const std::int64_t* token_ids, const T* embedded, const int* positions) {
     const std::int64_t width = decoder_.hidden_size;
     const Range own = team_.part(rows_);
@@ -109,7 +108,7 @@ class StepThread {
     team_.wait();
   }
 
-  // `following`: the projection after this layer, or null.
+  // `following`: the first projection after this layer, or null.
   void run_layer(const DecoderLayer<T>& layer, AttentionPlan& plan, std::atomic<int>& next,
                  const Projection<T>* following) {
     normalize(layer.input_norm);
@@ -130,7 +129,7 @@ class StepThread {
     normalize_update(layer.mlp_output_norm);
   }
 
-  // Adds the last update and normalizes, if there is a norm, into `output`.
+  // Adds the last update, normalizes the sum if there is a norm, and writes it to `output`.
   void run_final_norm(T* output) {
     const std::int64_t width = decoder_.hidden_size;
     const Range own = team_.part(rows_);
@@ -144,7 +143,7 @@ class StepThread {
     }
   }
 
-  // Gathers the wanted rows in the buffer of the last update, which is not needed any more, and
+  // Gathers the wanted rows in the buffer of the last update, which is no longer needed, and
   // projects them to the vocabulary.
   void project_logits(const T* output, const std::int64_t* wanted, std::int64_t num_wanted,
                       float* logits) {
@@ -172,7 +171,7 @@ class StepThread {
   }
 
  private:
-  // A projection of a layer, with what adapters add.
+  // Computes a projection of a layer, including adapters.
   void project_part(const DecoderLayer<T>& layer, LoraPart part, const Projection<T>& p,
                     const T* input, T* output) {
     const LoraDelta<T> delta{lora_, int(&layer - decoder_.layers), part, buffers_.inside};
@@ -189,7 +188,7 @@ class StepThread {
     project_and_add(p, input, output, rows_, team_, delta, ahead ? &*ahead : nullptr);
   }
 
-  // The A's that are read after a projection; nothing after the last one.
+  // The A matrices that are read after a projection; none after the last one.
   std::optional<LoraReadAhead<T>> read_ahead(int layer, LoraPart part) const {
     if (part == LORA_DOWN) ++layer;
     if (layer == decoder_.num_layers) return {};
@@ -200,21 +199,21 @@ class StepThread {
     return LoraReadAhead<T>({lora_, layer, next, nullptr}, depths[next], team_);
   }
 
-  // Waits for the team. Before, prefetches the first weights of the next projection: with a small
-  // batch reading weights is most of the work, and memory would idle until the projection begins.
+  // Waits for the team. Prefetches the first weights of the next projection before: with a small
+  // batch most of the work is reading weights, and memory would idle until the projection begins.
   void prefetch_and_wait(const Projection<T>* next) {
     if (next != nullptr && rows_ <= MEMORY_BOUND_ROWS) prefetch(*next, rows_, team_);
     team_.wait();
   }
 
-  // Adds up the updates of the ranks that share the layers.
+  // Sums the updates of the ranks that share the layers.
   void sum_updates() {
     if (decoder_.ranks == nullptr) return;
     sum_over(*decoder_.ranks, buffers_.update, rows_ * decoder_.hidden_size, team_);
     team_.wait();
   }
 
-  // The residual stream after the last layer, of some rows.
+  // Writes the residual stream after the last layer, for a range of rows.
   void add_update(Range own, T* output) const {
     const std::int64_t width = decoder_.hidden_size;
     for (std::int64_t row = own.begin; row < own.end; ++row) {
@@ -246,7 +245,7 @@ class StepThread {
     std::memcpy(cos + buffers_.angles, all.sin + position * half, half * sizeof(T));
   }
 
-  // Adds the update to the residual stream, except at the first call, and normalizes the sum.
+  // Adds the update to the residual stream, except in the first call, and normalizes the sum.
   void normalize(const float* weight) {
     const std::int64_t width = decoder_.hidden_size;
     const bool is_private = buffers_.normed_stride > 0;
@@ -262,7 +261,7 @@ class StepThread {
     if (!is_private) team_.wait();
   }
 
-  // Normalizes the update in place, if the layer does so.
+  // Normalizes the update in place, if the layer normalizes outputs.
   void normalize_update(const float* weight) {
     if (weight == nullptr) return;
     normalize_heads(buffers_.update, decoder_.hidden_size, 1, weight, decoder_.hidden_size);

@@ -1,4 +1,4 @@
-// The structures of a decoder, as Python declares them in native/library.py.
+// The structures of a decoder, as declared in native/library.py.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace stepwell {
 
-// The weights of one layer; see LayerWeights in backends/kernels.py, from which Python's side of
-// this structure is made. Norms that the layer does not have are null.
+// The weights of one layer. Python builds its version from LayerWeights in backends/kernels.py.
+// Norms that the layer lacks are null.
 template <class T>
 struct LayerWeights {
   const float* input_norm;

@@ -1,6 +1,6 @@
-// Exponentials, logarithms and random words in the arithmetic that sampling/exact_math.py and
-// sampling/race.py define: operations that IEEE 754 rounds correctly, in a fixed order and none of
-// them fused. So these functions and those in NumPy give the same bits, on every processor.
+// Exponentials, logarithms and random words, with the arithmetic of sampling/exact_math.py and
+// sampling/race.py: operations that IEEE 754 rounds correctly, in a fixed order and never fused. So
+// these functions and NumPy's versions return the same bits, on every processor.
 
 #pragma once
 
@@ -38,7 +38,7 @@ inline WordRegister consecutive(std::uint64_t first) {
   return value;
 }
 
-// See exponential in sampling/exact_math.py.
+// The function `exponential` of sampling/exact_math.py.
 inline Register exact_exponential(Register x) {
   const Register magic = 12582912.0f - Register{};  // Adding it rounds to an integer.
   const Register clamped = x > -87.0f ? x : -87.0f - Register{};
@@ -55,7 +55,7 @@ inline Register exact_exponential(Register x) {
   return x < -87.0f ? Register{} : series * (Register)power;
 }
 
-// See logarithm in sampling/exact_math.py.
+// The function `logarithm` of sampling/exact_math.py.
 inline DoubleRegister exact_logarithm(DoubleRegister x) {
   constexpr std::uint64_t ONE = 0x3ff0000000000000, ROOT_OF_HALF = 0x3fe6a09e667f3bcd;
   constexpr std::uint64_t TWO_TO_52 = 0x4330000000000000;
@@ -72,7 +72,7 @@ inline DoubleRegister exact_logarithm(DoubleRegister x) {
   return exponent * 0x1.62e42feep-1 + (exponent * 0x1.a39ef35793c76p-33 + of_mantissa);
 }
 
-// See words and exponentials in sampling/race.py.
+// The function `words` of sampling/race.py; `exponentials` follows.
 inline WordRegister random_words(std::uint64_t state, WordRegister indexes) {
   WordRegister mixed = indexes * std::uint64_t{0x9e3779b97f4a7c15} + state;
   mixed = (mixed ^ mixed >> 30) * std::uint64_t{0xbf58476d1ce4e5b9};
@@ -86,7 +86,8 @@ inline DoubleRegister random_exponentials(WordRegister words) {
   return -exact_logarithm(number);
 }
 
-// See random_states in sampling/philox.py: the two words of a seed at a position, in stream 0.
+// The function `random_states` of sampling/philox.py: two words of a seed at a position, in stream
+// 0.
 inline void random_states(std::uint64_t seed, std::uint64_t position, std::uint64_t (&states)[2]) {
   constexpr std::uint64_t LOW = 0xffffffff;
   std::uint64_t c0 = position & LOW, c1 = position >> 32, c2 = 0, c3 = 0;

@@ -1,5 +1,5 @@
-// The functions that Python calls. Each is exported for an element type as a pointer named after
-// both; Functions in library.py declares the arguments.
+// The functions that Python calls. Each is exported for each element type as a pointer whose name
+// has both. The class Functions in library.py declares the arguments.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace stepwell {
 
-// Normalizes rows of `group` parts of `width` elements, rows being `stride` elements apart; see
-// norm_row.
+// Normalizes rows with `group` parts of `width` elements each. Rows are `stride` elements apart.
+// See norm_row.
 template <class T>
 void norm_rows(T* input, std::int64_t group, std::int64_t stride, const T* update,
                const float* weight, T* output, std::int64_t rows, std::int64_t width,
@@ -32,13 +32,13 @@ void attend_in_team(const AttentionLayer& layer, const Layout& layout, const Hea
   in_team(threads, [&](Team team) { attend(plan, heads, pages, output, next, team); });
 }
 
-// The bytes of a panel of the weight.
+// The size of a panel of the weight in bytes.
 template <class T>
 std::int64_t panel_bytes(const Projection<T>& projection) {
   return projection.panel_bytes();
 }
 
-// `lora`: what adapters add, without memory for `inside`; null for nothing.
+// `lora`: the adapters, without memory for `inside`, or null.
 template <class T, class Out>
 void project_in_team(const Projection<T>& projection, const T* input, Out* output,
                      std::int64_t rows, const LoraDelta<T>* lora) {

@@ -1,4 +1,4 @@
-// The functions for float32, and those by which Python checks the compiled structures.
+// The functions for float32, and the functions with which Python checks the compiled structures.
 
 #include <string_view>
 
@@ -8,10 +8,10 @@
 
 namespace stepwell {
 
-// Columns of a panel. The columns of a packed weight are padded to whole panels.
+// Number of columns in a panel. Packed weights are padded to whole panels.
 extern "C" int panel_width() { return PANEL_WIDTH; }
 
-// The bytes of a structure, or 0 for an unknown name. They are the same for every element type.
+// The bytes of a structure, or 0 for an unknown name. They are equal for all element types.
 extern "C" std::int64_t structure_size(const char* name) {
   const std::string_view wanted = name;
   if (wanted == "Projection") return sizeof(Projection<float>);

@@ -1,5 +1,5 @@
-// Queries, keys and values of a step's tokens, their rotation, and the pages that keys and values
-// are stored in.
+// Queries, keys and values of a step's tokens, their rotation, and the pages in which keys and
+// values are stored.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace stepwell {
 
-// Queries, keys and values of a step's tokens, in rows `stride` elements apart, and the cosines and
-// sines of the tokens' angles, [tokens, half]. half 0: nothing is rotated.
+// Queries, keys and values of a step's tokens, in rows `stride` elements apart. `cos` and `sin` are
+// of the tokens' angles, [tokens, half]. If `half` is 0, nothing is rotated.
 template <class T>
 struct Heads {
   const T* query;
@@ -25,7 +25,7 @@ struct Heads {
   const T* sin;
   int half;
 
-  // Rotates the first 2 * `half` elements of a head by the token's angles, and copies the others.
+  // Rotates the first 2 * `half` elements of a head by the token's angles, and copies the rest.
   void rotate(const T* head, std::int64_t token, int head_dim, T* output) const {
     const T* cosines = cos + token * half;
     const T* sines = sin + token * half;
@@ -46,7 +46,7 @@ struct Heads {
     std::memcpy(output + 2 * half, head + 2 * half, (head_dim - 2 * half) * sizeof(T));
   }
 
-  // A rotated head, in memory of this thread that the next call overwrites.
+  // A rotated head, in thread-local memory that the next call overwrites.
   const T* rotated(const T* head, std::int64_t token, int head_dim) const {
     static thread_local std::vector<T> memory;
     if (int(memory.size()) < head_dim) memory.resize(head_dim);
@@ -55,7 +55,7 @@ struct Heads {
   }
 };
 
-// How a cache holds keys and values: as elements of the model's data type, or as in codes.h.
+// The storage of keys and values: elements of the model's data type, or codes as in codes.h.
 enum class CacheFormat : int { PLAIN, INT8 };
 
 // One layer's part of the KV cache.

@@ -1,11 +1,11 @@
-// A block of a context's keys and values, and where they lie in the pages.
+// A block of a context's keys and values, and its location in the pages.
 //
-// Blocks begin at multiples of BLOCK_KEYS, counted from the sequence's first token, so that a
-// token's keys are taken in the same groups whatever is computed with it. In pages of elements (see
-// codes.h for those of codes) values lie token by token, [num_kv_heads, head_dim] each. If the
-// pages hold multiples of LANES tokens, keys lie in panels: of LANES consecutive tokens
-// [num_kv_heads, head_dim / DEPTH, LANES, DEPTH], so that a vector holds one step of the depth of
-// LANES keys. In other pages keys lie as values do.
+// Blocks begin at multiples of BLOCK_KEYS, counted from the sequence's first token. So a token's
+// keys are always processed in the same groups. In pages of elements, values are stored token by
+// token, [num_kv_heads, head_dim] each; codes.h describes pages of codes. If a page has a multiple
+// of LANES tokens, keys are stored in panels: for LANES consecutive tokens [num_kv_heads, head_dim
+// / DEPTH, LANES, DEPTH], so that a vector has one step of the depth of LANES keys. In other pages
+// keys are stored like values.
 
 #pragma once
 
@@ -24,8 +24,7 @@ constexpr int BLOCK_PANELS = BLOCK_KEYS / LANES;
 inline bool has_panels(int block_size) { return block_size % LANES == 0; }
 
 // A block, as offsets of elements from the beginning of the pages. Tokens [first, end) of the block
-// are attended to. The offsets of those before are those of the first, the offsets of those behind
-// are those of the last.
+// are used. Tokens before them have the first one's offset, tokens after them the last one's.
 struct KeyBlock {
   int begin = 0;  // Position of the block's first token.
   int first = 0;
@@ -37,7 +36,7 @@ struct KeyBlock {
 };
 
 // Fills `block` with the keys [key_begin, key_end) of the block that begins at position `begin`.
-// `table`: the request's pages, of `page_size` tokens each, a token being `token_stride` elements.
+// `table`: the request's pages, with `page_size` tokens each and `token_stride` elements per token.
 inline void locate_block(const std::int32_t* table, int page_size, std::int64_t token_stride,
                          int begin, int key_begin, int key_end, KeyBlock& block) {
   block.begin = begin;
@@ -67,10 +66,10 @@ inline void locate_block(const std::int32_t* table, int page_size, std::int64_t 
   std::fill(block.panels, block.panels + panel, block.panels[panel]);
 }
 
-// The values of one head in a block, or its keys if they lie as values do. While they are read,
-// those of `next_block` are prefetched one by one: pages lie anywhere, so that the processor cannot
-// predict the addresses, and more requests at once than it keeps in flight would delay everything
-// else.
+// The values of one head in a block, or its keys if they are stored like values. While they are
+// read, the rows of `next_block` are prefetched one by one. The processor cannot predict their
+// addresses, since pages are anywhere in memory. More requests at once than it keeps in flight
+// would delay all other reads.
 template <class T>
 struct TokenRows {
   const T* first;
@@ -89,14 +88,14 @@ struct TokenRows {
     for (int d = 0; d < dim; d += int(64 / sizeof(T))) __builtin_prefetch(line + d, 0, 2);
   }
 
-  // The rows of the next block from `i` on, if it is longer than this one.
+  // Prefetches the rows of the next block from `i` on, if it is longer than this one.
   void prefetch_rest(int i, int dim) const {
     for (; i < next_block.end; ++i) prefetch(i, dim);
   }
 };
 
-// One head's keys of a block as panels of LANES columns, `step` elements from one step of depth to
-// the next; and the panels to prefetch meanwhile.
+// One head's keys of a block as panels of LANES columns. `step`: elements between two steps of
+// depth. `next`: the panels to prefetch meanwhile.
 template <class T>
 struct KeyPanels {
   const T* current[BLOCK_PANELS];
@@ -104,7 +103,7 @@ struct KeyPanels {
   int step;
 };
 
-// The panels in the pages. `first`: the head's first element in the first panel of the pages.
+// Finds the panels in the pages. `first`: the head's first element in the first panel of the pages.
 template <class T>
 KeyPanels<T> panels_in_pages(const T* first, const KeyBlock& block, const KeyBlock& next_block) {
   KeyPanels<T> found{.step = LANES * PanelOps<T>::DEPTH};

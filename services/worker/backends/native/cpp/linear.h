@@ -1,11 +1,11 @@
 // Multiplication by a packed weight.
 //
-// Panels of the weight are contiguous, so that a small batch, which is bound by memory,
-// reads one sequential stream per thread. Large batches are cut into blocks of rows that stay in
-// the second-level cache while all panels are read, and a panel into chunks of depth that stay in a
-// cache while the tiles of a block are multiplied by it. Whatever the number of rows, an element's
-// products are added in order of depth: totals are float32 between chunks too. The blocking is that
-// of Goto and van de Geijn's matrix multiplication.
+// Panels of the weight are contiguous. So a small batch, which is bound by memory, reads one
+// sequential stream per thread. Large batches are cut into blocks of rows that stay in the
+// second-level cache while all panels are read. A panel is cut into chunks of depth that stay in a
+// cache while the tiles of a block are multiplied by it. For any number of rows, an element's
+// products are added in order of depth, and totals are float32, also between chunks. The blocking
+// is from Goto and van de Geijn's matrix multiplication.
 
 #pragma once
 
@@ -38,9 +38,9 @@ void pack_panel(const Projection<T>& p, const T* weight, std::int64_t panel) {
   }
 }
 
-// The memory that one of several tiles prefetches while it is multiplied by a chunk: each of the
-// last two tiles prefetches half of the next chunk. One tile alone would request more lines at a
-// time than memory delivers, and stall.
+// The memory that a tile prefetches while it is multiplied by a chunk. Each of the last two tiles
+// prefetches half of the next chunk. A single tile would request more lines at a time than memory
+// delivers, and stall.
 template <class Element>
 Prefetch prefetch_of_tile(const Element* chunk, std::int64_t elements, int rows_left) {
   constexpr std::int64_t STEP_BYTES = PANEL_WIDTH * PanelOps<Element>::DEPTH * sizeof(Element);
@@ -50,8 +50,8 @@ Prefetch prefetch_of_tile(const Element* chunk, std::int64_t elements, int rows_
 }
 
 // The operands of project_panel: rows, a panel of elements of the same type, and initial totals.
-// `finish` turns totals of rows into products. AHEAD: how many elements ahead of the only tile the
-// loop prefetches.
+// `finish` converts totals of rows to products. AHEAD: prefetch distance in elements, for a single
+// tile.
 template <class T>
 struct PlainPanel {
   using Element = T;
@@ -75,8 +75,8 @@ struct PlainPanel {
 };
 
 // Multiplies rows by one panel and writes the results. `totals` [rows, PANEL_WIDTH] is scratch
-// memory. `Panel`: PlainPanel<T> or CodedPanel<T>. With LORA, leaves the products in `totals`, for
-// adapters to add to, and prefetches for `lora`; without, `lora` is null.
+// memory. `Panel`: PlainPanel<T> or CodedPanel<T>. With LORA, leaves the products in `totals`, to
+// which adapters add, and prefetches for `lora`. Without LORA, `lora` is null.
 template <class T, class Out, class Panel, bool LORA>
 void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output,
                    std::int64_t panel, float* totals, const LoraPanel<T>* lora) {
@@ -123,8 +123,8 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
   }
 }
 
-// The functions that multiply rows by a panel, and MAX_PAIR_ROWS or fewer by a panel and the next
-// one; the latter is null where no number of rows is multiplied so.
+// The functions that multiply rows by one panel, and up to MAX_PAIR_ROWS rows by two adjacent
+// panels. The second is null if there is no such function.
 template <class T, class Out>
 struct PanelFunctions {
   using Function = decltype(&project_panel<T, Out, PlainPanel<T>, false>);
@@ -159,13 +159,13 @@ PanelFunctions<T, Out> panel_functions(WeightFormat format) {
   }
 }
 
-// How many panels are read side by side.
+// The number of panels that are read side by side.
 template <class T>
 int panels_at_once(const Projection<T>& p, std::int64_t rows) {
   return p.is_unpacked() && rows <= MAX_PAIR_ROWS ? 2 : 1;
 }
 
-// The most rows of a block.
+// The maximum of rows in a block.
 template <class T>
 std::int64_t most_block_rows(const Projection<T>& p) {
   const std::int64_t bytes = p.is_unpacked() ? UNPACKED_BLOCK_BYTES : BLOCK_BYTES;
@@ -173,8 +173,8 @@ std::int64_t most_block_rows(const Projection<T>& p) {
   return std::clamp<std::int64_t>(round_down(fitting, MAX_TILE_ROWS), MAX_TILE_ROWS, BLOCK_ROWS);
 }
 
-// The blocks of rows that are projected one after the other, and the panels that each is multiplied
-// by, counted in those that are read side by side.
+// The blocks of rows, which are projected one after the other, and the panels that each is
+// multiplied by. An item is one panel, or two that are read side by side.
 template <class T>
 struct Blocks {
   Blocks(const Projection<T>& projection, std::int64_t num_rows)
@@ -190,10 +190,10 @@ struct Blocks {
             std::min(rows, groups * (block + 1) / count * MAX_TILE_ROWS)};
   }
 
-  // Whether a panel, the first of an item, is read beside the next one.
+  // Whether a panel, the first of an item, is read together with the next one.
   bool is_pair(std::int64_t panel) const { return at_once == 2 && panel + 1 < p.num_panels(); }
 
-  // Rows of the input as panels are multiplied by them.
+  // Rows of the input in the form in which panels are multiplied by them.
   InputRows<T> near(const T* input, Range range) const {
     InputRows<T> own{input + range.begin * p.depth, p.depth, int(range.end - range.begin)};
     if (p.format != WeightFormat::W8A8) return without_set_conflicts(own, p.depth);
@@ -211,8 +211,8 @@ struct Blocks {
 
 }  // namespace
 
-// Packs a PLAIN weight [columns, depth]. The first half of a gated one are gates, the second half
-// values; each panel gets gates beside the values that they gate.
+// Packs a PLAIN weight [columns, depth]. In a gated weight the first half of the columns are gates
+// and the second half values. Each panel gets gates next to their values.
 template <class T>
 void pack_weight(const Projection<T>& p, const T* weight) {
   in_team(threads_for(double(p.columns) * double(p.depth)), [&](Team team) {
@@ -221,15 +221,15 @@ void pack_weight(const Projection<T>& p, const T* weight) {
   });
 }
 
-// The work of projecting `rows` rows, in the unit of threads.h.
+// The amount of work of projecting `rows` rows, in the unit of threads.h.
 template <class T>
 double projection_work(const Projection<T>& p, std::int64_t rows) {
   return double(p.columns) * double(p.depth) * std::max(double(sizeof(T)), double(rows) / 8);
 }
 
-// input [rows, depth] -> output [rows, columns], or [rows, columns / 2] if the projection is gated.
-// Every thread of the team calls it and computes a part. `Out` is T, or float for results that are
-// not rounded.
+// Maps input [rows, depth] to output [rows, columns], or [rows, columns / 2] if the projection is
+// gated. Every thread of the team calls it and computes a part. `Out` is T, or float for unrounded
+// results.
 template <class T, class Out>
 [[gnu::noinline]] void project(const Projection<T>& p, const T* input, Out* output,
                                std::int64_t rows, Team team) {

@@ -1,13 +1,13 @@
-// What adapters add to projections: B (A x) for a token's row x of the input, with A and B of the
-// adapter of its request (Hu et al., LoRA).
+// LoRA deltas of projections: B (A x) for a token's input row x, with A and B of the adapter of its
+// request (Hu et al., LoRA).
 //
 // The rows of a step are grouped by adapter once. Before a projection the rows of each adapter are
-// multiplied by its A, into `inside`, where they lie in the order of the groups, and in the
-// projection each panel's totals get the product of `inside` and B, before they are gated and
-// rounded, so that it does not matter how the weight is stored. Rows of one adapter are multiplied
-// together wherever they are in the step, since most of the work is to read A and B. Tiles of rows
-// add up the products of an element in order of depth, so that a row's result does not depend on
-// the rows beside it. Grouping follows punica (Chen et al.).
+// multiplied by its A, into `inside`, in the order of the groups. During the projection the product
+// of `inside` and B is added to each panel's totals, before gating and rounding. So the storage of
+// the weight does not matter. Rows of one adapter are multiplied together, wherever they are in the
+// step, since most of the work is reading A and B. Tiles of rows add the products of an element in
+// order of depth, so that a row's result does not depend on other rows. Grouping is from punica
+// (Chen et al.).
 
 #pragma once
 
@@ -25,15 +25,15 @@ template <class T>
 struct LoraProjection {
   const T* a;  // Panels of LANES rows of A, laid out as those of a weight. Null: nothing is added.
   const T* b;  // Panels as the projection's own, `rank` deep.
-  // For each vector of a panel's columns where its `rank` elements of a row of `inside` begin, or
-  // -1 if B is zero there.
+  // For each vector of a panel's columns, the index in a row of `inside` of its `rank` elements; -1
+  // if B is zero there.
   const int* begins;
   std::int64_t width;  // Rows of A: a multiple of LANES.
   std::int64_t rank;
 };
 
-// Tiles of at most so many rows are multiplied by several panels at a time: the sums of one panel
-// alone would wait for each addition before the next.
+// Tiles with at most this many rows are multiplied by several panels at a time. The sums of a
+// single panel would wait for each addition before the next.
 #ifdef __AVX512F__
 constexpr int MAX_SMALL_TILE_ROWS = 4;
 #else
@@ -58,8 +58,8 @@ struct StepLora {
   int num_adapters;
 };
 
-// The adapters of a step in one projection. `inside` [starts[num_adapters], width]: a row for each
-// of `rows`.
+// The adapters of a step in one projection. `inside` [starts[num_adapters], width] has a row for
+// each of `rows`.
 template <class T>
 struct LoraDelta {
   const StepLora<T>* step;
@@ -79,8 +79,8 @@ struct LoraDelta {
   }
 };
 
-// Prefetches where the A's and B's of a layer are. Each adapter has these addresses in memory of
-// its own, which a step reads once for each layer.
+// Prefetches the addresses of a layer's A and B matrices. Each adapter stores these addresses
+// separately, and a step reads them once for each layer.
 template <class T>
 inline void prefetch_addresses(const StepLora<T>& step, int layer) {
   for (int i = 0; i < step.num_adapters; ++i) {
@@ -91,9 +91,9 @@ inline void prefetch_addresses(const StepLora<T>& step, int layer) {
   }
 }
 
-// What a thread will read of the A's of a projection, those of its part of the adapters. It is
-// prefetched while another projection multiplies, a part of it with each panel: with many rows that
-// one is bound by arithmetic, and reading A's by memory.
+// The A matrices of a projection that a thread will read: those of its part of the adapters. They
+// are prefetched while another projection is computed, a part with each panel. With many rows that
+// projection is bound by arithmetic, while reading A matrices is bound by memory.
 template <class T>
 class LoraReadAhead {
  public:
@@ -102,12 +102,12 @@ class LoraReadAhead {
     for (std::int64_t i = adapters_.begin; i < adapters_.end; ++i) left_ += size_of(i);
   }
 
-  // To be called before panels are multiplied, with about the number of all those to come.
+  // Must be called before panels are multiplied. `panels`: their approximate total number.
   void begin_panels(std::int64_t panels) {
     of_panel_ = divide_up(left_, std::max(panels, INT64_C(1)));
   }
 
-  // Adds one of `parts` of what is prefetched with the panel, at most `most` bytes.
+  // Adds one of `parts` parts of a panel's prefetches to the list, at most `most` bytes.
   void add_part(int parts, std::int64_t most, PrefetchList& list) {
     std::int64_t count = round_up(divide_up(of_panel_, parts), LINE_BYTES / sizeof(T));
     count = std::min<std::int64_t>({count, most / std::int64_t{sizeof(T)}, left_});
@@ -124,7 +124,7 @@ class LoraReadAhead {
   }
 
  private:
-  // The elements of an adapter's A.
+  // The number of elements of an adapter's A.
   std::int64_t size_of(std::int64_t adapter) const {
     const LoraProjection<T>& p = delta_.of(int(adapter));
     return p.a == nullptr ? 0 : p.width * depth_;

@@ -1,4 +1,4 @@
-// Products with the B's of adapters, which are added to the totals of a projection: see lora.h.
+// Products with the B matrices of adapters, added to the totals of a projection: see lora.h.
 
 #pragma once
 
@@ -17,7 +17,7 @@ struct PanelRun {
   std::int64_t stride;  // From the totals of a panel to those of the next one.
 };
 
-// Some rows of one adapter that are added to totals together.
+// Rows of one adapter that are added to totals together.
 template <class T>
 struct ExpandTile {
   const LoraProjection<T>* adapter;
@@ -30,20 +30,20 @@ struct ExpandTile {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Most panels that a few rows are multiplied by together. Those of B are short, and lie one after
-// the other: together they are one stream, and rows are read once for all.
+// Maximum of panels that a few rows are multiplied by together. Panels of B are short and
+// contiguous: together they are one stream, and rows are read once for all.
 constexpr int PANELS_AT_ONCE = 4;
 
-// How many panels ROWS rows are multiplied by together, so that registers hold the sums.
+// The number of panels that ROWS rows are multiplied by together, so that sums fit in registers.
 template <int ROWS>
 constexpr int panels_of_tile() {
   return std::clamp(2 * MAX_SMALL_TILE_ROWS / ROWS, 1, PANELS_AT_ONCE);
 }
 
 // Adds ROWS rows times PANELS panels of B to the totals of the rows, whose panels are
-// `totals_stride` apart. The elements of a row that the second vector of a panel is multiplied by
-// begin `apart` elements behind those for the first. With PREFETCH, fetches as many panels that
-// follow.
+// `totals_stride` apart. The second vector of a panel is multiplied by elements of a row that begin
+// `apart` elements after those for the first. With PREFETCH, prefetches the same number of
+// following panels.
 template <class T, int ROWS, int PANELS, bool PREFETCH>
 __attribute__((noinline)) void add_panels(const ExpandTile<T>& tile, const T* rows,
                                           std::int64_t apart, const T* panel, float* totals,
@@ -107,7 +107,7 @@ inline void add_several(int count, const ExpandTile<T>& tile, const T* rows, std
   add_panels<T, ROWS, PANELS, PREFETCH>(tile, rows, apart, panel, totals, totals_stride);
 }
 
-// Adds ROWS rows times VECTORS vectors of columns of a panel of B to rows of the totals, which have
+// Adds ROWS rows times VECTORS vectors of a panel of B to rows of the totals, which have
 // PANEL_WIDTH columns. Prefetches the next panel.
 template <class T, int ROWS, int VECTORS>
 inline __attribute__((always_inline)) void add_columns(const ExpandTile<T>& tile, const T* rows,
@@ -134,8 +134,9 @@ inline __attribute__((always_inline)) void add_columns(const ExpandTile<T>& tile
   }
 }
 
-// How many panels, of `most`, begin in `inside` where the first does, in both vectors; 0 if B is
-// zero in one of the first's. `begins`: LoraProjection's, from the first panel on.
+// The number of panels, up to `most`, that use the same elements of `inside` as the first, in both
+// vectors; 0 if B is zero in a vector of the first. `begins`: LoraProjection's, from the first
+// panel.
 inline int num_alike(const int* begins, int most) {
   if (begins[0] < 0 || begins[1] < 0) return 0;
   int count = 1;
@@ -145,8 +146,8 @@ inline int num_alike(const int* begins, int most) {
   return count;
 }
 
-// See ExpandTile::add. The vectors of a panel may belong to two factors, as those of gates and
-// values do, each with its own elements of `inside`.
+// Implements ExpandTile::add. The vectors of a panel may belong to two factors, such as gates and
+// values, each with its own elements of `inside`.
 template <class T, int ROWS, bool PREFETCH>
 void add_tile(const ExpandTile<T>& tile, const PanelRun& run) {
   const LoraProjection<T>& p = *tile.adapter;
@@ -179,13 +180,13 @@ void add_tile(const ExpandTile<T>& tile, const PanelRun& run) {
 
 }  // namespace
 
-// What adapters add to a block of rows. Which rows are multiplied together is found once for all
-// panels: of a few rows for each adapter, finding them takes as long as multiplying them.
+// The adapters' additions to a block of rows. The rows that are multiplied together are determined
+// once for all panels: with a few rows for each adapter, this takes as long as multiplying them.
 template <class T>
 class BlockDelta {
  public:
-  // The block has `count` rows from `row` on. `prefetches`: the B's of panels are not prefetched
-  // before these are added to, so that each prefetches those that follow it.
+  // The block has `count` rows from `row` on. `prefetches`: each panel of B prefetches the
+  // following ones, since they are not prefetched before.
   void begin(const LoraDelta<T>& delta, std::int64_t row, int count, bool prefetches) {
     const StepLora<T>& step = *delta.step;
     row_ = row;
@@ -209,13 +210,13 @@ class BlockDelta {
     }
   }
 
-  // Adds to the block's totals of panels.
+  // Adds the deltas to the block's totals of panels.
   void add_to(PanelRun run) const {
     run.totals -= row_ * PANEL_WIDTH;
     for (const ExpandTile<T>& tile : tiles_) tile.add(tile, run);
   }
 
-  // Adds the B's of panels to what is prefetched, those of part `part` of `parts` of the adapters.
+  // Adds panels of B to the prefetch list, for part `part` of `parts` of the adapters.
   void add_part(const PanelRun& run, int part, int parts, PrefetchList& list) const {
     const int count = int(adapters_.size());
     for (int i = count * part / parts; i < count * (part + 1) / parts; ++i) {
@@ -231,7 +232,7 @@ class BlockDelta {
   std::int64_t row_ = 0;
 };
 
-// A panel of a run that adapters add to, the one at place `index`.
+// A panel of a run that adapters add to; `index` is its index in the run.
 template <class T>
 struct LoraPanel {
   const BlockDelta<T>& delta;
@@ -240,9 +241,9 @@ struct LoraPanel {
   LoraReadAhead<T>* next;  // The A's that are read next; null for none.
 };
 
-// What the tiles of rows of a panel prefetch for adapters: those that prefetch no weights, or, if
-// there are two tiles, both. A single tile fetches nothing for them: it prefetches weights in every
-// step.
+// The prefetches for adapters by the tiles of rows of a panel. Tiles that prefetch no weights do
+// them; if there are two tiles, both do. A single tile does none, since it prefetches weights in
+// every step.
 template <class T>
 class LoraTiles {
  public:
@@ -254,8 +255,8 @@ class LoraTiles {
                    ? chunks * divide_up(is_spare_ ? rows - 2 * MAX_TILE_ROWS : rows, MAX_TILE_ROWS)
                    : 0) {}
 
-  // Adds to an empty list what the next tile of a chunk of `bytes` bytes prefetches, with
-  // `weights`, a half of a chunk; nothing if it prefetches nothing for adapters.
+  // Adds the prefetches of the next tile of a chunk of `bytes` bytes to an empty list, including
+  // `weights`, half of a chunk. Adds nothing if the tile prefetches nothing for adapters.
   void next(const Prefetch& weights, std::int64_t bytes, PrefetchList& list) {
     if (count_ == 0 || is_spare_ != (weights.first == nullptr)) return;
     const PanelRun& run = panel_->run;

@@ -1,4 +1,4 @@
-// A projection to which adapters add: see lora.h.
+// A projection with LoRA adapters: see lora.h.
 
 #pragma once
 
@@ -11,9 +11,9 @@ namespace stepwell {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Most items of a thread that are multiplied before adapters add to their panels. The totals of a
-// block's rows fit in memory. Runs are of about the same length, since each has a cost for every
-// adapter, however short it is.
+// Maximum of a thread's items that are multiplied before adapters add to their panels. The totals
+// of a block's rows must fit in memory. Runs have about equal lengths, since each run has a cost
+// for every adapter, however short it is.
 template <class T>
 std::int64_t items_of_run(const Blocks<T>& blocks, std::int64_t items_of_thread) {
   const std::int64_t block_rows = std::min(blocks.rows, most_block_rows(blocks.p));
@@ -25,9 +25,9 @@ std::int64_t items_of_run(const Blocks<T>& blocks, std::int64_t items_of_thread)
 
 }  // namespace
 
-// See `project`. `delta`: what adapters add, whose `inside` is computed. `ahead`: what to prefetch
-// meanwhile, or null. Adapters add to several panels together. A function of its own, so that
-// `project` takes no longer for them.
+// Computes `project` with adapters. `delta`: the adapters, whose `inside` is computed. `ahead`: A
+// matrices to prefetch meanwhile, or null. Adapters add to several panels together. It is a
+// separate function, so that `project` does not become slower.
 template <class T, class Out>
 [[gnu::noinline]] void project_and_add(const Projection<T>& p, const T* input, Out* output,
                                        std::int64_t rows, Team team, const LoraDelta<T>& delta,

@@ -1,4 +1,4 @@
-// Products of rows and the A's of their adapters: see lora.h.
+// Products of rows and the A matrices of their adapters: see lora.h.
 
 #pragma once
 
@@ -15,11 +15,12 @@ namespace stepwell {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// How many elements ahead of the stream of A the loop prefetches: A is short, and the next one,
-// that of another adapter, begins where no stream leads to.
+// Prefetch distance in the stream of A, in elements. A is short, and the next adapter's A begins at
+// an unrelated address.
 constexpr std::int64_t A_PREFETCH_AHEAD = 1024;
 
-// Some rows times a panel of A, rounded, to rows of `to`, which are `to_stride` elements apart.
+// Multiplies rows by a panel of A, and writes rounded products to rows of `to`, `to_stride`
+// elements apart.
 template <class T, int ROWS>
 __attribute__((noinline)) void multiply_inside(const T* rows, std::int64_t stride, const T* panel,
                                                int steps, T* to, std::int64_t to_stride) {
@@ -32,8 +33,8 @@ __attribute__((noinline)) void multiply_inside(const T* rows, std::int64_t strid
   for (int i = 0; i < ROWS; ++i) store(to + i * to_stride, total[i][0]);
 }
 
-// Panels of the small tiles that are multiplied together, and the most of one, whose rows are read
-// once for all of them.
+// The number of small tiles that are multiplied together, and the maximum of panels of one tile,
+// whose rows are read once for all panels.
 #ifdef __AVX512F__
 constexpr int TILES_AT_ONCE = 4;
 #else
@@ -41,8 +42,8 @@ constexpr int TILES_AT_ONCE = 2;
 #endif
 constexpr int tiles_at_once(int panels) { return divide_up(TILES_AT_ONCE, panels); }
 
-// Rows of an adapter, `stride` elements apart, consecutive panels of its A, and where the rounded
-// products go.
+// Rows of an adapter, `stride` elements apart, consecutive panels of its A, and the target of the
+// rounded products.
 template <class T>
 struct ShrinkTile {
   const T* rows;
@@ -51,7 +52,8 @@ struct ShrinkTile {
   T* to;
 };
 
-// ROWS rows of each tile times its PANELS panels. Rows of products are `to_stride` elements apart.
+// Multiplies ROWS rows of each tile by its PANELS panels. Rows of products are `to_stride` elements
+// apart.
 template <class T, int ROWS, int PANELS, int TILES>
 __attribute__((noinline)) void multiply_tiles(const ShrinkTile<T>* tiles, int steps,
                                               std::int64_t to_stride) {
@@ -100,15 +102,15 @@ __attribute__((noinline)) void multiply_tiles(const ShrinkTile<T>* tiles, int st
   }
 }
 
-// Collects small tiles of as many rows and panels, and multiplies some of them together; others one
-// by one.
+// Collects small tiles with equal numbers of rows and panels, and multiplies several together.
+// Other tiles are multiplied one by one.
 template <class T>
 class ShrinkTiles {
  public:
   ShrinkTiles(std::int64_t depth, std::int64_t to_stride)
       : depth_(depth), steps_(int(depth / PanelOps<T>::DEPTH)), to_stride_(to_stride) {}
 
-  // Takes a tile of `rows` rows and `panels` panels.
+  // Adds a tile of `rows` rows and `panels` panels.
   void add(int rows, int panels, const ShrinkTile<T>& tile) {
     if (rows > MAX_SMALL_TILE_ROWS) {
       multiply_large(rows, panels, tile);
@@ -122,7 +124,7 @@ class ShrinkTiles {
     }
   }
 
-  // Multiplies those that are left.
+  // Multiplies the remaining tiles.
   void multiply() {
     if (count_ > 0) multiply<MAX_SMALL_TILE_ROWS, TILES_AT_ONCE>();
     count_ = 0;
@@ -170,7 +172,7 @@ class ShrinkTiles {
   int count_ = 0;
 };
 
-// Whether rows are the same distance apart.
+// Whether rows are at equal distances.
 inline bool is_even(const int* at, int count) {
   for (int i = 2; i < count; ++i) {
     if (at[i] - at[i - 1] != at[1] - at[0]) return false;
@@ -178,8 +180,8 @@ inline bool is_even(const int* at, int count) {
   return true;
 }
 
-// Rows `at` of the input as those of a tile: in place if they follow each other, or if they are few
-// and the same distance apart, else copied.
+// Sets the rows `at` of the input as rows of a tile. They are used in place if they are
+// consecutive, or if they are few and at equal distances. Otherwise they are copied.
 template <class T>
 void place_rows(const int* at, int count, const T* input, std::int64_t depth, T* copy,
                 ShrinkTile<T>& tile) {
@@ -196,14 +198,14 @@ void place_rows(const int* at, int count, const T* input, std::int64_t depth, T*
 
 }  // namespace
 
-// Rows of a tile: as many as registers hold, and fewer if there are few, so that every thread gets
-// two tiles.
+// The number of rows in a tile: as many as registers allow. If there are few rows it is smaller, so
+// that every thread gets two tiles.
 inline int lora_tile_rows(int num_rows, Team team) {
   return std::clamp(divide_up(num_rows, 2 * team.size), 1, MAX_TILE_ROWS);
 }
 
-// input [rows, depth] times A of each row's adapter, into `inside`. Every thread of the team calls
-// it and computes a part.
+// Multiplies input [rows, depth] by A of each row's adapter, into `inside`. Every thread of the
+// team calls it and computes a part.
 template <class T>
 [[gnu::noinline]] void shrink(const LoraDelta<T>& delta, const T* input, std::int64_t depth,
                               Team team) {

@@ -10,11 +10,12 @@
 
 namespace stepwell {
 
-// Of one row: output = norm(input + update); a null update counts as zeros. The sum is stored in
-// `sum_to` unless that is null; it may be `input`. `output` may be `input` if there is no update.
+// Normalizes one row: output = norm(input + update); a null update counts as zeros. The sum is
+// stored in `sum_to` unless that is null; it may be `input`. `output` may be `input` if there is no
+// update.
 //
 // The sum is rounded to T before it is normalized, because later layers read the rounded sum. Until
-// it is normalized it lies in `output`.
+// it is normalized it is stored in `output`.
 template <class T>
 [[gnu::noinline]] void norm_row(const T* input, const T* update, T* sum_to, const float* weight,
                                 T* output, std::int64_t width, float epsilon) {

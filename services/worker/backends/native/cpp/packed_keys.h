@@ -1,4 +1,4 @@
-// Attention of many rows over a block of keys. The keys and values are packed into panels for them.
+// Attention of many rows over a block of keys, whose keys and values are packed into panels.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace stepwell {
 
-// Packs keys that lie as values do into panels of PANEL_WIDTH columns, [dim / DEPTH, PANEL_WIDTH,
-// DEPTH] each.
+// Packs keys that are stored like values into panels of PANEL_WIDTH columns, [dim / DEPTH,
+// PANEL_WIDTH, DEPTH] each.
 template <class T>
 void pack_token_rows(const TokenRows<T>& keys, int dim, T* packed) {
   using Ops = PanelOps<T>;
@@ -37,7 +37,7 @@ void pack_token_rows(const TokenRows<T>& keys, int dim, T* packed) {
   }
 }
 
-// Packs keys that lie in panels, `count` panels of them, in the same way.
+// Packs `count` panels of stored keys into panels of PANEL_WIDTH columns.
 template <class T>
 void pack_panels(const KeyPanels<T>& panels, int count, int dim, T* packed) {
   constexpr int SIZE = LANES * PanelOps<T>::DEPTH;
@@ -50,7 +50,7 @@ void pack_panels(const KeyPanels<T>& panels, int count, int dim, T* packed) {
   }
 }
 
-// The panels of LANES columns in packed keys. Nothing is left to prefetch: `next` is `current`.
+// The panels of LANES columns in packed keys. `next` is `current`, since nothing is prefetched.
 template <class T>
 KeyPanels<T> packed_panels(const T* packed, int dim) {
   KeyPanels<T> found{.step = PANEL_WIDTH * PanelOps<T>::DEPTH};
@@ -121,7 +121,8 @@ void add_panel(const T* weights, const T* packed, int count, int rows, float* to
   });
 }
 
-// The same for all `dim` elements of the values. Totals are `stride` elements apart.
+// Adds weighted values to totals as add_panel does, for all `dim` elements. Totals are `stride`
+// elements apart.
 template <class T>
 void add_rows(const T* weights, const T* packed, int count, int rows, int dim, float* total,
               int stride) {

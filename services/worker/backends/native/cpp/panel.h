@@ -1,9 +1,9 @@
-// The loop that every multiplication runs in: a few rows times a packed panel, with all results in
+// The inner loop of every multiplication: a few rows times a packed panel, with all results in
 // registers.
 //
-// A panel holds PANEL_WIDTH columns of a matrix: for each step of depth, the columns side by side.
-// A step of bfloat16 is two elements deep, as the instruction for dot products of pairs takes them.
-// The layout is that of Goto and van de Geijn's matrix multiplication.
+// A panel has PANEL_WIDTH columns of a matrix: for each step of depth, the columns side by side. A
+// step of bfloat16 is two elements deep, as in the instruction for dot products of pairs. The
+// layout is from Goto and van de Geijn's matrix multiplication.
 
 #pragma once
 
@@ -19,11 +19,11 @@ constexpr int MAX_TILE_ROWS = 3;
 constexpr int PANEL_VECTORS = 2;
 constexpr int PANEL_WIDTH = PANEL_VECTORS * LANES;
 
-// How an element type lies in panels. DEPTH: elements of one step of depth. `multiply_add` returns
-// total + a * b for one step. `load` and `load_part` read from a panel, or from a row, as it lies.
-// `interleave` makes one step of a panel out of DEPTH rows: elements from `from` on, `count` of
-// which are there. Totals over interleaved vectors are in the order that `to_interleaved_order`
-// gives; `to_element_order` reverses it.
+// The layout of an element type in panels. DEPTH: elements in one step of depth. `multiply_add`
+// returns total + a * b for one step. `load` and `load_part` read from a panel or a row as it is
+// stored. `interleave` builds one step of a panel from DEPTH rows: `count` elements from `from` on.
+// Totals over interleaved vectors are in the order of `to_interleaved_order`; `to_element_order`
+// reverses it.
 template <class T>
 struct PanelOps;
 
@@ -82,16 +82,16 @@ struct PanelOps<BFloat16> {
 };
 #endif
 
-// The memory that is prefetched during a multiplication: from `first` on, `step_bytes` in each step
-// of depth, at most a cache line for each vector.
+// The memory to prefetch during a multiplication: from `first` on, `step_bytes` in each step of
+// depth, at most a cache line for each vector.
 struct Prefetch {
   const void* first;
   std::int64_t step_bytes;
 };
 
-// ROWS rows that are read side by side, `stride` elements apart. Every fourth row has a pointer of
-// its own, hidden from the optimizer by an empty `asm`: with one pointer the compiler would keep an
-// offset for each row, and fetch some of the offsets from vector registers in every step.
+// ROWS rows that are read side by side, `stride` elements apart. Every fourth row has its own
+// pointer, which an empty `asm` hides from the optimizer. With one pointer the compiler would keep
+// an offset for each row, and load some of the offsets from vector registers in every step.
 template <class T, int ROWS>
 class RowPointers {
  public:
@@ -106,14 +106,14 @@ class RowPointers {
     }
   }
 
-  // A row's elements of this step.
+  // Elements of this step in a row.
   __attribute__((always_inline)) Vector at(int row) const {
     const std::int64_t offset = row % 4 == 3 ? triple_ : row % 4 * stride_;
     return PanelOps<T>::broadcast(fourths_[row / 4] + offset);
   }
 
-  // Moves on to the next step. Of several steps of a pass each moves on by itself: for those at a
-  // distance the compiler would keep more offsets than there are registers for.
+  // Advances to the next step. If a pass has several steps, each advances separately: with steps at
+  // fixed distances the compiler would keep more offsets than there are registers.
   __attribute__((always_inline)) void advance() {
 #pragma GCC unroll 4
     for (const T*& fourth : fourths_) {
@@ -128,7 +128,7 @@ class RowPointers {
   const T* fourths_[(ROWS + 3) / 4];
 };
 
-// total[ROWS][VECTORS] += a step of `rows`, which move on, times the columns of that step.
+// total[ROWS][VECTORS] += a step of `rows`, which advance, times the columns of that step.
 template <class T, int ROWS, int VECTORS>
 inline __attribute__((always_inline)) void add_step(Vector (&total)[ROWS][VECTORS],
                                                     RowPointers<T, ROWS>& rows,
@@ -145,10 +145,10 @@ inline __attribute__((always_inline)) void add_step(Vector (&total)[ROWS][VECTOR
 }
 
 // total[ROWS][VECTORS] += rows of `a`, `stride` elements apart, times the first VECTORS vectors of
-// the columns of a panel of WIDTH. With PREFETCH, fetches `prefetch`.
+// the columns of a panel of WIDTH. With PREFETCH, prefetches `prefetch`.
 //
-// The caller stores the totals before it calls another function: totals that outlive a call would
-// be kept on the stack, inside the loop too.
+// The caller must store the totals before it calls another function. Totals that outlive a call
+// would be kept on the stack, even inside the loop.
 template <class T, int ROWS, int VECTORS = PANEL_VECTORS, bool PREFETCH = false,
           int WIDTH = PANEL_WIDTH>
 inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTORS], const T* a,
@@ -171,11 +171,11 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
   }
 }
 
-// Rows of a tile that comes before one of few rows.
+// Rows of a tile that precedes a tile of few rows.
 constexpr int SHORT_TILE_ROWS = 2 * MAX_TILE_ROWS / 3;
 
 // Whether the first tile of `rows` rows is a short one. With few rows the latency of additions
-// bounds the loop: a tile of less than half of MAX_TILE_ROWS takes as long as one of half.
+// limits the loop: a tile of less than half of MAX_TILE_ROWS takes as long as a tile of half.
 constexpr bool has_short_tile(int rows) {
   return rows > MAX_TILE_ROWS && rows < MAX_TILE_ROWS + MAX_TILE_ROWS / 2;
 }
@@ -200,8 +200,8 @@ inline void for_row_tiles(int begin, int end, Work&& work) {
   }
 }
 
-// Transposes a matrix of 16 x 16 words of 32 bits. Rows of `from` are `stride` bytes apart, those
-// of `to` `to_stride` bytes.
+// Transposes a matrix of 16 x 16 words of 32 bits. Rows of `from` are `stride` bytes apart, rows of
+// `to` are `to_stride` bytes apart.
 inline void transpose_words(const void* from, std::int64_t stride, void* to,
                             std::int64_t to_stride) {
   const char* source = static_cast<const char*>(from);
@@ -219,7 +219,7 @@ inline void transpose_words(const void* from, std::int64_t stride, void* to,
     a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
     a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
   }
-  // Lane L (of 128 bits) of a[4 i + j] holds column 4 L + j of rows 4 i to 4 i + 3.
+  // Lane L (of 128 bits) of a[4 i + j] has column 4 L + j of rows 4 i to 4 i + 3.
   for (int j = 0; j < 4; ++j) {
     const __m512i even01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
     const __m512i odd01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);

@@ -1,9 +1,9 @@
 // A task's products with keys and values that are elements of the model's data type.
 //
-// Scores and weighted sums are float32; weights are rounded to the data type before they are
-// multiplied with the values. A single query reads keys and values straight from the pages; for a
+// Scores and weighted sums are float32. Weights are rounded to the data type before they are
+// multiplied by the values. A single query reads keys and values directly from the pages; for a
 // chunk they are packed first. Pages of values are [num_blocks, block_size, num_kv_heads,
-// head_dim]; for those of keys see key_block.h.
+// head_dim]; for pages of keys see key_block.h.
 
 #pragma once
 
@@ -20,11 +20,11 @@
 
 namespace stepwell {
 
-// Most query heads of a key head for which one token's keys are read unpacked.
+// Maximum of query heads per key head for which one token's keys are read unpacked.
 constexpr int MAX_UNPACKED_HEADS = 8;
 
-// Rows of a task that see a block, of one key head: `count` of them from `first` on. `is_single`:
-// they are of one query.
+// Rows of a task, of one key head, that attend to a block: `count` rows from `first` on.
+// `is_single`: they belong to one query.
 struct SeeingRows {
   int head;
   int first;
@@ -43,10 +43,11 @@ class PlainProducts {
         token_stride_(std::int64_t{plan.layer.num_kv_heads} * dim_),
         has_panels_(has_panels(pages.block_size)) {}
 
-  // Elements from one token in the pages to the next.
+  // Number of elements between two tokens in the pages.
   std::int64_t token_stride() const { return token_stride_; }
 
-  // Memory of a task with `all` rows, `rows` of each key head; and takes it.
+  // Scratch memory in bytes of a task with `all` rows, `rows` for each key head. `take` allocates
+  // it.
   std::int64_t bytes(int all, int rows) const {
     return (all * padded_dim_ + rows * BLOCK_KEYS + BLOCK_KEYS * padded_dim_) * sizeof(T) +
            rows * BLOCK_KEYS * sizeof(float) + 256;
@@ -58,7 +59,7 @@ class PlainProducts {
     scores_ = scratch.take<float>(rows * BLOCK_KEYS);
   }
 
-  // Stores a token's rotated key and its value, of one key head, in a slot of the pages.
+  // Stores a token's rotated key and its value, for one key head, in a slot of the pages.
   void store(const T* key, const T* value, int head, std::int64_t slot) const {
     const std::int64_t offset = slot * token_stride_ + head * dim_;
     if (has_panels_) {
@@ -81,7 +82,7 @@ class PlainProducts {
     std::fill(target + dim_, target + padded_dim_, T{});
   }
 
-  // Multiplies rows with a block's keys, and prefetches the next block.
+  // Multiplies rows by a block's keys, and prefetches the next block.
   void score(SeeingRows rows, const KeyBlock& block, const KeyBlock& next_block) {
     rows_ = rows;
     block_ = &block;
@@ -95,12 +96,12 @@ class PlainProducts {
     }
   }
 
-  // The products of row `row` of those with the keys of panel `panel`.
+  // The products of row `row` of these rows with the keys of panel `panel`.
   Vector scores(int row, int panel) const {
     return load(scores_ + row * BLOCK_KEYS + panel * LANES);
   }
 
-  // Sets the weights of a row, none of them above two to the power of `highest`; those outside of
+  // Sets the weights of a row. None is above two to the power of `highest`; weights outside of
   // [first, last) are 0.
   void set_weights(int row, const Vector (&weights)[BLOCK_PANELS], [[maybe_unused]] float highest,
                    [[maybe_unused]] int first, [[maybe_unused]] int last) {
@@ -127,8 +128,8 @@ class PlainProducts {
  private:
   bool reads_pages() const { return rows_.is_single && rows_.count <= MAX_UNPACKED_HEADS; }
 
-  // The head's keys of the block as panels: those in the pages, or, if the pages have none, packed
-  // ones.
+  // The head's keys of the block as panels: those in the pages, or packed ones if the pages have
+  // none.
   KeyPanels<T> panels() {
     if (has_panels_) {
       return panels_in_pages(keys_ + rows_.head * dim_ * LANES, *block_, *next_block_);

@@ -1,7 +1,7 @@
 // Pieces of memory that are prefetched one after the other while a tile of rows is multiplied.
 //
-// They are spread over the steps of the multiplication: memory delivers some bytes in each, and the
-// processor drops prefetches beyond those that it can have under way.
+// They are spread over the steps of the multiplication. Memory delivers a limited number of bytes
+// in each step, and the processor drops prefetches beyond those that it keeps in flight.
 
 #pragma once
 
@@ -28,10 +28,10 @@ class PrefetchList {
     ++count_;
   }
 
-  // Of `steps` steps of depth, how many are done when a piece is fetched.
+  // The number of `steps` steps of depth that are done when a piece has been fetched.
   int end_of(int piece, int steps) const { return int(steps * ends_[piece] / bytes()); }
 
-  // A piece in `steps` steps, at most a line for each of their PANEL_VECTORS prefetches.
+  // A piece spread over `steps` steps, at most a line for each of their PANEL_VECTORS prefetches.
   Prefetch over(int piece, int steps) const {
     const std::int64_t bytes = ends_[piece] - (piece > 0 ? ends_[piece - 1] : 0);
     const std::int64_t of_step = round_up(divide_up(bytes, steps), PANEL_VECTORS);

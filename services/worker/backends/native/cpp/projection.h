@@ -1,5 +1,5 @@
-// The parts that multiplications by packed weights share: the weight, rows of its input, and how
-// totals become outputs.
+// The common parts of multiplications by packed weights: the weight, rows of its input, and the
+// conversion of totals to outputs.
 
 #pragma once
 
@@ -19,9 +19,9 @@ namespace stepwell {
 // The activation that is applied to a projection's columns.
 enum class Epilogue : int { PLAIN, SILU_GATED, GELU_TANH_GATED };
 
-// `packed`: of a PLAIN weight elements of T, else records as quantized.h has them, of groups of
-// `group` depths, which divides the depth; of W8A8 panels as coded_projection.h has them, of one
-// group.
+// `packed`: the format depends on the weight. PLAIN: elements of T. Quantized: records as in
+// quantized.h, with groups of `group` depths, a divisor of the depth. W8A8: panels as in
+// coded_projection.h, with one group.
 template <class T>
 struct Projection {
   char* packed;
@@ -35,12 +35,12 @@ struct Projection {
 
   bool is_gated() const { return epilogue != Epilogue::PLAIN; }
 
-  // Whether the weight is quantized, and becomes elements of T before it is multiplied.
+  // Whether the weight is quantized, and is unpacked to elements of T before multiplication.
   bool is_unpacked() const { return format != WeightFormat::PLAIN && format != WeightFormat::W8A8; }
 
   std::int64_t num_panels() const { return divide_up(columns, PANEL_WIDTH); }
 
-  // The columns of the output, and how many a panel becomes.
+  // The number of output columns, and the number for one panel.
   std::int64_t output_width() const { return is_gated() ? columns / 2 : columns; }
   int panel_output_width() const { return is_gated() ? LANES : PANEL_WIDTH; }
 
@@ -49,10 +49,10 @@ struct Projection {
     return (has_offsets ? 2 : 1) * SCALES_BYTES + code_bytes(format, group);
   }
 
-  // The depth of W8A8, filled up to whole quads.
+  // The depth of W8A8, rounded up to whole quads.
   std::int64_t coded_depth() const { return round_up(depth, PanelOps<ValueByte>::DEPTH); }
 
-  // The bytes of an element of the rows that it multiplies.
+  // The bytes of an element of the input rows.
   std::int64_t element_bytes() const { return format == WeightFormat::W8A8 ? 1 : sizeof(T); }
 
   std::int64_t panel_bytes() const {
@@ -68,8 +68,8 @@ namespace {  // Internal, so that functions with one caller are inlined.
 constexpr std::int64_t BLOCK_BYTES = 512 * 1024;
 constexpr std::int64_t CHUNK_BYTES = 64 * 1024;
 
-// BLOCK_BYTES of weights that are unpacked once for each block. AVX2's tiles have few rows, and the
-// one that unpacks takes much longer than others: there blocks have BLOCK_ROWS.
+// BLOCK_BYTES for weights that are unpacked once for each block. AVX2's tiles have few rows, and
+// the tile that unpacks takes much longer than others. So with AVX2 blocks have BLOCK_ROWS.
 #ifdef __AVX512F__
 constexpr std::int64_t UNPACKED_BLOCK_BYTES = 640 * 1024;
 #else
@@ -79,14 +79,14 @@ constexpr std::int64_t UNPACKED_BLOCK_BYTES = std::numeric_limits<std::int64_t>:
 constexpr int BLOCK_ROWS = 264;
 static_assert(BLOCK_ROWS % MAX_TILE_ROWS == 0);
 
-// How many elements ahead of a sequential stream the loop prefetches.
+// Prefetch distance in a sequential stream, in elements.
 constexpr std::int64_t PREFETCH_AHEAD = 2048;
 
-// Bytes that are prefetched before a stream begins: memory delivers them in some microseconds, and
-// they take a small part of a second-level cache.
+// Bytes that are prefetched before a stream begins. Memory delivers them in a few microseconds, and
+// they use a small part of a second-level cache.
 constexpr std::int64_t PREFETCHED_BYTES = 64 * 1024;
 
-// The weight's row that becomes a column of a panel; the number of its rows or more for padding.
+// The weight's row for a column of a panel. For padding, a number that is not below its rows.
 template <class T>
 std::int64_t source_row(const Projection<T>& p, std::int64_t panel, int column) {
   if (!p.is_gated()) return panel * PANEL_WIDTH + column;
@@ -102,7 +102,7 @@ Vector bias_of(const T* bias, std::int64_t first, std::int64_t count) {
 }
 
 // Writes a panel's totals [rows, PANEL_WIDTH], gated if the projection is, to the output's columns
-// from `first` on. Masked stores only if fewer columns than a panel's are left.
+// from `first` on. Uses masked stores only if fewer columns than a panel's are left.
 template <class T, class Out>
 __attribute__((noinline)) void write_rows(const Projection<T>& p, const float* total, int rows,
                                           std::int64_t first, std::int64_t width, Out* output) {
@@ -131,7 +131,7 @@ struct RowCodes {
   const float* scales;
 };
 
-// `codes`: of rows that are multiplied by a weight of W8A8.
+// Rows of the input. `codes`: for multiplication by a W8A8 weight.
 template <class T>
 struct InputRows {
   const T* first;
@@ -141,9 +141,9 @@ struct InputRows {
 };
 
 // Rows whose distance is a multiple of 2 KB share a few sets of the first-level cache: a dozen of
-// them, read side by side, evict each other. Copies such rows, if they fill a tile, to an odd
-// number of cache lines apart; the copy is valid until the thread's next call. Returns others
-// unchanged.
+// them, read side by side, evict each other. If such rows fill a tile, they are copied to a
+// distance of an odd number of cache lines; the copy is valid until the thread's next call. Other
+// rows are returned unchanged.
 template <class T>
 InputRows<T> without_set_conflicts(const InputRows<T>& rows, std::int64_t depth) {
   if (rows.count < MAX_TILE_ROWS || rows.stride * sizeof(T) % 2048 != 0) return rows;
@@ -157,7 +157,7 @@ InputRows<T> without_set_conflicts(const InputRows<T>& rows, std::int64_t depth)
   return {copy.data(), stride, rows.count};
 }
 
-// Loads and stores totals of some rows, which are `stride` elements apart.
+// Loads and stores totals of rows that are `stride` elements apart.
 template <int ROWS>
 inline __attribute__((always_inline)) void load_totals(Vector (&total)[ROWS][PANEL_VECTORS],
                                                        const float* from, std::int64_t stride) {
@@ -179,8 +179,8 @@ inline __attribute__((always_inline)) void store_totals(const Vector (&total)[RO
 }
 
 // to [ROWS, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, + rows of `a` times
-// the panel. PREFETCH and `prefetch` as in `multiply`. A function of its own, so that `multiply`
-// has all registers, at the beginning of a cache line, so that other code does not move its loop.
+// the panel. PREFETCH and `prefetch` as in `multiply`. A separate function, so that `multiply` has
+// all registers. It is aligned to a cache line, so that other code does not move its loop.
 template <class T, int ROWS, bool PREFETCH>
 __attribute__((noinline, aligned(64))) void add_product(const float* from, std::int64_t from_stride,
                                                         const T* a, std::int64_t stride,
@@ -193,7 +193,7 @@ __attribute__((noinline, aligned(64))) void add_product(const float* from, std::
   store_totals(total, to);
 }
 
-// The same with a list of pieces to prefetch, which is not empty.
+// Like add_product, with a list of pieces to prefetch, which is not empty.
 template <class T, int ROWS>
 __attribute__((noinline)) void add_product_of_list(const float* from, std::int64_t from_stride,
                                                    const T* a, std::int64_t stride, const T* panel,
@@ -212,8 +212,8 @@ __attribute__((noinline)) void add_product_of_list(const float* from, std::int64
   store_totals(total, to);
 }
 
-// The columns of the output that a panel's totals become: from `first` on, of `width` in a row; and
-// the bias that belongs to each column of the panel.
+// The output columns of a panel's totals: from `first` on, of `width` in a row; and the bias of
+// each column of the panel.
 template <class T>
 struct PanelColumns {
   PanelColumns(const Projection<T>& p, std::int64_t panel)

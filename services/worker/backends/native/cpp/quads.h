@@ -1,7 +1,7 @@
 // Panels of bytes, and sums of products of bytes in 32 bits, which are exact.
 //
-// A step of such a panel is four elements deep, as the instructions for 8-bit dot products take
-// them. Totals are Vectors of integers.
+// A step of such a panel is four elements deep, as in the instructions for 8-bit dot products.
+// Totals are Vectors of integers.
 
 #pragma once
 
@@ -22,8 +22,8 @@ inline void for_registers(Vector value, Work&& work) {
 
 // total + the four products of bytes of each lane. `a` has unsigned bytes, `b` signed ones.
 inline Register add_quads(Register total, Register a, Register b) {
-  // Written as assembly: of the intrinsic functions' integer vectors, in loops over float vectors,
-  // the compiler (GCC 12) keeps copies on the stack.
+  // Written in assembly: with the integer vectors of intrinsic functions, the compiler (GCC 12)
+  // keeps copies on the stack in loops over float vectors.
 #if defined(__AVX512VNNI__)
   asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(a), "v"(b));
   return total;
@@ -46,7 +46,7 @@ inline Register add_quads(Register total, Register a, Register b) {
 #endif
 }
 
-// The integers of the lanes as floats.
+// Converts the integers of the lanes to floats.
 inline Register to_floats(Register integers) {
   return __builtin_convertvector((IntRegister)integers, Register);
 }
@@ -76,17 +76,17 @@ inline void store_bytes(std::uint8_t* to, IntRegister value) {
   std::memcpy(to, &low, sizeof low);
 }
 
-// Elements of panels of keys, unsigned, and of the rows that they are multiplied with, signed.
+// Elements of panels of keys, unsigned. The rows that they are multiplied by are signed.
 struct KeyByte {
   std::uint8_t bits;
 };
 
-// Elements of panels of values, signed, and of the rows that they are multiplied with, unsigned.
+// Elements of panels of values, signed. The rows that they are multiplied by are unsigned.
 struct ValueByte {
   std::uint8_t bits;
 };
 
-// See PanelOps.
+// PanelOps for elements of one byte.
 template <class T>
 struct QuadOps {
   static constexpr int DEPTH = 4;

@@ -1,12 +1,11 @@
-// Panels of weights of 8 and 4 bits.
+// Panels of weights with 8 or 4 bits.
 //
-// A weight is code * scale + offset, where a scale, and an offset if there are any, belong to a
-// column and a group of consecutive depths. A panel is its groups one after the other, each of them
-// a record: the scales of its columns, the offsets, the codes. Before multiplication codes are
-// unpacked to elements of a panel (panel.h), which hold each of them exactly: also in bfloat16,
-// whose numbers have 8 significant bits. Products of codes are added up within a group, and the sum
-// is multiplied by the scale, so that a result differs from that of the weights in float32 by the
-// rounding of sums alone.
+// A weight is code * scale + offset. A scale, and an optional offset, belong to a column and a
+// group of consecutive depths. A panel is a sequence of groups, each of them a record: the scales
+// of its columns, the offsets, the codes. Before multiplication codes are unpacked to elements of a
+// panel (panel.h), which represent them exactly; bfloat16 has 8 significant bits. Products of codes
+// are added up within a group, and the sum is multiplied by the scale. So a result differs from
+// that of float32 weights only by the rounding of sums.
 
 #pragma once
 
@@ -17,9 +16,9 @@
 
 namespace stepwell {
 
-// What the elements of a packed weight are. INT8: -128 to 127. INT4: -8 to 7, of which 8 lie side
-// by side in a word of 32 bits. FP8: floats with four bits of exponent and three of mantissa
-// (e4m3). W8A8: those of INT8, for inputs of 8 bits; see coded_projection.h.
+// The elements of a packed weight. INT8: -128 to 127. INT4: -8 to 7; 8 of them are side by side in
+// a word of 32 bits. FP8: floats with four bits of exponent and three of mantissa (e4m3). W8A8:
+// like INT8, for inputs in 8 bits; see coded_projection.h.
 enum class WeightFormat : int { PLAIN, INT8, INT4, FP8, W8A8 };
 
 namespace {  // Internal, so that functions with one caller are inlined.
@@ -29,19 +28,19 @@ constexpr int BLOCK_DEPTH = 4;
 
 constexpr std::int64_t SCALES_BYTES = PANEL_WIDTH * sizeof(float);
 
-// How far ahead of a stream of codes the loop prefetches.
+// Prefetch distance in a stream of codes, in bytes.
 constexpr std::int64_t CODES_AHEAD = 4096;
 
 constexpr std::int64_t code_bytes(WeightFormat format, std::int64_t depth) {
   return depth * PANEL_WIDTH / (format == WeightFormat::INT4 ? 2 : 1);
 }
 
-// Unpacks a block: BYTES of codes become STEPS steps of a panel, of which a call unpacks one. An
-// object holds what it looks up.
+// Unpacks a block: BYTES of codes become STEPS steps of a panel. A call unpacks one step. An object
+// has its look-up tables.
 template <class T, WeightFormat FORMAT>
 struct Unpacker;
 
-// A vector of registers: part(i) is the one whose first lane is i.
+// Builds a vector from registers: part(i) is the register whose first lane is i.
 template <class Part>
 inline Vector of_registers(Part&& part) {
 #ifdef __AVX512F__
@@ -51,7 +50,7 @@ inline Vector of_registers(Part&& part) {
 #endif
 }
 
-// Conversions are intrinsic functions: from vectors of bytes the compiler (GCC 12) converts one
+// Conversions are intrinsic functions, since the compiler (GCC 12) converts vectors of bytes one
 // number at a time.
 template <>
 struct Unpacker<float, WeightFormat::INT8> {
@@ -76,7 +75,7 @@ struct Unpacker<float, WeightFormat::INT8> {
 template <>
 struct Unpacker<float, WeightFormat::INT4> {
   static constexpr int BYTES = 64, STEPS = BLOCK_DEPTH;
-  // The codes in bits from `shift` on of as many words as a register has.
+  // The codes in bits from `shift` on, in as many words as a register has.
   static Register numbers(const char* words, int shift) {
     IntRegister some;
     std::memcpy(&some, words, sizeof some);
@@ -91,8 +90,8 @@ struct Unpacker<float, WeightFormat::INT4> {
   }
 };
 
-// Numbers of FP8 in the upper bytes of words, as numbers in half precision that are 2^8 times as
-// small: their exponents have one bit more, and are 8 larger than they seem.
+// FP8 numbers in the upper bytes of words are half-precision numbers that are 2^8 times too small:
+// the half-precision exponent has one more bit, and its bias is 8 larger.
 constexpr float OF_FP8_IN_HALVES = 256;
 
 template <>
@@ -124,8 +123,8 @@ struct Unpacker<float, WeightFormat::FP8> {
 
 #ifdef __AVX512BF16__
 #ifdef __AVX512VBMI__
-// Looks up 64 codes of a byte at once: by the seven low bits the low and the high byte of a number
-// in bfloat16, whose sign is the eighth bit.
+// Looks up 64 byte codes at once. The seven low bits select the low and the high byte of a bfloat16
+// number; the eighth bit is its sign.
 struct ByteTable {
   template <class NumberOf>
   explicit ByteTable(NumberOf&& number_of) {
@@ -154,8 +153,8 @@ struct ByteTable {
   __m512i low[2], high[2];
 };
 
-// Looks up magnitudes. That of -128 is looked up as that of 0, and its high byte is a difference,
-// which for other magnitudes is not above what is looked up.
+// Looks up magnitudes. The magnitude of -128 is looked up as that of 0, and its high byte is a
+// difference, which for other magnitudes is not above the looked-up byte.
 template <>
 struct Unpacker<BFloat16, WeightFormat::INT8> {
   static constexpr int BYTES = 64, STEPS = 1;
@@ -182,8 +181,8 @@ struct Unpacker<BFloat16, WeightFormat::FP8> {
 template <>
 struct Unpacker<BFloat16, WeightFormat::INT8> {
   static constexpr int BYTES = 64, STEPS = 1;
-  // Integers in words, of which those at even places and those at odd ones become floats: the upper
-  // half of such a float is the whole of it.
+  // Converts integers in words at even and at odd positions to floats. The lower half of such a
+  // float is zero, so its upper half is the bfloat16 number.
   static Vector wide(__m512i words) {
     const auto bits = [](__m512i number) {
       return _mm512_castps_si512(_mm512_cvtepi32_ps(number));
@@ -220,7 +219,7 @@ struct Unpacker<BFloat16, WeightFormat::FP8> {
 };
 #endif
 
-// The instruction looks up the low five bits of a word, so the table has each code twice, and the
+// The instruction looks up the low five bits of a word. The table has each code twice, so that the
 // other codes of the word need not be masked out.
 template <>
 struct Unpacker<BFloat16, WeightFormat::INT4> {
@@ -242,8 +241,8 @@ struct Unpacker<BFloat16, WeightFormat::INT4> {
 };
 #endif
 
-// Codes of PANELS panels that are read side by side: those of one, how far apart panels are, and
-// where the first one ends.
+// Codes of PANELS panels that are read side by side: the first panel's codes, the distance of
+// panels, and the end of the first.
 struct PanelCodes {
   const char* first;
   std::int64_t panel_bytes;
@@ -251,8 +250,8 @@ struct PanelCodes {
 };
 
 // total[ROWS] += rows of `a`, `stride` elements apart, times the codes of `steps` steps of PANELS
-// panels; see `multiply`, which adds up in the same order. Prefetches codes, at the end of panels
-// those of the next PANELS ones.
+// panels. `multiply` adds in the same order. Prefetches codes; at the end of panels, those of the
+// next PANELS panels.
 template <class T, WeightFormat FORMAT, int ROWS, int PANELS>
 inline __attribute__((always_inline)) void multiply_codes(
     Vector (&total)[ROWS][PANELS * PANEL_VECTORS], const Unpacker<T, FORMAT>& unpacker, const T* a,
@@ -280,8 +279,8 @@ inline __attribute__((always_inline)) void multiply_codes(
   }
 }
 
-// Where the code of an element of a panel lies among those of a byte each. In bfloat16 the low and
-// the high bytes of 64 elements are interleaved within lanes of 128 bits.
+// The position of an element's code in a panel of byte codes. In bfloat16 the low and the high
+// bytes of 64 elements are interleaved within lanes of 128 bits.
 template <class T>
 std::int64_t place_of_byte(std::int64_t element) {
   if (sizeof(T) != 2) return element;
@@ -289,8 +288,8 @@ std::int64_t place_of_byte(std::int64_t element) {
   return round_down(element, 64) + word / 8 * 16 + vector * 8 + word % 8;
 }
 
-// The same of INT4, counted in halves of a byte. A block has a word of the size of T for each
-// element of a vector, and the codes of the vectors from the lowest bits of a word up.
+// The position of an INT4 element's code, counted in halves of a byte. A block has a word of the
+// size of T for each element of a vector, with the codes of the vectors from the lowest bits up.
 template <class T>
 std::int64_t place_of_int4(std::int64_t element) {
   constexpr std::int64_t BLOCK = BLOCK_DEPTH * PANEL_WIDTH, LENGTH = 64 / sizeof(T);
@@ -300,7 +299,7 @@ std::int64_t place_of_int4(std::int64_t element) {
 
 }  // namespace
 
-// Packs a group of a panel. `code_of(column, depth)` gives its codes.
+// Packs a group of a panel. `code_of(column, depth)` returns its codes.
 template <class T, class CodeOf>
 void pack_codes(WeightFormat format, char* to, std::int64_t depth, CodeOf&& code_of) {
   constexpr int DEPTH = PanelOps<T>::DEPTH;

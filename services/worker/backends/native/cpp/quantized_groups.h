@@ -10,7 +10,7 @@ namespace stepwell {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// A panel's groups. `record`: the first of them.
+// A panel's groups. `record`: the first group.
 struct Groups {
   template <class T>
   Groups(const Projection<T>& p, std::int64_t panel)
@@ -34,7 +34,7 @@ struct Groups {
 };
 
 // A part of a panel's depth that is unpacked at once: `count` whole groups from `group` on, or
-// `depth` elements of one group after `done` others.
+// `depth` elements of one group, after `done` elements.
 struct Piece {
   int group;
   int count;
@@ -58,8 +58,8 @@ void for_pieces(const Groups& groups, std::int64_t most, Work&& work) {
   }
 }
 
-// Rows of the totals of all groups before, which begin as the bias, and of the sums of a group that
-// has been added up in part: [rows, PANEL_WIDTH] both. Of several panels, one after the other.
+// Rows of the totals of all previous groups, which begin as the bias, and rows of the sums of a
+// partly added group: [rows, PANEL_WIDTH] both. With several panels, panel after panel.
 struct PanelTotals {
   float* totals;
   float* sums;
@@ -67,8 +67,8 @@ struct PanelTotals {
   PanelTotals from(int row) const { return {totals + row * PANEL_WIDTH, sums + row * PANEL_WIDTH}; }
 };
 
-// Calls work(row, v, place) for each vector of ROWS rows of totals, v counting those of a row in
-// all panels, and its place in them.
+// Calls work(row, v, place) for each vector of ROWS rows of totals. v counts the vectors of a row
+// in all panels; `place` is the vector's position.
 template <int ROWS, int PANELS, class Work>
 inline __attribute__((always_inline)) void for_vectors_of_rows(Work&& work) {
 #pragma GCC unroll 16
@@ -80,8 +80,8 @@ inline __attribute__((always_inline)) void for_vectors_of_rows(Work&& work) {
   }
 }
 
-// Adds ROWS rows of `a` times PANELS panels to totals, unpacking codes in registers. `groups`:
-// those of the first panel, passed by value: the compiler would read members of references anew
+// Adds ROWS rows of `a` times PANELS panels to totals, and unpacks codes in registers. `groups`:
+// those of the first panel. It is passed by value: the compiler would reload members of references
 // after each store.
 template <class T, WeightFormat FORMAT, int ROWS, int PANELS>
 __attribute__((noinline)) void add_codes(const Groups groups, float* totals, const T* a,
@@ -107,7 +107,7 @@ __attribute__((noinline)) void add_codes(const Groups groups, float* totals, con
   }
 }
 
-// Steps of a pass of add_groups' loop. With AVX-512, groups of 64 take a hundredth longer with one;
+// Steps in a pass of add_groups' loop. With AVX-512, groups of 64 take a hundredth longer with one;
 // with AVX2, two need more registers than there are.
 #ifdef __AVX512F__
 constexpr int PASS_STEPS = 2;
@@ -115,7 +115,7 @@ constexpr int PASS_STEPS = 2;
 constexpr int PASS_STEPS = 1;
 #endif
 
-// Where add_groups gets the columns of a piece from: memory that it was unpacked to.
+// The source of add_groups' columns: memory to which a piece was unpacked.
 template <class T>
 class UnpackedColumns {
  public:
@@ -123,7 +123,7 @@ class UnpackedColumns {
 
   explicit UnpackedColumns(const T* panel) : panel_(panel) {}
 
-  // The columns of the step that is `step` steps on.
+  // Reads the columns of the step that is `step` steps ahead.
   __attribute__((always_inline)) void read(int step, Vector (&columns)[PANEL_VECTORS]) {
 #pragma GCC unroll 2
     for (int v = 0; v < PANEL_VECTORS; ++v) {
@@ -141,8 +141,8 @@ class UnpackedColumns {
   const T* panel_;
 };
 
-// The same from codes, with `between` bytes from those of a group to those of the next one. Writes
-// what it unpacks to `unpacked`.
+// The source of add_groups' columns: codes, with `between` bytes between groups. Writes unpacked
+// columns to `unpacked`.
 template <class T, WeightFormat FORMAT>
 class UnpackingColumns {
  public:
@@ -176,10 +176,9 @@ class UnpackingColumns {
   T* unpacked_;
 };
 
-// What add_groups multiplies by: a piece, of each group of which `steps` steps. `scales`: of its
-// first group, `group_bytes` before those of the next one. `bias`: what totals begin as, or null if
-// groups have been added to them before. Of a part of a group, `to.sums` has what the parts before
-// added up to.
+// The operands of add_groups: a piece, with `steps` steps of each group. `scales`: of its first
+// group; groups are `group_bytes` apart. `bias`: the initial totals, or null if groups were added
+// before. For a later part of a group, `to.sums` has the sums of the parts before.
 struct PieceGroups {
   template <class T>
   PieceGroups(const Projection<T>& p, const Piece& piece, const Groups& groups, const float* begin,
@@ -203,8 +202,8 @@ struct PieceGroups {
   bool ends_group;
 };
 
-// Adds ROWS rows of `a` times the columns of some groups, or of a part of one. With PREFETCH,
-// fetches `prefetch` meanwhile. A function of its own, so that the loop has all registers.
+// Adds ROWS rows of `a` times the columns of groups, or of a part of one group. With PREFETCH,
+// prefetches `prefetch`. A separate function, so that the loop has all registers.
 template <class T, int ROWS, bool PREFETCH, class Columns>
 __attribute__((noinline, aligned(64))) void add_groups(const PieceGroups& groups, const T* a,
                                                        std::int64_t stride, Columns columns,

@@ -1,10 +1,10 @@
 // Multiplication by a panel of a quantized weight: see quantized.h.
 //
-// For a tile of rows, which is bound by the reading of codes, these are unpacked in registers; for
-// a few rows those of two panels side by side. Of more rows the first tile does the same and writes
-// what it unpacks to memory that stays in a cache, for all other tiles of a block: a part of the
-// panel at a time. Whatever the number of rows, the products of a group are added up in order of
-// depth, and groups in order.
+// A single tile of rows is bound by reading codes, so codes are unpacked in registers; with a few
+// rows, codes of two panels side by side. With more rows the first tile unpacks codes and writes
+// them to memory that stays in a cache, for all other tiles of a block: a part of the panel at a
+// time. For any number of rows, the products of a group are added in order of depth, and groups in
+// order.
 
 #pragma once
 
@@ -20,9 +20,9 @@ namespace stepwell {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Most rows that are multiplied by two panels side by side: the sums of so few rows and one panel
-// are less than what the processor adds up while one addition is not finished. With AVX2, whose
-// registers hold fewer sums, no row is faster so.
+// Maximum of rows that are multiplied by two panels side by side. With so few rows, one panel has
+// fewer sums than the processor can add while one addition is in flight. With AVX2, whose registers
+// hold fewer sums, this makes no number of rows faster.
 #ifdef __AVX512F__
 constexpr int MAX_PAIR_ROWS = 4;
 #else
@@ -39,9 +39,10 @@ float sum_of(const T* row, std::int64_t count) {
   return sum(total);
 }
 
-// What a tile of rows prefetches while it is multiplied by an unpacked piece: each of the last two
-// tiles a half of the codes after the piece's, or the only tile all of them; see prefetch_of_tile.
-// The tile that unpacks them would wait for codes of 8 bits, not for those of 4.
+// The prefetches of a tile of rows while it is multiplied by an unpacked piece. Each of the last
+// two tiles prefetches half of the codes after the piece, a single tile all of them; see
+// prefetch_of_tile. Without this the tile that unpacks would wait for codes of 8 bits, but not for
+// codes of 4 bits.
 template <class T, WeightFormat FORMAT>
 Prefetch prefetch_of_codes(const Piece& piece, const Groups& groups, int rows_left, int all_rows) {
   if (FORMAT == WeightFormat::INT4 || rows_left > 2 * MAX_TILE_ROWS) return {};
@@ -53,8 +54,8 @@ Prefetch prefetch_of_codes(const Piece& piece, const Groups& groups, int rows_le
   return {is_last && !is_only ? next + steps * bytes : next, bytes};
 }
 
-// Adds to totals [count, PANEL_WIDTH] what offsets add: of each row and group the sum of the row's
-// elements times the offsets.
+// Adds the offsets' contribution to totals [count, PANEL_WIDTH]: for each row and group the sum of
+// the row's elements times the offsets.
 template <class T>
 void add_offsets(const T* rows, std::int64_t stride, int count, const Groups& groups,
                  float* totals) {
@@ -69,7 +70,7 @@ void add_offsets(const T* rows, std::int64_t stride, int count, const Groups& gr
   }
 }
 
-// Begins totals [rows, PANEL_WIDTH] of a panel as its bias.
+// Sets the totals [rows, PANEL_WIDTH] of a panel to its bias.
 template <class T>
 void begin_totals(const PanelColumns<T>& columns, int rows, float* totals) {
   for (int row = 0; row < rows; ++row, totals += PANEL_WIDTH) {
@@ -89,7 +90,7 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
   const PanelColumns<T> columns(p, panel);
   const Groups groups(p, panel);
   const PanelTotals all{totals, sums};
-  // Totals of a tile that ends in one piece lie where those of the tile before did.
+  // If tiles end in one piece, each reuses the totals of the tile before.
   const bool is_kept = rows.count <= MAX_TILE_ROWS || p.depth > CHUNK || lora != nullptr;
   const auto totals_of = [&](int row) { return all.from(is_kept ? row : 0); };
   const auto finish = [&](int row, int count) {
@@ -135,7 +136,7 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
   }
 }
 
-// Multiplies MAX_PAIR_ROWS rows or fewer by a panel and the next one, and writes the results.
+// Multiplies up to MAX_PAIR_ROWS rows by two adjacent panels, and writes the results.
 template <class T, class Out, WeightFormat FORMAT>
 __attribute__((noinline)) void project_quantized_pair(const Projection<T>& p,
                                                       const InputRows<T>& rows, Out* output,
@@ -159,15 +160,15 @@ __attribute__((noinline)) void project_quantized_pair(const Projection<T>& p,
 
 }  // namespace
 
-// A quantized weight as it is packed: codes [columns, depth], scales and, unless null, offsets
-// [columns, depth / group].
+// A quantized weight to pack: codes [columns, depth], scales, and offsets or null, [columns, depth
+// / group].
 struct QuantizedWeight {
   const std::int8_t* codes;
   const float* scales;
   const float* offsets;
 };
 
-// Packs a quantized weight; a gated one as pack_weight does.
+// Packs a quantized weight; gated weights as in pack_weight.
 template <class T>
 void pack_quantized(const Projection<T>& p, const QuantizedWeight& weight) {
   const std::int64_t groups = p.depth / p.group;

@@ -1,10 +1,10 @@
-// The functions of ranks that share memory, whatever the model's data type is.
+// The functions of ranks that share memory, for all data types of the model.
 
 #include "shared_ranks.h"
 
 namespace stepwell {
 
-// Of `bytes` of each rank those of all, one behind the other.
+// Gathers `bytes` bytes of each rank, one after the other.
 extern "C" void gather_ranks(SharedRanks& ranks, const char* own, char* all, std::int64_t bytes) {
   gather_over(ranks, own, all, 1, bytes, Team{});
 }

@@ -4,10 +4,10 @@
 
 namespace stepwell {
 
-// How many values RowParameters has of each row.
+// The number of values in RowParameters for each row.
 extern "C" std::int64_t num_row_values() { return NUM_ROW_VALUES; }
 
-// A token for each of the rows, UNUSABLE, or REFUSED.
+// Samples a token for each of the rows: its id, UNUSABLE, or REFUSED.
 extern "C" void sample_rows(const LogitRows& rows, const RowMasks& masks,
                             const RowParameters& parameters, std::int64_t* token_ids) {
   double per_byte = 0;
@@ -17,7 +17,7 @@ extern "C" void sample_rows(const LogitRows& rows, const RowMasks& masks,
   });
 }
 
-// Copies of the rows, one behind the other, see copy_row.
+// Copies the rows, one after the other, see copy_row.
 extern "C" void copy_rows(const LogitRows& rows, const RowMasks& masks, float* copies,
                           bool* usable) {
   for_each_row(rows, double(rows.count), [&](std::int64_t index) {

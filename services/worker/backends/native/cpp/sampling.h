@@ -13,7 +13,7 @@ constexpr std::int64_t UNUSABLE = -1;  // In place of a token, where there is no
 constexpr std::int64_t REFUSED = -2;   // The same where only a mask leaves none.
 constexpr std::int64_t NUM_ROW_VALUES = 1 + Filters::COUNT;  // The temperature is the first.
 
-// Some rows of a matrix of logits. `rows`: their indexes.
+// Rows of a matrix of logits. `rows`: their indexes.
 struct LogitRows {
   const float* logits;
   std::int64_t stride;
@@ -24,8 +24,8 @@ struct LogitRows {
   const float* of(std::int64_t index) const { return logits + rows[index] * stride; }
 };
 
-// Which tokens may be drawn from each row: see RowMasks in row_sampler.py. `rows`: null where no
-// row has a mask.
+// The allowed tokens of each row: see RowMasks in row_sampler.py. `rows`: null if no row has a
+// mask.
 struct RowMasks {
   const std::uint32_t* words;
   std::int64_t width;
@@ -36,15 +36,15 @@ struct RowMasks {
   }
 };
 
-// How a token is drawn from each row: see RowParameters in row_sampler.py.
+// The sampling parameters of each row: see RowParameters in row_sampler.py.
 struct RowParameters {
   const double* values;  // [NUM_ROW_VALUES, count]
   const std::uint64_t* seeds;
   const std::int64_t* positions;
 };
 
-// Copies a row, with minus infinity where a bit of the mask is 0; without a mask all of it. Returns
-// whether there is a token to sample in the row, whatever the mask leaves.
+// Copies a row, with minus infinity where a bit of the mask is 0; without a mask unchanged. Returns
+// whether the row has a token to sample without the mask.
 inline bool copy_row(const float* logits, std::int64_t size, const std::uint32_t* mask,
                      float* copy) {
   constexpr int BITS = 32;
@@ -81,7 +81,7 @@ inline bool copy_row(const float* logits, std::int64_t size, const std::uint32_t
   return !any_nan && most - most == 0;
 }
 
-// A token of the row at an index, UNUSABLE, or REFUSED.
+// Samples a token for the row at an index. Returns it, UNUSABLE, or REFUSED.
 inline std::int64_t sample_row(const LogitRows& rows, const RowMasks& masks, std::int64_t index,
                                const RowParameters& parameters) {
   const std::int64_t size = rows.size;
@@ -114,7 +114,7 @@ inline std::int64_t sample_row(const LogitRows& rows, const RowMasks& masks, std
   return TokenRace(row, kept, temperature, states, bounds, scratch.take<double>(num_blocks)).run();
 }
 
-// The work of sampling a row for each byte of its logits, in the unit of threads.h.
+// The amount of work of sampling a row, for each byte of its logits, in the unit of threads.h.
 inline double work_per_byte(const LogitRows& rows, std::int64_t index,
                             const RowParameters& parameters) {
   constexpr double GREEDY = 1, DRAWN = 3, FILTERED = 8;
@@ -123,8 +123,8 @@ inline double work_per_byte(const LogitRows& rows, std::int64_t index,
   return Filters::from(values + rows.count, rows.count).any() ? FILTERED : DRAWN;
 }
 
-// Calls work(index) for each of the rows, in several threads if that pays: `per_byte` is the work
-// of all rows for each byte of one.
+// Calls work(index) for each of the rows, in several threads if there is enough work. `per_byte`:
+// the work of all rows for each byte of one row.
 template <class Work>
 inline void for_each_row(const LogitRows& rows, double per_byte, Work&& work) {
   const double all = per_byte * double(rows.size) * sizeof(float);

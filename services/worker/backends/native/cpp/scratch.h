@@ -1,4 +1,4 @@
-// Memory that a thread works in. It is kept between calls and grows with the largest.
+// A thread's scratch memory. It is kept between calls, and is as large as the largest needed.
 
 #pragma once
 
@@ -11,13 +11,13 @@ namespace stepwell {
 
 class Scratch {
  public:
-  // This thread's.
+  // This thread's scratch memory.
   static Scratch& own() {
     static thread_local Scratch scratch;
     return scratch;
   }
 
-  // Frees everything that was taken, and makes room for `bytes`, each piece rounded up to 64.
+  // Frees all pieces, and makes room for `bytes`, with each piece rounded up to 64.
   void reserve(std::int64_t bytes) {
     used_ = 0;
     if (std::int64_t(memory_.size()) < bytes + 64) memory_.resize(bytes + 64);
@@ -25,7 +25,7 @@ class Scratch {
         reinterpret_cast<char*>(round_up(reinterpret_cast<std::uintptr_t>(memory_.data()), 64));
   }
 
-  // `count` elements, valid until the next `reserve`, at an address that is a multiple of 64.
+  // Allocates `count` elements, aligned to 64 bytes, and valid until the next `reserve`.
   template <class T>
   T* take(std::int64_t count) {
     char* taken = begin_ + used_;

@@ -1,10 +1,10 @@
 // The collectives of ranks that are processes of one machine, through memory that all of them map.
 //
-// A collective is one or more rounds. In a round each rank writes to its slot, arrives,
-// waits until the other ranks have arrived, and reads their slots. Each rank has two slots, which
-// rounds use in turns: a rank that arrives at a round has read the slots of the round before, which
-// can be written again in the round after. So a round has one wait. vLLM has such collectives for
-// its CPU ranks (csrc/cpu/shm.cpp).
+// A collective is one or more rounds. In a round each rank writes to its slot, arrives, waits until
+// the other ranks have arrived, and reads their slots. Each rank has two slots, used alternately. A
+// rank that arrives at a round has read the slots of the round before, so these can be written
+// again in the round after. So a round has one wait. vLLM has such collectives for its CPU ranks
+// (csrc/cpu/shm.cpp).
 
 #pragma once
 
@@ -20,14 +20,14 @@
 
 namespace stepwell {
 
-// The last round at which a rank has arrived, in the memory of all.
+// The last round at which a rank has arrived, in shared memory.
 struct alignas(64) RankCell {
   std::atomic<std::uint32_t> round;
   std::atomic<std::uint32_t> sleepers;  // Ranks that wait for it and do not spin any more.
 };
 
-// One rank's side. `missing`: the rank that did not arrive at a round, or -1. Once there is one,
-// collectives return at once, and their results are of no use.
+// One rank's side. `missing`: the rank that did not arrive at a round, or -1. Once a rank is
+// missing, collectives return at once, and their results are undefined.
 struct SharedRanks {
   RankCell* cells;
   char* slots;
@@ -39,7 +39,7 @@ struct SharedRanks {
   std::atomic<int> is_ended;
   int missing;
 
-  // A rank's slot in the next round of this rank.
+  // A rank's slot in this rank's next round.
   char* next_slot(int of_rank) const {
     return slots + (std::int64_t(~round & 1) * size + of_rank) * slot_bytes;
   }
@@ -54,7 +54,7 @@ struct SharedRanks {
     }
   }
 
-  // Ends the waiting of this rank. Wakes other ranks too, which wait again.
+  // Ends this rank's waiting. Also wakes other ranks, which then wait again.
   void end() {
     is_ended.store(1, std::memory_order_seq_cst);
     for (int other = 0; other < size; ++other) wake(cells[other]);
@@ -67,8 +67,9 @@ struct SharedRanks {
     return std::int32_t(cell.round.load(std::memory_order_acquire) - round) >= 0;
   }
 
-  // Spins, and then sleeps: see Barrier. False if the rank does not arrive in time, or after `end`,
-  // which wakes nothing between the check of `is_ended` and the sleep: hence short sleeps.
+  // Spins, and then sleeps: see Barrier. Returns false if the rank does not arrive in time, or
+  // after `end`. A wake-up between the check of `is_ended` and the sleep is lost, so sleeps are
+  // short.
   bool wait_for(RankCell& cell) const {
     for (int spins = 0; spins < BARRIER_SPINS; ++spins) {
       if (has_arrived(cell)) return true;
@@ -93,7 +94,7 @@ struct SharedRanks {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Adds up `part` of all ranks, `count` elements each, in rank order, in float32, and rounds.
+// Sums `part` of all ranks, `count` elements each, in rank order, in float32, and rounds.
 template <class T>
 void sum_over(SharedRanks& ranks, T* part, std::int64_t count, Team team) {
   const std::int64_t most = ranks.slot_bytes / std::int64_t(sizeof(T));
@@ -118,8 +119,8 @@ void sum_over(SharedRanks& ranks, T* part, std::int64_t count, Team team) {
   }
 }
 
-// Puts `rows` rows of `width` bytes of each rank side by side, in rank order. `own` may be the end
-// of `all`: the rows that a round writes end before those that it has not read.
+// Concatenates `rows` rows of `width` bytes of each rank, in rank order. `own` may be the end of
+// `all`: the rows that a round writes end before the rows that it has not read.
 inline void gather_over(SharedRanks& ranks, const char* own, char* all, std::int64_t rows,
                         std::int64_t width, Team team) {
   const std::int64_t bytes = rows * width;

@@ -1,5 +1,5 @@
-// Attention of the query heads of one token over a block of keys, read straight from the pages:
-// packing pays only for keys that are read more than once. Products are added in the same order as
+// Attention of the query heads of one token over a block of keys, read directly from the pages.
+// Packing pays only for keys that are read more than once. Products are added in the same order as
 // in packed_keys.h.
 
 #pragma once
@@ -11,11 +11,11 @@
 
 namespace stepwell {
 
-// Most query heads in one pass over the keys; more would not fit into the registers.
+// Maximum of query heads in one pass over the keys, limited by registers.
 constexpr int HEADS_PER_PASS = 4;
 
 // scores[head][key] = the product of query[head] and the key, for the keys of PANELS panels from
-// panel `first` on. Products are added in order of depth, as `multiply` does. Queries are `stride`
+// panel `first` on. Products are added in order of depth, as in `multiply`. Queries are `stride`
 // elements apart.
 template <class T, int HEADS, int PANELS>
 void score_panels(const T* query, int stride, const KeyPanels<T>& panels, int first, int dim,
@@ -51,7 +51,7 @@ void score_panels(const T* query, int stride, const KeyPanels<T>& panels, int fi
   }
 }
 
-// The same for panels [0, count).
+// Computes score_panels for panels [0, count).
 template <class T, int HEADS>
 void score_heads(const T* query, int stride, const KeyPanels<T>& panels, int count, int dim,
                  float* scores) {
@@ -116,7 +116,7 @@ void add_values(const T* weights, const TokenRows<T>& values, int dim, float* to
   values.prefetch_rest(values.count(), dim);
 }
 
-// Calls work.template operator()<HEADS>(first head) for `heads` heads, HEADS_PER_PASS or fewer at a
+// Calls work.template operator()<HEADS>(first head) for `heads` heads, at most HEADS_PER_PASS at a
 // time.
 template <class Work>
 inline void for_head_passes(int heads, Work&& work) {
@@ -134,7 +134,7 @@ inline void for_head_passes(int heads, Work&& work) {
   }
 }
 
-// The scores of all `heads` queries, for panels [0, count).
+// Computes the scores of all `heads` queries, for panels [0, count).
 template <class T>
 void score_queries(const T* query, int stride, int heads, const KeyPanels<T>& panels, int count,
                    int dim, float* scores) {

@@ -13,8 +13,8 @@ namespace stepwell {
 constexpr float LOWEST = -INFINITY;
 constexpr float LOG2_E = 1.44269504f;
 
-// The sums of some rows over the keys that they have seen so far: of each row the weighted values,
-// `dim` elements, the sums of weights lane by lane, and the largest score.
+// The sums of rows over the keys processed so far. For each row: the weighted values, `dim`
+// elements; the sums of weights, lane by lane; and the largest score.
 struct SoftmaxSums {
   float* values;
   float* weights;
@@ -24,7 +24,7 @@ struct SoftmaxSums {
   SoftmaxSums(float* memory, int rows, int dim)
       : values(memory), weights(values + rows * dim), maxima(weights + rows * LANES), dim(dim) {}
 
-  // The same from row `row` on.
+  // The sums from row `row` on.
   SoftmaxSums from(int row) const {
     SoftmaxSums rest = *this;
     rest.values += row * dim;
@@ -40,8 +40,8 @@ struct SoftmaxSums {
   }
 };
 
-// Adds `part`, the same rows' sums over further keys, to `sums`. Both are brought to the larger
-// maximum. Rows that saw no key in `part` are left unchanged.
+// Adds `part`, the same rows' sums over further keys, to `sums`. Both are scaled to the larger
+// maximum. Rows without keys in `part` are unchanged.
 inline void merge(const SoftmaxSums& sums, const SoftmaxSums& part, int rows) {
   for (int row = 0; row < rows; ++row) {
     const SoftmaxSums to = sums.from(row), from = part.from(row);

@@ -17,7 +17,7 @@ extern "C" void suffix_enter(SuffixDecoding* trees, std::int32_t row, const char
   trees->enter(row, std::string(key, key_bytes), num_tokens);
 }
 
-// The known tokens of row r: the first num_tokens[r] of `tokens`, from r * stride on.
+// The known tokens of row r are the first num_tokens[r] of `tokens`, from r * stride on.
 extern "C" void suffix_take_in(SuffixDecoding* trees, const Token* tokens, std::int64_t stride,
                                const std::int32_t* num_tokens, const std::int32_t* rows,
                                std::int64_t num_rows) {
@@ -27,7 +27,7 @@ extern "C" void suffix_take_in(SuffixDecoding* trees, const Token* tokens, std::
   }
 }
 
-// See suffix_take_in for the known tokens, here and below.
+// See suffix_take_in for the arguments of known tokens, here and below.
 extern "C" void suffix_read(SuffixDecoding* trees, const Token* tokens, std::int64_t stride,
                             const std::int32_t* num_tokens, std::int32_t row) {
   trees->read(row, tokens + row * stride, num_tokens[row]);

@@ -1,6 +1,6 @@
-// Drafts by suffix trees: one of the tokens of each request, and one of responses for each key.
+// Drafts by suffix trees: one of each request's tokens, and for each key one of responses.
 //
-// Suffix decoding (Oliaro et al., arXiv 2411.04975), as vLLM's method "suffix" decides it.
+// Suffix decoding (Oliaro et al., arXiv 2411.04975), with the decisions of vLLM's method "suffix".
 
 #pragma once
 
@@ -24,14 +24,14 @@ class SuffixDecoding {
   explicit SuffixDecoding(const SuffixSettings& settings)
       : settings_(settings), responses_(settings.depth) {}
 
-  // A request enters a free row, with so many known tokens. Those that follow are its response.
-  // Responses are seen by requests of the same key.
+  // Adds a request with `num_tokens` known tokens in a free row. Later tokens are its response.
+  // Requests of the same key use its response.
   void enter(std::int32_t row, std::string key, std::size_t num_tokens) {
     rows_.insert_or_assign(row, Row{std::move(key), num_tokens, settings_.max_cached > 0});
   }
 
-  // Adds what is new of a row's tokens to the responses. For each token, tokens of the response
-  // that ended first are forgotten where there is too much. A response that finds no room ends.
+  // Appends a row's new tokens to the responses. If there is too much, tokens of the response that
+  // ended first are removed for each new token. A response without room ends.
   void take_in(std::int32_t row, const Token* tokens, std::size_t num_tokens) {
     const auto found = rows_.find(row);
     if (found == rows_.end()) return;
@@ -47,15 +47,15 @@ class SuffixDecoding {
     }
   }
 
-  // Adds what is new of a row's tokens to the request's own tree. The first time it takes as long
-  // as the prompt is.
+  // Appends a row's new tokens to the request's own tree. The first call takes time in proportion
+  // to the prompt.
   void read(std::int32_t row, const Token* tokens, std::size_t num_tokens) {
     const auto found = rows_.find(row);
     if (found != rows_.end()) read(found->second, tokens, num_tokens);
   }
 
-  // Writes up to `most` drafts of what follows a row's tokens, and returns their number. Of equal
-  // scores the request's own tree counts.
+  // Writes up to `most` drafts after a row's tokens, and returns their number. If scores are equal,
+  // the request's own tree is used.
   std::size_t propose(std::int32_t row, const Token* tokens, std::size_t num_tokens,
                       std::size_t most, Token* drafts) {
     const auto found = rows_.find(row);
@@ -73,7 +73,7 @@ class SuffixDecoding {
     return best.tokens.size();
   }
 
-  // The request in a row has left; its response stays.
+  // Removes the request in a row; its response stays.
   void leave(std::int32_t row) {
     const auto found = rows_.find(row);
     if (found == rows_.end()) return;
@@ -81,7 +81,7 @@ class SuffixDecoding {
     rows_.erase(found);
   }
 
-  // Forgets requests and responses.
+  // Removes all requests and responses.
   void clear() {
     rows_.clear();
     trees_.clear();
@@ -133,7 +133,7 @@ class SuffixDecoding {
     own.response = responses_.open(tree->second.root);
   }
 
-  // Of a request that leaves, or for whose response there is no room.
+  // Called when a request leaves, or when there is no room for its response.
   void end_response(Row& own) {
     own.is_recorded = false;
     if (own.response == NO_SEQUENCE) return;
@@ -142,14 +142,14 @@ class SuffixDecoding {
     own.response = NO_SEQUENCE;
   }
 
-  // An eighth of the memory is left free, for tokens that bring more than others leave.
+  // An eighth of the memory is left free, since a new token may need more than removed ones free.
   bool has_too_much() const {
     const std::size_t most = settings_.max_bytes - settings_.max_bytes / 8;
     const bool is_large = responses_.bytes() > most;
     return !ended_.empty() && (is_large || ended_.size() > std::size_t(settings_.max_cached));
   }
 
-  // Forgets the first token of the response that ended first.
+  // Removes the first token of the response that ended first.
   void forget_token() {
     const Response& oldest = ended_.front();
     if (!responses_.forget_first(oldest.sequence)) return;

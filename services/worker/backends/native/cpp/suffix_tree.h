@@ -1,12 +1,13 @@
-// The strings of up to so many tokens that occur in sequences which grow, and how often each does.
+// The strings of up to `depth` tokens in growing sequences, and how often each occurs.
 //
-// A string that occurs once is a leaf, which names its place: what follows there are the tokens of
-// the sequence. So text that does not repeat itself takes a node a token. Where a string occurs
-// again, its leaf becomes an inner node, and the string of one more token a leaf.
+// A string that occurs once is a leaf, which stores its position: its continuation is the
+// sequence's tokens. So text that does not repeat itself needs one node for each token. If the
+// string occurs again, its leaf becomes an inner node, and the string with one more token becomes a
+// leaf.
 //
-// A token that is appended extends the strings that ended before it, by one node each. The last m
-// tokens of a sequence are an inner node up to some m; the longer ones occur nowhere else, and
-// grow with the sequence.
+// An appended token extends each of the strings that ended before it by one node. The last m tokens
+// of a sequence are an inner node up to some m. The longer suffixes occur nowhere else, and grow
+// with the sequence.
 
 #pragma once
 
@@ -17,13 +18,13 @@
 
 namespace stepwell {
 
-// What may follow: tokens, and the sum of their probabilities.
+// Proposed tokens, and the sum of their probabilities.
 struct Draft {
   double score = 0;
   std::vector<Token> tokens;
 };
 
-// What a draft is made by.
+// The rules for drafts.
 struct DraftRules {
   double max_spec_factor;  // Most tokens of a draft, as a multiple of those that match.
   double min_token_prob;   // The product of shares of children down to a token is at least this.
@@ -31,18 +32,18 @@ struct DraftRules {
 
 class SuffixTree {
  public:
-  // `depth`: tokens of the longest strings.
+  // `depth`: maximum number of tokens in a string.
   explicit SuffixTree(std::size_t depth) : depth_(depth) {}
 
   std::size_t bytes() const { return trie_.bytes() + num_tokens_ * sizeof(Token); }
 
-  // Sequences of different roots do not share strings.
+  // Sequences of different roots share no strings.
   NodeId add_root() { return trie_.add_root(); }
 
   // Removes a root without sequences.
   void remove_root(NodeId root) { trie_.remove(root); }
 
-  // A sequence without tokens.
+  // Adds a sequence without tokens.
   SequenceId open(NodeId root) {
     if (free_.empty()) {
       free_.push_back(SequenceId(sequences_.size()));
@@ -63,7 +64,7 @@ class SuffixTree {
     ++num_tokens_;
     ends_.clear();
     NodeId node = sequence.root;
-    // The shortest string first: a leaf that becomes an inner node needs the shorter ones to be.
+    // Shortest string first: a leaf can become an inner node only after the shorter strings have.
     for (std::size_t length = 1;; ++length) {
       const NodeId end = extend(node, token, id, length);
       if (end != NO_NODE) ends_.push_back(end);
@@ -73,14 +74,14 @@ class SuffixTree {
     sequence.ends.swap(ends_);
   }
 
-  // No tokens will be appended.
+  // Closes a sequence: no tokens will be appended.
   void close(SequenceId id) {
     sequences_[id].is_open = false;
     sequences_[id].ends = {};
   }
 
-  // Forgets the first token of a closed sequence, and with the last one the sequence. Returns
-  // whether that is so.
+  // Removes the first token of a closed sequence, and the sequence with its last token. Returns
+  // whether the sequence was removed.
   bool forget_first(SequenceId id) {
     Sequence& sequence = sequences_[id];
     const std::vector<Token>& tokens = sequence.tokens;
@@ -101,9 +102,9 @@ class SuffixTree {
     return true;
   }
 
-  // The best draft of up to `most` tokens of what follows so many known ones. Of strings that end
-  // them and occur in the tree, each proposes what follows it most often; the highest score counts,
-  // of equals the longest string. `own`: a sequence that ends as they do; NO_SEQUENCE: none.
+  // The best draft of up to `most` tokens after the known ones. Each suffix of the known tokens
+  // that is in the tree proposes its most frequent continuation. The highest score is used, the
+  // longest suffix among equals. `own`: a sequence that ends with the known tokens, or NO_SEQUENCE.
   Draft guess(NodeId root, SequenceId own, const Token* known, std::size_t num_known,
               std::size_t most, const DraftRules& rules) {
     Draft best, draft;
@@ -126,8 +127,8 @@ class SuffixTree {
     std::vector<NodeId> ends;  // Inner nodes of the last 1, 2, 3, ... tokens.
   };
 
-  // One more occurrence of a node's string and a token, `length` tokens together, at the end of a
-  // sequence. Returns the inner node; NO_NODE for a leaf, of a string that did not occur before.
+  // Adds an occurrence of a node's string and a token, `length` tokens together, at the end of a
+  // sequence. Returns the inner node, or NO_NODE for a leaf of a string that did not occur before.
   NodeId extend(NodeId node, Token token, SequenceId id, std::size_t length) {
     const NodeId child = trie_.child(node, token);
     if (child == NO_NODE) {
@@ -139,7 +140,7 @@ class SuffixTree {
     return child;
   }
 
-  // Makes a leaf whose string has `length` tokens an inner node.
+  // Converts a leaf whose string has `length` tokens to an inner node.
   void open_leaf(NodeId id, std::size_t length) {
     TrieNode& node = trie_[id];
     const SequenceId owner = node.sequence;
@@ -155,8 +156,8 @@ class SuffixTree {
     }
   }
 
-  // The node of a string: an inner one, or the leaf of it or of a string that it begins with.
-  // NO_NODE where it does not occur, or only as the end of `own`.
+  // The node of a string: an inner node, or the leaf of the string or of its prefix. NO_NODE if it
+  // does not occur, or only as the end of `own`.
   NodeId find(NodeId root, SequenceId own, const Token* tokens, std::size_t length) const {
     if (own != NO_SEQUENCE && length <= size(own)) {
       const std::vector<NodeId>& ends = sequences_[own].ends;
@@ -177,7 +178,7 @@ class SuffixTree {
     return node;
   }
 
-  // What follows a string of so many tokens most often.
+  // The most frequent continuation of a string of `length` tokens.
   void follow(NodeId node, std::size_t length, std::size_t most, const DraftRules& rules,
               Draft& draft) {
     draft.score = 0;

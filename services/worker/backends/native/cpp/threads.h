@@ -1,11 +1,11 @@
-// Teams of threads: how many threads a piece of work gets, which thread does which part, and how
-// they wait for each other.
+// Teams of threads: the number of threads for a piece of work, the part of each thread, and how
+// threads wait for each other.
 //
-// A team is woken once for a piece of work, which may be a whole step; inside it the threads
-// synchronize at barriers. Waking costs tens of microseconds, and on a machine that other processes
-// use too it can cost one of the operating system's time slices, so small work stays in the calling
-// thread. A team is all threads or one: with a size in between the OpenMP library would end and
-// start threads.
+// A team is woken once for a piece of work, which may be a whole step. Inside it threads
+// synchronize at barriers. Waking costs tens of microseconds. On a machine with other busy
+// processes it can cost one of the operating system's time slices. So small work stays in the
+// calling thread. A team is either all threads or one: with a size in between the OpenMP library
+// would end and start threads.
 
 #pragma once
 
@@ -28,10 +28,11 @@
 
 namespace stepwell {
 
-// Operations (multiplications, or bytes moved if those are more) from which on waking threads pays.
+// The number of operations above which waking threads pays. Operations are multiplications, or
+// bytes moved if those are more.
 constexpr double PARALLEL_WORK = 4e6;
 
-// The same of a whole step, in which the threads wait for each other many times.
+// PARALLEL_WORK for a whole step, in which the threads wait for each other many times.
 constexpr double PARALLEL_STEP_WORK = 2e7;
 
 struct Range {
@@ -39,11 +40,11 @@ struct Range {
   std::int64_t end;
 };
 
-// How often a thread that waits looks before it sleeps.
+// The number of checks by a waiting thread before it sleeps.
 constexpr int BARRIER_SPINS = 500;
 
-// The system call, for a word of this process, or without FUTEX_PRIVATE_FLAG of memory that several
-// share. A timeout of 0 is none.
+// The futex system call, for a word of this process, or without FUTEX_PRIVATE_FLAG for a word in
+// shared memory. Timeout 0: no timeout.
 template <class Word>
 inline void futex(std::atomic<Word>& word, int operation, int value,
                   std::chrono::nanoseconds timeout = {}) {
@@ -52,8 +53,8 @@ inline void futex(std::atomic<Word>& word, int operation, int value,
   syscall(SYS_futex, &word, operation, value, timeout.count() > 0 ? &limit : nullptr, nullptr, 0);
 }
 
-// A thread that waits spins for some microseconds and then sleeps. A thread that is still missing
-// then has lost its processor to another process, and may need the one that spinning keeps busy.
+// A waiting thread spins for a few microseconds and then sleeps. If a thread is still missing then,
+// it has lost its processor to another process, and may need the processor of the spinning thread.
 // Yielding instead would give the thread's time slice to that process: every barrier could cost a
 // time slice, and a step a tenth of its speed.
 class Barrier {
@@ -87,8 +88,8 @@ class Barrier {
   std::atomic<int> sleepers_{0};
 };
 
-// The items that remain of one thread's part. `packed`: the round in bits 48 to 63, the first item
-// in bits 24 to 47, the end in bits 0 to 23. `rounds`: those that the thread has begun.
+// The remaining items of one thread's part. `packed`: the round in bits 48 to 63, the first item in
+// bits 24 to 47, the end in bits 0 to 23. `rounds`: number of rounds that the thread has begun.
 struct alignas(64) RemainingItems {
   std::atomic<std::uint64_t> packed{0};
   std::uint64_t rounds = 0;
@@ -105,19 +106,19 @@ struct Team {
     if (size > 1) barrier->wait(size);
   }
 
-  // This thread's part of [0, count), or that of another thread.
+  // This thread's part of [0, count), or another thread's part.
   Range part(std::int64_t count) const { return part_of(index, count); }
   Range part_of(int thread, std::int64_t count) const {
     return {count * thread / size, count * (thread + 1) / size};
   }
 };
 
-// Gives a thread the items [0, count), fewer than 2^24, of one round: those of its own part in
-// order, then items that other threads have not begun, from the end of their parts. So a thread
-// that is descheduled delays the others by at most the items that it has taken, and each thread
-// reads a sequential stream. Remaining items of an older round have not been changed in this one;
-// the first thread that reads them sets them to the whole part. Between two rounds the team must
-// pass a barrier. This is work stealing (Blumofe and Leiserson).
+// Assigns the items [0, count), fewer than 2^24, of one round to threads. A thread gets the items
+// of its own part in order, then items that other threads have not begun, from the end of their
+// parts. So a suspended thread delays the others by at most the items that it has begun, and each
+// thread reads a sequential stream. Remaining items of an older round have not been used in this
+// round; the first thread that reads them sets them to the whole part. Between two rounds the team
+// must pass a barrier. This is work stealing (Blumofe and Leiserson).
 class WorkItems {
  public:
   WorkItems(Team team, std::int64_t count) : team_(team), count_(count) {
@@ -130,8 +131,8 @@ class WorkItems {
     return taken.begin < taken.end ? taken.begin : -1;
   }
 
-  // The next items: of the thread's own part at most `most`, up to a multiple of `group`; of
-  // another part one. None if none remains.
+  // The next items: at most `most` of the thread's own part, up to a multiple of `group`; or one of
+  // another part. Empty if none remains.
   Range next(std::int64_t most, std::int64_t group) {
     if (team_.size == 1) {
       const Range taken = begin_of({taken_, count_}, most, group);
@@ -178,18 +179,18 @@ class WorkItems {
   int others_ = 0;          // Parts that are used up, from the thread's own on.
 };
 
-// Pins each thread to a processor of its own if the team needs all processors that its first thread
-// may use. Otherwise the operating system puts several on one processor: a thread that is woken at
-// a barrier starts on the processor of the thread that wakes it, since a virtual processor that has
-// just fallen asleep counts as busy, and two threads that alternate are never seen as too much for
-// one processor. A smaller team leaves room for itself and for other processes, and is not pinned.
+// Pins each thread to its own processor if the team needs all processors that its first thread may
+// use. Otherwise the operating system puts several threads on one processor. A thread that is woken
+// at a barrier starts on the processor of the waking thread, since a virtual processor that has
+// just become idle counts as busy. Two threads that alternate are never seen as too much for one
+// processor. A smaller team leaves room for itself and for other processes, and is not pinned.
 class ProcessorPins {
  public:
   explicit ProcessorPins(int threads) {
     is_needed_ = sched_getaffinity(0, sizeof all_, &all_) == 0 && CPU_COUNT(&all_) == threads;
   }
 
-  // To be called by each thread of the team.
+  // Must be called by each thread of the team.
   void pin(int thread) const {
     static thread_local int pinned = -1;
     if (!is_needed_) return;
@@ -205,8 +206,9 @@ class ProcessorPins {
     if (sched_setaffinity(0, sizeof own, &own) == 0) pinned = processor;
   }
 
-  // To be called by the first thread when the work is done: it and the threads that it starts may
-  // use all processors again. The other threads do nothing but such work, and stay pinned.
+  // Must be called by the first thread when the work is done. This thread, and threads that it
+  // starts, may then use all processors again. The other threads only do such work, and stay
+  // pinned.
   void unpin() const {
     if (is_needed_) sched_setaffinity(0, sizeof all_, &all_);
   }
@@ -220,9 +222,9 @@ inline int threads_for(double work, double enough = PARALLEL_WORK) {
   return work < enough ? 1 : omp_get_max_threads();
 }
 
-// In its scope the thread rounds to nearest and flushes no small numbers to zero, whatever mode the
-// process has set: the threads of a team may have been started before the caller changed its own
-// mode.
+// In its scope the thread rounds to nearest and does not flush small numbers to zero, whatever the
+// mode of the process: the threads of a team may have been started before the caller changed its
+// own mode.
 class StandardRounding {
  public:
   StandardRounding() : before_(_mm_getcsr()) { _mm_setcsr(STANDARD); }

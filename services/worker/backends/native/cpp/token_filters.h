@@ -1,8 +1,8 @@
-// Which tokens min-p, top-k and top-p keep: see sampling/filters.py, which defines them.
+// The tokens that min-p, top-k and top-p keep, as defined in sampling/filters.py.
 //
-// Nothing is sorted. The logits that may be at the limit are collected from the row, and the limit
-// is found among them by histograms, each over the range of those that remain. Sums of masses are
-// exact, so that their order does not matter.
+// Nothing is sorted. The logits that may be at the limit are collected from the row. The limit is
+// found among them by histograms, each over the range of the remaining ones. Sums of masses are
+// exact, so their order does not matter.
 
 #pragma once
 
@@ -21,7 +21,7 @@ struct Filters {
   double top_p;
   float min_p;
 
-  // From numbers in the order of the fields, each `stride` behind the one before.
+  // Filters from numbers in the order of the fields, which are `stride` apart.
   static Filters from(const double* values, std::int64_t stride) {
     return {std::int64_t(values[0]), values[stride], float(values[2 * stride])};
   }
@@ -29,7 +29,7 @@ struct Filters {
   bool any() const { return top_k > 0 || top_p < 1 || min_p > 0; }
 };
 
-// A place in the order of tokens: a logit, the sum over all greater ones, and how many have it.
+// A place in the order of tokens: a logit, the sum over all greater ones, and its number of tokens.
 struct Place {
   float logit;
   double before;
@@ -42,7 +42,7 @@ class TokenFilters {
     return std::max(size, LogitRow::blocks_of(size)) + FLOATS;
   }
 
-  // `logits` and `weights` are memory for scratch_floats(row.size) numbers each.
+  // `logits` and `weights`: memory for scratch_floats(row.size) numbers each.
   TokenFilters(const LogitRow& row, const Filters& filters, float temperature, float* logits,
                float* weights)
       : row_(row),
@@ -75,7 +75,7 @@ class TokenFilters {
   static constexpr float LOWEST = std::numeric_limits<float>::lowest();
   static constexpr double LEAST_MASS = 0x1p-42;  // Less is rounded to 0.
 
-  // The `limit` tokens with the greatest logits. `least`: see kept.
+  // The `limit` tokens with the greatest logits. `least`: a lower bound of their logits.
   KeptTokens best(std::int64_t limit, float least) {
     if (limit <= row_.num_blocks()) {
       count_ = row_.num_blocks();
@@ -88,7 +88,7 @@ class TokenFilters {
     return first_of(place_of(limit, ones), limit);
   }
 
-  // Of the kept tokens, `limit` in number, the first ones that have `top_p` of their mass.
+  // Of `limit` kept tokens, the first ones with a fraction `top_p` of their mass.
   KeptTokens nucleus(const KeptTokens& kept, std::int64_t limit) {
     double mass = 0;
     if (limit < row_.size) {
@@ -119,7 +119,7 @@ class TokenFilters {
   // A mass, rounded so that the sum over a row is exact.
   double rounded(double weight) const { return weight + rounder_ - rounder_; }
 
-  // A logit below all of those whose weight is at least this.
+  // A logit below all logits with at least this weight.
   float logit_below(double weight) const {
     const double at_least = row_.largest + temperature_ * (std::log(weight) - 1e-3);
     return std::max(LOWEST, std::nextafter(float(at_least), NO_LOGIT));
@@ -151,7 +151,7 @@ class TokenFilters {
     return total;
   }
 
-  // Copies the logits of at least `least`, which is finite.
+  // Copies the logits that are at least `least`, which is finite.
   void collect(float least) {
     count_ = 0;
     std::int64_t id = 0;
@@ -192,7 +192,7 @@ class TokenFilters {
   }
 
   // The place at which the sum of `value` over the collected logits, greatest first, reaches a
-  // target. Keeps of the collected logits only those at this place.
+  // target. Keeps only the collected logits at this place.
   template <class Value>
   Place place_of(double target, Value&& value) {
     double before = 0;
@@ -215,14 +215,14 @@ class TokenFilters {
     }
   }
 
-  // The tokens up to a limit that lies in this place.
+  // The tokens up to a limit inside this place.
   KeptTokens first_of(const Place& place, std::int64_t limit) const {
     const std::int64_t count = limit - std::int64_t(place.before);
     if (count == place.count) return {place.logit};
     return {place.logit, last_tied(place.logit, count)};
   }
 
-  // The id of the last one of the first `count` tokens that have a logit.
+  // The id of the last of the first `count` tokens with this logit.
   std::int64_t last_tied(float logit, std::int64_t count) const {
     std::int64_t id = 0;
     for (; id < row_.size; ++id) {

@@ -6,8 +6,8 @@
 
 namespace stepwell {
 
-// The tokens that filters keep: those above a logit, and of those that have it the ones with ids up
-// to a last one.
+// The tokens that filters keep: those with logits above `above`, and those with this logit and ids
+// up to `last_tied`.
 struct KeptTokens {
   float above = NO_LOGIT;
   std::int64_t last_tied = std::numeric_limits<std::int64_t>::max();
@@ -19,7 +19,7 @@ struct KeptTokens {
 
 class TokenRace {
  public:
-  // `bounds` and `smallest` are memory for a number of each block.
+  // `bounds` and `smallest`: memory for one number for each block.
   TokenRace(const LogitRow& row, const KeptTokens& kept, float temperature,
             const std::uint64_t (&states)[2], double* bounds, double* smallest)
       : row_(row),
@@ -50,8 +50,8 @@ class TokenRace {
     return widen(weight > LEAST_WEIGHT ? weight : LEAST_WEIGHT - HalfRegister{});
   }
 
-  // The smallest exponential of each block, and the speed that none of its tokens exceeds. Blocks
-  // without tokens that are kept are left out.
+  // Computes the smallest exponential of each block, and an upper bound of its tokens' speeds.
+  // Blocks without kept tokens are skipped.
   void find_bounds() {
     for (std::int64_t block = 0; block < row_.num_blocks(); block += DOUBLES) {
       const HalfRegister maxima = load_register<HalfRegister>(row_.maxima + block);
@@ -73,7 +73,7 @@ class TokenRace {
     return found;
   }
 
-  // Finds the fastest token of a block and of those before.
+  // Updates the fastest token with the tokens of a block.
   void add_block(std::int64_t block) {
     const std::int64_t first = block / NUM_LANES * SUPERBLOCK_SIZE + block % NUM_LANES;
     const std::uint64_t offset = random_words(states_[0], consecutive(block))[0] & (BLOCK_SIZE - 1);

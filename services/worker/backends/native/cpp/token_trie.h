@@ -1,7 +1,7 @@
 // Nodes of tries over tokens, and the edges between them.
 //
 // The children of all nodes are in one hash table, by their parent and token. Memory of nodes and
-// of the table comes in chunks, so that nothing is copied as their number grows.
+// of the table is allocated in chunks, so that nothing is copied as they grow.
 
 #pragma once
 
@@ -20,7 +20,7 @@ using SequenceId = std::int32_t;
 constexpr NodeId NO_NODE = 0;
 constexpr SequenceId NO_SEQUENCE = -1;
 
-// A string of tokens: that of its parent and one more. It occurs `count` times.
+// A string of tokens: its parent's string and one more token. It occurs `count` times.
 struct TrieNode {
   NodeId parent = NO_NODE;
   NodeId next = NO_NODE, previous = NO_NODE;  // Siblings.
@@ -37,24 +37,24 @@ struct TrieNode {
   bool is_leaf() const { return sequence != NO_SEQUENCE; }
 };
 
-// Buckets in which children are found, by linear hashing (Litwin, 1980). Each has a chain of nodes.
-// With each child that is added there may be one more bucket, which takes children of one other: so
-// no step waits for many to be moved, and memory is taken as children come.
+// A hash table of children, with linear hashing (Litwin, 1980). Each bucket has a chain of nodes.
+// Each added child may add one bucket, which receives children of one other bucket. So no call
+// moves many nodes, and memory grows with the number of children.
 class TrieBuckets {
  public:
   TrieBuckets() { add_chunk(); }
 
   std::size_t size() const { return level_ + num_split_; }
 
-  // The first node of the bucket that has the child.
+  // The first node of the child's bucket.
   NodeId& of(NodeId parent, Token token) { return (*this)[number(parent, token)]; }
   NodeId of(NodeId parent, Token token) const {
     const std::size_t at = number(parent, token);
     return chunks_[at / CHUNK][at % CHUNK];
   }
 
-  // Adds a bucket. Empties the one whose children it takes, and returns its first node: all nodes
-  // of that chain are to be added again.
+  // Adds a bucket. Empties the bucket that it is split from, and returns the first node of that
+  // chain. All nodes of the chain must be added again.
   NodeId split() {
     if (size() == chunks_.size() * CHUNK) add_chunk();
     const NodeId first = std::exchange((*this)[num_split_], NO_NODE);
@@ -84,10 +84,11 @@ class TrieBuckets {
   std::size_t num_split_ = 0;  // Of the first `level_` buckets, those that were split.
 };
 
-// Tries with counts. Of children that occur as often, the favourite is the one of the lowest token.
+// Tries with counts. If children occur equally often, the one with the lowest token is the
+// favourite.
 class TokenTrie {
  public:
-  // What a node takes: itself, and a bucket.
+  // Bytes of a node and its bucket.
   static constexpr std::size_t NODE_BYTES = sizeof(TrieNode) + sizeof(NodeId);
 
   TrieNode& operator[](NodeId id) { return chunks_[id / CHUNK][id % CHUNK]; }
@@ -98,14 +99,14 @@ class TokenTrie {
   // The node of an empty string.
   NodeId add_root() { return take({}); }
 
-  // NO_NODE if there is none.
+  // The child of a parent for a token; NO_NODE if there is none.
   NodeId child(NodeId parent, Token token) const {
     NodeId id = buckets_.of(parent, token);
     while (id != NO_NODE && !is_child(id, parent, token)) id = (*this)[id].chained;
     return id;
   }
 
-  // A leaf that does not exist yet. Its parent is an inner node.
+  // Adds a leaf that does not exist yet. Its parent must be an inner node.
   NodeId add_leaf(NodeId parent, Token token, SequenceId sequence, std::uint32_t start) {
     TrieNode& above = (*this)[parent];
     const NodeId id = take({.parent = parent,
@@ -140,14 +141,14 @@ class TokenTrie {
     --num_nodes_;
   }
 
-  // The string of a node occurs once more.
+  // Counts one more occurrence of a node's string.
   void count_up(NodeId id) {
     TrieNode& node = (*this)[id];
     ++node.count;
     prefer((*this)[node.parent], id);
   }
 
-  // It occurs once less, and still does.
+  // Counts one occurrence less; at least one must remain.
   void count_down(NodeId id) {
     TrieNode& node = (*this)[id];
     --node.count;
@@ -155,7 +156,7 @@ class TokenTrie {
     if (above.favourite == id) above.favourite = NO_NODE;
   }
 
-  // The child of an inner node that occurs most often; NO_NODE if it has none.
+  // The most frequent child of an inner node; NO_NODE if it has none.
   NodeId favourite(NodeId id) {
     TrieNode& node = (*this)[id];
     if (node.favourite == NO_NODE) {
@@ -185,7 +186,7 @@ class TokenTrie {
     return id;
   }
 
-  // Makes a child the favourite, if there is a known one that it is to be preferred to.
+  // Makes a child the favourite if a favourite is known and the child ranks above it.
   void prefer(TrieNode& above, NodeId id) {
     if (above.favourite == NO_NODE) return;
     const TrieNode &one = (*this)[id], &other = (*this)[above.favourite];

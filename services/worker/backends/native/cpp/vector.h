@@ -1,9 +1,9 @@
 // Vectors of sixteen floats, the same for AVX-512 and AVX2, and the two element types of weights
 // and caches.
 //
-// The library is compiled with -ffp-contract=off: the compiler would otherwise choose from the
-// surrounding expression whether a multiplication and an addition are rounded once or twice, and
-// two copies of one loop could give different bits. `fmadd` rounds once.
+// The library is compiled with -ffp-contract=off. Otherwise the compiler would choose, depending on
+// the surrounding expression, whether a multiplication and an addition are rounded once or twice,
+// and two copies of one loop could return different bits. `fmadd` rounds once.
 
 #pragma once
 
@@ -40,8 +40,8 @@ inline Vector load(const float* from) {
 
 inline void store(float* to, Vector value) { std::memcpy(to, &value, sizeof value); }
 
-// Stores a vector as two halves, which beside multiplications takes less time on a Zen 5: there a
-// whole register is read at the expense of one of them, unless it has just been computed.
+// Stores a vector as two halves. In code with multiplications this is faster on a Zen 5: there,
+// reading a whole register delays a multiplication, unless the register has just been computed.
 inline void store_halves(float* to, Vector value) {
   const __m512d all = (__m512d)value;
   _mm256_storeu_pd(reinterpret_cast<double*>(to), _mm512_castpd512_pd256(all));
@@ -53,9 +53,9 @@ inline __mmask32 lane_mask(int count) {
   return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << (count < 0 ? 0 : count)) - 1;
 }
 
-// `load_partial` reads the first `count` elements and sets the remaining lanes to 0;
-// `store_partial` writes the first `count` lanes. Neither touches memory beyond them. A count below
-// 0 is 0, one above LANES is LANES.
+// `load_partial` reads the first `count` elements and sets the remaining lanes to 0.
+// `store_partial` writes the first `count` lanes. Neither accesses memory beyond them. Counts are
+// clamped to 0 and LANES.
 inline Vector load_partial(const float* from, int count) {
   return (Vector)_mm512_maskz_loadu_ps(__mmask16(lane_mask(count)), from);
 }
@@ -93,7 +93,7 @@ OPERATION(/)
 
 inline Vector& operator+=(Vector& a, Vector b) { return a = a + b; }
 
-// Copied register by register: copied at once, the vector would go through the stack.
+// Copied register by register: a single copy would go through the stack.
 inline Vector load(const float* from) {
   Vector value;
   std::memcpy(&value.low, from, sizeof value.low);
@@ -195,7 +195,7 @@ inline void store_partial(BFloat16* to, Vector value, int count) {
 }
 #endif
 
-// Lanes [first, end) of `value`, and `other` in the remaining lanes. The bounds may lie outside of
+// Lanes [first, end) of `value`, and `other` in the remaining lanes. The bounds may be outside of
 // the vector.
 inline Vector keep_lanes(Vector value, int first, int end, float other) {
 #ifdef __AVX512F__
