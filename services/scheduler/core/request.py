@@ -102,7 +102,7 @@ class Request(ComputedTokens):
     workers only.
     """
     pooling: PoolingParams | None = None
-    """How the workers pool the prompt; None for generative models. Used by the workers only."""
+    """How the workers pool the prompt; None for generative models."""
     num_choices: int = 0
     """The client's parameter n in the first sequence of a prompt, 0 in its other sequences. Used by
     metrics only.

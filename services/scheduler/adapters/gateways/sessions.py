@@ -156,7 +156,7 @@ class Sessions:
             session.outbox.announce(state)
 
     def announce_to_quiet(self) -> None:
-        """Sends the state to every gateway that was sent nothing during the last two calls."""
+        """Sends the state to every gateway that was sent nothing since the previous call."""
         for session in self._gateways:
             session.outbox.num_quiet_calls += 1
             if session.outbox.num_quiet_calls > 1:

@@ -180,7 +180,7 @@ class _CompressedFile:
         self._file.close()
 
     def write(self, content: bytes) -> int:
-        """Appends a frame."""
+        """Appends a compressed frame with this content."""
         self._file.write(self._compress(content))
         return len(content)
 

@@ -153,8 +153,8 @@ class WaitReasons:
 
 def holder_of(plan: SchedulerOutput) -> str:
     """Id of the request in a step that holds most of the resource that waiting requests lack: most
-    blocks, or most tokens of the step. For MAX_SEQS, the longest running request. Empty for other
-    wait reasons.
+    blocks, or most tokens of the step. For MAX_SEQS, the request that was admitted first. Empty for
+    other wait reasons.
     """
     if not plan.requests:
         return ""

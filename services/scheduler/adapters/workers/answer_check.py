@@ -27,7 +27,7 @@ class WrongAnswer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about the model that answers are checked against."""
+    """Facts about the model, for the check of its answers."""
 
     vocab_size: int = 0
     pooler: Pooler | None = None

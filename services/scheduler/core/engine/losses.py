@@ -18,7 +18,7 @@ class Losses:
 
     @property
     def is_in_a_row(self) -> bool:
-        """Whether there was a recovery without progress since."""
+        """Whether there was a recovery, and no progress after it."""
         return self._num_in_a_row > 0
 
     @property
