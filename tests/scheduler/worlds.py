@@ -53,7 +53,7 @@ class Arrival:
     step: int
     token_ids: list[int]
     num_output: int
-    """The number of tokens that are already delivered output."""
+    """How many of the last tokens are output that was already delivered."""
     max_tokens: int
     ending_token_ids: frozenset[int]
     priority: int

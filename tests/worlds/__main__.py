@@ -1,5 +1,5 @@
-"""Lives the worlds of a range of numbers: `python -m tests.worlds 0 2000`. Prints the numbers of
-those that fail, with the first reason of each, and what happened in all of them.
+"""Runs the worlds of a range of numbers: `python -m tests.worlds 0 2000`. Prints the numbers of
+failed worlds with their first error, and the counts of events in all worlds.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Makes the requests of a world: what is random about each of them."""
+"""Generates the random requests of a world."""
 
 from dataclasses import replace
 from random import Random
@@ -24,7 +24,7 @@ _STEMS = (tuple(range(100, 125)), tuple(range(500, 525)))
 def make_arrival(
     random: Random, config: SchedulerConfig, families: set[str], index: int
 ) -> Arrival:
-    """A request that comes to a replica of these families."""
+    """A random request for a replica with these features."""
     tick = random.randrange(LAST_ARRIVAL)
     prompt = _prompt(random)
     sampling = _sampling(random)
@@ -62,10 +62,12 @@ def make_arrival(
 
 
 def _prompt(random: Random) -> tuple[int, ...]:
-    """There are few beginnings, so that prompts share prefixes, and few of them are unique."""
+    """A random prompt. Prompts have few different beginnings, so that they share prefixes; few are
+    unique.
+    """
     stem = random.choice(_STEMS)[: random.choice((0, 4, 9, 16, 25))]
     tokens = [*stem, *[3 + random.randrange(3)] * random.randint(1, 4)]
-    if random.random() < 0.3:  # as a further turn of a conversation
+    if random.random() < 0.3:  # like a further turn of a conversation
         tokens += next_tokens(tokens, random.randrange(8))
     return tuple(tokens[:MAX_PROMPT])
 
@@ -84,7 +86,9 @@ def _sampling(random: Random) -> SamplingParams:
 
 
 def _resubmitted(random: Random, arrival: Arrival) -> Arrival:
-    """As a gateway sends a request again whose replica was lost: with the tokens delivered."""
+    """A request that a gateway sends again after its replica was lost, with the delivered
+    tokens.
+    """
     most = (arrival.sampling.max_tokens or 1) - 1
     num_output = min(most, random.randrange(4))
     output = next_tokens(arrival.token_ids, num_output)
@@ -105,7 +109,7 @@ def _with_items(random: Random, arrival: Arrival) -> Arrival:
         if offset + length > arrival.num_prompt_tokens:
             break
         embeds = (0, length - 1) if kind == 4 else None
-        if random.random() < 0.03:  # under an identifier that has another size
+        if random.random() < 0.03:  # the same identifier with another size
             kind = (kind + 1) % 5
         items.append(EncoderInput(f"item{kind}", offset, length, embeds))
         end = offset + length
@@ -114,7 +118,7 @@ def _with_items(random: Random, arrival: Arrival) -> Arrival:
 
 def _with_transfers(random: Random, config: SchedulerConfig, arrival: Arrival) -> Arrival:
     if random.random() < 0.6:
-        # Those that only send do not order loads with the steps in flight.
+        # A connector that only sends does not order loads with the steps in flight.
         is_async = config.kv_role is not KVRole.PRODUCER and random.random() < 0.6
         fails = random.random() < 0.3
         names_blocks = config.only_grows and len(config.all_groups) == 1
@@ -141,7 +145,7 @@ def _with_transfers(random: Random, config: SchedulerConfig, arrival: Arrival) -
 
 
 def _as_session(random: Random, config: SchedulerConfig, arrival: Arrival) -> Arrival:
-    """Its turns together fit in the model's length."""
+    """Turns a request into a session whose turns together fit in the model's length."""
     left = config.max_model_len - 1 - len(arrival.token_ids)
     first = replace(arrival.sampling, max_tokens=random.randint(1, 5), repetition_detection=None)
     left -= first.max_tokens or 0

@@ -1,4 +1,6 @@
-"""What requests must be answered, whatever happens to others: a function of the request alone."""
+"""The expected answers to requests. They depend on the request alone, whatever happens to
+others.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,25 +15,25 @@ from tests.worlds.world import Arrival, Incident, World
 
 
 def next_tokens(token_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """What the model says after these tokens, if nothing ends it."""
+    """The model's continuation of these tokens if no stop condition applies."""
     return continuation(token_ids, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTurn:
-    """The output of one turn, and why it ends."""
+    """The output of one turn, and its finish reason."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
 
 
 def expected_turns(arrival: Arrival, max_model_len: int) -> list[ExpectedTurn]:
-    """The turns of a session, in order, or the only one of another request."""
+    """The turns of a session, in order. Other requests have one turn."""
     known = list(arrival.token_ids)
     num_prompt, sampling = arrival.num_prompt_tokens, arrival.sampling
     turns = [_turn(known, num_prompt, sampling, arrival.grammar, max_model_len)]
     for turn in arrival.turns:
-        # The last token of an answer was never computed, and is not part of what follows.
+        # The last token of an answer is not computed, and is not part of the next turn's input.
         known += [*turns[-1].token_ids[:-1], *turn.token_ids]
         turns.append(_turn(known, len(known), turn.sampling, None, max_model_len))
     return turns
@@ -78,7 +80,7 @@ def _end(
 def check_answer(
     world: World, arrival: Arrival, request: Request, delivered: Sequence[int]
 ) -> None:
-    """An ended request was delivered its own tokens, up to an end that it may have."""
+    """Asserts that an ended request was delivered its own tokens, up to an allowed end."""
     turns = expected_turns(arrival, world.config.max_model_len)
     ends, whole = [0], list[int]()
     for turn in turns:
@@ -106,7 +108,8 @@ def check_answer(
             assert arrival.grammar.error
             assert not delivered
         case FinishReason.ERROR if arrival.items and len(delivered) not in ends[1:]:
-            # Also after a preemption: an item has been computed in another size meanwhile.
+            # This also occurs after a preemption, if the item was meanwhile computed in another
+            # size.
             assert "has another size" in request.error
         case _:
             assert len(delivered) in ends[1:], arrival.name

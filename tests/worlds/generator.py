@@ -1,4 +1,4 @@
-"""Makes the world of a number: the same one at each call."""
+"""Generates the world of a number. A number always yields the same world."""
 
 from dataclasses import replace
 from random import Random
@@ -38,17 +38,17 @@ FAMILIES = {
     "losses": 0.35,
     "poison": 0.1,
 }
-"""What a world may have, and how often it does."""
+"""The features that a world may have, with their probabilities."""
 
 
 def make_world(number: int) -> World:
-    """The world of a number."""
+    """Generates the world of a number."""
     random = Random(number)
     while True:
         families = {name for name, share in FAMILIES.items() if random.random() < share}
         families -= _conflicting(families)
         if "tier" in families and random.random() < 0.7:
-            families.add("resets")  # what the cache still has is not loaded
+            families.add("resets")  # prefixes that remain in the cache are not loaded
         config = _config(random, families)
         if config is not None:
             break
@@ -69,9 +69,8 @@ def make_world(number: int) -> World:
 
 
 def _conflicting(families: set[str]) -> set[str]:
-    """Families that do not go with others: a pooled prompt has no output, workers of several stages
-    do not feed tokens forward, as drafts and asynchronous scheduling want, and there is one
-    connector.
+    """Features that exclude others: a pooled prompt has no output; workers of several stages do not
+    feed tokens forward, as drafts and asynchronous scheduling require; and there is one connector.
     """
     conflicts: set[str] = set()
     if "pooling" in families:
@@ -87,8 +86,8 @@ def _conflicting(families: set[str]) -> set[str]:
 
 
 def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
-    """A configuration whose pool holds the longest sequence, and not many; None if that of the
-    draw serves no request.
+    """A configuration whose pool can store the longest sequence, and not many of them. None if the
+    drawn configuration cannot serve any request.
     """
     num_drafts = random.randint(1, 3) if "drafts" in families else 0
     max_model_len = MAX_PROMPT + MAX_OUTPUT + random.randrange(30)
@@ -139,14 +138,16 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
             "encoder_cache_size": random.randint(MAX_ITEM, 4 * MAX_ITEM),
             "disable_chunked_mm_input": random.random() < 0.3,
         }
-        if named["disable_chunked_mm_input"]:  # a share of a step may be less than an item
+        if named[
+            "disable_chunked_mm_input"
+        ]:  # the budget share of a prompt may be smaller than an item
             named["long_prefill_token_threshold_adaptive"] = False
     if "connector" in families:
         named |= {
             "kv_role": random.choice((KVRole.BOTH, KVRole.CONSUMER, KVRole.PRODUCER)),
             "kv_load_failure_policy": random.choice(tuple(KVLoadFailurePolicy)),
             "requires_kv_delivery": random.random() < 0.3,
-            # What a load brings are states, and no windows behind them.
+            # Loads contain states, and not the windows before them.
             "supports_divergent_local_hybrid_hits": kinds
             <= {AttentionType.FULL, AttentionType.STATE_SPACE}
             and random.random() < 0.3,
@@ -165,7 +166,9 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
 
 
 def _threshold(random: Random, families: set[str]) -> int:
-    """No limit where items must not be divided: it could be below an item's length."""
+    """The threshold for long prefills. Without chunked items there is no threshold: it could be
+    smaller than an item.
+    """
     if "encoder" in families:
         return 0
     return random.choice((0, 0, 3, 9))
@@ -224,7 +227,7 @@ def _groups(
     return tuple(groups)
 
 
-# What happens to it
+# Events
 
 
 def _events(random: Random, families: set[str]) -> tuple[Event, ...]:

@@ -1,4 +1,4 @@
-"""What must hold of every step in any world, recomputed from tables, tokens and limits."""
+"""Invariants of every step in any world, recomputed from tables, tokens and limits."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -24,16 +24,16 @@ from tests.worlds.workers import stored_tokens
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The queue in the order in which it is looked at, and the mode of a pause, before a step."""
+    """The queue in scheduling order, and the pause mode, before a step."""
 
     queue: list[Request]
     holding: frozenset[Request]
-    """Those of the queue that hold blocks."""
+    """Requests of the queue that have blocks."""
     pause_mode: PauseMode | None
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Before":
-        """As it is now."""
+        """The current state."""
         queue = list(scheduler.queues.queued)
         holding = frozenset(request for request in queue if request.holds_blocks)
         return cls(queue, holding, scheduler.pause_mode)
@@ -46,7 +46,7 @@ def check_plan(
     plan: SchedulerOutput,
     sent: Iterable[SchedulerOutput],
 ) -> None:
-    """All that must hold of a step when it is planned; `sent` are those before it in flight."""
+    """Checks all invariants of a planned step. `sent`: the earlier steps in flight."""
     check_limits(scheduler, plan)
     check_states(scheduler)
     check_known_tokens(scheduler.config, plan, sent)
@@ -57,7 +57,9 @@ def check_plan(
 
 
 def check_limits(scheduler: Scheduler, plan: SchedulerOutput) -> None:
-    """A step hands out no more than it has, to no more than may run, each of them once."""
+    """A step schedules at most its budget, for at most the allowed number of requests, each of them
+    once.
+    """
     config, running = scheduler.config, list(scheduler.running)
     assert plan.num_tokens == sum(plan.num_scheduled_tokens) <= config.token_budget
     assert all(count > 0 for count in plan.num_scheduled_tokens)
@@ -78,7 +80,7 @@ def check_limits(scheduler: Scheduler, plan: SchedulerOutput) -> None:
 
 
 def check_states(scheduler: Scheduler) -> None:
-    """A request is in one place only, and none that has ended is in any."""
+    """A request is in exactly one queue; an ended request is in none."""
     everywhere = scheduler.requests
     assert len(set(everywhere)) == len(everywhere)
     assert not any(request.is_finished for request in everywhere)
@@ -91,7 +93,7 @@ def check_states(scheduler: Scheduler) -> None:
 def check_known_tokens(
     config: SchedulerConfig, plan: SchedulerOutput, sent: Iterable[SchedulerOutput]
 ) -> None:
-    """Nothing is computed that is neither known, nor a draft, nor sampled by a step in flight."""
+    """A step computes only known tokens, drafts, and tokens sampled by a step in flight."""
     in_flight: Counter[Request] = Counter()
     for earlier in sent:
         ends = _ends(earlier)
@@ -105,9 +107,10 @@ def check_known_tokens(
 
 
 def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> None:
-    """What a step writes lies in blocks that no other request of the step writes, and that none
-    holds which has no part in it. What begins to load may have found what the step computes. Where
-    states after drafts lie only the workers know.
+    """The blocks that a step writes are written for one request only, and requests outside the step
+    do not have them. An exception are requests that start a load: a prefix hit of theirs may be
+    computed in this step. Positions of states after drafts are known to the workers alone, and are
+    not checked.
     """
     written: Counter[int] = Counter()
     read: set[int] = set()
@@ -133,8 +136,8 @@ def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> N
 
 
 def check_admission_order(before: Before, plan: SchedulerOutput) -> None:
-    """No request is admitted before one ahead of it, unless that was passed over for a reason of
-    its own; and none in a step that preempts.
+    """Requests are admitted in queue order. Only a skipped request, which waits for a reason of its
+    own, may be overtaken. A step that preempts admits no request.
     """
     admitted = {*plan.new, *plan.resumed}
     assert len(admitted) == len(plan.new) + len(plan.resumed) == len(plan.block_tables)
@@ -147,7 +150,7 @@ def check_admission_order(before: Before, plan: SchedulerOutput) -> None:
 
 
 def check_victims(scheduler: Scheduler, plan: SchedulerOutput) -> None:
-    """Victims come last by the policy, among those that ran."""
+    """Victims are the last running requests in the policy's order."""
     rank = VICTIM_ORDERS.get(scheduler.config.policy)
     left = [] if rank is None else [rank(request) for request in scheduler.running]
     for preemption in plan.preemptions:
@@ -159,8 +162,8 @@ def check_victims(scheduler: Scheduler, plan: SchedulerOutput) -> None:
 
 
 def check_pause(scheduler: Scheduler, before: Before, plan: SchedulerOutput) -> None:
-    """In a pause nothing is computed, or, until running requests have ended, none is admitted that
-    did not hold blocks.
+    """A pause computes nothing. In mode WAIT running requests continue to their ends, and only
+    requests that already have blocks are resumed.
     """
     if before.pause_mode is None or scheduler.pause_mode is not before.pause_mode:
         return
@@ -173,21 +176,21 @@ def check_pause(scheduler: Scheduler, before: Before, plan: SchedulerOutput) -> 
 
 
 class PublishedContents:
-    """Checks that every hash that can be found is of what its block holds."""
+    """Checks that the contents of each cached block match its hash."""
 
     def __init__(self, config: SchedulerConfig, *, follows_states: bool) -> None:
         self._config = config
         self._follows_states = follows_states
         self._digests: dict[BlockHash, dict[int, list[int]]] = defaultdict(dict)
-        """By hash what the positions of a sequence store, by the last of the block. There are two
-        where an item's identifier came with two sizes.
+        """For each hash, the values of the sequence's positions, by the last value of the block. A
+        hash has two entries if an item's identifier was used with two sizes.
         """
         self._num_tokens: dict[BlockHash, int] = {}
-        """How many tokens a hash stands for in all."""
+        """The total number of tokens that a hash stands for."""
         self._seen: dict[Request, tuple[int, int]] = {}
 
     def learn(self, requests: Iterable[Request]) -> None:
-        """Takes the hashes of requests."""
+        """Stores the hashes of requests."""
         size = self._config.hash_block_size
         for request in requests:
             seen = len(request.block_hashes), len(request.token_ids)
@@ -199,7 +202,7 @@ class PublishedContents:
                     self._num_tokens[block_hash] = end * size
 
     def check(self, pool: KVPool, cache: PagedCache) -> None:
-        """While no step is in flight."""
+        """Checks all cached blocks. No step may be in flight."""
         for group, index in enumerate(pool._blocks.indexes):
             if self._is_state(group) and not self._follows_states:
                 continue
@@ -211,7 +214,9 @@ class PublishedContents:
     def check_tier(
         self, connector: OffloadingConnector, tier: WorldTier, cache: PagedCache
     ) -> None:
-        """Every block of the tier that is certain to be stored holds what its key stands for."""
+        """Checks that every block that is certainly stored in the tier has the contents
+        of its key.
+        """
         connector.index.check()
         stores = chain(connector._stores.values(), *(sent.blocks for sent in connector._uncertain))
         uncertain = {store.key for store in stores}
@@ -228,7 +233,7 @@ class PublishedContents:
     def _check(
         self, block_hash: BlockHash, group: int, is_held: Callable[[int, int], bool]
     ) -> None:
-        """`is_held`: whether a block holds such a digest at a position."""
+        """`is_held`: whether a block has a given digest at a position."""
         end, size = self._num_tokens[block_hash], self._config.all_groups[group].block_size
         begin = end - 1 if self._is_state(group) else (end - 1) // size * size
         assert any(

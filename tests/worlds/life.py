@@ -1,7 +1,7 @@
-"""Lives a world to its end: the engine with its scheduler and its pool, in virtual time.
+"""Runs a world to its end: the engine with its scheduler and pool, in virtual time.
 
-At each tick things come from outside, the engine goes on as far as it can, and the workers answer
-one step. Nothing else decides the order of events, so a world's life is always the same.
+At each tick external events occur, the engine runs as far as it can, and the workers answer one
+step. Nothing else influences the order of events, so a world always runs in the same way.
 """
 
 import asyncio
@@ -38,15 +38,15 @@ from tests.worlds.workers import WorldConnector, WorldWorkers
 from tests.worlds.world import Arrival, Event, Incident, World
 
 TICK = 0.001
-"""Virtual seconds."""
+"""Virtual seconds of a tick."""
 TICKS_IN_SECONDS = 0.1
-"""How long a tick is for the estimate of the queue, which looks ten times a second."""
+"""The length of a tick for the queue estimate, which is updated ten times a second."""
 MAX_TICKS = 4000
-"""After the last thing that comes from outside: more than any world needs."""
+"""The maximum number of ticks after the last external event. No world needs that many."""
 
 
 class Life:
-    """One life of a world. `happened` counts what happened, across lives."""
+    """One run of a world. `happened` counts events over several runs."""
 
     def __init__(self, world: World, happened: Counter[str]) -> None:
         config = world.config
@@ -78,14 +78,14 @@ class Life:
         )
         self._before: Before | None = None
         self.in_flight: list[SchedulerOutput] = []
-        """Steps that were planned and whose output was not taken in."""
+        """Planned steps whose output has not been processed."""
         self._contents = PublishedContents(config, follows_states=not config.num_speculative_tokens)
         self._tasks: set[asyncio.Task[None]] = set()
         self._events = deque(world.events)
         self._compiling: list[tuple[int, Request, bool]] = []
 
     async def live(self) -> None:
-        """Lives it to the end."""
+        """Runs the world to its end."""
         running = asyncio.create_task(self.engine.run())
         tick = 0
         while not self._is_over(tick):
@@ -127,7 +127,9 @@ class Life:
         return f"requests starve: {states}, {self.scheduler.num_free_blocks} blocks are free"
 
     def _estimate_queue(self, tick: int) -> None:
-        """Looks at the queue as the replica does, and sees that what it expects is possible."""
+        """Updates the queue estimate as the replica does, and checks that the estimate is
+        plausible.
+        """
         running, most = self.scheduler.running, self.world.config.max_running
         if self.engine.state is not EngineState.RUNNING:
             self._queue_estimate.stand_still()
@@ -149,7 +151,7 @@ class Life:
         assert self._queue_estimate.service_seconds >= self._queue_estimate.seconds_per_request >= 0
         assert self.observer.counts.step_costs.seconds_per_prompt_token >= 0
 
-    # What comes from outside
+    # External events
 
     def _come(self, tick: int) -> None:
         now = asyncio.get_running_loop().time()
@@ -257,8 +259,8 @@ class Life:
 
     @property
     def _leaves_stale_hashes(self) -> bool:
-        """Whether a load within a step may fail whose blocks are computed again: their hashes stay
-        until then, as in vLLM.
+        """Whether a load within a step may fail with recomputation of its blocks. Hashes of these
+        blocks stay until then, as in vLLM.
         """
         recomputes = self.world.config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE
         return recomputes and any(
@@ -268,16 +270,16 @@ class Life:
             for arrival in self.world.arrivals
         )
 
-    # Around a step
+    # Callbacks around a step
 
     def before_plan(self) -> None:
-        """A step is about to be planned."""
+        """Called before a step is planned."""
         if self.connector is not None:
             self.connector.step += 1
         self._before = Before.of(self.scheduler)
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """A step is planned."""
+        """Called after a step is planned."""
         assert self._before is not None
         check_plan(self.scheduler, self.pool.core, self._before, plan, self.in_flight)
         self.in_flight.append(plan)
@@ -289,19 +291,19 @@ class Life:
             self.happened[f"passed over: {reason.value}"] += 1
 
     def updated(self, plan: SchedulerOutput) -> None:
-        """A step's output was taken in."""
+        """Called after the output of a step is processed."""
         self.in_flight = [later for later in self.in_flight if later.step > plan.step]
         self.workers.taken_in(plan)
         self._contents.learn(self.requests.values())
         if self.offloading is not None and self.tier is not None:
             self._contents.check_tier(self.offloading, self.tier, self.workers.model.cache)
         is_settled = not any(later.requests for later in self.in_flight)
-        # Hashes of blocks that were not loaded are forgotten with the next transaction.
+        # Hashes of blocks that were not loaded are removed with the next transaction.
         is_evicted = not self.scheduler._kv_cache_manager.pending.evictions
         if is_settled and is_evicted and not self._leaves_stale_hashes:
             self._contents.check(self.pool.core, self.workers.model.cache)
 
-    # In the end
+    # At the end
 
     def _check_ends(self) -> None:
         for arrival in self.world.arrivals:
@@ -323,7 +325,7 @@ class Life:
             self.happened["blocks replaced in tiers"] += index.num_evictions
 
     def _new_connector(self) -> WorldConnector | None:
-        """The one that stands for other places than the tier."""
+        """The connector for external storage other than the tier."""
         if self.world.config.kv_role is None or self.world.num_tier_blocks:
             return None
         size = self.world.config.block_size
@@ -331,7 +333,7 @@ class Life:
 
 
 class _Replica:
-    """Brings pool and workers back."""
+    """Restores pool and workers."""
 
     workers_were_ended = False
 
@@ -347,7 +349,7 @@ class _Replica:
 
 
 class _Observer(EngineObserver):
-    """The observer of a replica, which lets the life check what it sees."""
+    """The observer of a replica. It runs the world's checks."""
 
     def __init__(self, life: Life) -> None:
         self.counts = StepCounts()

@@ -1,5 +1,5 @@
-"""The pool of a world, with what surrounds it in its service: generations, numbered transactions,
-events and the directory. It can be lost in the middle of a step, and things can happen there.
+"""The pool of a world, with the parts of its service: generations, numbered transactions, events
+and the directory. The pool can be lost in the middle of a step, and events can be inserted there.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ MAX_UNWRITTEN = 40
 
 
 class _Log:
-    """An `EventSink` that keeps what a directory's log would be given."""
+    """An `EventSink` that stores the changes for a directory's log."""
 
     def __init__(self) -> None:
         self.changes = UnwrittenChanges(MAX_UNWRITTEN)
@@ -50,7 +50,7 @@ class _Log:
         self.changes.apply(batch)
 
     def flush(self) -> None:
-        """Writes what is not written yet."""
+        """Writes the changes that are not written yet."""
         if self.changes.must_restart:
             self.written = set(self.changes.restart())
         else:
@@ -62,7 +62,7 @@ class _Log:
 
 
 class WorldPool:
-    """A `KVPool` of the scheduler. `happened` counts what is rare."""
+    """A `KVPool` of the scheduler. `happened` counts rare events."""
 
     def __init__(self, config: SchedulerConfig, happened: Counter[str]) -> None:
         self._config = pool_config_of(config)
@@ -73,26 +73,26 @@ class WorldPool:
         )
         self._num_left: int | None = None
         self.mid_plan: deque[Callable[[], None]] = deque()
-        """What happens at the next transaction."""
+        """Events to insert at the next transaction."""
         self.open()
 
     @property
     def core(self) -> KVPool:
-        """The pool itself."""
+        """The pool's core."""
         return self._hosted.pool
 
     @property
     def is_lost(self) -> bool:
-        """Whether it answers nothing any more."""
+        """Whether the pool no longer answers."""
         return self._num_left == 0
 
     def open(self) -> None:
-        """Begins a generation, with an empty pool."""
+        """Begins a generation with an empty pool."""
         self._num_left, self._sequence = None, 0
         self._hosted = self._host.open(_ID, self._config)
 
     def lose_after(self, num_transactions: int) -> None:
-        """It answers `num_transactions` more."""
+        """Loses the pool after `num_transactions` more transactions."""
         self._num_left = num_transactions
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:  # noqa: ARG002
@@ -114,7 +114,9 @@ class WorldPool:
         return outcome
 
     def check(self) -> None:
-        """The directory knows what can be found; and a pool shows itself rightly."""
+        """Checks that the directory agrees with the pool's prefix index, and that the pool's block
+        map is correct.
+        """
         self._log.flush()
         found = self.core.snapshot()
         expected = {key for stored in found for key in block_keys(stored.hashes, stored.group)}
@@ -128,7 +130,7 @@ class WorldPool:
         assert stats.num_hit_tokens <= stats.num_query_tokens
 
     def refuse(self, number: int) -> None:
-        """Sends what is refused, and sees that nothing changed."""
+        """Sends a wrong transaction, and checks that it is refused without any change."""
         held = next(iter(self.core._tables), None)
         wrong = _wrong(number, held, self._config.num_blocks)
         before = self.core.free_block_ids(), self.core.num_cached_hashes
@@ -166,7 +168,7 @@ def _wrong(number: int, held: RequestKey | None, num_blocks: int) -> list[Operat
 
 
 def _wrong_pool(number: int, config: PoolConfig) -> tuple[PoolId, PoolConfig, int]:
-    """The arguments of an opening that must be refused."""
+    """Arguments of an OpenPool call that must be refused."""
     full, sliding = AttentionType.FULL, AttentionType.SLIDING_WINDOW
     wrong_groups = [
         (),

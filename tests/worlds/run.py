@@ -1,4 +1,4 @@
-"""Lives one world, and replays its log."""
+"""Runs one world and replays its log."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from tests.worlds.replayed import replay_differences
 
 
 def live_world(number: int, happened: Counter[str]) -> None:
-    """Raises AssertionError, or what the engine raises, if something is wrong."""
+    """Runs a world. Raises AssertionError, or the engine's error, if a check fails."""
     world = make_world(number)
     happened.update(world.families)
 

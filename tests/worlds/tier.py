@@ -1,5 +1,5 @@
-"""The tier of a world's workers, over their paged cache: what steps store there, and what is loaded
-back. It keeps the rules of `services.worker.core.kv.kv_tier.KVTier`.
+"""The tier of a world's workers, over their paged cache. It stores blocks of steps and loads them
+again, by the rules of `services.worker.core.kv.kv_tier.KVTier`.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tests.scheduler.paged_cache import Contents, PagedCache
 
 @dataclass(slots=True)
 class TierBlock:
-    """What a block of the tier holds: contents that belong to a key, unless it `is_damaged`."""
+    """The contents of a tier block and their key. A block that `is_damaged` has wrong contents."""
 
     key: bytes
     contents: Contents
@@ -26,7 +26,7 @@ class TierBlock:
 
 @dataclass(slots=True)
 class _Load:
-    """A load under way, which ends with the output of a later step."""
+    """A load under way. It ends with the output of a later step."""
 
     load: ConnectorLoad
     num_steps: int
@@ -35,9 +35,9 @@ class _Load:
 
 
 class WorldTier:
-    """Stores are made before their step writes anything. Loads begin with their step and end with
-    its output or with that of a later one; a part of them copies in the beginning, the others in
-    the end. A block that is damaged, or holds another key than the load asks for, is not copied.
+    """Stores take place before their step writes. Loads begin with their step, and end with the
+    output of that or a later step. Some loads copy at the beginning, the others at the end. A block
+    that is damaged, or whose key differs from the requested key, is not copied.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -45,16 +45,16 @@ class WorldTier:
         self._loads: list[_Load] = []
 
     def block(self, number: int) -> TierBlock | None:
-        """What was last stored there."""
+        """The last stored contents of a block."""
         return self._blocks[number]
 
     def store(self, stores: Sequence[BlockTransfer], cache: PagedCache) -> None:
-        """Copies blocks of the cache."""
+        """Copies blocks from the cache to the tier."""
         for store in stores:
             self._blocks[store.tier_block] = TierBlock(store.key, cache.contents(store.block))
 
     def begin_loads(self, loads: Sequence[ConnectorLoad], cache: PagedCache) -> None:
-        """Begins to copy blocks to the cache."""
+        """Begins to copy blocks from the tier to the cache."""
         for number, begun in enumerate(loads, start=len(self._loads)):
             load = _Load(begun, num_steps=(begun.request + number) % 4)
             self._loads.append(load)
@@ -62,7 +62,9 @@ class WorldTier:
                 self._copy(load, cache)
 
     def end_step(self, cache: PagedCache) -> KVTransferResults:
-        """What is reported with the output of a step that has run: the loads that ended."""
+        """The transfer results that are reported with the output of a completed step: the loads
+        that ended.
+        """
         ended = [load for load in self._loads if not load.num_steps]
         self._loads = [load for load in self._loads if load.num_steps]
         for load in self._loads:
@@ -78,16 +80,16 @@ class WorldTier:
         )
 
     def damage(self, number: int) -> None:
-        """Every other block no longer holds what was stored there."""
+        """Replaces the contents of every other block."""
         for block in filter(None, self._blocks[number % 2 :: 2]):
             block.is_damaged = True
 
     def reset(self) -> None:
-        """A new generation of steps begins: no load is under way."""
+        """Begins a new generation: no load is under way."""
         self._loads.clear()
 
     def clear(self) -> None:
-        """New processes begin, which hold nothing."""
+        """Begins with new processes: the tier is empty."""
         self._loads.clear()
         self._blocks = [None] * len(self._blocks)
 

@@ -1,4 +1,4 @@
-"""The workers of a world, over the paged model: each step's answer comes when the world lets it."""
+"""The workers of a world, over the paged model. The world decides when each step is answered."""
 
 import asyncio
 from collections import deque
@@ -20,24 +20,24 @@ from tests.worlds.world import Arrival, World
 _Answer = asyncio.Future[ModelRunnerOutput]
 _LEAST_SECONDS, _MOST_SECONDS = 0.01, 10.0
 _SLACK_SECONDS = 0.005
-"""In every other world workers report this slack of each step; steps are put off
-then, until the next tick at most, which ends the one before.
+"""In every other world, workers report this slack for each step. Steps are then delayed, at most
+until the next tick, in which the previous step ends.
 """
 
 
 class WorldConnector(StandInConnector):
-    """A connector both sides of which a loss ends."""
+    """A connector whose transfers end on both sides when the workers are lost."""
 
     def forget(self) -> None:
-        """No transfer is under way."""
+        """Drops all transfers under way."""
         self._loads.clear()
         self._sends.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class SentLoad:
-    """What a load stores: positions `begin` to `end` of a sequence, and the state from which that
-    goes on, which is the one before its last token if all are loaded.
+    """The contents of a load: positions `begin` to `end` of a sequence, and the state from which
+    the sequence continues. If all tokens are loaded, it is the state before the last token.
     """
 
     request: RequestKey
@@ -50,24 +50,24 @@ class SentLoad:
 
 @dataclass(slots=True)
 class SentStep:
-    """A step from its sending to its answer."""
+    """A step between its sending and its answer."""
 
     plan: SchedulerOutput
     work: StepWork
     loads: list[SentLoad]
     number: int
-    """Of the plan, as the connector counts."""
+    """The number of the plan, as the connector counts."""
     answer: _Answer
     void: set[str] = field(default_factory=set)
-    """Requests of which it computes from what was not loaded."""
+    """Requests that the step computes from data that was not loaded."""
 
 
 class WorldWorkers:
     """An `Executor`. Steps run one after another, each when it is answered.
 
-    Loads between steps are not ordered with them: what they store is there as soon as they are
-    sent, before steps in flight have run, or not before their end. Those from the `tier` begin when
-    their step runs.
+    Loads between steps are not ordered with steps. Their contents are available either as soon as
+    they are sent, before steps in flight have run, or only at their end. Loads from the `tier`
+    begin when their step runs.
     """
 
     def __init__(
@@ -83,29 +83,29 @@ class WorldWorkers:
         self._sent: deque[SentStep] = deque()
         self._deadlines = Deadlines(_LEAST_SECONDS, _MOST_SECONDS)
         self._void: dict[int, set[str]] = {}
-        """By the number of a step that was answered: requests of which all steps that were planned
-        before the answer was taken in compute from what was not loaded.
+        """For each answered step, by number: requests whose later steps, if planned before the
+        answer was processed, compute from data that was not loaded.
         """
         self._late_loads: dict[RequestKey, SentLoad] = {}
-        """Loads whose contents come with their end, by request."""
+        """Loads whose contents become available at their end, by request."""
         self._items: dict[str, int] = {}
-        """Embeddings that are kept, by item."""
+        """Stored embeddings, by item."""
         self._is_lost = False
         self.have_ended = False
-        """Whether they come back as other processes."""
+        """Whether the workers restart as new processes."""
         self._last_plan: SchedulerOutput | None = None
         self._stale: set[Request] = set()
-        """Requests whose rows may have tokens that were not taken."""
+        """Requests whose rows may have tokens that the scheduler has not accepted."""
         self.model = self._new_model()
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were sent and not answered."""
+        """The number of steps that were sent and not answered."""
         return len(self._sent)
 
     @property
     def sent(self) -> list[SchedulerOutput]:
-        """Plans whose steps were not answered."""
+        """Plans whose steps are not answered."""
         return [step.plan for step in self._sent]
 
     async def submit(self, plan: SchedulerOutput, traceparent: str = "") -> _Answer:  # noqa: ARG002
@@ -124,7 +124,7 @@ class WorldWorkers:
         return answer
 
     def answer_next(self) -> None:
-        """Runs the oldest step and answers it, if there is one."""
+        """Runs the oldest step in flight and answers it, if there is one."""
         while self._sent and self._sent[0].answer.cancelled():
             self._sent.popleft()
         if not self._sent:
@@ -138,7 +138,7 @@ class WorldWorkers:
         step.answer.set_result(output)
 
     def taken_in(self, plan: SchedulerOutput) -> None:
-        """The scheduler has taken in the answer of a step."""
+        """Called when the scheduler has processed the answer of a step."""
         self._void.pop(plan.step, None)
 
     def lose(self, *, have_ended: bool) -> None:
@@ -149,8 +149,8 @@ class WorldWorkers:
                 step.answer.set_exception(WorkersLost("the workers are away"))
 
     def renew(self) -> None:
-        """A new generation, with an empty batch and an empty cache. What processes keep beyond one
-        is lost with them.
+        """Begins a new generation with an empty batch and an empty cache. If the processes have
+        ended, data that they keep across generations is lost too.
         """
         self._give_up()
         if self._tier is not None:
@@ -167,7 +167,7 @@ class WorldWorkers:
         self.model = self._new_model()
 
     def _give_up(self) -> list[SentStep]:
-        """Takes out the steps in flight. The oldest may have stored blocks."""
+        """Removes the steps in flight. The oldest one may already have stored blocks."""
         steps, self._sent = list(self._sent), deque()
         if steps and self._tier is not None and steps[0].plan.step % 2:
             offloaded = steps[0].plan.kv_connector_metadata
@@ -191,7 +191,7 @@ class WorldWorkers:
         offloaded = plan.kv_connector_metadata
         if self._tier is not None and offloaded is not None:
             self._tier.store(offloaded.stores, self.model.cache)
-        self.model.cache.zero(step.work.zeroed)  # before what is loaded from this step on
+        self.model.cache.zero(step.work.zeroed)  # before the loads of this step
         if self._tier is not None and offloaded is not None:
             self._tier.begin_loads(offloaded.loads, self.model.cache)
         for load in step.loads:
@@ -224,7 +224,9 @@ class WorldWorkers:
         return replace(output, kv_transfers=results)
 
     def _take_back(self, plan: SchedulerOutput) -> None:
-        """Forgets tokens that the scheduler did not take, before a step that goes on without."""
+        """Drops tokens that the scheduler has not accepted, before a step that continues without
+        them.
+        """
         if self._last_plan is not None:
             self._stale |= self._last_plan.dropped
         for request in self._stale.intersection(plan.requests) - plan.dropped:
@@ -233,7 +235,7 @@ class WorldWorkers:
         self._last_plan = plan
 
     def _begin_load(self, load: SentLoad) -> None:
-        """Every other load stores at once."""
+        """Begins a load. Every other load stores its contents at once."""
         if load.request % 2:
             self._store(load)
         else:
@@ -244,7 +246,9 @@ class WorldWorkers:
         self.model.cache.load(load.blocks, load.stored.digests, load.begin, load.end, state_end)
 
     def _encode(self, plan: SchedulerOutput) -> None:
-        """Computes items, and checks that every item that the step's tokens touch is there."""
+        """Computes items, and checks that the embeddings of all items in the step's tokens are
+        stored.
+        """
         for identifier in plan.evicted_encoder_inputs:
             self._items.pop(identifier, None)
         for request, indexes in plan.encoder_inputs.items():
@@ -270,7 +274,7 @@ class WorldWorkers:
 
 
 def _loads(plan: SchedulerOutput) -> list[SentLoad]:
-    """The loads of a plan that has just been made. Those within the step come before its tokens."""
+    """The loads of a new plan. Loads within the step take place before its tokens are computed."""
     starts = dict(zip(plan.requests, plan.num_computed_tokens, strict=True))
     loads = []
     for load in plan.loads:
@@ -283,7 +287,7 @@ def _loads(plan: SchedulerOutput) -> list[SentLoad]:
 
 
 def stored_tokens(request: Request) -> StoredTokens:
-    """What a request's positions store."""
+    """The values that a request's positions store."""
     root = request.cache_salt, request.adapter_digest
     return StoredTokens(request.token_ids, root, request.encoder_inputs)
 

@@ -1,4 +1,4 @@
-"""A random world: a replica, the requests that come to it, and what happens to it meanwhile."""
+"""A random world: a replica, the requests that it receives, and other events."""
 
 import enum
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from services.scheduler.core.config import SchedulerConfig
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The next input of a session, and how the turn ends. It comes at a tick."""
+    """The next input of a session, which arrives at a tick, and the end of the turn."""
 
     tick: int
     token_ids: tuple[int, ...]
@@ -21,13 +21,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that comes at a tick, and what is particular about it."""
+    """A request that arrives at a tick, with its special properties."""
 
     tick: int
     name: str
     token_ids: tuple[int, ...]
     num_output: int
-    """How many of them are output already delivered."""
+    """How many of the last `token_ids` are output that was already delivered."""
     sampling: SamplingParams
     priority: int = 0
     salt: str = ""
@@ -36,52 +36,52 @@ class Arrival:
     items: tuple[EncoderInput, ...] = ()
     grammar: StandInGrammar | None = None
     turns: tuple[Turn, ...] = ()
-    """Of a session, in order."""
+    """The turns of a session, in order."""
     close_at: int | None = None
-    """When a session is ended; None: the request is no session."""
+    """The tick at which a session is ended; None: the request is not a session."""
     external: ExternalTokens | None = None
     send_steps: int | None = None
     abort_at: int | None = None
     must_start_within: int | None = None
-    """Ticks after which it is given up if it was not scheduled."""
+    """The number of ticks after which the request is aborted if it was not scheduled."""
     nan_after: int | None = None
-    """Output tokens after which its logits hold NaN."""
+    """The number of output tokens after which the request's logits contain NaN."""
     breaks_workers_at: int | None = None
-    """A position whose computation loses the workers."""
+    """A position whose computation makes the workers fail."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many tokens are prompt."""
+        """The number of prompt tokens."""
         return len(self.token_ids) - self.num_output
 
 
 class Incident(enum.Enum):
-    """What an operator or an accident does to a replica."""
+    """Incidents caused by an operator or an accident."""
 
     PAUSE_KEEP = "keep"
     PAUSE_WAIT = "wait"
     PAUSE_ABORT = "abort"
     RESUME = "resume"
     RESET = "reset"
-    """The cached prefixes are forgotten, unless requests hold blocks."""
+    """A reset of the prefix cache, which is refused while requests have blocks."""
     RESET_RUNNING = "reset_running"
-    """Running requests are preempted first."""
+    """A reset of the prefix cache that preempts running requests first."""
     RESET_ENCODER_CACHE = "reset_encoder_cache"
     LOSE_WORKERS = "lose_workers"
     LOSE_POOL = "lose_pool"
     """The pool is lost after some more transactions."""
     REPORT_LOSS = "report_loss"
-    """Workers are lost while no step shows it."""
+    """The workers are lost at a moment when no step reveals the loss."""
     BAD_TRANSACTION = "bad_transaction"
-    """The pool is sent what it must refuse."""
+    """The pool receives a transaction that it must refuse."""
     DAMAGE_TIER = "damage_tier"
-    """Blocks of the workers' tier change."""
+    """Blocks of the workers' tier are changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An incident at a tick: with `mid_plan`, at the next transaction that a step makes after it;
-    `count` is of the incident.
+    """An incident at a tick. With `mid_plan` it occurs at the next transaction of a step after the
+    tick. The meaning of `count` depends on the incident.
     """
 
     tick: int
@@ -92,7 +92,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Everything that is random of one life of a replica."""
+    """All random properties of one run of a replica."""
 
     number: int
     config: SchedulerConfig
@@ -100,13 +100,13 @@ class World:
     arrivals: tuple[Arrival, ...]
     events: tuple[Event, ...]
     num_tier_blocks: int = 0
-    """Of the workers' tier of offloaded blocks; 0: they have none."""
+    """The number of blocks in the workers' offloading tier; 0: no tier."""
     families: frozenset[str] = field(default_factory=frozenset)
-    """What is in it, by name."""
+    """The features of the world, by name."""
 
     @property
     def last_tick(self) -> int:
-        """The last one at which something comes from outside."""
+        """The last tick with an external event."""
         ticks = [event.tick for event in self.events]
         for arrival in self.arrivals:
             ticks += [arrival.tick, arrival.abort_at or 0, arrival.close_at or 0]
