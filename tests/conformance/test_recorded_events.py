@@ -1,4 +1,4 @@
-"""KV events tell of the blocks that vLLM's own events tell of, step by step."""
+"""KV events report the same blocks as vLLM's own events, step by step."""
 
 import pytest
 

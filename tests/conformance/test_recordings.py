@@ -1,5 +1,5 @@
-"""Our decisions are vLLM's: every recorded field of every step, with the pool in process and behind
-its service.
+"""Stepwell's decisions equal vLLM's: every recorded field of every step, with the pool in process
+and behind its service.
 """
 
 import json

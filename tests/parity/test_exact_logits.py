@@ -1,5 +1,5 @@
-"""The logits of a token are a function of the tokens up to it: the same bits whatever else is
-computed with it, however its sequence is cut, cached or recomputed, by one thread or by two.
+"""The logits of a token depend only on the tokens up to it. They are bitwise equal in any batch,
+for any chunks, cached or recomputed, with one thread or two.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The table of architectures in the documentation is the list of what is tested."""
+"""The table of architectures in the documentation lists exactly the tested architectures."""
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 

@@ -1,4 +1,4 @@
-"""The same tokens with drafts as without, whatever proposes them and however they are scheduled."""
+"""The tokens with drafts equal the tokens without, for every proposer and every schedule."""
 
 import asyncio
 import json

@@ -1,5 +1,6 @@
-"""Random worlds of all families, each to its end, with what must hold of every step; then its log
-replayed, bit for bit. More of them: `python -m tests.worlds`, see docs/contributing.md.
+"""Random worlds with all features, each run to its end with invariants checked at every step; then
+its log is replayed, bit for bit. `python -m tests.worlds` runs more of them, see
+docs/contributing.md.
 """
 
 from collections import Counter

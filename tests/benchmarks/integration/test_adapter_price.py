@@ -1,4 +1,4 @@
-"""What adapters cost is measured, on a model that takes no time."""
+"""The benchmark of adapter costs runs, on a model whose computation takes no time."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The benchmark of the directory runs: all of it, small."""
+"""The benchmark of the directory runs completely, with small sizes."""
 
 import asyncio
 import json

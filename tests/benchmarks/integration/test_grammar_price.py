@@ -1,4 +1,4 @@
-"""What constrained rows cost is measured, on a model that takes no time."""
+"""The benchmark of constrained rows runs, on a model whose computation takes no time."""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The price of batch invariance is measured, in every load, on a model that takes no time."""
+"""The benchmark of batch invariance runs with every load, on a model whose computation takes no
+time.
+"""
 
 from pathlib import Path
 

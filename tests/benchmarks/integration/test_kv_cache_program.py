@@ -1,4 +1,6 @@
-"""What keys and values in 8 bits gain is measured, in every load, on a model that takes no time."""
+"""The benchmark of 8-bit keys and values runs with every load, on a model whose computation takes
+no time.
+"""
 
 from pathlib import Path
 

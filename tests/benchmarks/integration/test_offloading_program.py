@@ -1,4 +1,4 @@
-"""What a tier saves and costs is measured, on a model that takes no time."""
+"""The benchmark of the offloading tier runs, on a model whose computation takes no time."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The speed of quantized weights is measured, on a model that takes no time."""
+"""The benchmark of quantized weights runs, on a model whose computation takes no time."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark of the routing policies runs: two of them, small, and decisions."""
+"""The benchmark of routing runs with two policies and with decisions, all with small sizes."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a sampled row takes is measured for every kind, on a small vocabulary."""
+"""The benchmark of sampling measures every kind of row, on a small vocabulary."""
 
 import shutil
 

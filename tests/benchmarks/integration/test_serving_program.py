@@ -1,4 +1,4 @@
-"""The benchmark of serving runs: all of it, small."""
+"""The benchmark of serving runs completely, with small sizes."""
 
 import json
 from pathlib import Path

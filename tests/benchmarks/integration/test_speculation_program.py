@@ -1,4 +1,4 @@
-"""What speculation gains and costs is measured, on a model that takes no time."""
+"""The benchmark of speculation runs, on a model whose computation takes no time."""
 
 import itertools
 from pathlib import Path

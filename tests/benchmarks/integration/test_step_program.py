@@ -1,4 +1,4 @@
-"""The benchmark of a step's overhead runs: all of it, small."""
+"""The benchmark of a step's overhead runs completely, with small sizes."""
 
 import json
 from pathlib import Path

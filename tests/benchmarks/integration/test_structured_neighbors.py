@@ -1,4 +1,4 @@
-"""Requests beside a load: they run while it does, and an error of one of them is not lost."""
+"""Structured requests run during a load, and their errors are reported."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""The comparison of workers runs: ours beside transformers, on a model that takes no time."""
+"""The comparison of Stepwell's worker with transformers runs, on a model whose computation takes no
+time.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Each program refuses a command line that makes no sense with one sentence."""
+"""Each benchmark program refuses a contradictory command line with one sentence."""
 
 import sys
 from collections.abc import Callable, Sequence

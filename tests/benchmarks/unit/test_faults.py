@@ -1,4 +1,4 @@
-"""What a fault campaign draws, and how it judges answers."""
+"""Fault campaigns: the faults that are drawn, and the checks of answers."""
 
 import signal
 from collections import Counter

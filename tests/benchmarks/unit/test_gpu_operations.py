@@ -1,4 +1,4 @@
-"""What the GPU's benchmark holds against each other is the same on a CPU."""
+"""The operations that the GPU benchmark compares have equal results on a CPU."""
 
 import torch
 

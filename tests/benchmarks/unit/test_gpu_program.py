@@ -1,4 +1,4 @@
-"""The GPU's program where there is no GPU, and where only its own packages are installed."""
+"""The GPU benchmark without a GPU, and with only its own packages installed."""
 
 import subprocess
 import sys

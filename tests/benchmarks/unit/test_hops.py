@@ -1,4 +1,4 @@
-"""Hops of a step, from spans written by hand."""
+"""Hops of a step, computed from hand-written spans."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Hugging Face's weights of a Llama as llama.cpp names and orders them."""
+"""Conversion of Hugging Face's Llama weights to llama.cpp's names and order."""
 
 from pathlib import Path
 

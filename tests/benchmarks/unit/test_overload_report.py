@@ -1,4 +1,4 @@
-"""The figures of the measurement with two tenants, worked out by hand."""
+"""The figures of the overload benchmark with two tenants, computed by hand."""
 
 from pathlib import Path
 

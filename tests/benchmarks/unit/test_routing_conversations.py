@@ -1,4 +1,4 @@
-"""The conversations that routing policies are compared on."""
+"""The conversations on which routing policies are compared."""
 
 from collections.abc import Iterator
 from statistics import fmean

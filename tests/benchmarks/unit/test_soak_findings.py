@@ -1,4 +1,4 @@
-"""What a soak makes of its samples: series whose growth is known."""
+"""The analysis of soak samples, on series with known growth."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The loads that workers are compared by, and what a machine's limits allow."""
+"""The loads on which workers are compared, and the limits of the machine."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""`stepwell bench` against a server whose delays are known: the figures, and what goes wrong."""
+"""`stepwell bench` against a server with known delays: figures and errors."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The supervisor over children that hang: they are killed, with the reason, and started again."""
+"""The supervisor kills children that hang, reports the reason, and restarts them."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The client commands against a server with TLS, and what they say when TLS fails."""
+"""The client commands against a server with TLS, and their error messages when TLS fails."""
 
 import ssl
 import subprocess

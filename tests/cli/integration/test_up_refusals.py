@@ -1,4 +1,6 @@
-"""`stepwell up` with what cannot work: one sentence, a status, nothing left running."""
+"""`stepwell up` with settings that cannot work: one sentence, an exit status, no
+remaining process.
+"""
 
 import json
 import os

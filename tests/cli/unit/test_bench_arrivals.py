@@ -1,4 +1,4 @@
-"""When requests arrive: moments of the gaps, steps and ramps of the rate."""
+"""Arrival times of requests: moments of the gaps, steps and ramps of the rate."""
 
 import math
 import random

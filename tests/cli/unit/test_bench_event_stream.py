@@ -1,4 +1,4 @@
-"""Events that are searched, not parsed: compared with parsing the JSON of each."""
+"""The search for fields in events finds the same values as parsing each event's JSON."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The loops of a load, in virtual time, against a server that takes as long as it is told."""
+"""The loops of a load, in virtual time, against a server with given delays."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What is sent: synthetic sessions, histories, traces and datasets."""
+"""The requests of a load: synthetic sessions, histories, traces and datasets."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""`stepwell complete` says why an answer ended early, and what makes answers random."""
+"""`stepwell complete` reports why an answer ended early, and which settings make answers random."""
 
 import argparse
 

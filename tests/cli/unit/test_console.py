@@ -1,4 +1,4 @@
-"""What `stepwell up` shows."""
+"""The output of `stepwell up`."""
 
 import errno
 import io

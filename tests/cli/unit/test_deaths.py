@@ -1,4 +1,4 @@
-"""When deaths are in a row, and how patient a supervisor becomes."""
+"""Counts of consecutive deaths, and the growing time limits of a supervisor."""
 
 from services.cli.processes.liveness import LivenessPolicy
 from services.cli.processes.supervisor import Deaths, End, RestartPolicy

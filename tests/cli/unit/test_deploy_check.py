@@ -1,4 +1,4 @@
-"""What `stepwell deploy check` breaks, and what it makes of it."""
+"""The faults and the results of `stepwell deploy check`."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What `stepwell status` makes of the gateway's numbers."""
+"""The output of `stepwell status` for the gateway's statistics."""
 
 from typing import Any
 

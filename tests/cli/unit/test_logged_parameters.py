@@ -1,4 +1,4 @@
-"""A step log has the sampling parameters that the scheduler decides by, and a replay reads them."""
+"""A step log contains the sampling parameters that the scheduler uses, and a replay reads them."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What `stepwell up` hands to each service, held against the services' own settings."""
+"""The settings that `stepwell up` forwards to each service, validated against the services'
+settings.
+"""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A replay of a log makes the same decisions; where a changed log differs is shown."""
+"""A replay of a log makes the same decisions. For a changed log it reports the difference."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A replay of a log with other settings, its table and its picture; and replays of scenarios."""
+"""What-if replays of a log, their table and plot; and replays of scenarios."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The directory of one run."""
+"""The private directory of one run."""
 
 import os
 import socket

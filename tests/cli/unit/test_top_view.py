@@ -1,4 +1,4 @@
-"""What `stepwell top` makes of the gateway's /activity."""
+"""The output of `stepwell top` for the gateway's /activity."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Spans on their way to a collector that is down, slow, full or stopped: they cost nothing else."""
+"""Sending spans to a collector that is down, slow, full or stopped does not affect the service."""
 
 import re
 import signal

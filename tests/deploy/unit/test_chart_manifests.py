@@ -1,4 +1,4 @@
-"""Every manifest is one that Kubernetes takes, by the schemas of its kind."""
+"""Kubernetes accepts every manifest, according to the schema of its kind."""
 
 import copy
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""What the chart gives the services is what they take."""
+"""The services accept the settings that the chart passes to them."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The pod of `helm test` continues a text, with a key where clients need one."""
+"""The pod of `helm test` completes a text, with an API key if clients need one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What objects of the chart say of each other: ports, labels, secrets, volumes, times."""
+"""References between the chart's objects agree: ports, labels, secrets, volumes, times."""
 
 import re
 from collections.abc import Iterator

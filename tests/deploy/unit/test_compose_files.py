@@ -1,4 +1,4 @@
-"""The compose files fit the services' settings, the images and one another."""
+"""The compose files agree with the services' settings, the images and each other."""
 
 import re
 from typing import Any

@@ -1,4 +1,6 @@
-"""The Dockerfiles keep to what the images promise, as far as it can be read in them."""
+"""The Dockerfiles fulfil the documented properties of the images that can be read from
+the files.
+"""
 
 import json
 import re

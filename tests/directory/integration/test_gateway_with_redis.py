@@ -1,4 +1,4 @@
-"""The gateway's process with a Redis that refuses it."""
+"""A gateway process whose Redis refuses the connection."""
 
 import asyncio
 import os

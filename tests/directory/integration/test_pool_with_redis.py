@@ -1,4 +1,4 @@
-"""The pool's process with Redis: what it writes is what it caches, and a wrong URL ends it."""
+"""A pool process with Redis writes exactly its cached blocks, and ends if the URL is wrong."""
 
 import asyncio
 

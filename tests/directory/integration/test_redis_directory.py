@@ -1,4 +1,4 @@
-"""The directory in Redis is a directory: on one server, and on a cluster of three nodes."""
+"""The Redis implementation of the Directory, on one server and on a cluster of three nodes."""
 
 from collections.abc import AsyncIterator
 

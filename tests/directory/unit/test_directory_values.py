@@ -1,4 +1,4 @@
-"""What the directory stores reads back as it was written, and damage is noticed."""
+"""Values stored in the directory are read back unchanged, and damage is detected."""
 
 import random
 from collections.abc import Generator

@@ -1,4 +1,4 @@
-"""The index that follows a pool's WatchEvents is a directory."""
+"""The index that follows a pool's WatchEvents passes the Directory conformance tests."""
 
 import asyncio
 import itertools

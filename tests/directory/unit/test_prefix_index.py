@@ -1,4 +1,4 @@
-"""The index of cached prefixes: worked examples, and random histories beside plain sets."""
+"""The index of cached prefixes: worked examples, and random histories compared with plain sets."""
 
 import random
 

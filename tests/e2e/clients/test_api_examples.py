@@ -1,4 +1,4 @@
-"""The programs in docs/http-api.md, run as they stand there against a server."""
+"""The programs in docs/http-api.md run unchanged against a server."""
 
 import os
 import re

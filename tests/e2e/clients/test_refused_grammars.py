@@ -1,5 +1,6 @@
-"""A form that no further token of an answer can be held to ends it with an error of the client,
-which says why: as a status while the answer has not begun, as an event of its stream later.
+"""If no further token can satisfy a request's grammar, the answer ends with a client error that
+states the reason: as an HTTP status before the answer has begun, and as an event of the stream
+after that.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""smg, a gateway made for vLLM, in front of our scheduler, driven by the `openai` package."""
+"""smg, a gateway for vLLM, in front of Stepwell's scheduler, used with the `openai` package."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""Answers that are held to a form, by the servers and the model as they ship: streamed and not, in
-a batch with others, preempted, after a kill, and on two ranks.
+"""Structured outputs with the released servers and model: streamed or not, in a batch with others,
+preempted, after a kill, and on two ranks.
 """
 
 import asyncio

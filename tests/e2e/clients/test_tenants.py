@@ -1,4 +1,4 @@
-"""Two tenants before the real services: their keys, their caches."""
+"""Two tenants with the real services: keys and prefix caches."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Tools that grammars force, by the servers and the model as they ship, with clients that people
-use, unchanged.
+"""Tool calls forced by grammars, with the released servers and model, and with unmodified client
+packages.
 """
 
 import json

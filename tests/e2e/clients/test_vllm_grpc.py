@@ -1,4 +1,4 @@
-"""The same requests through our gateway and through vllm.grpc.engine get the same tokens."""
+"""The same requests get the same tokens through the gateway and through vllm.grpc.engine."""
 
 from collections.abc import Iterator
 from typing import Any

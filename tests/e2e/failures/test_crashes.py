@@ -1,4 +1,4 @@
-"""A service that is killed, or hangs, under load costs time, never a token."""
+"""Killing or blocking a service under load causes delays but no loss of tokens."""
 
 import signal
 from functools import partial

@@ -1,4 +1,4 @@
-"""A gateway of a whole stack is killed in mid-stream: the client's retry gets its answer."""
+"""A gateway is killed during a stream, and the client's retry gets the same answer."""
 
 from contextlib import suppress
 from pathlib import Path

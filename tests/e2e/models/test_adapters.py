@@ -1,6 +1,4 @@
-"""Requests that name an adapter: their tokens are peft's in any batch, through loads, evictions and
-kills.
-"""
+"""Requests for adapters get peft's tokens in any batch, through loads, evictions and kills."""
 
 import asyncio
 import re

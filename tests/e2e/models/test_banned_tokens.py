@@ -1,5 +1,4 @@
-"""Banned tokens that leave no token to sample end the request with an error of the client, also
-after many tokens."""
+"""If all tokens are banned, the request ends with a client error, even after many tokens."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""A draft model behind the services: the same answers, on one rank and on two, also when a worker
-is killed.
+"""A draft model does not change the services' answers, on one rank and on two, even if a worker is
+killed.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Prompts given as embeddings continue as prompts of the same tokens do, over HTTP and gRPC."""
+"""Prompts given as embeddings have the same continuations as prompts of the same tokens, over HTTP
+and gRPC.
+"""
 
 import asyncio
 import base64

@@ -1,5 +1,5 @@
-"""Embeddings and scores through `stepwell up`: the `openai` package, plain HTTP and gRPC, against
-what transformers gives.
+"""Embeddings and scores of `stepwell up`, through the `openai` package, plain HTTP and gRPC, equal
+those of transformers.
 """
 
 import base64

@@ -1,5 +1,5 @@
-"""Keys and values in 8 bits behind the services: the same answers cached or not, together or alone,
-on one rank and on two, also when a worker is killed.
+"""With 8-bit keys and values the services' answers do not depend on caching, batching, the number
+of ranks or a worker's death.
 """
 
 import re

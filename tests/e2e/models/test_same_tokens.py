@@ -1,6 +1,5 @@
-"""The same tokens, whatever happens between the prompt and the answer.
-
-Greedy answers are transformers' own; sampled ones, with a seed, are what the request gives alone.
+"""The same tokens, whatever happens between the prompt and the answer. Greedy answers equal those
+of transformers. Sampled answers with a seed equal those of the request alone.
 """
 
 import asyncio

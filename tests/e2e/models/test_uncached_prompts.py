@@ -1,4 +1,4 @@
-"""Prompts that are computed whatever is cached of them."""
+"""Prompts that do not read the prefix cache."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What running services serve is what the registry of metrics says, both ways."""
+"""The served metrics are exactly those of the metrics registry."""
 
 import re
 import shutil

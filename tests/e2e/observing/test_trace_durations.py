@@ -1,7 +1,6 @@
-"""The traces of requests explain all of their time, from the gateway's span down to the parts that
-have no parts, through preemptions, pauses and kills.
-
-`python -m benchmarks.soak traces` does the same with 200 requests.
+"""The spans of a trace cover all of a request's time, from the gateway's span down to the innermost
+spans, through preemptions, pauses and kills. `python -m benchmarks.soak traces` checks the same
+with 200 requests.
 """
 
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""A request is one trace, and a step is one, across the services; they link to each other."""
+"""Across the services, a request is one trace and a step is another; they are linked to
+each other.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The Helm chart's pods serve: variables, sockets, ports, probes and certificates fit together."""
+"""The pods of the Helm chart serve: variables, sockets, ports, probes and certificates agree."""
 
 import ssl
 import tempfile

@@ -1,5 +1,5 @@
-"""Everything at once: requests with a seed, held to a form, with drafts, on an adapter over weights
-of 4 bits, by two ranks. Their answers are those of one rank without drafts to each request alone.
+"""All features combined: seeded requests with structured outputs, drafts and an adapter, on 4-bit
+weights and two ranks. The answers equal those of one rank without drafts to each request alone.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The gateway's index of what the pool caches: with Redis, and through its loss."""
+"""The gateway's index of the pool's cached blocks, with Redis and after the loss of Redis."""
 
 import re
 

@@ -1,4 +1,6 @@
-"""Keys and values that outlive the cache, and not the worker: with one rank and with two."""
+"""Offloaded keys and values survive a reset of the cache, but not the worker; with one rank and
+with two.
+"""
 
 import re
 import signal

@@ -1,4 +1,6 @@
-"""Two gateways before two replicas: each sees the requests of the other, a step after they came."""
+"""Two gateways with two replicas. Each gateway's state reflects the requests of the other one, a
+step after they arrive.
+"""
 
 from collections import Counter
 from collections.abc import AsyncIterator

@@ -1,5 +1,5 @@
-"""Two replicas behind one gateway: what hangs or cannot run steps costs its streams seconds, and
-the gateway follows what each one caches.
+"""Two replicas behind one gateway. A replica that hangs or cannot run steps delays its streams by
+seconds. The gateway follows the cached blocks of each replica.
 """
 
 import asyncio

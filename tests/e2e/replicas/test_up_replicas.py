@@ -1,4 +1,6 @@
-"""`stepwell up --replicas 2`: both replicas serve, and one whose scheduler is killed comes back."""
+"""`stepwell up --replicas 2`: both replicas serve, and a replica recovers after its scheduler is
+killed.
+"""
 
 import subprocess
 import sys

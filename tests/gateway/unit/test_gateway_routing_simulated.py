@@ -1,4 +1,4 @@
-"""What the routing policies give on conversations, in simulated time."""
+"""The results of the routing policies on conversations, in simulated time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The journal in memory is a Journal."""
+"""The in-memory implementation of the Journal."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The pool as a process: it serves, tells its metrics, drains on SIGTERM and exits 0."""
+"""The pool as a process: it serves, exports metrics, drains on SIGTERM and exits with status 0."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Transactions over gRPC: exactly once, fenced, and spoken by one stream at a time."""
+"""Transactions over gRPC: exactly once, fenced by generation, and on one stream at a time."""
 
 import asyncio
 

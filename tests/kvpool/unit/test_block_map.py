@@ -1,4 +1,4 @@
-"""The map of a pool's blocks says what is in each and whose it is."""
+"""The map of a pool's blocks shows the contents and the owner of each block."""
 
 from services.kvpool.core.block_map import BlockMap, BlockState, block_map
 from services.kvpool.core.kv_pool import KVPool

@@ -1,4 +1,4 @@
-"""What a directory says of a pool is what the pool itself would find."""
+"""A directory's answers for a pool equal the pool's own prefix hits."""
 
 import asyncio
 import random

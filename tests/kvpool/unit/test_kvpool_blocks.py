@@ -1,4 +1,4 @@
-"""Which blocks a request gets, and when they are found, by examples of four tokens a block."""
+"""Allocation and prefix hits, in examples with four tokens in a block."""
 
 from services.common.pool.operations import Admit, ResetPrefixCache, Stop, StopReason
 from tests.kvpool.worked_examples import (

@@ -1,4 +1,4 @@
-"""What groups of several kinds decide together, by examples with four tokens a block."""
+"""Common prefix hits of several kinds of groups, in examples with four tokens in a block."""
 
 from services.common.pool.operations import (
     Admit,

@@ -1,4 +1,4 @@
-"""Events: what entered and left the index, in order, and never a hash that did neither."""
+"""Events report exactly the hashes that entered or left the index, in order."""
 
 from services.common.pool.operations import Admit, Grow, Release, ResetPrefixCache
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored

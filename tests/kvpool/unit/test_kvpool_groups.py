@@ -1,4 +1,6 @@
-"""What each kind of attention holds, gives back and finds, by examples with four tokens a block."""
+"""Allocation, freeing and prefix hits of each kind of attention, in examples with four tokens in a
+block.
+"""
 
 from dataclasses import replace
 

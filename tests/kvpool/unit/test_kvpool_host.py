@@ -1,4 +1,4 @@
-"""Pools of a process: each life has a generation greater than every earlier one."""
+"""The pools of a process: each opening of a pool has a greater generation than all earlier ones."""
 
 import pytest
 

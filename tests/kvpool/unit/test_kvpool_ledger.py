@@ -1,4 +1,4 @@
-"""Exactly once: the next transaction, the last one again, and nothing else."""
+"""Exactly once: only the next transaction or a repetition of the last one is accepted."""
 
 import pytest
 

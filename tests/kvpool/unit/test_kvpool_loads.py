@@ -1,4 +1,6 @@
-"""Blocks whose contents are loaded from elsewhere, by examples with four tokens in a block."""
+"""Blocks whose contents are loaded from external storage, in examples with four tokens in
+a block.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""The pool against a naive one, over random transactions: nothing lost, shared or found wrongly."""
+"""The pool compared with a naive pool over random transactions: no block is lost, wrongly shared or
+wrongly found.
+"""
 
 import itertools
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,6 @@
-"""Transactions: in order, up to the first misfit, and nothing at all when they make no sense."""
+"""Transactions are applied in order up to the first operation that does not fit. Invalid
+transactions have no effect.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The embedded directory is a directory."""
+"""The in-memory implementation of the Directory."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ranks whose parts are not equal continue as transformers does, token for token in float32."""
+"""Ranks with unequal parts continue as transformers does, token for token in float32."""
 
 from pathlib import Path
 from typing import Any

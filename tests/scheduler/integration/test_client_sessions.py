@@ -1,4 +1,4 @@
-"""Sessions of clients over the scheduler's gRPC: turns, and what they hold between two of them."""
+"""Client sessions over the scheduler's gRPC: turns, and the blocks kept between turns."""
 
 import asyncio
 from collections.abc import AsyncIterator

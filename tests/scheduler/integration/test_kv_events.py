@@ -1,4 +1,4 @@
-"""KV events over ZMQ, read as routers made for vLLM read them, against what the pool has cached."""
+"""KV events over ZMQ, decoded like in vLLM's routers, compared with the pool's cached blocks."""
 
 import asyncio
 from collections.abc import AsyncIterator

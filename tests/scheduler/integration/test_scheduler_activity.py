@@ -1,4 +1,4 @@
-"""GetActivity: what a scheduler says of its requests, its steps and its pool's blocks."""
+"""GetActivity: the reported requests, steps and blocks of a scheduler."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,5 +1,5 @@
-"""Workers and pools that hang are given up on after a multiple of the time that they usually take,
-with connections that are whole; what they bring afterwards is not taken.
+"""Workers and pools that hang on an intact connection are given up after a multiple of their usual
+time. Later answers of them are ignored.
 """
 
 import asyncio

@@ -1,6 +1,4 @@
-"""What breaks below a scheduler costs computation and time, never a token: none is lost, repeated
-or changed.
-"""
+"""Failures below a scheduler cost computation and time. No token is lost, repeated or changed."""
 
 import asyncio
 from collections.abc import AsyncIterator

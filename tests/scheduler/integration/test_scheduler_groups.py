@@ -1,4 +1,4 @@
-"""Groups of layers end to end: what a worker describes is what the pool is opened with."""
+"""KV-cache groups end to end: the pool is opened with the groups that a worker describes."""
 
 import pytest
 from stepwell.common.v1 import common_pb2

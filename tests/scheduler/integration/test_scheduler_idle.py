@@ -1,4 +1,6 @@
-"""Connections on which only pings travel stay, and with them the replica's generation and cache."""
+"""Connections with no traffic except pings stay open, and the replica keeps its generation and
+cache.
+"""
 
 import asyncio
 

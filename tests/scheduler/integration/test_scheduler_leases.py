@@ -1,4 +1,4 @@
-"""A worker and a pool belong to one scheduler; a second one waits, and says for what."""
+"""A worker and a pool belong to one scheduler. A second scheduler waits and reports the reason."""
 
 import asyncio
 import logging

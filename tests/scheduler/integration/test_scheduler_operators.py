@@ -1,4 +1,4 @@
-"""What operators ask of a scheduler: pause, resume, reset, statistics."""
+"""Operator calls of a scheduler: pause, resume, reset, statistics."""
 
 import asyncio
 from collections.abc import AsyncIterator

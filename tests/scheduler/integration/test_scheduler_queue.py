@@ -1,4 +1,6 @@
-"""A bound on the time in the queue: refused before work, or ended before the first step."""
+"""The time limit in the queue: requests are refused at arrival, or ended before their
+first step.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Whether a step can run, as gateways and health checks are told."""
+"""The readiness of a replica, as reported to gateways and health checks."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A scheduler registers itself in Redis while it takes requests, and not otherwise."""
+"""A scheduler is registered in Redis exactly while it accepts requests."""
 
 import asyncio
 import signal

@@ -1,4 +1,6 @@
-"""Sessions over gRPC: requests in, tokens out, and everything back when the gateway goes away."""
+"""Sessions over gRPC: requests, tokens, and the release of all blocks when the gateway
+disconnects.
+"""
 
 import logging
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What a request and a step leave behind in traces, across scheduler, pool and worker."""
+"""The spans of a request and of a step, across scheduler, pool and worker."""
 
 import asyncio
 import time

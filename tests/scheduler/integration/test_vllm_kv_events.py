@@ -1,4 +1,4 @@
-"""SubscribeKvEvents of vllm.grpc.engine, against what the pool has cached."""
+"""SubscribeKvEvents of vllm.grpc.engine, compared with the pool's cached blocks."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Peers that answer wrongly: each wrong answer is a new generation, and never a token."""
+"""Each wrong answer of a peer causes a new generation, and no token is delivered from it."""
 
 import logging
 from collections.abc import Callable, Sequence

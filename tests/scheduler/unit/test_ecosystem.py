@@ -1,4 +1,4 @@
-"""What gateways and routers of other projects need is asked for, or not imported."""
+"""Integrations for other projects' gateways and routers are imported only if they are enabled."""
 
 import subprocess
 import sys

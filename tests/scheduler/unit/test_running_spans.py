@@ -1,4 +1,4 @@
-"""The spans of requests that have not ended, as they are asked for while these wait and run."""
+"""The spans of requests that have not ended, queried while they wait and run."""
 
 from collections.abc import Awaitable, Callable
 

@@ -1,4 +1,4 @@
-"""Transactions and steps on the wire: what arrives is what was meant."""
+"""Transactions and steps on the wire: decoding yields the encoded values."""
 
 import random
 

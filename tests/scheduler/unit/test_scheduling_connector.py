@@ -1,4 +1,4 @@
-"""What a connector changes, by scenarios with four tokens in a block."""
+"""Scheduling with a KV connector, in scenarios with four tokens in a block."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Cached prefixes: what a request finds, which requests share blocks, and which do not."""
+"""Prefix hits: their length, and which requests share blocks."""
 
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story, prompt

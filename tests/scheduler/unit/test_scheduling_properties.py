@@ -1,4 +1,4 @@
-"""Random worlds, lived to their end: what must hold after every step, and when all is over."""
+"""Random worlds, run to their end: invariants after every step and at the end."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""How often a step asks the pool: the promise that makes memory a network away affordable."""
+"""The number of pool transactions in a step, which bounds the cost of a remote pool."""
 
 from tests.scheduler.story import Story, prompt
 

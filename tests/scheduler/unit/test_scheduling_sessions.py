@@ -1,4 +1,4 @@
-"""Sessions: a request that waits with its blocks for more input, and goes on from them."""
+"""Sessions: a request keeps its blocks while it waits for more input, and continues from them."""
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.request.finish_reason import FinishReason

@@ -1,4 +1,6 @@
-"""Where the time of a request at a replica went, and which other request held what it lacked."""
+"""The parts of a request's time at a replica, and which other request had the blocks or slots that
+it lacked.
+"""
 
 from services.common.telemetry.time_parts import TimePart
 from services.scheduler.core.grammar import GrammarStatus

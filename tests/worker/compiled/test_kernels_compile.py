@@ -1,4 +1,4 @@
-"""What a step calls compiles to machine code for Ampere and Hopper; nothing of it is run."""
+"""The kernels that a step calls compile to machine code for Ampere and Hopper. They are not run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Which kernels a worker computes with, and that it starts without a compiler, and says so."""
+"""Which kernels a worker uses. Without a compiler it starts too, and logs that."""
 
 import logging
 import os

@@ -1,4 +1,6 @@
-"""Grammars over the worker's contract: compiled apart from the steps, found by them."""
+"""Grammars over the worker's contract: they are compiled outside the steps, and steps find the
+results.
+"""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is computed on CUDA with --batch-invariant: the same bits whatever is computed with it."""
+"""With --batch-invariant, CUDA computations have the same bits in every batch."""
 
 from collections.abc import Iterator
 from typing import Any

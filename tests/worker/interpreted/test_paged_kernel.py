@@ -1,4 +1,4 @@
-"""Paged attention as on CUDA equals attention written out over one sequence at a time."""
+"""Paged attention as on CUDA equals explicit attention over one sequence at a time."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps whose drafts are left open, as a runner completes them."""
+"""Steps with draft placeholders, which a runner fills."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The fingerprint follows what cached keys and values mean, and nothing else."""
+"""The fingerprint depends exactly on the properties that determine the meaning of cached keys and
+values.
+"""
 
 import json
 import shutil

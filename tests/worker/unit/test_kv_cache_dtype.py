@@ -1,4 +1,4 @@
-"""Workers that keep keys and values in 8 bits: the size of their caches, and what is refused."""
+"""Workers with 8-bit keys and values: the size of their caches, and refused configurations."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Libraries start their threads as a worker needs them."""
+"""Libraries start as many threads as a worker needs."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Ranks at the same step: what is overtaken is dropped, what differs ends the group."""
+"""Ranks at the same step: outdated steps are dropped, and differing steps end the group."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What a runner makes of single steps: chunks, steps planned ahead, drafts, generations."""
+"""A runner's results for single steps: chunks, steps planned ahead, drafts, generations."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Each sampling parameter refuses what means nothing, by its name."""
+"""Each sampling parameter refuses invalid values, with its name."""
 
 import math
 from dataclasses import replace

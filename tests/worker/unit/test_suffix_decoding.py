@@ -1,4 +1,4 @@
-"""Drafts of suffix trees are those that counting all occurrences gives."""
+"""Drafts of suffix trees equal those found by counting all occurrences."""
 
 import json
 import re

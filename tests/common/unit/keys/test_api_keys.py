@@ -1,4 +1,4 @@
-"""Keys, their records, and the file that holds them."""
+"""API keys, their records, and the key file."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""A GGUF file by itself is a model: its metadata give configuration, tokenizer and template."""
+"""A GGUF file alone is a model: its metadata contain configuration, tokenizer and chat template."""
 
 import heapq
 import json

@@ -1,4 +1,4 @@
-"""A model is found by its directory, or by its name on the hub: in the cache, or fetched."""
+"""A model is found by its directory or by its hub name, in the cache or by download."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Block hashes against a computation of their own, byte by byte."""
+"""Block hashes against an independent computation, byte by byte."""
 
 import struct
 from hashlib import sha256

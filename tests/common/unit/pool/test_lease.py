@@ -1,4 +1,6 @@
-"""A lease belongs to one scheduler at a time; when another one may take it."""
+"""A lease belongs to one scheduler at a time; conditions under which another scheduler may acquire
+it.
+"""
 
 import pytest
 

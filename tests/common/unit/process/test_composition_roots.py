@@ -1,4 +1,6 @@
-"""Every service is composed in its `__main__.py`, in one shape, from settings with one base."""
+"""Every service is built in its `__main__.py`, in the same way, from settings with a
+common base.
+"""
 
 import ast
 import dataclasses

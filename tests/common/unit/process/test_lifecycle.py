@@ -1,4 +1,4 @@
-"""The life of a service process: signals, drains, and errors that end it."""
+"""The lifecycle of a service process: signals, drains, and fatal errors."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Settings from flags and environment, and the one sentence that a bad one ends with."""
+"""Settings from flags and environment, and the one-sentence errors of wrong settings."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""Silence of watched processes, counted from readings that are written down here."""
+"""The silence of watched processes, computed from given readings."""
 
 from dataclasses import replace
 

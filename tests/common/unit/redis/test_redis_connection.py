@@ -1,4 +1,4 @@
-"""Calls of Redis end soon, whatever the server does, and a cancelled one is cancelled."""
+"""Redis calls end within their time limit, whatever the server does, and can be cancelled."""
 
 import asyncio
 import socket

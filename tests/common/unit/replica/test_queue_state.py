@@ -1,4 +1,4 @@
-"""Which requests a queue takes, and how its state travels."""
+"""Which requests a queue accepts, and the wire form of its state."""
 
 from dataclasses import replace
 

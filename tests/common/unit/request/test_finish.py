@@ -1,4 +1,4 @@
-"""By which token a sequence ends, and how."""
+"""At which token a sequence ends, and with which finish reason."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which answers repeat a pattern often enough to be ended."""
+"""Answers that repeat a pattern often enough to be ended."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,5 +1,5 @@
-"""Dataclasses that services exchange: each has the fields of its message, and keeps them on the
-wire.
+"""Dataclasses that services exchange have the fields of their messages, and survive the
+conversion.
 """
 
 import enum

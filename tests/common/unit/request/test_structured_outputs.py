@@ -1,4 +1,6 @@
-"""Which texts are compiled at all, asked with every request by every service."""
+"""The check of structured outputs that every service applies to every request before
+compilation.
+"""
 
 import json
 import time

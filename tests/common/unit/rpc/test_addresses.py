@@ -1,4 +1,4 @@
-"""Addresses in settings: taken apart, put together, and refused."""
+"""Addresses in settings are split, joined, and refused."""
 
 import pytest
 

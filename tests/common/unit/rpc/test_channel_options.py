@@ -1,4 +1,4 @@
-"""Every channel argument is one that grpc knows: it ignores others without an error."""
+"""Every channel argument exists in grpc, which ignores unknown arguments without an error."""
 
 import ast
 from collections.abc import Iterator

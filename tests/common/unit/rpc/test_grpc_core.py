@@ -1,4 +1,4 @@
-"""The environment that grpc is loaded in by a process that imports a service."""
+"""The environment variables of grpc in a process that imports a service."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Enums of ours and of the contracts: each member has its number."""
+"""Each member of Stepwell's enums has its number in the contracts."""
 
 import enum
 

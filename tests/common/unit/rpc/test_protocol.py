@@ -1,4 +1,4 @@
-"""Which releases work together, and that the number of their contracts follows the contracts."""
+"""Which releases are compatible, and that the contract number changes with the contracts."""
 
 import hashlib
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""A server as every service runs it: health, reflection, drain."""
+"""The gRPC server of every service: health, reflection, drain."""
 
 import asyncio
 import socket

@@ -1,4 +1,6 @@
-"""Errors and statuses: the map is complete, and what one service raises another one catches."""
+"""Errors and gRPC statuses: the map is complete, and an error raised in one service is caught in
+another.
+"""
 
 import asyncio
 import importlib

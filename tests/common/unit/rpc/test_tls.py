@@ -1,4 +1,4 @@
-"""Servers and channels over TLS: who is served, and what goes on when certificates change."""
+"""Servers and channels over TLS: which clients are served, and replacement of certificates."""
 
 import asyncio
 import tempfile

@@ -1,4 +1,4 @@
-"""Metrics as text: labels that are added, and texts that are put together."""
+"""Metrics as text: added labels and merged texts."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""The histogram counts as the client library's does."""
+"""The histogram counts like the histogram of the client library."""
 
 import random
 

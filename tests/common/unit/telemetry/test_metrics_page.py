@@ -1,4 +1,6 @@
-"""The page of metrics has the registry's metrics and no others, with all that the registry says."""
+"""The metrics page of the documentation has exactly the registry's metrics, with all their
+properties.
+"""
 
 import re
 

@@ -1,4 +1,4 @@
-"""When the log says that spans are dropped, and when that it is over."""
+"""When the start and the end of a loss of spans are logged."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The line of a request's time: the numbers in it add up, whatever they are."""
+"""The numbers in the text of a request's times add up, whatever their values."""
 
 import re
 

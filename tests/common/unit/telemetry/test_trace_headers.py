@@ -1,4 +1,4 @@
-"""What spans show of W3C baggage."""
+"""Attributes of spans that are taken from W3C baggage."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""A certificate's files: what is refused, and how replacements are noticed."""
+"""Certificate files: refused files, and detection of replacements."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""Clients that go away, schedulers that die: nothing is lost, nothing is left behind."""
+"""Clients that disconnect and schedulers that die: no token is lost, and no state remains."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The session with a scheduler: what goes together, and how far behind a slow gateway may be."""
+"""The session with a scheduler: which messages are batched, and how far a slow gateway may lag."""
 
 import asyncio
 import threading

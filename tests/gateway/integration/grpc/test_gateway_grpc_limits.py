@@ -1,4 +1,4 @@
-"""What a gRPC client may cost before it is served."""
+"""Limits on gRPC clients before their requests are served."""
 
 import asyncio
 import logging

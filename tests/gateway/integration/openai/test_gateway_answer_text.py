@@ -1,4 +1,4 @@
-"""The text of answers to conversations: where it begins, and which special tokens are in it."""
+"""The text of chat answers: its beginning, and its special tokens."""
 
 import json
 from pathlib import Path

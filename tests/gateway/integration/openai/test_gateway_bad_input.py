@@ -1,4 +1,4 @@
-"""What is wrong with a request is said by name, and nothing is enqueued."""
+"""Errors of a request name the wrong field, and nothing is queued."""
 
 import base64
 import json

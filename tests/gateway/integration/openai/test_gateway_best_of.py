@@ -1,4 +1,4 @@
-"""best_of of /v1/completions: of several answers to a prompt, those that are returned."""
+"""best_of of /v1/completions: which of several answers to a prompt are returned."""
 
 from typing import Any
 

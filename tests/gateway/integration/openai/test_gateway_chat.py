@@ -1,4 +1,4 @@
-"""Chat completions, with the client that most people use."""
+"""Chat completions, through the `openai` package."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Completions over HTTP: whole, streamed, many at once."""
+"""Completions over HTTP: complete answers, streams, many requests at once."""
 
 import json
 from itertools import chain

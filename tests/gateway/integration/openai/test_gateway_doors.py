@@ -1,4 +1,6 @@
-"""vLLM's further routes: keys, limits, and tokens in and out, as for the other routes."""
+"""vLLM's further routes: keys and limits as on the other routes, and token ids as input
+and output.
+"""
 
 import json
 from array import array

@@ -1,4 +1,4 @@
-"""Where default sampling parameters come from, and that a client's own take precedence."""
+"""Sources of default sampling parameters, and the precedence of the client's parameters."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Streams that wait: signs of life before the first token and between tokens, in each API."""
+"""Keep-alive messages of waiting streams, before the first token and between tokens, in
+each API.
+"""
 
 import json
 from collections.abc import AsyncIterator

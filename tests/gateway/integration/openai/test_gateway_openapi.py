@@ -1,4 +1,6 @@
-"""The OpenAPI document is true: every kind of answer is documented, with its status and shape."""
+"""The OpenAPI document is correct: every kind of answer is documented, with its status
+and schema.
+"""
 
 import asyncio
 from pathlib import Path

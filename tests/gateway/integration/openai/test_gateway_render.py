@@ -1,4 +1,6 @@
-"""/render and /derender: with /inference/v1/generate between them they are a completion."""
+"""/render and /derender, with /inference/v1/generate between them, are equivalent to a
+completion.
+"""
 
 import json
 from collections.abc import AsyncIterator

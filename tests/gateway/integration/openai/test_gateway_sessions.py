@@ -1,4 +1,4 @@
-"""Sessions of clients at the gateway, over HTTP and gRPC: what is refused, and when they end."""
+"""Client sessions at the gateway, over HTTP and gRPC: refusals, and the end of sessions."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""thinking_token_budget of chats: what the scheduler gets of it."""
+"""thinking_token_budget of chat requests: the values that the scheduler receives."""
 
 from pathlib import Path
 from typing import Any

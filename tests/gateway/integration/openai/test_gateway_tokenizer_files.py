@@ -1,4 +1,4 @@
-"""What the files of a tokenizer may ask for, and what of it reaches the engine."""
+"""Settings in tokenizer files, and their effect on requests to the engine."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Answers are sent back as packages write them, whole and from streams, and are accepted."""
+"""Answers that client packages send back, complete or from streams, are accepted."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The access log: a line for each call, and the names of the request in every line."""
+"""The access log: one line for each call, and the request's ids in every line."""
 
 import logging
 from pathlib import Path

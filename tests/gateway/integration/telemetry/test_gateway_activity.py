@@ -1,4 +1,4 @@
-"""/activity: what the schedulers say that they do, and which key sees whose requests."""
+"""/activity: the schedulers' reported activity, and which requests are visible to which key."""
 
 import asyncio
 from pathlib import Path

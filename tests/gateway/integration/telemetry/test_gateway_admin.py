@@ -1,4 +1,4 @@
-"""Operators' calls: where they are served, what reaches schedulers, what is said of failures."""
+"""Operator calls: their address, the messages to schedulers, and the reports of failures."""
 
 import asyncio
 from collections.abc import AsyncIterator

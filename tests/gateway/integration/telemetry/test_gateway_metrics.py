@@ -1,4 +1,4 @@
-"""What requests are counted as: answered, ended otherwise, or refused, and never two of them."""
+"""Each request is counted exactly once: as answered, as ended otherwise, or as refused."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Where the time of a request went, in its own answer, over every API: the parts add up."""
+"""The times of a request in its own answer, over every API: the parts add up."""
 
 import json
 from pathlib import Path

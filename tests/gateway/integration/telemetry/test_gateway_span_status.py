@@ -1,4 +1,4 @@
-"""What the span of a call says of its end: its code, and whether the server is at fault."""
+"""The status of a call's span: its code, and whether the server is at fault."""
 
 import asyncio
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""The gateway as the place where traces are kept: spans come by OTLP, and are read over HTTP."""
+"""The gateway as a trace store: spans arrive by OTLP and are read over HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator

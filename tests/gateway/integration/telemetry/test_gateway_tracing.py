@@ -1,4 +1,4 @@
-"""The spans of a request at the gateway: what they say, and that they leave no time out."""
+"""The gateway's spans of a request: their attributes, and that they cover all of its time."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The page /ui: its files, their headers, and who may make operators' calls from it."""
+"""The page /ui: its files, their headers, and who may make operator calls from it."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Requests that run, in the list of traces and as waterfalls, whether they are sampled or not."""
+"""Running requests in the list of traces and as waterfalls, whether they are sampled or not."""
 
 from pathlib import Path
 from typing import Any

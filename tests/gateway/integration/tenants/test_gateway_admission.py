@@ -1,4 +1,4 @@
-"""Two tenants, of whom one asks for more than there is, at a real gateway."""
+"""Two tenants at a real gateway; one of them sends more requests than the replicas can run."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Keys in a file and in Redis: which requests they let pass, and what becomes of changes."""
+"""API keys in a file and in Redis: which requests are accepted, and the effect of changes."""
 
 import asyncio
 import time

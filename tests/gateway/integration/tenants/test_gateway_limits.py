@@ -1,4 +1,6 @@
-"""Limits of tenants at the gateway: what is refused, what clients are told, what is given back."""
+"""Limits of tenants at the gateway: refusals, the answers to clients, and quota that is
+returned.
+"""
 
 import asyncio
 import time

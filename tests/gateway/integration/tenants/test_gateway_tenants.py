@@ -1,4 +1,4 @@
-"""Whose a request is, from its key to the sequences that are sent."""
+"""The tenant of a request, from its key to the sequences sent to schedulers."""
 
 import asyncio
 from pathlib import Path

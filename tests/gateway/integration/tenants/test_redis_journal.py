@@ -1,4 +1,4 @@
-"""The journal in Redis, one server and a cluster of three, is a Journal."""
+"""The Redis implementation of the Journal, on one server and on a cluster of three."""
 
 import time
 from collections.abc import AsyncIterator, Iterator

@@ -1,5 +1,5 @@
-"""What is left of a request that is over is freed at once, and not when the garbage collector runs:
-its full collections hold up the event loop, the longer the more there is to be freed.
+"""The objects of a finished request are freed at once, without the garbage collector. A full
+collection blocks the event loop, longer with more objects.
 """
 
 import gc

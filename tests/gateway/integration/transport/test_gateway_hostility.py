@@ -1,4 +1,4 @@
-"""Nothing that a client sends holds the gateway's event loop, grows it, or leaves a file open."""
+"""No client input blocks the gateway's event loop, makes its memory grow, or leaves a file open."""
 
 import asyncio
 import json

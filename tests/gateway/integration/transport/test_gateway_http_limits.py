@@ -1,4 +1,6 @@
-"""What an HTTP client may cost before it is served, and which requests are answered at all."""
+"""Limits on HTTP clients before their requests are served, and which requests are
+answered at all.
+"""
 
 import asyncio
 import json

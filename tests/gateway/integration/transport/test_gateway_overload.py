@@ -1,4 +1,4 @@
-"""More requests than are served, and requests with a timeout."""
+"""More requests than the replicas can serve, and requests with a timeout."""
 
 import asyncio
 import json

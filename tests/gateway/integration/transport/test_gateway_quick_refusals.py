@@ -1,4 +1,4 @@
-"""Refusals that are decided by the headers alone, beside the application's own."""
+"""Refusals based on the headers alone equal those of the application."""
 
 import asyncio
 import gc

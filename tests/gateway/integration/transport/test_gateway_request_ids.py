@@ -1,4 +1,4 @@
-"""Each HTTP answer carries the name of its request: the client's own, or a new one."""
+"""Each HTTP answer has the id of its request: the client's own or a new one."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Clients that stop reading: they are cut off after a bound, and others notice nothing."""
+"""Clients that stop reading are disconnected after a limit, and other clients are not affected."""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""How a gateway ends: at once without requests, else when they have ended, without new ones."""
+"""The end of a gateway: at once if it has no requests. Otherwise it refuses new requests and ends
+after the running ones.
+"""
 
 import asyncio
 from pathlib import Path

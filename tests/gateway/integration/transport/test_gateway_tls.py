@@ -1,4 +1,6 @@
-"""HTTP and gRPC of the gateway over TLS: as without it, and bounded before the handshake, too."""
+"""The gateway's HTTP and gRPC over TLS behave as without TLS, and connections are also limited
+before the handshake.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Sequences of tenants get the places of the replicas, and give them back."""
+"""Sequences of tenants occupy slots of the replicas and release them."""
 
 from services.common.replica.load import ReplicaLoad
 from services.common.replica.queue_state import QueueState

@@ -1,4 +1,4 @@
-"""Sequences of tenants wait at the gateway, for a bounded time and in a bounded number."""
+"""Sequences of tenants wait at the gateway, limited in time and number."""
 
 import pytest
 

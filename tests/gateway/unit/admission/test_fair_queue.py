@@ -1,4 +1,4 @@
-"""Which of what waits is next: by tenant, by weight, by priority."""
+"""The order of waiting sequences: by tenant, by weight, by priority."""
 
 from collections import Counter, defaultdict
 

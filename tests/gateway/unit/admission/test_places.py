@@ -1,4 +1,4 @@
-"""Which tenant may take a free place, and which has to give one back."""
+"""Which tenant may occupy a free slot, and which tenant must release one."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""How long sequences take, and what that leaves of a deadline for waiting."""
+"""The duration of sequences, and the remaining waiting time before a deadline."""
 
 import pytest
 

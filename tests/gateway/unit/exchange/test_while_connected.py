@@ -1,4 +1,4 @@
-"""Work that its client's end cancels, in the task that serves the client."""
+"""Work in the task that serves a client is cancelled when the client disconnects."""
 
 import asyncio
 

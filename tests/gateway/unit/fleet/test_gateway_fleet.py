@@ -1,4 +1,6 @@
-"""Which replica a sequence goes to, and where it goes when that one is lost, stalls or refuses."""
+"""The choice of a replica for a sequence, also after the first replica is lost, stalls or
+refuses.
+"""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Grammars that the gateway writes, held against texts by the compiler that workers use: with marks
-of the formats as tokens of their own, and as plain text.
+"""Grammars that the gateway generates, checked on texts with the workers' compiler: with the
+formats' markers as single tokens, and as plain text.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The edge judges what outputs are to conform to, in a thread of its own."""
+"""The gateway validates grammars in a separate thread."""
 
 import asyncio
 import json

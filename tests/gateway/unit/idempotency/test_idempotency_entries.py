@@ -1,4 +1,4 @@
-"""Recordings, and the entries by which other gateways get them."""
+"""Recordings of answers, and the journal entries from which other gateways read them."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The key in a header, and when two requests are the same."""
+"""The key in a header, and the comparison of two requests."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Embedded prompts as clients send them are read without trust."""
+"""Embedded prompts from clients are validated when they are read."""
 
 import base64
 import json

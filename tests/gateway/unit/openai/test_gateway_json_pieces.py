@@ -1,4 +1,6 @@
-"""Answers with long lists: the same JSON, and never whole in memory."""
+"""Answers with long lists are written in pieces: the JSON is the same, and it is never complete in
+memory.
+"""
 
 import json
 import tracemalloc

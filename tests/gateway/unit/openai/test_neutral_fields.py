@@ -1,4 +1,4 @@
-"""Values of known fields that ask for what is so anyway, and fields served without their effect."""
+"""Field values that request the default behaviour, and fields that are accepted without effect."""
 
 import json
 from functools import partial

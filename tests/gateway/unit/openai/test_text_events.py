@@ -1,4 +1,6 @@
-"""Events of text that are put into what surrounds it: byte for byte those of whole chunks."""
+"""Text events inserted into a prepared frame equal the serialization of whole chunks, byte for
+byte.
+"""
 
 from pathlib import Path
 from typing import cast

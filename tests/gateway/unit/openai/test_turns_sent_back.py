@@ -1,4 +1,6 @@
-"""Conversations that clients send back: what this server writes, and what packages add to it."""
+"""Conversations that clients send back, with this server's messages and additions by client
+packages.
+"""
 
 import json
 from collections.abc import Iterable

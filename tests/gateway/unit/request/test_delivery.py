@@ -1,4 +1,4 @@
-"""How a sink gets what comes of a generation."""
+"""The events that a sink receives from a generation."""
 
 import asyncio
 from collections.abc import Callable, Sequence

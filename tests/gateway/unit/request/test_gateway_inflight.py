@@ -1,4 +1,4 @@
-"""What the reader of a sequence gets, also when its replicas are lost."""
+"""The results that the reader of a sequence receives, also when its replicas are lost."""
 
 from itertools import count
 

@@ -1,4 +1,4 @@
-"""Whether it was the request that left no token, worked out from what it bans."""
+"""Whether the request itself has banned every token, computed from its parameters."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Prompts that are truncated have the tokens that the tokenizers package keeps of them."""
+"""Truncated prompts have the same tokens as with the truncation of the tokenizers package."""
 
 import random
 from array import array

@@ -1,4 +1,4 @@
-"""How alike vectors are, and the scores of an answer."""
+"""The similarity of vectors, and the scores in an answer."""
 
 import json
 import math

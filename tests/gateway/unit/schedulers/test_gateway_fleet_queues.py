@@ -1,4 +1,6 @@
-"""Where sequences go whose scheduler refuses them, or has a queue that would."""
+"""The choice of another replica if a scheduler refuses a sequence or has a queue that would refuse
+it.
+"""
 
 import gc
 import weakref

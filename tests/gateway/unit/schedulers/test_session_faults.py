@@ -1,4 +1,4 @@
-"""What a gateway does with wrong messages of a scheduler: each field is changed in each way."""
+"""The gateway's reaction to wrong messages of a scheduler: each field is changed in each way."""
 
 from collections.abc import Sequence
 from dataclasses import replace

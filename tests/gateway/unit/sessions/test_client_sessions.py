@@ -1,4 +1,4 @@
-"""Sessions of clients in the gateway's core: what they have, where they are kept, when they end."""
+"""Client sessions in the gateway's core: their state, their replica, and their end."""
 
 import pytest
 

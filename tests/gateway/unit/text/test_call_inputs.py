@@ -1,4 +1,4 @@
-"""Arguments that a model wrote with mistakes: escaped on every API, an object in Anthropic's."""
+"""Tool arguments with mistakes of the model: escaped in every API, and an object in Anthropic's."""
 
 import json
 from typing import Any

@@ -1,4 +1,6 @@
-"""The incremental parser of answers: what recorded outputs mean, however they are cut."""
+"""The incremental parser of answers: recorded outputs have the same meaning, however they are
+split.
+"""
 
 import json
 import time

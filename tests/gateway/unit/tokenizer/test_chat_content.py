@@ -1,4 +1,4 @@
-"""The content of turns as templates take it, held against transformers' own rendering."""
+"""The content of messages as chat templates receive it, compared with transformers' rendering."""
 
 from collections.abc import Sequence
 from typing import Any

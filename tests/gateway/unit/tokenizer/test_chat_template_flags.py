@@ -1,4 +1,6 @@
-"""--chat-template and --default-chat-template-kwargs: what conversations are rendered by."""
+"""--chat-template and --default-chat-template-kwargs: the template and arguments of
+conversations.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tokens to text, whatever the cut."""
+"""Detokenizing gives the same text, however the tokens are split."""
 
 import codecs
 import itertools

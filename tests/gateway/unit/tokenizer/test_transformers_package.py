@@ -1,4 +1,4 @@
-"""A tokenizer loads without the list of all models of transformers, and is what it is with it."""
+"""A tokenizer loads without transformers' list of all models, and is the same as with it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The last minutes of a gateway: bounded, with what happened in them."""
+"""The bounded history of a gateway's last minutes."""
 
 from dataclasses import replace
 

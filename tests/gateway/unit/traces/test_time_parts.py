@@ -1,4 +1,4 @@
-"""The parts of a request's time at the gateway add up to all of it, wherever it was."""
+"""The parts of a request's time at the gateway add up to its whole time."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The times of a request at the gateway: parts in a row, which add up."""
+"""The timeline of a request at the gateway: consecutive parts that add up."""
 
 from itertools import count
 

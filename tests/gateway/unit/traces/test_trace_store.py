@@ -1,4 +1,4 @@
-"""The store of traces stays within its bounds, and keeps what people look for."""
+"""The trace store stays within its limits, and keeps slow and failed requests."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""In which order requests start that come at once."""
+"""The order in which simultaneous requests start."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Calls that can wait: how many of them a turn of the event loop makes."""
+"""Deferrable calls: how many of them run in one iteration of the event loop."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""How long steps and transactions may take."""
+"""Deadlines of steps and transactions."""
 
 from services.scheduler.core.engine.deadlines import Deadlines
 

@@ -1,4 +1,4 @@
-"""What a prompt's token and a decoding request add to a step, from the times of steps."""
+"""The cost of a prompt token and of a decoding request, estimated from the times of steps."""
 
 import pytest
 from hypothesis import given

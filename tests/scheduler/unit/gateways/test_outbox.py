@@ -1,4 +1,4 @@
-"""News on their way to gateways: what is collected, and what is sent only once."""
+"""Messages to gateways: what is collected, and what is sent only once."""
 
 import asyncio
 

@@ -1,4 +1,6 @@
-"""Requests that wait for a reason of their own: others overtake them, they keep their places."""
+"""Requests that wait for a reason of their own are skipped, and keep their position in
+the queue.
+"""
 
 from dataclasses import replace
 from hashlib import sha256

@@ -1,4 +1,4 @@
-"""What becomes of drafts, in vLLM's counters."""
+"""Accepted and rejected drafts in vLLM's counters."""
 
 from services.common.telemetry import names
 from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics

@@ -1,4 +1,4 @@
-"""The step log never holds the scheduler up, and ends where it cannot go on."""
+"""The step log never blocks the scheduler, and ends where it cannot be continued."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Each wait is explained: what was in a request's way, from which step on, for how many steps."""
+"""Each wait is explained: its reason, its first step, and its number of steps."""
 
 import itertools
 import sys

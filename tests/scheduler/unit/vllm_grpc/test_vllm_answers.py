@@ -1,4 +1,4 @@
-"""Deltas of a session as the messages of vllm.grpc.engine."""
+"""Conversion of a session's deltas to messages of vllm.grpc.engine."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which adapters workers are told to hold, and what requests wait for."""
+"""Which adapters workers load, and how long requests wait for them."""
 
 import asyncio
 import itertools

@@ -1,4 +1,6 @@
-"""What a worker on CUDA lacks ends its start with one sentence that names the cure."""
+"""A CUDA worker with a missing requirement ends at its start, with one sentence that names the
+remedy.
+"""
 
 from dataclasses import replace
 

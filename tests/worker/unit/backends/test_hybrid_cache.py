@@ -1,4 +1,4 @@
-"""States of recurrent layers lie in the blocks of the pool, in the memory of keys and values."""
+"""States of recurrent layers are stored in the pool's blocks, in the memory of keys and values."""
 
 import numpy as np
 import pytest

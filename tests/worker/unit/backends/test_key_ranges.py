@@ -1,4 +1,4 @@
-"""Which keys queries meet, by their positions."""
+"""Which keys each query attends to, by position."""
 
 import numpy as np
 import pytest

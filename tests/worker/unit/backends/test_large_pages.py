@@ -1,4 +1,4 @@
-"""Pieces of memory lie apart, keep what is written to them, and outlive their allocator."""
+"""Memory allocations do not overlap, keep their contents, and outlive their allocator."""
 
 import gc
 

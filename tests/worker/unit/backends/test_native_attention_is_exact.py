@@ -1,6 +1,4 @@
-"""A token's attention in C++ is the same bits however its sequence is cut into steps, by however
-many threads, beside whatever, and in pages of whatever size.
-"""
+"""Attention of a token in C++ is bitwise equal for any steps, threads, batches and page sizes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What adapters of few rows each add to a projection in the compiled library, many at once."""
+"""The compiled library's additions of several adapters to a projection, with few rows each."""
 
 from dataclasses import replace
 from itertools import accumulate

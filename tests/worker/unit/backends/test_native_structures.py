@@ -1,4 +1,4 @@
-"""Structures that Python and C++ both declare."""
+"""Structures that are declared in both Python and C++ agree."""
 
 import ctypes
 from dataclasses import dataclass

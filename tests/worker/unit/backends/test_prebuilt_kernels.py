@@ -1,4 +1,4 @@
-"""Kernels that were compiled ahead: how they are built, and which one a processor takes."""
+"""Precompiled kernels: how they are built, and which one a processor selects."""
 
 import itertools
 import shutil

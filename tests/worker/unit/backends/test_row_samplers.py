@@ -1,6 +1,4 @@
-"""Compiled draws are those of NumPy, bit for bit, with every instruction set that there is code
-for.
-"""
+"""Compiled draws equal NumPy's draws bit for bit, with every supported instruction set."""
 
 import ctypes
 import math

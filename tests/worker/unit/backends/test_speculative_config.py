@@ -1,4 +1,4 @@
-"""The setting speculative_config: what it means, and what is wrong with it."""
+"""The setting speculative_config: its meaning, and its errors."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Keys are split where there are too few lanes for a GPU's processors, and keys enough."""
+"""Keys are split if there are too few lanes for a GPU's processors, and enough keys."""
 
 import pytest
 

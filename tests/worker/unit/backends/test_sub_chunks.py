@@ -1,4 +1,4 @@
-"""Chunks cut into lanes see, query by query, the keys that they would see whole."""
+"""Each query of a chunk that is cut into lanes sees the same keys as in the whole chunk."""
 
 import numpy as np
 from hypothesis import given

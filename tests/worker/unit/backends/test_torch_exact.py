@@ -1,4 +1,4 @@
-"""Rows of torch's kernels on the CPU are the same bits whatever is computed with them."""
+"""Rows of torch's CPU kernels are bitwise equal in every batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Paged attention equals attention written out over one sequence at a time."""
+"""Paged attention equals explicit attention over one sequence at a time."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Steps that are begun before the tokens of the step ahead are on the host give the same tokens."""
+"""Steps that begin before the previous step's tokens are on the host produce the same tokens."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a runner makes of embeddings in place of a prompt's tokens."""
+"""A runner's results for embeddings in place of prompt tokens."""
 
 from dataclasses import replace
 from pathlib import Path

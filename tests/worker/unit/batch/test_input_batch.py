@@ -1,4 +1,6 @@
-"""The persistent batch takes differences, and refuses those that contradict it, unchanged."""
+"""The persistent batch applies differences. It refuses contradictory differences and stays
+unchanged.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Adapters that a worker reads and holds, and what it refuses of them."""
+"""Adapters that a worker loads, and the reasons for which it refuses adapters."""
 
 import json
 import os

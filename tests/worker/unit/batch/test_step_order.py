@@ -1,4 +1,4 @@
-"""Steps of a stream come once each, in order, and are of one generation."""
+"""Steps of a stream must arrive once each, in order, and with one generation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Layers are grouped by what they see, in groups of one size."""
+"""Layers are grouped by their kind of attention, in groups of equal size."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What config.json says of layers, in all its spellings."""
+"""The layer settings in config.json, in all their spellings."""
 
 from pathlib import Path
 

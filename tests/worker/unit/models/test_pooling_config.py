@@ -1,4 +1,4 @@
-"""What a directory says of pooling, and what is refused by name."""
+"""The pooling settings of a model directory, and which settings are refused by name."""
 
 import json
 from pathlib import Path

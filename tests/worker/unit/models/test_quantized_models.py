@@ -1,4 +1,4 @@
-"""Workers of quantized models: their fingerprints, and what is refused."""
+"""Workers with quantized models: their fingerprints, and refused models."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a rank reads and holds of a model, and which models cannot be divided."""
+"""The parts of a model that a rank reads and stores, and which models cannot be divided."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whether a model can be served is told from its files, without torch."""
+"""Whether a model can be served is decided from its files, without torch."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Which rank a worker is: by flags, by torch's variables, by a pod's ordinal."""
+"""A worker's rank: from flags, from torch's variables, or from a pod's ordinal."""
 
 from pathlib import Path
 from typing import Any

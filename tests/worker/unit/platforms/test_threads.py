@@ -1,4 +1,4 @@
-"""How many threads a worker computes with, worked through for machines large, small and shared."""
+"""The number of threads of a worker, in examples for large, small and shared machines."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sampling in whole batches of torch draws the tokens that the sampler draws row by row."""
+"""Sampling a whole batch with torch draws the same tokens as the row-by-row sampler."""
 
 from dataclasses import replace
 

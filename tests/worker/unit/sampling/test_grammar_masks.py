@@ -1,4 +1,4 @@
-"""Outputs that are held to a form: whatever the logits say, the text conforms."""
+"""Outputs constrained by a grammar conform to it, whatever the logits."""
 
 import time
 from dataclasses import replace

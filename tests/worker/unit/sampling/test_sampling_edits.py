@@ -1,4 +1,4 @@
-"""What changes a request's logits before the filters, one story each, through the sampler."""
+"""Changes to a request's logits before the filters, one example each, through the sampler."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""Log-probabilities: normalised, in order, ranked, and of the logits as the model gave them."""
+"""Log-probabilities: normalised, in order, ranked, and computed from the model's
+unmodified logits.
+"""
 
 import numpy as np
 import torch

@@ -1,4 +1,6 @@
-"""The race against a reference in plain numbers, and that its draws are as they should be."""
+"""The sampling race compared with a reference in plain numbers, and the distribution of
+its draws.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`thinking_budget`: where reasoning ends that has its most tokens."""
+"""`thinking_budget`: the end of reasoning that has reached its maximum number of tokens."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How many drafts a request gets, by what became of those before."""
+"""The number of drafts of a request, depending on the acceptance of earlier drafts."""
 
 from services.worker.speculation.draft_length import DraftLength
 
