@@ -42,7 +42,7 @@ KINDS = {
 
 @dataclass
 class Holder:
-    """What the rule says of one request: entries of its tables that hold a block, by group."""
+    """The expected table entries with a block for one request, by group, according to the rule."""
 
     groups: tuple[LayerGroup, ...]
     num_processed: int = 0
@@ -62,7 +62,7 @@ class Holder:
         self.num_planned = end
 
     def _first_kept(self, group: LayerGroup) -> int:
-        """The first token that the next one needs of what is computed."""
+        """The first computed token that the next token needs."""
         if group.holds_states:
             return max(0, self.num_processed - 1)
         return 0 if group.window is None else max(0, self.num_processed - group.window + 1)

@@ -76,7 +76,7 @@ def save_draft(kind: str, model: Path, directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A worker with a draft model, and what its model answers without one, by parameters."""
+    """A worker with a draft model, and its model's answers without drafts, by parameters."""
 
     kind: str
     directory: Path

@@ -37,8 +37,8 @@ Build = Callable[..., Driver]
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PreTrainedModel, Build, list[Request]]:
-    """A reference model, a way to build drivers over the same weights, and requests. Drivers of
-    blocks of one size follow each other on one runner, whose blocks are full of what was in them.
+    """A reference model, a function that builds drivers over the same weights, and requests.
+    Drivers with the same block size share one runner, whose blocks keep their old contents.
     """
     torch.set_num_threads(1)
     kind, setting = request.param
@@ -79,8 +79,8 @@ def make_requests() -> list[Request]:
 
 @cache
 def choices(model: PreTrainedModel, prompt: tuple[int, ...], output: tuple[int, ...]) -> list[int]:
-    """What transformers takes after the prompt and each token of the output; remembered, since
-    most tests are answered with the same output.
+    """Transformers' most probable token after the prompt and after each output token. The result is
+    cached, since most tests have the same output.
     """
     return first_choices(model, list(prompt), list(output))
 

@@ -33,9 +33,9 @@ from tests.worker.serving_worker import ServingWorker
 
 KINDS = ["bamba", "qwen3_next"]
 NUM_TURNS_ALONE = 6
-"""The first turns, among them prompts that come again, and that end inside a block."""
+"""The first turns. They include repeated prompts, and prompts that end inside a block."""
 PREEMPTED = replace(SITUATIONS["preempted again and again"], num_blocks=28)
-"""States take few blocks: this number holds two or three of the turns."""
+"""States need few blocks: this number suffices for two or three of the turns."""
 HYBRID_SITUATIONS = {**SITUATIONS, "preempted again and again": PREEMPTED}
 
 
@@ -67,8 +67,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def turns() -> list[list[int]]:
-    """Prompts that come again, alone, followed by more, or up to their last token; two of them end
-    inside a block.
+    """Repeated prompts: alone, with more tokens after them, or up to their last token. Two of them
+    end inside a block.
     """
     random = np.random.default_rng(5)
     first, second = (random.integers(3, VOCAB_SIZE, length).tolist() for length in (27, 39))

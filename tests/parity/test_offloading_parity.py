@@ -137,7 +137,7 @@ def model(request: pytest.FixtureRequest) -> tuple[str, int]:
 
 @pytest.fixture(scope="module")
 def served(model: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """With a tier that holds everything."""
+    """The tokens with a tier that can store everything."""
     with built(*model, tmp_path_factory.mktemp(model[0]), 64) as served:
         yield served
 

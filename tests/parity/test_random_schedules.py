@@ -34,7 +34,7 @@ GROUPS = {"gemma3": 6, "llama": 1, "mixtral": 1, "qwen2_window": 3}
 
 @dataclass(frozen=True)
 class Schedule:
-    """What chance starts from."""
+    """The seed and the settings of a random schedule."""
 
     seed: int
     block_size: int
@@ -58,7 +58,7 @@ class Served:
     num_groups: int
 
     def runner(self, schedule: Schedule, **options: Any) -> ModelRunner:
-        """With a pool that holds all requests, and not much more."""
+        """A runner with a pool that can store all requests, and not much more."""
         each = -(-MOST_TOKENS // schedule.block_size) + 1
         return build_runner(
             self.directory,
@@ -104,7 +104,9 @@ def serve(
     hidden_size: int,
     known: KnownProposer | None = None,
 ) -> tuple[list[Request], Happened]:
-    """Twice: what comes first is what is drafted from then, and what a proposer knows."""
+    """Serves the requests twice. The outputs of the first run are the drafts and the proposer's
+    known sequences of the second run.
+    """
     serving = RandomServing(runner, max_chunk=schedule.max_chunk, seed=schedule.seed)
     first, second = make_requests(schedule, hidden_size), make_requests(schedule, hidden_size)
     serving.run(first, {})

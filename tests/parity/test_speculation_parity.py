@@ -63,13 +63,13 @@ PROPOSERS: dict[str, Callable[[KnownProposer], DraftSource]] = {
 
 @dataclass
 class Speculating:
-    """A worker that verifies drafts, and what its model answers without any, by parameters."""
+    """A worker that verifies drafts, and its model's answers without drafts, by parameters."""
 
     loaded: Worker
     outputs: list[tuple[dict[str, Any], Outputs]]
 
     def propose_with(self, name: str) -> None:
-        """Lets this proposer propose."""
+        """Selects the proposer."""
         assert isinstance(self.loaded.runner, ModelRunner)
         given = [prompt for _ in self.outputs for prompt in prompts()]
         answers = [answer for _, outputs in self.outputs for answer in outputs]

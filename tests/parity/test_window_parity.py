@@ -38,7 +38,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": True},
     "starcoder2": {},
 }
-"""A kind of each architecture that can have windows, and what else must be set for them."""
+"""One kind of each architecture that can have windows, with the further settings that it needs."""
 
 WINDOWS = {
     "shorter than the prompt": 6,

@@ -19,6 +19,6 @@ def test_every_load_is_measured_with_each_kind_of_weights(random_model: Path) ->
 
 
 def test_steps_are_timed_with_the_clock_given(random_model: Path) -> None:
-    """A clock that goes on by a second each time it is read."""
+    """The clock advances by one second at each reading."""
     timers = build_timers(random_model, 2, 1, itertools.count().__next__)
     assert [timer.turn(PROMPT) for timer in timers.values()] == [1000] * len(timers)

@@ -37,8 +37,8 @@ async def test_every_text_is_written_with_speculation_and_without() -> None:
 
 
 async def test_one_text_is_timed_with_the_clock_given() -> None:
-    """A clock that goes on by a second each time it is read: once for a token, and twice for the
-    model's part of a step. As steps overlap, a token's time has two to four of these.
+    """The clock advances by one second at each reading: one for a token, two for the model's part
+    of a step. As steps overlap, a token's time contains two to four readings.
     """
     clock = itertools.count().__next__
     table = await measure_repetition(DEMO, 1, 1, 24, "random tokens", clock)

@@ -29,7 +29,7 @@ class Scripted:
 
 
 class Unwinding(Scripted):
-    """A side that has been busy, and takes a few looks to come to rest."""
+    """A side that was busy, and needs a few checks to become idle."""
 
     looks = 0
 

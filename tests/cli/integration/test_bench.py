@@ -22,7 +22,7 @@ from tests.slowness import busy_slowness
 
 ROOT = Path(__file__).parents[3]
 SLACK_MS = 30.0
-"""What a machine may add to a latency, unless it is slow or busy."""
+"""The latency that a machine may add if it is neither slow nor busy."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,9 @@ Bench = Callable[..., tuple[int, Any]]
 
 
 def log_of(url: str, model: str) -> list[dict[str, Any]]:
-    """What the server noted of the completions of a load; the first ones ask what it takes."""
+    """The server's records of a load's completions. The first completions measure the server's
+    features.
+    """
     notes = http_get(f"{url}/log").json()
     return [note for note in notes if note["body"]["model"] == model]
 

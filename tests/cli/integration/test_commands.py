@@ -238,7 +238,7 @@ def shows(terminal: int, seconds: float) -> bool:
 
 
 def read_until(terminal: int, ending: str) -> str:
-    """What a terminal shows up to `ending`."""
+    """The output of a terminal up to `ending`."""
     shown, deadline = "", time.monotonic() + 60
     while not shown.endswith(ending):
         ready, _, _ = select.select([terminal], [], [], max(0, deadline - time.monotonic()))

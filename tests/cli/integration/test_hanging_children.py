@@ -25,7 +25,7 @@ LIVENESS = LivenessPolicy(stopped_share=0.2, period_seconds=0.1)
 
 
 class Watched:
-    """A child under a supervisor, and what the supervisor reported."""
+    """A child under a supervisor, and the supervisor's reports."""
 
     def __init__(
         self,

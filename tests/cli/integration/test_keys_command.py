@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(params=["file", pytest.param("redis", marks=needs_redis)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[str]]:
-    """The flags that say where the keys are."""
+    """The flags that name the key store."""
     if request.param == "file":
         yield ["--file", str(tmp_path / "keys.json")]
         return

@@ -150,7 +150,7 @@ async def test_pausing_and_resetting_are_entries_of_their_own(
 
 
 async def go_round_in_circles(_: Replica, gateway: Gateway) -> None:
-    """Requests whose last token comes again, and would go on."""
+    """Requests that repeat their last token and would never end."""
     detection = common_pb2.RepetitionDetection(max_pattern_size=4, min_count=2)
     for handle in range(50, 56):
         token_ids = prompt(9, 7 * handle)

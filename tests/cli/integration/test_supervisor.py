@@ -26,7 +26,9 @@ QUICK = RestartPolicy(first_delay_seconds=0.05, longest_delay_seconds=0.2)
 
 
 def group_niceness(pid: int) -> int | None:
-    """Of the process's session, of which each child has its own; None where the kernel has none."""
+    """The niceness of the process's session; each child has its own session. None if the kernel has
+    no session niceness.
+    """
     group = Path(f"/proc/{pid}/autogroup")
     return int(group.read_text().split()[-1]) if group.exists() else None
 

@@ -15,8 +15,8 @@ from tests.cli.virtual_time import LoopClock, run
 
 
 class FakeServer:
-    """Answers after the seconds that `latency` gives for the number of the request; one at a time
-    if `serial`. `bodies` has what it was asked, in order.
+    """Answers each request after the seconds that `latency` returns for its number; one at a time
+    if `serial`. `bodies`: the received bodies in order.
     """
 
     def __init__(self, latency: Callable[[int], float], *, serial: bool = False) -> None:

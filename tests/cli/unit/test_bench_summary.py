@@ -14,7 +14,7 @@ from services.cli.bench.core.summary import summarize
 
 
 def answered(intended: float, times: list[float], **changes: object) -> RequestRecord:
-    """A request whose answer came in events at these times."""
+    """A request whose answer arrived in events at these times."""
     record = RequestRecord(0, 0, 0, is_warmup=False, intended=intended, output_len=len(times))
     record.sent = intended
     record.token_times = array("d", times)

@@ -33,11 +33,11 @@ def container(name: str, replica: str = "", problem: str = "") -> Container:
 
 @dataclass
 class World:
-    """A deployment and its gateway in memory. What is broken does what the test says."""
+    """A deployment and its gateway in memory. The test sets the effect of a fault."""
 
     texts: list[str] = field(default_factory=lambda: ["a b", "c d"])
     after: list[Answer] | None = None
-    """What streams give while something is broken; None: what they give undisturbed."""
+    """The results of streams during a fault; None: the undisturbed results."""
     heals: bool = True
     num_running: int = 2
     load: dict[str, int] = field(default_factory=lambda: {"scheduler-0": 0, "scheduler-1": 2})

@@ -96,7 +96,7 @@ OF_TRACES = ("otlp_endpoint", "trace_sample_ratio", "trace_step_sample_ratio")
 def received(
     tmp_path: Path, environ: dict[str, str], *, vllm_grpc_ports: tuple[int, ...] = (), **given: Any
 ) -> dict[str, Any]:
-    """What each service reads of what it is given."""
+    """The settings that each service loads from its environment."""
     addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), vllm_grpc_ports=vllm_grpc_ports)
     plan = stages(UpSettings(model=tmp_path, **given), addresses, environ)
     specs = {spec.name: spec for stage in plan for spec in stage.specs}

@@ -29,8 +29,8 @@ DEADLINE_SECONDS = 60.0
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Takes spans while `takes` is set, and refuses them else; while `goes_on` is not set, it hangs
-    with what it was sent.
+    """Accepts spans while `takes` is set, and refuses them otherwise. While `goes_on` is not set,
+    it does not answer.
     """
 
     def __init__(self) -> None:
@@ -193,8 +193,8 @@ time.sleep(120)
 
 @contextmanager
 def stoppable() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A collector's process and endpoint. Stopped, its kernel takes connections, and what is sent,
-    and nothing answers.
+    """A collector's process and endpoint. While the process is stopped, its kernel accepts
+    connections and data, and nothing is answered.
     """
     arguments = [sys.executable, "-c", STOPPABLE]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
@@ -206,7 +206,7 @@ def stoppable() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """Stops it; threads of it may run for a moment after the signal."""
+    """Stops the process. Its threads may run for a moment after the signal."""
     process.send_signal(signal.SIGSTOP)
     tasks = Path(f"/proc/{process.pid}/task")
     stats = [task / "stat" for task in tasks.iterdir()]

@@ -136,7 +136,7 @@ def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def bare_rules(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The rules without annotations, whose texts hold values."""
+    """The rules without annotations, as the texts of annotations contain values."""
     directory = tmp_path_factory.mktemp("rules")
     for path in sorted(RULES.glob("*.yml")):
         written = yaml.safe_load(path.read_text())

@@ -119,7 +119,7 @@ def test_the_schema_has_the_settings_that_the_chart_does_not_set(
 
 
 def _set_by_chart(releases: dict[str, Rendered], service: str) -> set[str]:
-    """Settings of which the chart sets the variables, whatever the values' settings are."""
+    """Settings whose variables the chart always sets, independently of the values' settings."""
     names: set[str] = set()
     for release in releases.values():
         given = release.values.get(service, {}).get("settings", {})

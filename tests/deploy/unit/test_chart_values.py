@@ -186,7 +186,9 @@ def test_the_rules_of_the_chart_are_those_of_prometheus(releases: dict[str, Rend
 
 
 def _missing(values: Any, schema: Any, root: Any, path: str) -> list[str]:
-    """Paths of values that the schema does not know, and of maps to which it lets keys be added."""
+    """Paths of values that the schema does not contain, except for keys of maps that allow further
+    keys.
+    """
     if "$ref" in schema:
         schema = root["definitions"][schema["$ref"].rpartition("/")[2]]
     if not isinstance(values, dict) or "properties" not in schema:

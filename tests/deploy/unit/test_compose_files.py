@@ -53,7 +53,7 @@ def image_of(service: dict[str, Any]) -> str:
 
 
 def settings_of(service: dict[str, Any]) -> Any:
-    """What the service reads from the variables of its image and of the file."""
+    """The settings that the service loads from the variables of its image and of the file."""
     role = role_of(service)
     environ = environment_of(image_of(service)) | {
         name: str(value) for name, value in service["environment"].items() if value is not None

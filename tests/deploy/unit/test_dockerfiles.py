@@ -29,7 +29,7 @@ _BINARIES = Path(sys.executable).parent
 
 
 def requirements(names: list[str]) -> list[str]:
-    """What deploy/docker/packages.py installs for these names."""
+    """The packages that deploy/docker/packages.py installs for these names."""
     spec = spec_from_file_location("packages", ROOT / "deploy" / "docker" / "packages.py")
     assert spec is not None
     assert spec.loader is not None

@@ -28,7 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @asynccontextmanager
 async def tls_before(server: RedisServer, files: Files) -> AsyncIterator[str]:
-    """A proxy that speaks TLS, and asks for a certificate; gives host:port."""
+    """A TLS proxy that requires a client certificate; yields host:port."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.cert, files.key)
     context.verify_mode = ssl.CERT_REQUIRED

@@ -29,8 +29,8 @@ from tests.kvpool.directory_conformance import DirectoryConformance
 
 
 class WatchedPools(EventFeed):
-    """A feed whose pools are each followed by a PoolReader, and know what they cache as real ones
-    do: it is in the snapshot that a watcher gets first.
+    """A feed whose pools are each followed by a PoolReader. Like real pools, they send a new
+    watcher a snapshot of their cached blocks first.
     """
 
     def __init__(self, index: PrefixIndex) -> None:

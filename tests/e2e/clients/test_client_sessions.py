@@ -19,7 +19,9 @@ NUM_TOKENS = [20, 7, 25]
 
 
 def expected(model: TinyModel, chunks: Sequence[list[int]], counts: Sequence[int]) -> list[int]:
-    """What one request after another says to prompts that hold all that was said before."""
+    """The outputs of consecutive requests, where each prompt contains all earlier prompts and
+    outputs.
+    """
     prompt: list[int] = []
     said: list[int] = []
     for chunk, count in zip(chunks, counts, strict=True):

@@ -11,7 +11,7 @@ LONGEST_LINE = 170
 def stepwell(
     stack: Stack, command: str, *arguments: str, stdin: str = "", complaint: str = ""
 ) -> str:
-    """What the command writes; it must succeed, with this line on standard error."""
+    """The command's standard output. The command must succeed, with this line on standard error."""
     done = subprocess.run(
         [sys.executable, "-m", "services.cli", command, "--url", stack.url, *arguments],
         input=stdin.encode(),

@@ -24,7 +24,7 @@ PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\d+)", re.MULTILIN
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Stack]:
-    """A pool that holds about a third of what the tests ask at once."""
+    """A stack whose pool can store about a third of the tests' concurrent requests."""
     stack = Stack(DEMO, "--num-blocks", "64", "--max-model-len", "512")
     yield stack
     stack.close()

@@ -30,7 +30,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.fixture(scope="module")
 def stack(tiny_model: TinyModel, keys: tuple[Path, list[str]]) -> Iterator[Stack]:
-    """`stepwell up` with the file; `ready` needs no key to be said."""
+    """`stepwell up` with the key file. Its `ready` line does not need a key."""
     running = Stack(tiny_model.directory, "--num-blocks", "100", "--api-key-file", str(keys[0]))
     yield running
     running.close()

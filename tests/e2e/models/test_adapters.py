@@ -32,7 +32,7 @@ ADAPTER_LABELS = re.compile(
 
 @dataclass(frozen=True)
 class Adapted:
-    """A server of a model with adapters, and what peft makes of each; "": the model alone."""
+    """A server of a model with adapters, and peft's model for each adapter; "": the model alone."""
 
     stack: Stack
     models: dict[str, PreTrainedModel]
@@ -44,8 +44,8 @@ class Adapted:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
-    """Three adapters are named at the start, of which two are in memory and in a step at most; a
-    fourth lies where operators may load it from.
+    """Three adapters are named at the start. At most two of them are in memory and in a step. A
+    fourth is stored where operators may load it from.
     """
     directory = tmp_path_factory.mktemp("tiny")
     save_servable_model(directory)

@@ -50,7 +50,7 @@ async def answers(stack: Stack, victim: str | None = None) -> list[Answer]:
 
 
 def count(stack: Stack, name: str) -> float:
-    """What a counter of drafts has come to."""
+    """The current value of a counter of drafts."""
     pattern = rf"^vllm:spec_decode_{name}_total{{(?![^}}]*position)[^}}]*}} (\S+)$"
     return sum(map(float, re.findall(pattern, http_get(f"{stack.url}/metrics").text, re.M)))
 

@@ -31,7 +31,7 @@ def complete(stack: Stack, **changes: object) -> int:
 
 @pytest.fixture(scope="module")
 def text(stack: Stack) -> str:
-    """The gateway's metrics after a few requests, with those of the replica."""
+    """The gateway's metrics, including the replica's, after a few requests."""
     assert complete(stack, n=2, temperature=1) == 200
     assert complete(stack) == 200
     assert complete(stack, top_p=7) == 400
@@ -39,7 +39,7 @@ def text(stack: Stack) -> str:
 
 
 def own_labels(family: Metric) -> set[frozenset[str]]:
-    """The sets of labels that series of a metric have, without those of its type."""
+    """The sets of labels of a metric's series, without the labels of its type."""
     return {
         frozenset(name for name in sample.labels if name not in ("le", "quantile"))
         for sample in family.samples
@@ -47,7 +47,7 @@ def own_labels(family: Metric) -> set[frozenset[str]]:
 
 
 def expected_labels(spec: MetricSpec) -> set[frozenset[str]]:
-    """Those that the registry says, and `replica`, which the gateway adds to a replica's."""
+    """The labels in the registry, and `replica`, which the gateway adds to a replica's metrics."""
     named = frozenset(labels(spec))
     match spec.source:
         case Source.GATEWAY:

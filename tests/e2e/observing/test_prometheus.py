@@ -38,7 +38,7 @@ def complete(stack: Stack, **changes: object) -> int:
 
 @contextmanager
 def load(stack: Stack, clients: int, **changes: object) -> Iterator[None]:
-    """So many clients, each of which asks again soon after each answer."""
+    """A load of `clients` clients. Each sends its next request soon after an answer."""
     over = threading.Event()
 
     def ask() -> None:
@@ -155,7 +155,9 @@ def test_alerts_fire_when_what_they_watch_breaks(tiny_model: TinyModel, tmp_path
 
 
 def _break_load(stack: Stack, server: Prometheus) -> None:
-    """More than the pool and the queue hold, and a pause, during which requests wait."""
+    """Sends more requests than the pool and the queue can store, during a pause in which requests
+    wait.
+    """
     with load(stack, 12, max_tokens=150, ignore_eos=True):
         server.until_firing("StepwellPreemptionsCostly", "StepwellRequestsRefused")
         server.until_firing("StepwellServerErrors", "StepwellKVCacheFull")

@@ -46,7 +46,7 @@ async def until(page: Any, expression: str) -> None:
 
 @asynccontextmanager
 async def load(stack: Stack) -> AsyncIterator[None]:
-    """Six requests at a time, of which four may run."""
+    """A load of six concurrent requests, of which at most four run."""
 
     async def ask(number: int) -> None:
         body = {"prompt": f"{number} " * 20, "max_tokens": 100, "ignore_eos": True}

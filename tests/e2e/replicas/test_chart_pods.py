@@ -29,8 +29,8 @@ def _model() -> dict[str, Any]:
 def running(
     values: dict[str, Any], model: TinyModel
 ) -> Iterator[tuple[Rendered, RunningPods, Path]]:
-    """The pods of a release with TLS and a Redis with a password, which the test starts; and their
-    directory, whose path is short, as those of sockets must be.
+    """The pods of a release with TLS and a password-protected Redis, which the test starts, and
+    their directory. Its path is short, since socket paths are limited.
     """
     release = render_chart({"release": values})["release"]
     assert release.refused is None, release.refused

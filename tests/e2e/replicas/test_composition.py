@@ -30,13 +30,15 @@ COUNTER = r"^vllm:{}_total{{(?![^}}]*position)[^}}]*}} (\S+)$"
 
 @dataclass(frozen=True)
 class Composed:
-    """A server with all of it, and what each request is answered alone, without ranks or drafts."""
+    """A server with all features, and the answers to each request alone without ranks and
+    drafts.
+    """
 
     stack: Stack
     alone: list[str]
 
     def count(self, name: str) -> float:
-        """What a counter of the services has come to."""
+        """The current value of a counter of the services."""
         text = http_get(f"{self.stack.url}/metrics").text
         return sum(map(float, re.findall(COUNTER.format(name), text, re.MULTILINE)))
 

@@ -33,7 +33,7 @@ def complete(stack: Stack, prompt: str) -> None:
 
 
 def agrees(stack: Stack) -> bool:
-    """Whether the index has as many blocks as the pool says that it has."""
+    """Whether the index has as many blocks as the pool reports."""
     pool = http_get(f"http://{POOL_METRICS}/metrics").text
     found = re.search(r"^stepwell_kvpool_cached_hashes\{.*\} (\S+)$", pool, re.M)
     cached = 0.0 if found is None else float(found[1])

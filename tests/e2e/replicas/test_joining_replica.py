@@ -47,7 +47,7 @@ def other(tiny_model: TinyModel, redis: RedisServer, tmp_path: Path) -> Iterator
 
 
 def replicas(stack: Stack) -> dict[str, dict[str, Any]]:
-    """What the gateway knows of each replica, by its address."""
+    """The gateway's data about each replica, by address."""
     found = http_get(f"{stack.url}/status").json()["replicas"]
     return {replica["address"]: replica for replica in found}
 

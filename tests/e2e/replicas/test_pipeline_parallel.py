@@ -94,7 +94,7 @@ and wait for both stages: on a busy machine that may be so from the beginning.
 
 
 def spans_of_stages(receiver: OtlpReceiver) -> dict[int, dict[int, ReceivedSpan]]:
-    """Those of steps with tokens, by stage and step."""
+    """Spans of the steps with tokens, by stage and step."""
     found: dict[int, dict[int, ReceivedSpan]] = defaultdict(dict)
     for span in tuple(receiver.spans):
         if span.name == names.SPAN_WORKER_EXECUTE:

@@ -26,7 +26,7 @@ from tests.scheduler.story import prompt
 
 NUM_REQUESTS = 12
 NUM_TOKENS = 1900
-"""More than are computed before the last request has come."""
+"""More tokens than are computed before the last request arrives."""
 
 
 @asynccontextmanager

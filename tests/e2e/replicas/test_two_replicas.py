@@ -32,7 +32,7 @@ def replicas(tiny_model: TinyModel) -> Iterator[Stack]:
 
 
 def follows_two(stack: Stack) -> bool:
-    """Whether the gateway's index is exactly what both replicas cache, which is not nothing."""
+    """Whether the gateway's index equals the cached blocks of both replicas and is not empty."""
     metrics = http_get(f"{stack.url}/metrics").text
     nodes = re.findall(
         r'^stepwell_prefix_index_node_state\{node="replica-\d-\w+",state="exact"\} 1\.0$',

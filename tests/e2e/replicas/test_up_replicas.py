@@ -59,7 +59,7 @@ def both_ready(stack: Stack) -> bool:
 
 
 def stepwell(*arguments: str) -> str:
-    """What a command writes."""
+    """The output of a command."""
     done = subprocess.run(
         [sys.executable, "-m", "services.cli", *arguments],
         capture_output=True,

@@ -107,7 +107,7 @@ async def test_an_address_that_is_taken_ends_it_with_one_sentence():
 async def pool_process(
     *flags: str,
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
-    """A running service, and the addresses it logged, by what is served there."""
+    """A running service, and its logged addresses by what is served there."""
     process = await asyncio.create_subprocess_exec(
         *command("127.0.0.1:0", *flags),
         stderr=asyncio.subprocess.PIPE,

@@ -33,7 +33,7 @@ def load(
 
 
 def promoted(request: int, num_computed: int, num_slots: int, *, reserve: int = 0) -> Admission:
-    """A request that holds blocks and computes up to `num_slots`."""
+    """The admission of a request that already has blocks and computes up to `num_slots`."""
     return Admission(
         request=request,
         max_hit_tokens=num_computed,

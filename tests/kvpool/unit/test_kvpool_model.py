@@ -309,7 +309,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def plain(result: OperationResult | None) -> object:
-    """A result as the naive pool gives it."""
+    """A result in the naive pool's format."""
     match result:
         case GrowResult(groups) | AdmitResult(groups):
             return [list(blocks) for blocks in zip(*map(split, groups), strict=True)]

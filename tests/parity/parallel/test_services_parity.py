@@ -41,9 +41,9 @@ from tests.tiny_models import ONE_OF_EACH, save_tiny_model
 from tests.worker.serving_worker import ServingWorker
 
 KINDS = sorted({*ONE_OF_EACH, *(row.kinds[0] for row in rows())})
-"""One of each architecture, and those that differ in more than their numbers: what a kind has of
-its own beyond that, such as scaled positions, is in the model, which all kinds of
-tests/parity/test_greedy_parity.py run without the services.
+"""One kind of each architecture, and the kinds that differ in structure. Other properties of a
+kind, such as scaled positions, concern only the model; tests/parity/test_greedy_parity.py tests all
+kinds without the services.
 """
 
 Outputs = list[list[int]]
@@ -97,7 +97,7 @@ async def serving(
 
 
 async def generate(gateway: Gateway, wanted: list[list[int]], params: dict[str, Any]) -> Outputs:
-    """Sends requests at once; returns what each is answered."""
+    """Sends requests concurrently; returns the answers."""
     first = len(gateway.heard)
     handles = range(first, first + len(wanted))
     for handle, prompt in zip(handles, wanted, strict=True):
@@ -125,7 +125,7 @@ async def test_asynchronous_scheduling_changes_no_token(served: Served, name: st
 
 
 def check_stats(stats: scheduler_pb2.GetStatsResponse, situation: Situation) -> None:
-    """The replica served what the situation is about."""
+    """Asserts that the replica's statistics show the events of the situation."""
     assert stats.num_finished == 2 * len(prompts())
     assert stats.num_cached_tokens >= 200
     if situation.num_blocks == SMALL_POOL:

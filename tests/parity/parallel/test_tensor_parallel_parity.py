@@ -34,7 +34,7 @@ def make_requests() -> list[Request]:
 
 
 def embedded_requests(hidden_size: int) -> list[Request]:
-    """A prompt of nothing but embeddings, and one that goes on with tokens."""
+    """A request whose prompt is only embeddings, and one whose prompt continues with tokens."""
     rows = torch.randn((30, hidden_size), generator=torch.Generator().manual_seed(1))
     embeds = embedded_prompt(rows)
     return [
@@ -44,7 +44,7 @@ def embedded_requests(hidden_size: int) -> list[Request]:
 
 
 def serve(driver: Driver, hidden_size: int) -> dict[str, list[Request]]:
-    """The same requests in every way, by what is done to them."""
+    """Serves the same requests in every way; returns them by way."""
     chunked = make_requests()
     for request in chunked[1::2]:
         request.sampling = WITH_LOGPROBS

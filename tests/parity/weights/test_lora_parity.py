@@ -25,7 +25,7 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model, its adapters, and what peft makes of each; None: the model alone."""
+    """A model, its adapters, and peft's model for each adapter; None: the model alone."""
 
     directory: Path
     adapters: list[Path]

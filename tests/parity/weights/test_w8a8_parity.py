@@ -42,8 +42,8 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_inputs(model: PreTrainedModel, num_ranks: int) -> PreTrainedModel:
-    """Makes projections round their inputs, where ranks divide these each part by itself. What an
-    adapter multiplies stays as it is.
+    """Makes projections round their inputs. If ranks divide the inputs, each part is rounded
+    separately. Inputs of adapters are not rounded.
     """
     for name, module in model.named_modules():
         module_name = name.removesuffix(".base_layer")

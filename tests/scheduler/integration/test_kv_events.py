@@ -72,7 +72,7 @@ async def run(replica: Replica, prompts: list[list[int]], **fields: Any) -> None
 
 
 async def view_of(subscriber: Subscriber) -> tuple[CacheView, list[object]]:
-    """What all events up to now say is cached, and the events."""
+    """The cached blocks according to all events up to now, and the events."""
     view, seen = CacheView(ROOT, BLOCK_SIZE), []
     for number, (_, sequence, payload) in enumerate(await subscriber.replay(0)):
         assert sequence == number

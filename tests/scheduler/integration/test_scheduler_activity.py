@@ -28,7 +28,7 @@ BUDGET = 64
 
 @pytest.fixture
 async def replica() -> AsyncIterator[Replica]:
-    """One that runs two requests at a time, with 63 blocks to give out."""
+    """A replica that runs two requests at a time, with 63 usable blocks."""
     worker = FakeWorker(max_num_seqs=2, num_blocks=64, max_num_batched_tokens=BUDGET)
     async with serving_replica(worker) as replica:
         yield replica
@@ -49,7 +49,7 @@ async def look(
 
 
 async def hold_three(replica: Replica, gateway: Gateway, **fields: Any) -> None:
-    """Two requests run, held up in their first steps, and a third one waits."""
+    """Makes two requests run with blocked first steps, and a third one wait."""
     async with replica.planning_together(3):
         for handle in range(3):
             await gateway.add(handle, prompt(9, 100 * handle), **fields)

@@ -37,7 +37,7 @@ async def replica(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
 
 @pytest.fixture(params=[False, True], ids=["one step in flight", "two steps in flight"])
 async def patient(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
-    """One that waits long for its pool: what breaks is the way there."""
+    """A replica that waits long for its pool, since the connection to the pool is what breaks."""
     worker = FakeWorker(num_blocks=200)
     async with serving_replica(
         worker, cuttable=True, async_scheduling=request.param, pool_timeout_seconds=15.0

@@ -67,7 +67,7 @@ async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
 
 
 async def keep_busy(gateway: Gateway, handle: int) -> None:
-    """Has tokens come for the rest of a test."""
+    """Keeps a request generating tokens for the rest of a test."""
     params = sampling(400, eos_token_ids=[])
     await gateway.add(handle, PROMPT, sampling=params)
     await gateway.until_tokens(handle, 3)

@@ -31,7 +31,7 @@ QUEUE_TIMEOUT = common_pb2.FINISH_REASON_QUEUE_TIMEOUT
 
 @pytest.fixture
 async def replica() -> AsyncIterator[Replica]:
-    """One that runs two requests at a time, and lets others wait for half a second."""
+    """A replica that runs two requests at a time, and lets others wait for half a second."""
     worker = FakeWorker(max_num_seqs=2, num_blocks=200)
     async with serving_replica(worker, max_queue_seconds=0.5) as replica:
         yield replica
@@ -44,7 +44,7 @@ async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
 
 
 async def hold_two(replica: Replica, gateway: Gateway) -> None:
-    """Two requests run, held up in their first steps: further ones wait."""
+    """Makes two requests run with blocked first steps, so that further ones wait."""
     async with replica.planning_together(2):
         for handle in range(2):
             await gateway.add(handle, prompt(5, 100 * handle), timeout_millis=60_000)

@@ -21,11 +21,11 @@ Stub = vllm_engine_pb2_grpc.VllmEngineStub
 
 
 class View:
-    """What is cached, by the messages of a subscription."""
+    """The cached blocks, according to the messages of a subscription."""
 
     def __init__(self) -> None:
         self.stored: dict[int, bytes] = {}
-        """The last 64 bits of each hash, signed, and all of it."""
+        """The full hash, by the last 64 bits of the hash as a signed number."""
         self.sequence = -1
 
     def apply(self, batch: common_pb2.KvEventBatch) -> None:
@@ -67,7 +67,7 @@ class View:
 
 
 async def follow(stub: Stub, view: View, begin: int, wanted: dict[int, set[int]]) -> list[int]:
-    """Reads until the view is what is wanted; returns the numbers of the messages."""
+    """Reads until the view is as wanted; returns the numbers of the messages."""
     call = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=begin))
     numbers = []
     async with asyncio.timeout(SECONDS):

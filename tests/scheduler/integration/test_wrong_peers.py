@@ -20,7 +20,7 @@ from tests.scheduler.story import prompt
 Answer = worker_pb2.ExecuteResponse
 Request = worker_pb2.ExecuteRequest
 Bytes = Callable[[bytes], list[bytes]]
-"""Makes what is sent in the place of a message."""
+"""Replaces a message by any number of messages."""
 
 PROMPTS = {handle: prompt(6 + handle, 150 * handle) for handle in range(4)}
 POISON = 777
@@ -217,7 +217,7 @@ async def test_a_request_of_which_transactions_are_always_answered_wrongly_is_fo
     poisoned = [*prompt(5, 600), POISON]
 
     class Poisoned(Proxied):
-        """Answers wrongly what admits a request with as many tokens as the poisoned one."""
+        """Answers wrongly if an admitted request has as many tokens as the poisoned one."""
 
         is_wrong = False
 

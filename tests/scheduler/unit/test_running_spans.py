@@ -15,7 +15,7 @@ _OTHER_PARENT = 7
 
 
 def so_far(story: TracedStory, name: str) -> list[Seen]:
-    """The spans of a request, asked for under another span than the one that it came with."""
+    """The spans of a request, queried under another span than its own."""
     collector = SpanCollector("scheduler")
     traceparent = f"00-{trace_id_of(name):032x}-{_OTHER_PARENT:016x}-01"
     story.tracer.so_far(name, traceparent, collector.tracing)
@@ -117,8 +117,8 @@ async def recovered(story: TracedStory) -> None:
 
 
 class AskedStory(TracedStory):
-    """One in which all requests are asked for whenever time has passed. Parts of each always add up
-    to what it took so far.
+    """A story that queries all requests whenever time has passed. The parts of each request must
+    always add up to its time so far.
     """
 
     num_asked = 0

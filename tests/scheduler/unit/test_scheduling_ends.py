@@ -16,7 +16,7 @@ SAID = continuation(prompt(5), 10)
 
 
 def says_the_same_again(token_ids: list[int]) -> list[int]:
-    """A prompt after which the model says its last token once more."""
+    """A prompt after which the model repeats the last token."""
     return next(
         longer for token in range(1000) if next_token(longer := [*token_ids, token]) == token
     )

@@ -28,7 +28,7 @@ def tables(story: Story, key: int) -> tuple[tuple[int, ...], ...]:
 
 
 class Overheard:
-    """A `KVPool` that keeps what it is asked."""
+    """A `KVPool` that records its transactions."""
 
     def __init__(self, pool: InProcessPool) -> None:
         self.operations: list[Operation] = []

@@ -52,7 +52,7 @@ class MortalPool:
 
 @dataclass(slots=True)
 class Life:
-    """A world, and what became of it."""
+    """A world and its results."""
 
     world: World
     happened: Counter[str]
@@ -150,7 +150,9 @@ class Life:
                 self.story.scheduler.abort(request)
 
     def _check_ends(self) -> None:
-        """All requests ended, with their own tokens and for the right reason, and hold no block."""
+        """Asserts that all requests have ended with their own tokens and the right reason, and have
+        no blocks.
+        """
         for arrival, request in self.requests:
             expected, reason = self._expected(arrival)
             if request.finish_reason is FinishReason.ABORT:

@@ -9,7 +9,7 @@ from tests.scheduler.story import Story, prompt
 
 
 async def enter_beside_another(num_prompt_tokens: int, **config: int) -> dict[str, int]:
-    """What the step grants in which a cached prompt joins a request that decodes."""
+    """The tokens scheduled in the step in which a cached prompt joins a decoding request."""
     story = Story(num_speculative_tokens=2, **config)
     story.add("first", prompt(num_prompt_tokens), max_tokens=2)
     await story.run()

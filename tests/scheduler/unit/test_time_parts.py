@@ -11,7 +11,7 @@ from tests.scheduler.traced_story import SECOND, TracedStory
 
 
 async def parts_of(story: TracedStory, request: Request) -> list[TimePart]:
-    """The parts of a request's time, at its end. Their sum is all of it."""
+    """The parts of a request's time at its end. They must add up to the whole time."""
     await story.to_the_end()
     assert request.times is not None
     assert sum(part.nanos for part in request.times.parts) == sum(request.times[:3])

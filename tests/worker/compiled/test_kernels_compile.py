@@ -18,7 +18,7 @@ from tests.worker.interpreted.interpreted_ops import AnywhereSplitK
 
 MAX_MODEL_LEN = 1024
 SHARED_BYTES = {(8, 0): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
-"""What a thread block can have, by compute capability."""
+"""The shared memory of a thread block in bytes, by compute capability."""
 
 
 class Multiprocessors(CpuDevice):
@@ -28,7 +28,7 @@ class Multiprocessors(CpuDevice):
 
 
 class AbsentGpu:
-    """What Triton asks of a device when it compiles."""
+    """The device properties that Triton queries when it compiles."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)

@@ -115,7 +115,7 @@ def test_a_start_that_is_ended_waits_for_no_compiler(
 
 @pytest.fixture
 def quick_compiler(tmp_path: Path, with_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that sees one function in place of all sources, and notes what it links."""
+    """A compiler that receives one function in place of all sources, and records what it links."""
     (tmp_path / "float32.cpp").write_text('extern "C" int panel_width() { return 16; }\n')
     compiler = tmp_path / "quick-compiler"
     compiler.write_text(

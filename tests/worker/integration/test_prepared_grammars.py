@@ -43,7 +43,9 @@ def worker() -> Worker:
 
 @pytest.fixture
 def compiled(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[StructuredOutputs]:
-    """What the worker compiled since the test began, which finds nothing kept."""
+    """The grammars that the worker has compiled since the start of the test, which begins with an
+    empty cache.
+    """
     grammars, found = worker.grammars, list[StructuredOutputs]()
     assert grammars is not None
     compile_one = grammars._compile

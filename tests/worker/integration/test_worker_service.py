@@ -47,7 +47,7 @@ def unpacked(array: bytes) -> list[int]:
 
 
 def new_request(row: int = 0, **sampling: object) -> worker_pb2.NewRequest:
-    """PROMPT, greedy unless told otherwise, with room for 64 tokens."""
+    """A new request with PROMPT, greedy by default, and with room for 64 tokens."""
     blocks = range(1 + 4 * row, 5 + 4 * row)
     return worker_pb2.NewRequest(
         row=row,
@@ -74,7 +74,7 @@ def step(
 
 
 class HeldRunner:
-    """A runner whose steps end when they are let go."""
+    """A runner whose steps end when the test releases them."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.going = threading.Event()

@@ -68,7 +68,7 @@ def watched(directory: Path, draft: Path) -> tuple[ModelRunner, Watched]:
 
 
 def enter(runner: ModelRunner, row: int = 0, first_block: int = 1, computed: int = 0) -> StepOutput:
-    """The step of a request's prompt, or of what is not cached of it."""
+    """Runs the step of a request's prompt, or of its uncached part."""
     table = np.arange(first_block, first_block + 8, dtype=np.int32)
     new = NewRequest(row, ints(*PROMPT), len(PROMPT), GREEDY, (table,))
     return runner.execute(
@@ -77,7 +77,7 @@ def enter(runner: ModelRunner, row: int = 0, first_block: int = 1, computed: int
 
 
 def step(runner: ModelRunner, computed: int, num_drafts: int, row: int = 0) -> int:
-    """The number of tokens that a step gives."""
+    """The number of tokens that a step returns."""
     output = runner.execute(
         StepInput(
             *(1, 2, ints(row), ints(1 + num_drafts), ints(computed)),

@@ -20,7 +20,7 @@ MOST = 4
 
 
 class Scripted:
-    """Proposes what it is given next, and remembers what it was asked."""
+    """Proposes the next given drafts, and records its calls."""
 
     def __init__(self) -> None:
         self.next: list[int] = []

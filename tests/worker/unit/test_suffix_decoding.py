@@ -22,7 +22,7 @@ KEYS = (b"", b"ann", b"ben")
 
 
 class Requests:
-    """Rows of tokens, told to some implementations alike."""
+    """Rows of tokens, sent equally to several implementations."""
 
     def __init__(self, *told: NativeSuffixDecoding | CountedSuffixes) -> None:
         self._told = told
@@ -137,7 +137,7 @@ def test_prompts_and_what_was_known_at_entry_are_not_proposed_to_others() -> Non
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), max_bytes=st.sampled_from([2000, 20_000, 60_000]))
 def test_trees_stay_within_their_memory_and_go_on(seed: int, max_bytes: int) -> None:
-    """Texts of which some occur again in parts, which takes more memory than new ones."""
+    """Some texts repeat parts of earlier texts, which needs more memory than new texts."""
     random = np.random.default_rng(seed)
     native = suffix_trees(RULES, max_bytes)
     requests, texts = Requests(native), random.integers(0, 500, (5, 300))
@@ -198,7 +198,7 @@ def test_the_cache_leaves_trees_of_responses_their_memory(tmp_path: Path) -> Non
     save_tiny_model(tmp_path, "llama")
 
     def left_mib(**speculation: object) -> float:
-        """What the sizing of the cache leaves to activations, and to trees."""
+        """The memory in MiB that the cache sizing leaves to activations and suffix trees."""
         config = json.dumps({"num_speculative_tokens": 4, **speculation})
         wanted = WorkerSettings(model=tmp_path, speculative_config=config)
         sizing = build_worker(wanted, "worker", lambda: None).description.kv_cache_sizing

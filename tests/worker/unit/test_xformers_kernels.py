@@ -16,7 +16,7 @@ import pytest
 WORKER_TESTS = Path(__file__).parents[1]
 INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
 RUNS = {"interpreted": INTERPRETED, "compiled": COMPILED}
-"""The directories of tests, each with what it is run with; the one that takes longest first."""
+"""The test directories, each with its environment. The slowest one comes first."""
 SECONDS = 600
 """For a directory, and so for each of its tests: the interpreter takes less than a minute, several
 on a busy machine."""

@@ -188,8 +188,8 @@ def test_what_is_not_read_is_named(tmp_path: Path, name: str, change: Any, probl
 
 
 def sentencepiece(tokens: dict[str, tuple[int, float]], text: str) -> list[int]:
-    """SentencePiece's BPE: of all neighbours, those that make the token with the best score are
-    merged first, from the left; what is in no token is written in bytes.
+    """SentencePiece's BPE. The neighbours whose merged token has the best score are merged first,
+    from the left. Text without a token is written as bytes.
     """
     pieces = list("▁" + text.replace(" ", "▁")) if text else []
     while True:

@@ -31,7 +31,7 @@ FILES = (
     *("tls/node.pem", "tls/node.key", "tls/ca.pem"),
     *("tls/edge.pem", "tls/edge.key", "tls/clients.pem", "keys.txt"),
 )
-"""What the commands name, and must be there."""
+"""Files that the commands name and that must exist."""
 
 
 def commands() -> dict[str, list[str]]:

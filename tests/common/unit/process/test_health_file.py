@@ -29,7 +29,9 @@ asyncio.run(main())
 
 
 def probe(file: Path, seconds: int = 10) -> tuple[int, str]:
-    """Exit status and output. No program is found, so that the shell does everything by itself."""
+    """Exit status and output. No program is on the path, so the shell uses only its built-in
+    commands.
+    """
     ran = subprocess.run(
         ["/bin/sh", str(PROBE), str(file), str(seconds)],
         env={"PATH": "/nowhere"},

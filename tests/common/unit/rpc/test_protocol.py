@@ -13,8 +13,8 @@ from stepwell.worker.v1 import worker_pb2
 from services.common.rpc.protocol import PROTOCOL, OtherProtocol, own_release, require_same_protocol
 
 CONTRACTS_DIGEST = "03a5685ed3e24607509905d72cf342bcebb04d13ec6bd0d3c1e0a388d1c8f1e1"
-"""Of the contracts between services. Where they change, decide whether PROTOCOL has to be raised,
-as its description says, and put the new digest here.
+"""The digest of the contracts between services. When they change, decide whether PROTOCOL has to be
+raised, as its description explains, and set the new digest here.
 """
 
 

@@ -206,7 +206,7 @@ async def test_a_socket_in_the_file_system_is_served_too() -> None:
 
 
 def sockets_in(directory: Path) -> tuple[Path, Path]:
-    """Those of a server at the path "s"."""
+    """The sockets of a server at the path "s"."""
     return directory / "s", Path(streams_path(f"{directory}/s"))
 
 

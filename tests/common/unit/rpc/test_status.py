@@ -120,7 +120,7 @@ async def refusing(
 
 
 async def caught(error: Exception, *, streaming: bool) -> errors.StepwellError:
-    """What a client catches when a handler raises."""
+    """The error that a client catches when a handler raises `error`."""
     async with refusing(error) as stub:
         return await _call(stub, streaming=streaming)
 

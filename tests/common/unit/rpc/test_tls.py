@@ -51,7 +51,7 @@ class Numbers(kvpool_pb2_grpc.KVPoolServicer):
 
 @asynccontextmanager
 async def serving(tls: Tls | None, address: str = "127.0.0.1:0") -> AsyncIterator[str]:
-    """Serves until the block ends; gives the address."""
+    """Serves until the block ends; yields the address."""
     server = GrpcServer(tls=tls)
     name = kvpool_pb2.DESCRIPTOR.services_by_name["KVPool"].full_name
     server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, Numbers(), name)
@@ -72,7 +72,7 @@ async def ask(channel: grpc.aio.Channel) -> str:
 
 
 async def refused(address: str, tls: Tls | None) -> str:
-    """What a client reads that is not served."""
+    """The error text for a client that is refused."""
     async with open_channel(address, tls) as channel:
         with pytest.raises(errors.Unavailable) as caught:
             await ask(channel)
@@ -86,7 +86,7 @@ def authority() -> Authority:
 
 @pytest.fixture(scope="module")
 def own(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """What a service of this machine shows, as server and as client."""
+    """The certificate files of a service on this machine, as server and as client."""
     issued = authority.issue(*LOOPBACK, SPIFFE_ID)
     return Files(tmp_path_factory.mktemp("own")).write(issued, authority)
 
@@ -237,7 +237,7 @@ class Stream:
             self.num_read += 1
 
     async def goes_on(self) -> None:
-        """Waits until it has read more; raises what ended it."""
+        """Waits until the stream has read more. Raises the error that ended the stream."""
         target = self.num_read + 3
         async with asyncio.timeout(SECONDS):
             while self.num_read < target:

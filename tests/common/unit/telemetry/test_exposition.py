@@ -20,7 +20,7 @@ from services.common.telemetry.metric_specs import histogram_family
 
 
 class These(Collector):
-    """Metrics that are what they are."""
+    """A collector of fixed metrics."""
 
     def __init__(self, *metrics: Metric) -> None:
         self._metrics = metrics
@@ -36,7 +36,7 @@ def gauge(name: str, labels: dict[str, str], value: float, text: str = "It.") ->
 
 
 def without_process(text: bytes) -> str:
-    """The part before the metrics of the process, which come last."""
+    """The text without the process metrics, which are at the end."""
     return text.decode().partition("# HELP process_")[0]
 
 

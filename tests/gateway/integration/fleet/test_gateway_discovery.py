@@ -38,14 +38,14 @@ def redis(shared_redis: RedisServer) -> RedisServer:
 
 @asynccontextmanager
 async def discovering(model: Path, redis: RedisServer, **settings: Any) -> AsyncIterator[Serving]:
-    """A gateway that is told no scheduler."""
+    """A gateway without configured schedulers."""
     values = {"schedulers": None, "redis_url": redis.url, "num_ready": 0} | settings
     async with serving(model, **values) as served:
         yield served
 
 
 def addresses(served: Serving) -> list[str]:
-    """Those of the replicas that the gateway knows, as they joined."""
+    """The addresses of the gateway's replicas, in the order of joining."""
     return [replica.address for replica in served.gateway.membership.replicas]
 
 

@@ -86,13 +86,13 @@ class BusyReplica(Replica):
             self._link.add(handle, inflight)
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
-        """There is no fleet to be told."""
+        """Does nothing: there is no fleet."""
 
     def queue_changed(self, queue: QueueState) -> None:  # noqa: ARG002
         self.looked.set_result(self._scheduler.is_far_ahead.wait(timeout=1))
 
     def closed(self, reason: str) -> None:
-        """There is no fleet to be told."""
+        """Does nothing: there is no fleet."""
 
 
 class WatchedReplica(Replica):
@@ -108,7 +108,7 @@ class WatchedReplica(Replica):
         self.has_opened.set()
 
     def state_changed(self, state: ReplicaState) -> None:
-        """There is no fleet to be told."""
+        """Does nothing: there is no fleet."""
 
     def closed(self, reason: str) -> None:
         self.reasons.append(reason)

@@ -21,7 +21,7 @@ BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
 
 
 class Tree:
-    """A copy of what a parameter concerns, and the files that were changed in it."""
+    """A copy of the files that a sampling parameter affects, and the list of changed files."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -43,7 +43,7 @@ class Tree:
         self.changed.add(name)
 
     def generate(self) -> None:
-        """What `make` does when a contract changes."""
+        """Generates code as `make` does after a contract change."""
         failed = self._run("-m", "grpc_tools.protoc", "-Iprotos", "--python_out=gen", PROTO)
         assert not failed
 

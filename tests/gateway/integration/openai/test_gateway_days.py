@@ -87,14 +87,16 @@ async def served(tmp_path: Path) -> AsyncIterator[Serving]:
 
 
 def turns(served: Serving) -> Iterator[int]:
-    """Numbers what the user says, until the model was asked often enough."""
+    """Numbers of the user's messages, until the model has received enough requests."""
     for turn in range(NUM_TURNS):
         if len(served.scheduler.adds) < NUM_TURNS:
             yield turn
 
 
 def check_day(served: Serving) -> None:
-    """The last request holds what the user and the tools said in every turn."""
+    """Asserts that the last request contains the texts of the user and of the tools in
+    every turn.
+    """
     (last,) = served_prompts(served)[-1:]
     said = [int(number) for number in re.findall(r"user:turn (\d+)\.", last)]
     assert said == list(range(len(said)))

@@ -28,7 +28,7 @@ NEUTRAL = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_pen
 
 
 def write(directory: Path, **values: Any) -> Path:
-    """A model whose generation_config.json says this."""
+    """A model with these values in generation_config.json."""
     write_tokenizer(directory)
     (directory / "generation_config.json").write_text(json.dumps(values))
     return directory

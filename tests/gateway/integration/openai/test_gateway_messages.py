@@ -92,7 +92,7 @@ async def test_recorded_answers_whole_and_streamed(calling: Path, recorded: Reco
 
 
 def _told(message: anthropic.types.Message) -> dict[str, Any]:
-    """All of a message but what names it, and its calls."""
+    """The content of a message without its ids and the ids of its calls."""
     told = message.model_dump(exclude={"id", "parsed_output"})
     for block in told["content"]:
         block.pop("id", None)

@@ -30,7 +30,7 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "http-api.md"
 
 @dataclass(frozen=True)
 class Honoured:
-    """Each body changes what is sent to the scheduler, or what is answered."""
+    """A field with bodies that each change the message to the scheduler or the answer."""
 
     bodies: tuple[dict[str, Any], ...]
 
@@ -204,7 +204,7 @@ def test_the_package_has_no_other_fields(
 
 
 async def effect(served: Serving, path: str, body: dict[str, Any]) -> tuple[Any, ...]:
-    """All that a request makes: what the scheduler gets, where it is sent, what is answered."""
+    """All effects of a request: the message to the scheduler, its destination, and the answer."""
     served.scheduler.adds.clear()
     sessions: list[str] = []
     fleet = served.gateway.fleet
@@ -237,7 +237,7 @@ async def expect(
     handling: Handling,
     *where: str | int,
 ) -> None:
-    """Holds what becomes of `base` with other values of a field in its part at `where`."""
+    """Asserts the effect of other values of a field, in the part of `base` at `where`."""
 
     def changed(values: dict[str, Any]) -> dict[str, Any]:
         if not where:

@@ -59,7 +59,7 @@ async def post(served: Serving, path: str, body: Any) -> Any:
 
 
 def compared(completion: dict[str, Any]) -> dict[str, Any]:
-    """What two answers to a request have in common."""
+    """The part of an answer that is equal in two answers to the same request."""
     for choice in completion["choices"]:
         for call in choice.get("message", {}).get("tool_calls") or ():
             del call["id"]

@@ -62,7 +62,7 @@ async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[Any, list
 
 
 def told(response: Any) -> dict[str, Any]:
-    """All of a response but what names it and its items."""
+    """The content of a response without its ids and the ids of its items."""
     body: dict[str, Any] = response.model_dump(exclude={"id", "created_at"})
     for item in body["output"]:
         item.pop("id")

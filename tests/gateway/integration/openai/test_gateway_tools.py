@@ -148,13 +148,13 @@ async def test_a_conversation_with_calls_is_rendered(hermes: Serving) -> None:
 
 
 def served_prompts(served: Serving) -> list[str]:
-    """What the model was asked, request by request."""
+    """The prompts that the model received, request by request."""
     prompts = [unpack_token_ids(add.prompt_token_ids) for add in served.scheduler.adds]
     return [served.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
 
 
 def wanted(served: Serving) -> Any:
-    """What the last request demands of its answers."""
+    """The structured output that the last request requires."""
     return served.scheduler.adds[-1].sampling.structured_outputs
 
 

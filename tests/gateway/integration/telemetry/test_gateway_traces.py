@@ -31,7 +31,9 @@ BODY = {"prompt": "the", "max_tokens": 3, "stop": ["a secret"]}
 async def keeping(
     model: Path, *schedulers: FakeScheduler, **settings: Any
 ) -> AsyncIterator[tuple[Serving, TraceStore]]:
-    """A gateway that keeps traces, all of its requests' unless the client's say otherwise."""
+    """A gateway that keeps the traces of all requests, unless a client's trace context is
+    unsampled.
+    """
     store = TraceStore(100, 2**20)
     tracing = configure_tracing("gateway", "", 1.0, exporter=StoreExporter(store))
     given = {"trace_address": "127.0.0.1:0"} | settings

@@ -15,7 +15,7 @@ RUNNING = "stepwell.is_running"
 
 
 async def begun(served: Serving, name: str, key: str = "") -> Stream:
-    """A request of that id that is at the scheduler, which does not go on."""
+    """A request with this id that is at the scheduler and makes no progress."""
     (scheduler,) = served.schedulers
     num_running = scheduler.num_running
     stream = Stream(served, headers={"X-Request-Id": name} | (bearer(key) if key else {}))

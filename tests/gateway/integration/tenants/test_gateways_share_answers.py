@@ -54,7 +54,7 @@ class Reader:
         await until(lambda: len(self.token_ids) >= num_tokens)
 
     async def result(self) -> list[int]:
-        """All tokens of an answer that came whole."""
+        """All tokens of a complete answer."""
         async with asyncio.timeout(SECONDS):
             await self.task
         assert self.is_complete
@@ -63,7 +63,7 @@ class Reader:
 
 @dataclass
 class Gateway:
-    """A process, and a client of it."""
+    """A gateway process, and a client of it."""
 
     child: "subprocess.Popen[str]"
     http: httpx.AsyncClient
@@ -94,7 +94,7 @@ class World:
     redis: RedisServer
 
     def made(self) -> list[int]:
-        """What the first request that the scheduler got gives, undisturbed."""
+        """The undisturbed output of the first request that the scheduler received."""
         seed = self.scheduler.adds[0].sampling.seed
         return [formula(PROMPT, seed, position) for position in range(NUM_TOKENS)]
 

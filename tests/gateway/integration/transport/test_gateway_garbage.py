@@ -20,7 +20,9 @@ OURS = ("services.gateway.", "uvicorn.", "starlette.", "fastapi.")
 
 @contextmanager
 def only_cycles_are_left() -> Iterator[Counter[str]]:
-    """Counts what was not freed at the end, by type: objects that refer to each other."""
+    """Counts, by type, the objects that were not freed at the end because they refer to
+    each other.
+    """
     gc.collect()
     gc.freeze()  # what is there before is not searched again
     gc.disable()

@@ -118,8 +118,8 @@ def long_context() -> FakeScheduler:
 async def slow_twice(
     gateway: WatchedGateway, send: Callable[[], Awaitable[None]]
 ) -> dict[str, float]:
-    """The loop's pauses by what is sent, if they are too long also at a second try: at the first
-    the machine may have had its own reasons. Else nothing.
+    """The event loop's pauses that are too long, by input. An input is reported only if a second
+    try is too long as well, since the machine may have caused the first pause.
     """
     pauses: dict[str, float] = {}
     for _ in range(2):

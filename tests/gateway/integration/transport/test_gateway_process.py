@@ -50,7 +50,7 @@ def serving_address(child: subprocess.Popen[str]) -> str:
 
 
 def line_with(child: subprocess.Popen[str], text: str) -> str:
-    """The next line of the log that holds the text."""
+    """The next line of the log that contains the text."""
     assert child.stderr is not None
     for line in child.stderr:
         if text in line:

@@ -26,7 +26,7 @@ APPLICATIONS = "Connection: close"
 
 
 async def filled(served: Serving) -> list[Stream]:
-    """One request runs, one is ahead of it, and one waits: there is no room for another."""
+    """A gateway without room for another request: one runs, one is ahead of it, and one waits."""
     headers = {"Authorization": "Bearer floods"}
     streams = [Stream(served, headers=headers) for _ in range(2)]
     await until(lambda: len(served.scheduler.adds) == 2)
@@ -73,7 +73,7 @@ class Client:
 
 
 def has_answer(client: socket.socket) -> bool:
-    """Whether something has come that was not received."""
+    """Whether data has arrived that was not received."""
     try:
         return bool(client.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
     except BlockingIOError:
@@ -81,7 +81,7 @@ def has_answer(client: socket.socket) -> bool:
 
 
 async def received(client: socket.socket) -> bytes:
-    """What has come, when something has; the event loop turns meanwhile, and has little to do."""
+    """Waits for data and returns it. Meanwhile the event loop runs with little work."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while not has_answer(client):  # noqa: ASYNC110 - each turn counts
             await asyncio.sleep(0)
@@ -97,12 +97,12 @@ async def asked(served: Serving, *headers: str) -> tuple[int, dict[str, str], by
 
 
 def alike(text: object) -> str:
-    """What does not differ between two requests: no times and no random names."""
+    """The text without the parts that differ between two requests: times and random names."""
     return re.sub(r"[0-9a-f]{24,32}|\b[0-9]+\.[0-9e.-]+|:[0-9]{4,5}\b", "*", str(text))
 
 
 async def counts(served: Serving) -> dict[str, float]:
-    """What is counted of refusals, by series."""
+    """The counters of refusals, by series."""
     lines = (await served.metrics()).splitlines()
     pattern = r"(\S*(?:rejections|refusals|http_requests|duration_seconds_count)\S*) (\S+)"
     matches = [re.fullmatch(pattern, line) for line in lines if "/metrics" not in line]

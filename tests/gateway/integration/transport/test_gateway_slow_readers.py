@@ -67,7 +67,7 @@ async def until_cut(served: Serving, num_clients: int) -> None:
 
 
 def slow_socket(served: Serving) -> socket.socket:
-    """A connection of a client that takes in little before it reads."""
+    """A connection of a client with a small receive buffer."""
     host, port = served.base_url.removeprefix("http://").split(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -13,7 +13,7 @@ from tests.slowness import slowness
 
 
 async def stop_seconds(model: Path) -> float:
-    """What stopping takes with an open connection that nothing is sent on."""
+    """The duration of stopping with an open, unused connection."""
     async with serving(model) as served:
         assert (await served.http.get("/health")).status_code == 200
         loop = asyncio.get_running_loop()

@@ -46,7 +46,7 @@ def client(authority: Authority, tmp_path: Path) -> Files:
 async def serving_tls(
     model: Path, own: Files, *schedulers: FakeScheduler, mutual: bool = False, **settings: Any
 ) -> AsyncIterator[Serving]:
-    """A gateway whose clients speak TLS, and that of `served.http` trusts it."""
+    """A gateway with TLS. The client `served.http` trusts it."""
     async with serving(
         model, *schedulers, tls=own.tls(mutual=mutual), http_verify=trusting(own), **settings
     ) as served:
@@ -71,7 +71,7 @@ async def connect(
 
 
 async def raw(served: Serving, own: Files, request: bytes) -> bytes:
-    """All that comes after a request, until the connection ends."""
+    """All bytes received after a request, until the connection ends."""
     reader, writer = await connect(served, trusting(own))
     writer.write(request)
     async with asyncio.timeout(SECONDS):
@@ -185,7 +185,7 @@ LONG = {"max_model_len": 400_000, "max_request_tokens": 400_000, "tokens_per_ste
 
 
 def small_socket(served: Serving) -> socket.socket:
-    """Connected, and of a client that takes in little before it reads."""
+    """A connected socket of a client with a small receive buffer."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(host_and_port(served))
@@ -358,7 +358,7 @@ async def test_a_bad_replacement_changes_nothing(
 
 
 async def generate(channel: grpc.aio.Channel) -> int:
-    """The tokens that a short request gives."""
+    """The number of tokens that a short request generates."""
     request = gateway_pb2.GenerateRequest(
         token_ids={"ids": [5, 6, 7]}, sampling={"max_tokens": 8}, ignore_eos=True
     )

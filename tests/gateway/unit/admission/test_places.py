@@ -19,7 +19,9 @@ class Clock:
 
 
 def running(counts: dict[Tenant, int], clock: Clock | None = None) -> Places:
-    """Places of which each tenant has its count; the last request of each came just now."""
+    """Occupied slots: each tenant has its count. The last request of each tenant arrived
+    just now.
+    """
     places = Places(clock or Clock())
     for tenant, count in counts.items():
         places.usage(tenant).num_running = count

@@ -39,7 +39,7 @@ def judge(tokenizer_json: str) -> GrammarJudge:
 
 
 async def verdict(judge: GrammarJudge, kind: StructuredOutputsKind, text: str) -> str:
-    """What a client is told; empty if nothing is wrong."""
+    """The client's error text; empty if the grammar is accepted."""
     try:
         await judge.check(StructuredOutputs(kind, text), VOCAB_SIZE, [0])
     except InvalidArgument as error:

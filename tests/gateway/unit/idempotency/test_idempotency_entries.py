@@ -84,7 +84,7 @@ def test_damage_is_noticed_wherever_it_is():
 
 
 def random_deltas(rng: random.Random) -> list[tuple[int, Delta]]:
-    """What comes of three sequences, a few tokens at a time."""
+    """Deltas of three sequences, a few tokens at a time."""
     deltas = []
     for index in range(3):
         deltas.append((index, Delta(num_cached_tokens=index)))

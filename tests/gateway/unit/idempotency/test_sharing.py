@@ -54,7 +54,7 @@ class World:
         return view.recording.num_tokens
 
     def expected(self, num_tokens: int = 6) -> list[list[int]]:
-        """What the first request gives that any engine began."""
+        """The output of the first request that any engine started."""
         requests = next(g.engine.started[0][0] for g in self.gateways if g.engine.started)
         return [[token_at(one, position) for position in range(num_tokens)] for one in requests]
 

@@ -35,7 +35,7 @@ HOLD, RELEASE, KEEP = SlotChange.HOLD, SlotChange.RELEASE, SlotChange.KEEP
 
 @dataclass
 class World:
-    """A store, and a way to let time pass."""
+    """A store, and a function that advances the time."""
 
     store: LimitStore
     runner: asyncio.Runner

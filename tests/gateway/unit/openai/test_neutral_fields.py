@@ -380,7 +380,9 @@ def test_an_error_names_no_class_of_the_code(name: str, value: object) -> None:
 
 
 def _unions(schema: Any, path: str) -> list[str]:
-    """Alternatives that pydantic tells apart by trying: errors would name their classes."""
+    """Alternatives that pydantic distinguishes by trying: errors would contain their
+    class names.
+    """
     if isinstance(schema, list | tuple):
         return [found for item in schema for found in _unions(item, path)]
     if not isinstance(schema, dict):

@@ -28,7 +28,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
 
 
 class Engine:
-    """A Source whose sequences get what the test gives them."""
+    """A Source whose sequences receive the test's events."""
 
     def __init__(self) -> None:
         self.dropped: list[Inflight] = []

@@ -28,8 +28,8 @@ BEGIN_SECONDS, RUN_SECONDS = 1.0, 5.0
 
 
 class SimulatedReplica:
-    """A replica with two steps in flight. A sequence is part of each step from the first that is
-    planned after it came, and gets a token from each.
+    """A replica with two steps in flight. A sequence is part of each step that is planned after its
+    arrival, and gets a token from each.
     """
 
     def __init__(self) -> None:
@@ -43,17 +43,17 @@ class SimulatedReplica:
         self._num_left: dict[int, int] = {}
         """Tokens that a sequence which runs is still to be planned for."""
         self._steps: deque[tuple[list[int], list[int]]] = deque()
-        """The sequences of the steps in flight, and those of them that are new."""
+        """For each step in flight, its sequences and its new sequences."""
         self._busy_until = 0.0
 
     def start(self, tenant: Tenant) -> Inflight:
-        """A request comes to the gateway."""
+        """A request arrives at the gateway."""
         (inflight,) = self.world.start(max_tokens=NUM_OUTPUT_TOKENS, tenant=tenant).inflights
         self._receive()
         return inflight
 
     def _receive(self) -> None:
-        """Takes what the gateway has sent and aborted: it is here a little later, in its order."""
+        """Receives the gateway's new and aborted sequences, in order, after a short delay."""
         link, later = self.world.links["a"], self.clock.time() + LINK_SECONDS
         for handle, inflight in link.added.items():
             self.clock.call_at(later, partial(self._arrive, handle, inflight))
@@ -111,8 +111,8 @@ class SimulatedReplica:
 
 
 class Run:
-    """Requests of the quiet tenant at even times, while another one sends as many as are let in:
-    since this has gone on for a while.
+    """Requests of the quiet tenant at regular intervals, while another tenant sends as many
+    requests as are accepted. The other tenant started long before.
     """
 
     def __init__(self) -> None:

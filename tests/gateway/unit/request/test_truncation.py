@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(model: Path, kept: Truncation, *texts: str, special: bool) -> Any:
-    """The Encoding of the package that truncates by itself."""
+    """The Encoding from the package's own truncation."""
     oracle = Tokenizer.from_file(str(model / "tokenizer.json"))
     oracle.enable_truncation(kept.num_tokens, direction="left" if kept.keeps_end else "right")
     return oracle.encode(*texts, add_special_tokens=special)

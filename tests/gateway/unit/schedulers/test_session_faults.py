@@ -60,7 +60,7 @@ class Session:
         self.mailboxes[4].close()
 
     def outcome(self) -> list[Any]:
-        """What the clients of the requests got."""
+        """The results that the clients of the requests received."""
         return [[repr(delta) for _, delta in mailbox.take()] for mailbox in self.mailboxes]
 
 
@@ -115,7 +115,7 @@ def last_step() -> scheduler_pb2.StepDeltas:
 
 
 def outcome_of(messages: Sequence[bytes]) -> list[Any] | None:
-    """What clients got; None if a message ended the session."""
+    """The clients' results; None if a message ended the session."""
     session = Session()
     for message in messages:
         try:
@@ -158,7 +158,7 @@ def test_no_changed_field_changes_an_answer_unless_no_check_can_see_it(step: int
 
 
 def wrong(message: scheduler_pb2.StepDeltas, session: Session | None = None) -> str:
-    """Why a message ends a session; nothing of it is delivered."""
+    """The reason why a message ends a session. Nothing of the message may be delivered."""
     session = session or Session()
     with pytest.raises(WrongMessage) as raised:
         session.deltas.take(message)

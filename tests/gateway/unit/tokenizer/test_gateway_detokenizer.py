@@ -88,7 +88,7 @@ def test_bytes_that_are_no_text_are_replaced_and_never_block(tokenizer: HfTokeni
 
 
 def whole(tokenizer: HfTokenizer, ids: list[int], *, skip_special_tokens: bool) -> str:
-    """What transformers makes of all tokens, without a character that is cut at the end."""
+    """Transformers' text for all tokens, without an incomplete character at the end."""
     raw = b"".join(
         tokenizer.token_bytes(token)
         for token in ids

@@ -56,7 +56,7 @@ print(json.dumps([found, packages, AutoTokenizer.__name__, LlamaConfig().model_t
 
 
 def write_model(directory: Path, tokenizer_class: str, model_type: str) -> Path:
-    """The files of a tokenizer that say so of it and of the model."""
+    """Tokenizer files that name this tokenizer class and this model type."""
     write = write_marked_tokenizer if tokenizer_class == "LlamaTokenizer" else write_tokenizer
     path = write(directory) / "tokenizer_config.json"
     config = json.loads(path.read_text()) | {"tokenizer_class": tokenizer_class}
@@ -68,7 +68,7 @@ def write_model(directory: Path, tokenizer_class: str, model_type: str) -> Path:
 
 
 def described(directory: Path) -> list[Any]:
-    """What transformers itself makes of the files."""
+    """The properties of the tokenizer that transformers itself loads from the files."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     ids = tokenizer(TEXT)["input_ids"]
     chat = tokenizer.chat_template is not None and tokenizer.apply_chat_template(

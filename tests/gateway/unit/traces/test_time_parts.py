@@ -22,7 +22,7 @@ class Clock:
 
 
 class Told:
-    """A request with one sequence, whose story is told step by step: each step takes a time."""
+    """A request with one sequence, advanced step by step. Each step takes a time."""
 
     def __init__(self) -> None:
         self.clock = Clock()

@@ -6,7 +6,7 @@ from services.gateway.adapters.http.transport.turns import Turns
 
 
 class Processor:
-    """What the thread has used, in seconds that a test adds."""
+    """The thread's processor time in seconds, which a test advances."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -241,7 +241,7 @@ async def test_a_pause_ends_between_two_turns(bench: Bench) -> None:
 
 
 class Undecided(StandInConnector):
-    """Does not know what can be loaded, until it is told."""
+    """A connector whose answer about external tokens is unknown until the test sets it."""
 
     answer: ExternalMatch | None = None
 

@@ -15,7 +15,7 @@ EACH_STEP, EACH_DECODE, EACH_TOKEN = 5e-3, 2e-4, 3e-5
 
 
 def observe(costs: StepCosts, num_requests: int, num_prompt_tokens: int) -> None:
-    """A step that takes what the model above says."""
+    """Observes a step whose duration follows the cost model above."""
     seconds = EACH_STEP + EACH_DECODE * num_requests + EACH_TOKEN * num_prompt_tokens
     costs.observe(num_requests, num_requests + num_prompt_tokens, seconds)
 

@@ -45,7 +45,7 @@ def update(
     start: int = 0,
     is_first: bool = False,
 ) -> EngineCoreOutputs:
-    """What a step brought; `logprobs` are those of its first request."""
+    """The outputs of a step. `logprobs` belong to the first request."""
     new = requests if is_first else []
     starts = [start] * len(requests)
     plan = SchedulerOutput(

@@ -168,7 +168,7 @@ async def test_ends_are_counted_by_vllms_reasons_and_a_refusal_is_none() -> None
 
 @dataclass
 class Naive:
-    """The times of one request, kept as they come."""
+    """The times of one request, stored as they occur."""
 
     arrived: float
     scheduled: float | None = None

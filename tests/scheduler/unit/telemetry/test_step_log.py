@@ -17,7 +17,7 @@ from tests.scheduler.fake_worker import FakeWorker
 
 
 class SlowFile:
-    """A disk that takes nothing until it is let go."""
+    """A disk that blocks all writes until it is released."""
 
     def __init__(self) -> None:
         self.going = threading.Event()

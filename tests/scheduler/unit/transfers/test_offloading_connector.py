@@ -44,8 +44,8 @@ PROMPT = list(range(100, 113))
 
 
 class Story:
-    """A scheduler, its connector, and workers that sample the token 7 and load what they are told
-    to load when `finish_loads` is called.
+    """A scheduler, its connector, and workers that sample the token 7. Requested loads take place
+    when `finish_loads` is called.
     """
 
     def __init__(self, config: SchedulerConfig = CONFIG, num_tier_blocks: int = 20) -> None:
@@ -70,7 +70,7 @@ class Story:
         return request
 
     def finish_loads(self, *invalid: BlockId) -> None:
-        """What is loading has ended, and the next output says so."""
+        """Ends all loads under way. The next output reports them."""
         self.ended, self.loading, self.invalid = self.loading, [], list(invalid)
 
     async def step(self) -> SchedulerOutput:

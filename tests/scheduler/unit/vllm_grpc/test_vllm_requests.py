@@ -42,14 +42,14 @@ WANTED: dict[str, Any] = {
     "ignore_eos": {"eos_token_ids": ()},
     "logit_bias": {"logit_bias_token_ids": (8, 9), "logit_bias_values": (0.5, -100.0)},
 }
-"""What becomes of those that are not called alike here."""
+"""The resulting parameters of the fields that have another name here."""
 
 TEXT_ONLY = {
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
 }
-"""Fields about text, of which the answer has none."""
+"""Fields that concern text. Answers contain no text."""
 
 REFUSED: dict[str, Any] = {
     "stop": ["end"],

@@ -17,8 +17,8 @@ A, B, C = (Adapter(bytes([number]) * 32, f"adapter-{number}", "/a") for number i
 
 
 class Workers:
-    """Hold what they are told to, and fail as they are told to. They are told so many turns of the
-    event loop after a call began, and answer so many turns later.
+    """Workers that load adapters or fail, as the test sets. A call arrives, and is answered, after
+    a set number of iterations of the event loop each.
     """
 
     def __init__(self) -> None:

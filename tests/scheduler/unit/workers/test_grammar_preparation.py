@@ -21,7 +21,7 @@ WANTED = StructuredOutputs(StructuredOutputsKind.REGEX, "a+")
 
 
 class Workers:
-    """Workers that are done when they are told so."""
+    """Workers that finish a compilation when the test says so."""
 
     def __init__(self) -> None:
         self.asked: list[StructuredOutputs] = []
@@ -40,7 +40,7 @@ class Workers:
 
 
 class Preparing:
-    """A preparation, with what it says of requests."""
+    """A preparation, and its reports about requests."""
 
     def __init__(self) -> None:
         self.workers = Workers()

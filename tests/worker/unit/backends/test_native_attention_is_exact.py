@@ -35,7 +35,7 @@ WAYS = {
 
 
 class Inputs:
-    """What attention is given for every token of the sequence, and another's beside it."""
+    """The attention inputs of every token of a sequence, and of another sequence's tokens."""
 
     def __init__(
         self, case: str, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO

@@ -28,7 +28,7 @@ def directory(tmp_path: Path) -> Path:
 def outputs(
     directory: Path, setting: KernelsSetting, num_threads: int, ranks: Ranks = ALONE
 ) -> list[list[int]]:
-    """What requests get, prompts in chunks beside decodes."""
+    """The tokens of requests whose prompts run in chunks together with decodes."""
     torch.set_num_threads(num_threads)
     runner = build_runner(directory, num_blocks=200, kernels_setting=setting, ranks=ranks)
     random = np.random.default_rng(0)

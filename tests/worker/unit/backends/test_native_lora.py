@@ -14,7 +14,7 @@ from services.worker.backends.native.lora import NativeLora, NativeLoraStep
 from services.worker.backends.quantized import Weight, quantize_int8
 
 COLUMNS = (176, 48, 64)
-"""Of the output, those of three factors, as of queries, keys and values."""
+"""The output columns of three factors, such as queries, keys and values."""
 DEPTH = 90
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ WAYS = {
     "avx512": (("-march=x86-64-v4",), {"avx512f", "avx512bw"}),
     "avx512_vnni": (("-march=x86-64-v4", "-mavx512vnni"), {"avx512bw", "avx512_vnni"}),
 }
-"""Flags of the compiler, and what the processor must have."""
+"""Compiler flags, each with the processor features that it requires."""
 PROGRAM = """
 #include "quads.h"
 using namespace stepwell;

@@ -16,8 +16,8 @@ VBMI, BF16, AVX512, AVX2 = (kind.features for kind in KINDS)
 
 @pytest.fixture
 def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that sees one function, which tells the kind by its macros, in place of all
-    sources.
+    """A compiler that compiles one function in place of all sources. The function returns the kind
+    of processor, from the compiler's macros.
     """
     found = shutil.which("c++")
     if found is None:

@@ -26,7 +26,9 @@ from services.worker.sampling.numpy_row_sampler import NumpyRowSampler
 def native(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> NativeRowSampler:
-    """The compiled sampler for a kind of processor. Skips, saying why, where there is none."""
+    """The compiled sampler for a kind of processor. Skips, with the reason, if it cannot
+    be built.
+    """
     kind, compiler = request.param, shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("there is no C++ compiler")

@@ -129,8 +129,8 @@ class World:
         self._tables = blocks[: len(LENGTHS) * width].reshape(-1, width).astype(np.int32)
 
     def step(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """Computes tokens [begin, end) of sequences; parts of one token first, the shorter first.
-        What each part gives.
+        """Computes tokens [begin, end) of sequences; parts of one token first, in order of length.
+        Returns each part's result.
         """
         rows, begins, ends = (np.array(column, np.int32) for column in zip(*parts, strict=True))
         layout = StepLayout(

@@ -39,7 +39,7 @@ def runner_of(model: Path, *, keeps_tokens_on_device: bool) -> ModelRunner:
 
 
 def same(one: LogprobRows | None, other: LogprobRows | None) -> None:
-    """Log-probabilities of the same tokens, but for rounding."""
+    """Asserts that log-probabilities belong to the same tokens and are equal up to rounding."""
     assert (one is None) == (other is None)
     if one is not None and other is not None:
         assert one.token_ids.tolist() == other.token_ids.tolist()

@@ -39,7 +39,7 @@ def step(
 
 @pytest.fixture
 def batch() -> InputBatch:
-    """Row 2 holds five prompt tokens in blocks 3 and 4."""
+    """A batch whose row 2 has five prompt tokens in blocks 3 and 4."""
     batch = InputBatch(LIMITS)
     batch.apply(step((2, 5, 0), enter=(new(2, [10, 11, 12, 13, 14], [3, 4]),)))
     return batch
@@ -162,8 +162,8 @@ def test_sampling_parameters_are_checked_too(batch: InputBatch) -> None:
 
 @pytest.fixture
 def hybrid() -> InputBatch:
-    """Two groups, the second with a window. Row 1 came with a hit of two blocks, of which the
-    window shows the second.
+    """A batch with two groups, the second with a window. Row 1 entered with a prefix hit of two
+    blocks; the second block is within the window.
     """
     batch = InputBatch(replace(LIMITS, windows=(None, 4)))
     tables = (ints(3, 4, 5), ints(0, 6, 7))

@@ -33,7 +33,9 @@ NUM_STEPS = 20
 
 
 class Waiting:
-    """A thread that waits for the lock, gives it back, and counts how often it had it."""
+    """A thread that acquires and releases the interpreter's lock, and counts how often it had the
+    lock.
+    """
 
     def __init__(self) -> None:
         self.num_turns = 0

@@ -64,7 +64,9 @@ def key(number: int) -> bytes:
 
 
 def blocks(*pairs: tuple[int, int], keys: list[int] | None = None) -> TierBlocks:
-    """Blocks of the cache and of the tier; the keys are numbers, by default those of the tier."""
+    """Pairs of cache blocks and tier blocks. Keys are numbers, by default the numbers of the tier
+    blocks.
+    """
     return TierBlocks(
         ints(*(mine for mine, _ in pairs)),
         ints(*(theirs for _, theirs in pairs)),

@@ -92,7 +92,7 @@ def test_experts_may_be_stacked_in_one_tensor(tmp_path: Path, kind: str) -> None
 
 
 def stack_experts(directory: Path, in_memory: dict[str, torch.Tensor]) -> None:
-    """Writes experts and routers as transformers holds them in memory."""
+    """Writes experts and routers in transformers' in-memory format."""
     path = directory / "model.safetensors"
     tensors = {
         name: tensor

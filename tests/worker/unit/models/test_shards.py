@@ -66,7 +66,7 @@ class _CountingSlice:
 
 
 class CountingCheckpoint(Checkpoint):
-    """A checkpoint of one file that counts what is read of it."""
+    """A checkpoint of one file that counts the bytes read from it."""
 
     def count(self, directory: Path) -> dict[str, int]:
         """Elements read of each tensor by rank 1 of 2."""

@@ -179,7 +179,7 @@ class OneOf:
 
 
 class CountingCheckpoint(Checkpoint):
-    """A checkpoint that notes how many bytes are read of it."""
+    """A checkpoint that counts the bytes read from it."""
 
     @contextmanager
     def open(self) -> Iterator[TensorReader]:

@@ -28,7 +28,7 @@ KINDS = [
 
 
 def samplers(kinds: list[SamplingParams]) -> tuple[Sampler, Sampler]:
-    """Two that hold the same requests, each with a seed of its own."""
+    """Two samplers with the same requests, each request with its own seed."""
     pair = Sampler(len(kinds), VOCAB_SIZE), Sampler(len(kinds), VOCAB_SIZE)
     for sampler in pair:
         for row, kind in enumerate(kinds):

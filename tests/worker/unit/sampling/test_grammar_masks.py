@@ -39,7 +39,7 @@ def grammars() -> Grammars:
 
 
 def logits(position: int, num_rows: int = 1) -> torch.Tensor:
-    """The same for each row, so that only sampling tells rows apart."""
+    """Logits that are equal in each row, so that rows differ only by sampling."""
     row = np.random.default_rng(position).normal(0, 3, VOCAB_SIZE).astype(np.float32)
     return torch.from_numpy(np.tile(row, (num_rows, 1)))
 
@@ -57,7 +57,7 @@ def constrained(form: str, seed: int, **others: object) -> SamplingParams:
 def continued(
     grammars: Grammars, params: SamplingParams, output: list[int], longest: int = LONGEST
 ) -> list[int]:
-    """The output of a request that enters the batch with this much of it, up to its end."""
+    """The whole output of a request that enters the batch with a part of its output."""
     sampler, prompt = Sampler(1, VOCAB_SIZE, grammars), [7, 8, 9]
     sampler.add(0, params, np.array(prompt + output, np.int32), len(prompt))
     output = list(output)

@@ -27,7 +27,7 @@ def edited(
 
 
 def greedy_tokens(params: SamplingParams, rows: list[list[float]], prompt: list[int]) -> list[int]:
-    """What a request samples when the model gives these logits, step by step."""
+    """The tokens sampled for a request with these logits, step by step."""
     sampler = Sampler(max_num_seqs=1, vocab_size=len(rows[0]))
     sampler.add(0, params, np.array(prompt, dtype=np.int32), len(prompt))
     batch_rows = np.zeros(1, dtype=np.int32)

@@ -9,7 +9,7 @@ from services.worker.speculation.ngram import NgramIndex, NgramProposer
 
 
 def searched(tokens: list[int], shortest: int, longest: int, most: int) -> list[int]:
-    """What followed the longest end that occurred before, where it did first."""
+    """The tokens after the first occurrence of the longest suffix that occurred before."""
     for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for start in range(len(tokens) - length):
             if tokens[start : start + length] == tokens[-length:]:
