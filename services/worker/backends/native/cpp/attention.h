@@ -263,12 +263,12 @@ class Attention {
   int group_;
   int padded_dim_;
   int block_size_;
-  float scale_;  // Of scores, or of capped scores, to base 2.
+  float scale_;  // Factor of scores, or of capped scores, to base 2.
   Products products_;
   AttentionPlan& plan_;
   KeyBlock block_;
   KeyBlock next_block_;
-  const AttentionTask* located_ = nullptr;  // The task whose first block is in `block_` already.
+  const AttentionTask* located_ = nullptr;  // The task whose first block is in `block_`.
 };
 
 }  // namespace

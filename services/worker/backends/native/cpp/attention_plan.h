@@ -48,11 +48,11 @@ struct AttentionTask {
   int request;
   int kv_head;
   int heads;
-  int first;  // Counted from the request's first new token.
+  int first;  // Its first query, counted from the request's first new token.
   int count;
   int key_begin;
   int key_end;
-  std::int64_t partial;  // Where in `partial_sums` its sums go; -1 if it covers its whole context.
+  std::int64_t partial;  // Index of its sums in `partial_sums`; -1 if it has the whole context.
 };
 
 // The parts of one context. Their sums are stored consecutively from `task.partial` on.
@@ -70,10 +70,10 @@ struct AttentionPlan {
 
   AttentionLayer layer;
   Layout layout;
-  int group;                        // Query heads of a key head.
+  int group;                        // Query heads per key head.
   int padded_dim;                   // The head's size, rounded up to whole panels.
   bool stores_keys_first;           // Whether all keys must be stored before any task begins.
-  std::vector<std::int64_t> slots;  // Of each token: block * block_size + its index in the block.
+  std::vector<std::int64_t> slots;  // By token: block * block_size + index in the block.
   std::vector<AttentionTask> tasks;
   std::vector<PartMerge> merges;
   std::vector<float> partial_sums;
@@ -82,7 +82,7 @@ struct AttentionPlan {
   std::int64_t sums_size(int rows) const { return std::int64_t{rows} * (padded_dim + LANES + 1); }
 };
 
-constexpr int TASK_ROWS = 96;  // Most rows of a task: queries times query heads per key head.
+constexpr int TASK_ROWS = 96;  // Maximum of a task: queries times query heads per key head.
 
 // Adds a task to a plan, or, if `is_split`, a task for each part of its context.
 inline void add_task(AttentionPlan& plan, AttentionTask task, bool is_split) {
@@ -113,7 +113,7 @@ inline AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& l
       padded_dim(round_up(layer.head_dim, PANEL_WIDTH)),
       stores_keys_first(false) {
   const int queries = std::max(TASK_ROWS / group, 1);
-  std::int64_t num_tasks = 0;  // If none is split.
+  std::int64_t num_tasks = 0;  // Without splitting.
   for (int r = 0; r < layout.num_requests; ++r) {
     num_tasks += divide_up(layout.new_tokens(r), queries) * layer.num_kv_heads;
   }

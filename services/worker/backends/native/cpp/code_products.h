@@ -288,7 +288,8 @@ class CodeProducts {
   KeyByte* query_ = nullptr;  // Of each row the high parts, then the low ones.
   QueryScale* query_scales_ = nullptr;
   float* weight_scales_ = nullptr;
-  float* scores_ = nullptr;       // Integers, of each row those of the high parts and the low ones.
+  float* scores_ =
+      nullptr;  // Integers; for each row those of the high parts, then of the low ones.
   ValueByte* weights_ = nullptr;  // Of each row the high parts, then the low ones.
   KeyByte* packed_keys_ = nullptr;
   ValueByte* packed_values_ = nullptr;

@@ -30,7 +30,7 @@ void pack_coded(const Projection<T>& p, char* panel, CodeOf&& code_of) {
       WeightFormat::INT8, panel + 2 * SCALES_BYTES, p.coded_depth(),
       [&](int column, std::int64_t d) { return d < p.depth ? code_of(column, d) : 0; });
   for (int column = 0; column < PANEL_WIDTH; ++column) {
-    std::uint32_t sum = 0;  // Of a very deep column 128 times the sum does not fit 32 bits.
+    std::uint32_t sum = 0;  // For very deep columns 128 times the sum exceeds 32 bits.
     for (std::int64_t d = 0; d < p.depth; ++d) sum += code_of(column, d);
     begins[column] = std::int32_t(-ADDED_TO_CODES * sum);
   }

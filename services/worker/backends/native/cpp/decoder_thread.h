@@ -67,14 +67,14 @@ struct StepBuffers {
   std::int64_t angles;
   T* residual;
   T* next_residual;  // The sum of the residual stream and an update.
-  T* cos_sin;        // Of each rotation the cosines and the sines of the step's tokens.
+  T* cos_sin;        // By rotation, cosines and sines of the step's tokens.
   T* update;
   T* qkv;
   T* attended;
   T* gated;
-  T* inside;  // Of adapters, see LoraDelta.
+  T* inside;  // For adapters, see LoraDelta.
   T* normed;
-  std::int64_t normed_stride;  // From one thread's `normed` to the next; 0 if the team has one.
+  std::int64_t normed_stride;  // Distance of the threads' `normed`; 0 if the team shares one.
 };
 
 // One thread's part of a step. All threads of the team call the same functions in the same order.

@@ -48,15 +48,15 @@ struct Decoder {
   float embedding_scale;
   const Rotation<T>* rotations;
   int num_rotations;
-  int half;  // Pairs of a head that are rotated.
+  int half;  // Number of rotated pairs in a head.
   const DecoderLayer<T>* layers;
   int num_layers;
-  const float* norm;   // Null in a pipeline stage that is not the last.
-  Projection<T> head;  // Of no columns there.
+  const float* norm;   // Null in pipeline stages before the last.
+  Projection<T> head;  // Without columns in those stages.
   std::int64_t hidden_size;
   float epsilon;
-  SharedRanks* ranks;       // Those that share the layers; null for one.
-  SharedRanks* head_ranks;  // Those that share the head's columns; null if it is whole.
+  SharedRanks* ranks;       // Ranks that share the layers; null for one rank.
+  SharedRanks* head_ranks;  // Ranks that share the head's columns; null if it is whole.
 };
 
 }  // namespace stepwell

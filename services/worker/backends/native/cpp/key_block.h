@@ -29,8 +29,8 @@ struct KeyBlock {
   int begin = 0;  // Position of the block's first token.
   int first = 0;
   int end = 0;
-  std::int64_t offsets[BLOCK_KEYS] = {};   // Of each token.
-  std::int64_t panels[BLOCK_PANELS] = {};  // Of each LANES tokens, if keys lie in panels.
+  std::int64_t offsets[BLOCK_KEYS] = {};   // By token.
+  std::int64_t panels[BLOCK_PANELS] = {};  // By LANES tokens, if keys are stored in panels.
 
   int num_panels() const { return divide_up(end, LANES); }
 };

@@ -23,8 +23,8 @@ namespace stepwell {
 // A and B of one adapter for one projection, as native/lora.py packs them.
 template <class T>
 struct LoraProjection {
-  const T* a;  // Panels of LANES rows of A, laid out as those of a weight. Null: nothing is added.
-  const T* b;  // Panels as the projection's own, `rank` deep.
+  const T* a;  // Panels of LANES rows of A, in the layout of a weight. Null: nothing is added.
+  const T* b;  // Panels like the projection's, `rank` deep.
   // For each vector of a panel's columns, the index in a row of `inside` of its `rank` elements; -1
   // if B is zero there.
   const int* begins;
@@ -51,10 +51,10 @@ struct LoraLayer {
 // The adapters of a step's rows.
 template <class T>
 struct StepLora {
-  const LoraLayer<T>* const* adapters;  // The layers of each.
-  const int* rows;                      // Those of the first adapter, then of the next, rising.
+  const LoraLayer<T>* const* adapters;  // The layers of each adapter.
+  const int* rows;                      // Adapter by adapter; ascending for each.
   const int* starts;                    // [num_adapters + 1], in `rows`.
-  std::int64_t width;                   // Most rows of an A.
+  std::int64_t width;                   // Maximum of rows in an A.
   int num_adapters;
 };
 
@@ -133,9 +133,9 @@ class LoraReadAhead {
   LoraDelta<T> delta_;
   std::int64_t depth_;
   Range adapters_;
-  std::int64_t taken_ = 0;     // Elements of the first adapter that is left.
-  std::int64_t left_ = 0;      // Elements of all adapters that are left.
-  std::int64_t of_panel_ = 0;  // Elements that are prefetched with a panel.
+  std::int64_t taken_ = 0;     // Elements done of the first remaining adapter.
+  std::int64_t left_ = 0;      // Remaining elements of all adapters.
+  std::int64_t of_panel_ = 0;  // Elements to prefetch with a panel.
 };
 
 }  // namespace stepwell

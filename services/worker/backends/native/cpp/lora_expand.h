@@ -14,7 +14,7 @@ struct PanelRun {
   std::int64_t first;
   int count;
   float* totals;
-  std::int64_t stride;  // From the totals of a panel to those of the next one.
+  std::int64_t stride;  // Distance of the totals of adjacent panels.
 };
 
 // Rows of one adapter that are added to totals together.
@@ -22,7 +22,7 @@ template <class T>
 struct ExpandTile {
   const LoraProjection<T>* adapter;
   const int* at;    // The rows of the totals.
-  const T* inside;  // Their rows of LoraDelta's `inside`, `stride` elements apart.
+  const T* inside;  // The rows in LoraDelta's `inside`, `stride` elements apart.
   std::int64_t stride;
   // Adds them to the totals of panels.
   void (*add)(const ExpandTile&, const PanelRun&);
@@ -228,7 +228,7 @@ class BlockDelta {
 
  private:
   std::vector<ExpandTile<T>> tiles_;
-  std::vector<const LoraProjection<T>*> adapters_;  // Those of the block's rows.
+  std::vector<const LoraProjection<T>*> adapters_;  // The adapters of the block's rows.
   std::int64_t row_ = 0;
 };
 
@@ -238,7 +238,7 @@ struct LoraPanel {
   const BlockDelta<T>& delta;
   const PanelRun& run;
   int index;
-  LoraReadAhead<T>* next;  // The A's that are read next; null for none.
+  LoraReadAhead<T>* next;  // The A matrices that are read next, or null.
 };
 
 // The prefetches for adapters by the tiles of rows of a panel. Tiles that prefetch no weights do

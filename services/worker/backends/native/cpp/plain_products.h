@@ -159,7 +159,7 @@ class PlainProducts {
   bool has_panels_;
   T* query_ = nullptr;
   T* weights_ = nullptr;
-  T* packed_ = nullptr;  // Of a block keys, then values.
+  T* packed_ = nullptr;  // A block's keys, then its values.
   float* scores_ = nullptr;
   SeeingRows rows_ = {};
   const KeyBlock* block_ = nullptr;

@@ -39,7 +39,7 @@ struct Piece {
   int group;
   int count;
   std::int64_t done;
-  std::int64_t depth;  // Of each group.
+  std::int64_t depth;  // Depth in each group.
   bool ends_groups;
   bool ends_panel;
 };

@@ -9,9 +9,9 @@
 
 namespace stepwell {
 
-constexpr std::int64_t UNUSABLE = -1;  // In place of a token, where there is none to sample.
-constexpr std::int64_t REFUSED = -2;   // The same where only a mask leaves none.
-constexpr std::int64_t NUM_ROW_VALUES = 1 + Filters::COUNT;  // The temperature is the first.
+constexpr std::int64_t UNUSABLE = -1;  // In place of a token: there is none to sample.
+constexpr std::int64_t REFUSED = -2;   // In place of a token: the mask allows none.
+constexpr std::int64_t NUM_ROW_VALUES = 1 + Filters::COUNT;  // The first is the temperature.
 
 // Rows of a matrix of logits. `rows`: their indexes.
 struct LogitRows {

@@ -23,7 +23,7 @@ namespace stepwell {
 // The last round at which a rank has arrived, in shared memory.
 struct alignas(64) RankCell {
   std::atomic<std::uint32_t> round;
-  std::atomic<std::uint32_t> sleepers;  // Ranks that wait for it and do not spin any more.
+  std::atomic<std::uint32_t> sleepers;  // Number of waiting ranks that no longer spin.
 };
 
 // One rank's side. `missing`: the rank that did not arrive at a round, or -1. Once a rank is

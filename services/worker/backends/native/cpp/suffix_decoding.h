@@ -13,9 +13,9 @@
 namespace stepwell {
 
 struct SuffixSettings {
-  std::int64_t depth;       // Most tokens of a match and its drafts together.
-  std::int64_t max_cached;  // Responses of requests that have left, which are kept.
-  std::int64_t max_bytes;   // Of the trees of responses together.
+  std::int64_t depth;       // Maximum of tokens in a match and its drafts.
+  std::int64_t max_cached;  // Maximum of kept responses of requests that have left.
+  std::int64_t max_bytes;   // Maximum memory of the trees of responses.
   DraftRules rules;
 };
 
@@ -93,12 +93,12 @@ class SuffixDecoding {
   std::size_t cached_bytes() const { return responses_.bytes(); }
 
  private:
-  static constexpr int NUM_FORGOTTEN = 4;  // Tokens that make way for one.
+  static constexpr int NUM_FORGOTTEN = 4;  // Tokens to remove for each new one.
 
   struct Row {
     std::string key;
-    std::size_t num_taken_in;  // Tokens that entered, and those of the response.
-    bool is_recorded;          // Whether there are trees of responses, and its own has not ended.
+    std::size_t num_taken_in;  // Tokens at entry, plus tokens of the response.
+    bool is_recorded;          // Whether responses are kept, and this one has not ended.
     SequenceId response = NO_SEQUENCE;
     std::unique_ptr<SuffixTree> tree = nullptr;
     NodeId root = NO_NODE;
@@ -165,7 +165,7 @@ class SuffixDecoding {
   SuffixTree responses_;
   std::unordered_map<std::int32_t, Row> rows_;
   std::unordered_map<std::string, Tree> trees_;  // By key.
-  std::deque<Response> ended_;                   // Those that ended first come first.
+  std::deque<Response> ended_;                   // In the order in which they ended.
 };
 
 }  // namespace stepwell

@@ -26,8 +26,8 @@ struct Draft {
 
 // The rules for drafts.
 struct DraftRules {
-  double max_spec_factor;  // Most tokens of a draft, as a multiple of those that match.
-  double min_token_prob;   // The product of shares of children down to a token is at least this.
+  double max_spec_factor;  // Maximum of drafts, as a multiple of the matching tokens.
+  double min_token_prob;   // Minimum of the product of frequencies down to a token.
 };
 
 class SuffixTree {
@@ -122,7 +122,7 @@ class SuffixTree {
   struct Sequence {
     NodeId root = NO_NODE;
     bool is_open = false;
-    std::size_t first = 0;  // The first token that is not forgotten.
+    std::size_t first = 0;  // The first token that was not removed.
     std::vector<Token> tokens;
     std::vector<NodeId> ends;  // Inner nodes of the last 1, 2, 3, ... tokens.
   };

@@ -176,7 +176,7 @@ class WorkItems {
   std::int64_t count_;
   std::uint64_t round_ = 0;
   std::int64_t taken_ = 0;  // Items taken so far, if the team is one thread.
-  int others_ = 0;          // Parts that are used up, from the thread's own on.
+  int others_ = 0;          // Exhausted parts, from the thread's own on.
 };
 
 // Pins each thread to its own processor if the team needs all processors that its first thread may

@@ -56,7 +56,7 @@ class TokenFilters {
 
   KeptTokens kept() {
     std::int64_t limit = row_.size;
-    float least = LOWEST;  // All tokens within the limit have at least this logit, or none at all.
+    float least = LOWEST;  // Lower bound of the logits of tokens within the limit.
     if (filters_.min_p > 0) {
       least = logit_below(filters_.min_p);
       collect(least);
@@ -73,7 +73,7 @@ class TokenFilters {
  private:
   static constexpr int BINS = 256;
   static constexpr float LOWEST = std::numeric_limits<float>::lowest();
-  static constexpr double LEAST_MASS = 0x1p-42;  // Less is rounded to 0.
+  static constexpr double LEAST_MASS = 0x1p-42;  // Smaller masses are rounded to 0.
 
   // The `limit` tokens with the greatest logits. `least`: a lower bound of their logits.
   KeptTokens best(std::int64_t limit, float least) {
@@ -237,7 +237,7 @@ class TokenFilters {
   float* logits_;
   float* weights_;
   double rounder_;
-  std::int64_t count_ = 0;  // Of the logits that were collected.
+  std::int64_t count_ = 0;  // Number of collected logits.
 };
 
 }  // namespace stepwell

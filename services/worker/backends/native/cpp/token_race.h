@@ -43,7 +43,7 @@ class TokenRace {
 
  private:
   static constexpr float LEAST_WEIGHT = -1e6f;
-  static constexpr double BOUND_ERROR = 1e-9;  // More than rounding takes from a bound.
+  static constexpr double BOUND_ERROR = 1e-9;  // Upper limit of a bound's rounding error.
 
   DoubleRegister weights(HalfRegister logits) const {
     const HalfRegister weight = (logits - row_.largest) / temperature_;

@@ -24,15 +24,15 @@ constexpr SequenceId NO_SEQUENCE = -1;
 struct TrieNode {
   NodeId parent = NO_NODE;
   NodeId next = NO_NODE, previous = NO_NODE;  // Siblings.
-  NodeId chained = NO_NODE;                   // The next one in its bucket.
+  NodeId chained = NO_NODE;                   // The next node in its bucket.
   Token token = 0;
   std::uint32_t count = 0;
-  SequenceId sequence = NO_SEQUENCE;  // Of a leaf: where its string occurs.
+  SequenceId sequence = NO_SEQUENCE;  // Leaf: the sequence with its string.
   union {
-    NodeId first_child = NO_NODE;  // Of an inner node.
-    std::uint32_t start;           // Of a leaf: where the string begins in the sequence.
+    NodeId first_child = NO_NODE;  // Inner node.
+    std::uint32_t start;           // Leaf: index of the string in the sequence.
   };
-  NodeId favourite = NO_NODE;  // Of an inner node: the child that occurs most often, once found.
+  NodeId favourite = NO_NODE;  // Inner node: its most frequent child, once determined.
 
   bool is_leaf() const { return sequence != NO_SEQUENCE; }
 };
@@ -81,7 +81,7 @@ class TrieBuckets {
 
   std::vector<std::unique_ptr<NodeId[]>> chunks_;
   std::size_t level_ = CHUNK;  // A power of two.
-  std::size_t num_split_ = 0;  // Of the first `level_` buckets, those that were split.
+  std::size_t num_split_ = 0;  // Number of split buckets among the first `level_`.
 };
 
 // Tries with counts. If children occur equally often, the one with the lowest token is the
@@ -221,7 +221,7 @@ class TokenTrie {
   }
 
   TrieBuckets buckets_;
-  std::size_t num_children_ = 0;  // Nodes that are in a bucket.
+  std::size_t num_children_ = 0;  // Number of nodes in buckets.
   std::vector<std::unique_ptr<TrieNode[]>> chunks_;
   std::vector<NodeId> free_;
   std::size_t num_nodes_ = 0;
