@@ -12,7 +12,7 @@ from services.common.telemetry.time_parts import TimePart, part_of_reason
 MAX_WAITS = 16
 """The largest number of waits in a phase. If there are more, neighbours are merged."""
 MAX_CHUNKS = 32
-"""Neighbouring chunks of a phase are merged if there are more than twice this number of parts."""
+"""Neighbouring chunks of a phase are merged when it has twice this number of parts."""
 
 
 class ReasonStart(NamedTuple):
