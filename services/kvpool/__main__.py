@@ -4,7 +4,7 @@ import gc
 import signal
 
 if __name__ == "__main__":
-    gc.disable()  # until run_service has frozen what is imported here
+    gc.disable()  # until run_service has frozen the imported objects
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles it
 
 import asyncio

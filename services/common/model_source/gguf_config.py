@@ -164,7 +164,7 @@ def _original_length(factor: float, divisor: float, wave: float) -> int | None:
 
 
 def _dtype(tensors: list[GgufTensor]) -> str:
-    """The data type for computation: float32 or float16 if all matrices are so, else bfloat16."""
+    """The data type for computation: float32 or float16 if all matrices have it, else bfloat16."""
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
     if kinds == {_F32}:
         return "float32"

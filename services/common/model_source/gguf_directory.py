@@ -1,8 +1,8 @@
 """Creates a directory in Hugging Face's format for a single GGUF file.
 
-Configuration and tokenizer are built from the file's metadata, once for each file. They are stored
-in $XDG_CACHE_HOME/stepwell/gguf with a link to the weights. Code that reads model directories can
-therefore read GGUF files too. Their contents depend on the file alone.
+Code that reads model directories can then read GGUF files too. Configuration and tokenizer are
+built from the file's metadata, once for each file, and depend on the file alone. They are stored
+in $XDG_CACHE_HOME/stepwell/gguf with a link to the weights.
 """
 
 import json

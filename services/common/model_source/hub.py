@@ -68,9 +68,10 @@ def name_of_snapshot(directory: Path) -> str | None:
 
 
 def find_snapshot(name: HubName, *, with_weights: bool) -> Path | None:
-    """Returns the cache directory of a model, or None if files are missing.
+    """Returns the cache directory of a model, or None if needed files are missing.
 
-    Weights count only `with_weights`. Raises ModelSourceError if huggingface_hub is not installed.
+    Weights are needed if `with_weights` is set. Raises ModelSourceError if huggingface_hub is not
+    installed.
     """
     directory = _cached(name)
     return directory if directory and not _missing(directory, with_weights) else None
@@ -177,7 +178,7 @@ def _missing(directory: Path, with_weights: bool) -> str | None:
         return None
     index = directory / _INDEX
     if index.exists():
-        with suppress(ValueError, AttributeError):  # of a damaged index, which is reported later
+        with suppress(ValueError, AttributeError):  # a damaged index is reported later
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             return next((file for file in files if not (directory / file).exists()), None)
     weights = (".safetensors", ".bin", ".pth", ".pt")

@@ -103,7 +103,7 @@ def hash_full_blocks(
             for start in range(len(known) * block_size, end, block_size)
         ]
         return _hash_with_items(parent, packed, block_size, extra_keys, of_items)
-    if len(packed) == 4 * block_size:  # as while a request decodes
+    if len(packed) == 4 * block_size:  # usual while a request decodes
         return [BlockHash(sha256(parent + packed + extra_keys).digest())]
     return hash_packed_blocks(parent, packed, block_size, extra_keys)
 

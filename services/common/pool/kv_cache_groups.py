@@ -138,7 +138,8 @@ def hash_block_size(
     """Tokens per hash of a chain.
 
     With one group this is its block size. With several it is `prefix_match_unit`, or by default the
-    greatest common divisor of all block sizes. Without prefix caching it is the hit block size.
+    greatest common divisor of all block sizes. Without prefix caching, or with a group whose states
+    are overwritten, it is the hit block size.
     """
     if len(groups) == 1:
         return groups[0].block_size

@@ -141,7 +141,9 @@ class Admission:
     If no slots follow them, they are loaded between steps, and their blocks must not be zeroed.
     """
     num_blocks_kept_free: int = 0
-    """Blocks that must stay free in addition to `num_slots`, but not to `num_reserve_slots`."""
+    """Blocks that must stay free after this admission takes the blocks for `num_slots`. They are
+    not added to the blocks for `num_reserve_slots`.
+    """
     holds_blocks: bool = False
     """Whether the request already has blocks, since it waited for a load from elsewhere. It keeps
     its tables, nothing is looked up, and `num_hit_tokens` of its tokens are computed.
@@ -272,7 +274,7 @@ class Stop:
     item_index: int
     reason: StopReason
     num_hit_tokens: int = 0
-    """Tokens of the current hit if the hit has changed, else 0. The boundary below likewise."""
+    """Tokens of the current hit if it has changed, else 0. `shared_prefix_boundary` likewise."""
     shared_prefix_boundary: int = 0
 
 

@@ -24,7 +24,7 @@ _LOW_MASK = (1 << _LOW_BITS) - 1
 _TOP_SHIFT = KEY_BITS - 8
 _NUM_TOPS = 256
 _COUNTS = struct.Struct(f"<{_NUM_TOPS}I")
-_LENGTHS = struct.Struct("<II")  # keys, bytes of what is compressed
+_LENGTHS = struct.Struct("<II")  # number of keys, number of compressed bytes
 _KEYS_PER_TURN = 4096
 
 

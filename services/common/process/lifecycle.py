@@ -6,7 +6,7 @@ Every service is composed in its `__main__.py`, with this structure:
     import signal
 
     if __name__ == "__main__":
-        gc.disable()  # until run_service has frozen what is imported here
+        gc.disable()  # until run_service has frozen the imported objects
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles it
 
     ...  # imports
@@ -58,8 +58,8 @@ def run_service(
 
     Reads the settings, configures logs, calls `prepare(settings)` before there is an event loop,
     and awaits `serve(settings, stop)`. SIGTERM and SIGINT set `stop`. `serve` then drains and
-    returns, and the process exits with status 0. A second signal sets `stop` again, which ends
-    waits after the drain. A StepwellError of `prepare` or `serve` ends the process with its
+    returns, and the process exits with status 0. Another signal sets `stop` again, which ends
+    any work after the drain. A StepwellError of `prepare` or `serve` ends the process with its
     sentence and exit status 1, a SettingError with status 2. After `serve` the interpreter is not
     finalized, since that takes seconds with large libraries.
     """
@@ -85,7 +85,7 @@ def run_service(
         uvloop.run(main())
     except* (StepwellError, SettingError) as group:
         failure = _first(group)
-    if failure is not None:  # what is raised inside except* would come out in a group of its own
+    if failure is not None:  # an error raised inside except* would be wrapped in a group
         status = 2 if isinstance(failure, SettingError) else 1
         exit_with(f"stepwell {service}: {failure}", status)
     _end(0)

@@ -1,4 +1,4 @@
-"""Seeds of the answers to one request, which has one answer per prompt and number in n."""
+"""Seeds of the answers to one request. A request has n answers to each of its prompts."""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15

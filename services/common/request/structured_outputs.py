@@ -13,7 +13,9 @@ MAX_DEPTH = 64
 MAX_NODES = 10_000
 MAX_CHOICES = 4096
 KEPT_GRAMMARS = 32
-"""The number of recently used grammars that a worker keeps compiled. Slow ones are kept longer."""
+"""The number of recently used grammars that a worker keeps compiled. Of grammars that compile
+slowly, it keeps more.
+"""
 JSON_OPTIONS = {
     # Whitespace between two JSON tokens. Without a limit a model could generate it forever.
     "whitespace_pattern": r"[ \n\t]{1,80}",

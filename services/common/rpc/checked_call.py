@@ -21,14 +21,17 @@ def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
     def read(data: bytes) -> Any:
         try:
             return deserialize(data)
-        except (DecodeError, TypeError):  # the latter where a call has ended without a message
+        except (DecodeError, TypeError):  # TypeError: the call has ended without a message
             return UNDECODABLE
 
     return read
 
 
 class UndecodableAnswer(grpc.aio.AioRpcError):
-    """A message of the answer cannot be decoded: INTERNAL, as in other languages' grpc."""
+    """The error of a call whose answer cannot be decoded.
+
+    Its status is INTERNAL, as in grpc for other languages.
+    """
 
     def __init__(self, method: str) -> None:
         details = f"a message of {method} cannot be decoded"

@@ -94,7 +94,7 @@ class LocalServer:
             return
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # the client has gone again
+        except (BlockingIOError, ConnectionAbortedError):  # the client has disconnected
             return
         except OSError as error:
             logger.warning("no stream is accepted for a second: %s", error)
@@ -167,7 +167,7 @@ class _Call:
         if self._stream.is_broken:
             self.close()
             self._lost()
-            await asyncio.sleep(0)  # where the call's task is cancelled
+            await asyncio.sleep(0)  # the call's task is cancelled here
 
     async def _requests(self) -> AsyncIterator[Any]:
         while (data := await self._stream.read()) is not None:

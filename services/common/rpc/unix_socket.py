@@ -14,7 +14,7 @@ def remove_abandoned(path: Path) -> None:
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # where no connection is accepted and the queue is full
+        probe.setblocking(False)  # so that connect fails at once if the queue is full
         try:
             probe.connect(str(path))
         except OSError as error:

@@ -120,7 +120,7 @@ class SpanSender(SpanProcessor):
     def _take(self) -> list[ReadableSpan]:
         """Removes and returns the queued spans, at most one batch."""
         batch: list[ReadableSpan] = []
-        with contextlib.suppress(IndexError):  # what ends with the service takes from it, too
+        with contextlib.suppress(IndexError):  # shutdown() may empty the queue, too
             while len(batch) < self._max_batch:
                 batch.append(self._queue.popleft())
         return batch

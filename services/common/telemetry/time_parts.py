@@ -149,7 +149,7 @@ def _unit(nanos: int) -> tuple[int, str, int]:
 
 
 def _rounded(numbers: Sequence[int], unit: int) -> list[int]:
-    """Each number in units, rounded down or up so that the sum is the rounded sum."""
+    """Divides numbers by `unit` and rounds them so that they add up to the rounded sum."""
     shown = [number // unit for number in numbers]
     missing = (sum(numbers) + unit // 2) // unit - sum(shown)
     by_rest = sorted(range(len(numbers)), key=lambda index: -(numbers[index] % unit))

@@ -30,7 +30,7 @@ def traceparent_text(trace_id: int, span_id: int) -> str:
 
 
 def numbered_span_id(span_id: int, number: int) -> int:
-    """The id of child span `number`, counted from 1, of a span.
+    """The id of a span's child number `number`, counted from 1.
 
     Sender and receiver compute the same id, so it need not be sent.
     """
@@ -38,7 +38,7 @@ def numbered_span_id(span_id: int, number: int) -> int:
 
 
 def numbered_traceparent(traceparent: str, number: int) -> str:
-    """The `traceparent` of child span `number`. Empty if the parent's is empty."""
+    """The `traceparent` of a span's child number `number`. Empty if `traceparent` is empty."""
     if not traceparent:
         return ""
     head, trace_id, span_id, flags = traceparent.split("-")

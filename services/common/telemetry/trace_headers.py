@@ -1,4 +1,4 @@
-"""The W3C headers besides `traceparent` that services forward, and their display in spans."""
+"""The W3C headers that services forward besides `traceparent`, and their span attributes."""
 
 from dataclasses import dataclass
 from urllib.parse import unquote

@@ -38,7 +38,7 @@ INTERNAL = TlsFields(
     allowed_names="internal_tls_allowed_names",
     server_name="internal_tls_server_name",
 )
-"""TLS between the services. A service has the last two settings only if it can use them."""
+"""TLS between the services. A service defines the last two settings only if they apply to it."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The directory in memory of one process, which answers MatchPrefix."""
+"""A directory in the memory of one process, which answers MatchPrefix."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet

@@ -53,8 +53,8 @@ class WriterTimes:
     """The time after which an unrenewed lease expires."""
     snapshot_seconds: float = 30.0
     snapshot_changes: int = 50_000
-    """A snapshot is written after this time or this many changes, whichever is first. The log keeps
-    two periods.
+    """A snapshot is written after `snapshot_seconds` or `snapshot_changes`, whichever is first. The
+    log keeps the entries of two snapshot periods.
     """
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
@@ -74,7 +74,7 @@ class WriterCounts:
     lives: int = 0
     """Epochs that nodes have begun."""
     failures: int = 0
-    """Calls to Redis that failed or timed out."""
+    """Failures of calls to Redis, including timeouts."""
     nodes_connected: set[str] = field(default_factory=set)
     """Nodes whose current epoch is in the directory."""
 

@@ -1,1 +1,1 @@
-"""The pool: blocks, the requests that hold them, and what each stores. Pure and synchronous."""
+"""The pool's core: blocks, the requests' block tables, the prefix index. Pure and synchronous."""

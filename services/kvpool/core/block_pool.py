@@ -141,7 +141,10 @@ class BlockPool:
         self.free_as_one_list(ends)
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
-        """Adds blocks in use that have no hash to the prefix index, each under its own hash."""
+        """Adds blocks in use to the prefix index, each under the hash at its position.
+
+        The blocks must not have a hash yet.
+        """
         new = self.indexes[group].insert(hashes, blocks)
         self.ages.published(blocks)
         self._events.add(BlocksStored, group, new)
@@ -182,8 +185,8 @@ class BlockPool:
     def evict(self, blocks: Sequence[BlockId]) -> set[BlockId]:
         """Removes the hashes of blocks in use and returns the blocks that had one.
 
-        Free blocks keep their hashes. When a load failed to fill blocks, the waiting request still
-        has them in its table.
+        Free blocks keep their hashes. Blocks that a load failed to fill are never free: the request
+        that waits for the load has them in its table.
         """
         evicted: set[BlockId] = set()
         held = [block for block in dict.fromkeys(blocks) if not self._free.is_cached(block)]

@@ -173,7 +173,7 @@ class _Candidate:
     Full attention is searched once, since each prefix of its hit is a hit too.
     """
     verified: set[int] = field(default_factory=set)
-    """First groups of kinds that drop a hit's last block and found it after the current length."""
+    """Kinds, by their first group, that found the block to drop after the current length."""
 
     def shorten(self, kind: _Kind) -> None:
         """Shortens the prefix to a hit of one kind."""

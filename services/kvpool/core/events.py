@@ -1,8 +1,9 @@
 """Events of hashes that enter or leave the prefix index.
 
-MatchPrefix, WatchEvents and the directory in Redis receive these events. Gateways choose replicas
-by that directory. The vocabulary is vLLM's for KV events. An event does not name a block's parent:
-hashes are chained, so the hashes of a prompt suffice to find how deep it is cached.
+MatchPrefix, WatchEvents and the directory in Redis are based on these events. Gateways use
+WatchEvents or the directory to choose replicas. The vocabulary is vLLM's for KV events. An event
+does not name a block's parent: hashes are chained, so the hashes of a prompt suffice to find how
+deep it is cached.
 """
 
 from dataclasses import dataclass

@@ -50,7 +50,7 @@ class FullAttentionManager(GroupManager):
             assert published == expected, "blocks are not under their hashes"
 
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
-        """Publishes the block in which a prompt ends, under the hash of its full part.
+        """Publishes the block in which a prompt ends, under the hash of its last full hash block.
 
         An equal prompt hits all tokens except the last one. With a draft head the look-up includes
         the last token, and the hit is then cut.

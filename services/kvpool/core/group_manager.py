@@ -5,8 +5,8 @@ see, and therefore which blocks a request needs, which are freed while it runs, 
 prefix hit. Each attention type has a manager and a search (`prefix_search`), and the coordinator
 calls all of them. vLLM's hybrid KV-cache manager divides the work in the same way.
 
-Everything follows from one rule of the type, `KVCacheGroup.first_seen_block`. A request with n
-computed tokens needs the blocks from that position on. Earlier blocks are freed while the request
+Everything follows from one rule of the type: `KVCacheGroup.first_seen_block` returns the first
+block that a request with n computed tokens still needs. Earlier blocks are freed while the request
 runs, and their table entries become the null block.
 """
 
@@ -253,7 +253,7 @@ class GroupManager:
         return None
 
     def _num_counted(self, num_slots: int) -> int:
-        """The number of blocks for `num_slots`, at most the most that an admission counts."""
+        """The number of blocks for `num_slots`, limited to the most that an admission counts."""
         num_blocks = -(-num_slots // self._block_size)
         most = self._max_admission_blocks
         return num_blocks if most is None else min(num_blocks, most)

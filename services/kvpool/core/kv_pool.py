@@ -169,7 +169,7 @@ class KVPool:
         )
 
     def check(self) -> None:
-        """Checks that free + used + null = total, that ref_cnt equals the tables, and the hashes.
+        """Checks that free + used + null = total, and that ref_cnt and hashes match the tables.
 
         The time is proportional to the number of blocks of the pool. Raises AssertionError.
         """

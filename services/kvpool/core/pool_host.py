@@ -28,7 +28,7 @@ class HostedPool(Generic[Answer]):
     num_batches: int = 0
 
     def snapshot(self) -> EventBatch:
-        """Returns every hash in the prefix index, numbered like the last batch."""
+        """Returns every hash in the prefix index, with the sequence number of the last batch."""
         return EventBatch(self.generation, self.num_batches, True, self.pool.snapshot())
 
 

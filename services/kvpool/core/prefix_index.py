@@ -16,8 +16,8 @@ class PrefixIndex:
     All of these blocks stay: a block in a table is never exchanged, so tables only grow. A look-up
     returns the block that was inserted first. The length counts hashes, not blocks.
 
-    Where prefixes may end inside a block, a block can have further hashes after its first one, for
-    prefixes with the same contents. The number of tokens of the first hash is stored then.
+    If prefixes may end inside a block, a block can have further hashes besides its first one, for
+    shorter prefixes that end in the block. The number of tokens of the first hash is stored then.
     """
 
     __slots__ = ("_block_of", "_duplicates", "_end_of", "_further", "_hash_of", "num_changes")
@@ -102,7 +102,7 @@ class PrefixIndex:
     def find_prefix(self, hashes: Sequence[BlockHash], max_blocks: int) -> list[BlockId]:
         """Returns the blocks of the chain's longest cached prefix, at most `max_blocks`."""
         blocks: list[BlockId] = []
-        with suppress(KeyError):  # at the first one missing; what was found before stays
+        with suppress(KeyError):  # stops at the first miss and keeps the earlier blocks
             blocks.extend(map(self._block_of.__getitem__, islice(hashes, max_blocks)))
         return blocks
 

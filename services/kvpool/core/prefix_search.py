@@ -124,9 +124,8 @@ class WindowSearch(PrefixSearch):
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         size = self._block_size
         num_wanted = -(-(self.spec.window - 1) // size) + drop_last
-        run: list[
-            list[BlockId]
-        ] = []  # from its last block on, for each position those of all groups
+        # The blocks of all groups for each position of the window, its last position first.
+        run: list[list[BlockId]] = []
         begin = 0
         for position in range(self._num_whole_blocks(chain, max_tokens) - 1, -1, -1):
             blocks = self._blocks_at(chain, (position + 1) * size)

@@ -8,7 +8,7 @@ def replay_boundaries(
 
     The same prompt hits all tokens except the last one, which is computed again. If the last block
     of a hit is dropped, the hit is one block shorter. A longer prompt then continues one block
-    before the end of this prompt. That differs from the first position only if the end is aligned.
+    before the end of this prompt. This is another position only if the end is aligned.
     """
     if not drops_last:
         return [num_prompt_tokens - 1]

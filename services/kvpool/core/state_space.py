@@ -44,7 +44,7 @@ class OverwrittenStateManager(GroupManager):
 
 
 class AlignedStateManager(GroupManager):
-    """Manages blocks of which each stores the state after the last token computed in it.
+    """Manages blocks that each store the state after the last token computed in the block.
 
     The state covers all tokens up to that position. A request needs one block, a second one while a
     step crosses into another block, and one for each draft token.
@@ -86,9 +86,9 @@ class AlignedStateManager(GroupManager):
         )
 
     def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
-        """Counts also a block for a state that is loaded from elsewhere.
+        """Also counts a block for a state that is loaded from elsewhere.
 
-        vLLM does not count the block that the step continues into after such a state.
+        vLLM does not count this block if the step continues into another block.
         """
         num_loaded, num_entries = 0, len(hit.blocks)
         if hit.num_computed_tokens > hit.num_tokens:

@@ -1,4 +1,4 @@
-"""Changes of a pool's prefix index that are not yet in the directory's log, in one epoch."""
+"""Changes in one generation of a pool's prefix index that are not yet in the directory's log."""
 
 from collections.abc import Iterable
 

@@ -8,8 +8,8 @@ from services.kvpool.core.group_manager import GroupManager
 class SlidingWindowManager(GroupManager):
     """Manages the tables of a group in which a request keeps the blocks of the last window.
 
-    Only blocks in the window before a possible end of a hit are published. These are not all
-    blocks if groups have different block sizes, and few of them with sparse retention.
+    Only blocks in the window before a possible end of a hit are published. If groups have different
+    block sizes, some blocks are not published. With sparse retention, few blocks are published.
     """
 
     def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:

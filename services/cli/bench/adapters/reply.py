@@ -37,7 +37,7 @@ class AnswerReply:
         return self.text() if self._record.failure is None else None
 
     def failure(self) -> Failure | None:
-        """Returns what is wrong with the answer. Of a complete answer it records the counts."""
+        """Returns what is wrong with the answer, or records its counts and returns None."""
         raise NotImplementedError
 
     def text(self) -> str:

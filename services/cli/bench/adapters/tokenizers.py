@@ -53,6 +53,6 @@ def local_counter(directory: Path) -> CountTokens:
         raise CommandError(f"--tokenizer {directory} holds no tokenizer.json", exit_status=2)
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # what the library raises has no class of its own
+    except Exception as error:  # the library's errors have no class of their own
         raise CommandError(f"--tokenizer: {file} cannot be read: {error}") from error
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)

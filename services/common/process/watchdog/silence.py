@@ -10,8 +10,8 @@ time in which the watched process and its watcher could both run:
 2. Time in which the watcher waited for a processor, or read later than planned, does not count
    either. An answer may have arrived that nothing read.
 3. If the watched process is unknown or not on this machine, the machine's run queue is used
-   instead. With more than two runnable threads per processor, time is scaled by the fraction of a
-   processor per thread, relative to two threads.
+   instead. With more than two runnable threads per processor, time is multiplied by two and the
+   number of processors, and divided by the number of runnable threads.
 
 Readings are counters, and two readings form an interval. The time between the last answer and the
 first reading is scaled like the first interval between two readings.
@@ -174,7 +174,7 @@ def _waited(before: ProcessTimes, after: ProcessTimes, elapsed: float, stalled: 
 
 def _waited_of(before: ThreadTimes, after: ThreadTimes, elapsed: float, stalled: float) -> float:
     ran, waited = after.ran - before.ran, after.waited - before.waited
-    if after.state == "R":  # it runs, or is in a wait that the counter does not show yet
+    if after.state == "R":  # it runs, or its current wait is not in the counter yet
         waited = max(waited, elapsed - ran)
     elif after.state == "D":
         waited += stalled
