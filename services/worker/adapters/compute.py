@@ -136,7 +136,7 @@ class _Lane:
     def _work(self) -> None:
         while (run := self._tasks.get()) is not None:
             run()
-            del run  # and with it what the function holds
+            del run  # frees the objects that the function references
 
 
 async def follow_liveness(

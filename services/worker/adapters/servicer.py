@@ -335,7 +335,7 @@ class _StepStream:
         times = StepTimes(epoch + arrived, epoch + started, epoch + ended)
         self._tracer.record(pending.message.traceparent, pending.step, times)
         num_tokens = sum(pending.step.num_scheduled_tokens.tolist())
-        if len(pending.step.num_draft_tokens):  # of these the worker may have proposed fewer
+        if len(pending.step.num_draft_tokens):  # the worker may have proposed fewer
             num_tokens -= int(pending.step.num_draft_tokens.sum() - output.num_draft_tokens.sum())
         self._metrics.stepped(num_tokens, started - arrived, ended - started)
         last_ended, self._last_ended_nanos = self._last_ended_nanos, ended

@@ -63,7 +63,7 @@ class Lockstep:
         """Calls `begin(step)` when all ranks are about to run the step.
 
         Raises Aborted for a step of an older generation, InvalidStep on every rank if they were
-        sent different steps, and GroupBroken if the ranks cannot go on.
+        sent different steps, and GroupBroken if the ranks cannot continue.
         """
         try:
             self._agree_on(step)

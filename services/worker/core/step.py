@@ -81,7 +81,7 @@ class EndedTierLoad:
     invalid_block_ids: Int32Array
 
 
-@dataclass(slots=True)  # not frozen, as it is made in each step: that would take thrice the time
+@dataclass(slots=True)  # not frozen: construction in each step would take three times as long
 class StepInput:
     """A difference to the batch, and the tokens to compute. Arrays of requests are parallel to
     `rows`; the optional ones may be empty.

@@ -106,7 +106,7 @@ class StepSampler:
             here = self._sampler.constrained(rows)
             there = np.delete(np.arange(len(rows)), here)
             pending = None
-            if len(there):  # queued before the host waits for the logits of the others
+            if len(there):  # queued before the host waits for other logits
                 of_rows = self._of_rows(logits, there)
                 pending = self._sample_on_device(self._device_tokens, rows[there], of_rows)
             if len(here):

@@ -72,7 +72,7 @@ def _load_natively(
 ) -> LoadedModel:
     directory = checkpoint.directory
     config, pooling = read_model_config(directory), options.pooling
-    if pooling is not None:  # the caps are those of the vocabulary's logits
+    if pooling is not None:  # only logits of the vocabulary are capped
         config = replace(config, logits_softcap=None)
     longest = config.rope.max_model_len
     default = min(longest, config.rope.max_position_embeddings)

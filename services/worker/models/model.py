@@ -105,7 +105,7 @@ class LoadedModel:
         return self.attention[self.stage.start : self.stage.stop]
 
     def own_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Those of these layers that `model` has, by their index in `model`."""
+        """The indexes in `model` of those `layers` that it has."""
         return tuple(layers) if self.stage is None else self.stage.of_group(layers)
 
 

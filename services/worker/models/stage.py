@@ -50,7 +50,7 @@ class StageLayers:
         return range(self.start, self.stop)
 
     def of_group(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Those of these layers that the stage computes, by their index in the stage."""
+        """The indexes in the stage of those `layers` that it computes."""
         return tuple(layer - self.start for layer in layers if self.start <= layer < self.stop)
 
     def log_read(self, num_bytes: int, whole: int) -> None:
@@ -94,7 +94,7 @@ def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) 
         middle = (least + enough) // 2
         least, enough = (middle, enough) if divided(middle) is None else (least, middle)
     found = divided(enough)
-    assert found is not None  # all bytes in one stage are enough, whatever the others get
+    assert found is not None  # enough for all bytes in one stage
     return found
 
 

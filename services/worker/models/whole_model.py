@@ -137,7 +137,7 @@ def _load(
             directory, f"transformers does not load it: {one_line(error)}"
         ) from error
     missing = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
-    if not classifies:  # the layer behind the first state, which no embedding is made of
+    if not classifies:  # this layer pools the first state; embeddings do not use it
         missing = [name for name in missing if not name.startswith("pooler.")]
     if missing:
         raise ModelTensorError(

@@ -141,7 +141,7 @@ class Group:
             try:
                 family, _, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
                 with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect(address)  # for datagrams this sends nothing
+                    probe.connect(address)  # sends nothing, since it is a datagram socket
                     return str(probe.getsockname()[0])
             except OSError as error:
                 self._wait(f"MASTER_ADDR {master[0]} cannot be reached: {error.strerror}")
@@ -209,7 +209,7 @@ class Group:
                     continue
                 if number in missing:
                     peers[number] = connection
-                else:  # not a rank, but another client that tries ports
+                else:  # not a rank, but a port scanner or the like
                     connection.close()
         return peers
 

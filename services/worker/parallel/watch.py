@@ -101,7 +101,9 @@ class Watch:
         reason = ""
         with suppress(OSError):
             reason = self._peers[rank].recv(_LONGEST_REASON).decode(errors="replace")
-        kind = RankStopped if reason.endswith(_STOPPED) else RankLost  # that rank, or one before it
+        kind = (
+            RankStopped if reason.endswith(_STOPPED) else RankLost
+        )  # that rank, or an earlier one
         self.report(kind(f"rank {rank} is gone: {reason}" if reason else f"rank {rank} is gone"))
 
 
@@ -109,5 +111,5 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setblocking(True)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # not everywhere
+        if hasattr(socket, name):  # not on all systems
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -112,7 +112,7 @@ class CudaPlatform:
             run_prompts(runner, small.limits, shape)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_reserved() - held
-        if not suits_xformers(parts.shape.layers):  # its workspace grows with what a step sees
+        if not suits_xformers(parts.shape.layers):  # torch's workspace grows with context
             peak += parts.kernels.attention_bytes(parts.shape, parts.limits.max_model_len)
         del runner
         _release()

@@ -88,7 +88,7 @@ def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
     the token id from the vocabulary's end.
     """
     vocab_size = logits.shape[1]
-    bits = (logits + 0.0).view(torch.int32)  # of two zeros one
+    bits = (logits + 0.0).view(torch.int32)  # makes -0.0 equal 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     from_end = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
     best = (ordered * _WORD + from_end).topk(min(count, vocab_size), dim=1).values

@@ -43,7 +43,7 @@ class SamplerOutput:
     """The tokens that one step samples, in the order of its rows."""
 
     token_ids: Int32Array  # [R]
-    logprobs: dict[int, LogprobRows]  # by row, one row each, where the request wants them
+    logprobs: dict[int, LogprobRows]  # by row, if requested; one row each
     nan_rows: Int32Array  # rows without a usable distribution; their token is 0
     refused_rows: Int32Array  # rows whose grammar allows no token; their token is 0
     grammar_errors: dict[int, str] = field(default_factory=dict)

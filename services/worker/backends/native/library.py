@@ -176,7 +176,7 @@ class Decoder(ctypes.Structure):
 
 
 class NativeSharedRanks(ctypes.Structure):
-    """See SharedRanks in cpp/shared_ranks.h."""
+    """The structure SharedRanks of cpp/shared_ranks.h."""
 
     _fields_ = _fields(
         {

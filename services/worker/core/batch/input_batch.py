@@ -31,7 +31,7 @@ class BatchLimits:
     windows: tuple[int | None, ...] = (None,)
     """Window of each KV-cache group in tokens; None: full attention."""
     state_block_sizes: tuple[int, ...] = ()
-    """Tokens that a block stands for, by group of recurrent layers. These groups come last."""
+    """Tokens that a block stands for, by group of recurrent layers. These groups are last."""
     num_tier_blocks: int = 0
     """Blocks of the offload tier."""
     num_speculative_tokens: int = 0

@@ -74,7 +74,7 @@ def read_plan(model: PreTrainedModel) -> dict[str, Style]:
             tensors = [tensor for tensor, _ in model.named_parameters()]
             if named := _matching(pattern, modules + tensors):
                 raise Refused(f"divides {named[0]} in a way, {name}, that is not known here")
-    if not _SUMMED & set(plan.values()):  # nothing, or no more than the head
+    if not _SUMMED & set(plan.values()):  # divides nothing, or only the head
         raise Refused("has no plan by which ranks could divide it")
     return plan
 

@@ -87,7 +87,7 @@ class Probe:
             softcap=softcap,
         )
         attended = _attend(query, key, value, self._layers[index])
-        return attended.transpose(1, 2).contiguous()  # as from a cache: some models take views
+        return attended.transpose(1, 2).contiguous()  # as from a cache: some models call view
 
 
 def _attend(
