@@ -1,3 +1,3 @@
-"""Measurements: every number the project quotes comes from a program here."""
+"""Measurements: every number that the project quotes is produced by a program in this package."""
 
 import services  # noqa: F401 - before grpc, as in the services' own processes

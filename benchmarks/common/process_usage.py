@@ -58,7 +58,7 @@ def processor_wait_seconds(pid: int, proc: Path = Path("/proc")) -> float:
     """
     nanos = 0
     for thread in (proc / str(pid) / "task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it ends meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             nanos += int((thread / "schedstat").read_text().split()[1])
     return nanos / 1e9
 

@@ -1,1 +1,3 @@
-"""The directory of cached prefixes: its bytes in Redis, its writes, and the index that reads it."""
+"""Benchmarks of the directory of cached prefixes: its size in Redis, its writes, and the index that
+reads it.
+"""

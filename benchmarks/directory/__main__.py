@@ -1,12 +1,12 @@
-"""What the directory of cached prefixes costs: bytes and writes in Redis, and the gateway's index.
+"""Measures the directory of cached prefixes: bytes and writes in Redis, and the gateway's index.
 
     python -m benchmarks.directory [--quick] [--blocks N] [--json FILE]
 
-64 nodes cache prompts of 512 blocks, each of which one node holds whole and up to five others in
-part. They are written to Redis servers of this program's own: in Stepwell's layout, a log of packed
-hashes with snapshots, and a fifth of them in llm-d's, a hash for each block. A process of its own
-reads the log into an index, as a gateway does, and looks every prompt up; each answer is held to
-what was written.
+64 nodes cache prompts of 512 blocks. One node has all blocks of a prompt, and up to five others
+have a part. They are written to Redis servers that this program starts: in Stepwell's layout, a log
+of packed hashes with snapshots, and a fifth of them in llm-d's layout, a hash for each block. A
+separate process reads the log into an index, as a gateway does, and looks up every prompt. Each
+answer is compared with the written data.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SHARE_IN_HASHES = 5
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """All that was measured."""
+    """All measured figures."""
 
     log: LogFigures
     hashes: HashFigures
@@ -52,7 +52,7 @@ class Figures:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints tables in Markdown, writes."""
+    """Measures, prints tables in Markdown and writes the figures."""
     arguments = parse_options(argv)
     found = machine()
     num_blocks = arguments.blocks or (QUICK_BLOCKS if arguments.quick else BLOCKS)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line. Ends the process with one sentence when it makes no sense."""
+    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("directory", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="20,000 blocks and 20 events")
     parser.add_argument("--blocks", type=count, help="blocks in the index (default: 1,000,000)")
@@ -75,7 +75,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 async def measure(num_blocks: int, num_events: int) -> Figures:
-    """Every figure, on servers that end with this."""
+    """Measures every figure on servers that end afterwards."""
     chains = list(make_chains(num_blocks))
     with tempfile.TemporaryDirectory(prefix="stepwell-directory-") as directory:
         with redis_server(Path(directory) / "log") as server:
@@ -102,7 +102,7 @@ async def _measure_hashes(url: str, chains: Sequence[Chain]) -> HashFigures:
 
 
 def _read_in_child(url: str, num_blocks: int) -> IndexFigures:
-    """The figures of a reader in a process of its own. Ends this process if it fails."""
+    """The figures of a reader in a separate process. Ends this process if the reader fails."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "gen")))
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.directory.reader_child", url, str(num_blocks)],
@@ -118,7 +118,7 @@ def _read_in_child(url: str, num_blocks: int) -> IndexFigures:
 
 
 def layouts_table(figures: Figures) -> str:
-    """Both layouts in Redis. Bytes and blocks are for each node that caches a block."""
+    """A table of both layouts in Redis. A block counts once for each node that caches it."""
     ours, theirs, index = figures.log, figures.hashes, figures.index
     return table_text(
         ("in Redis", "log and snapshots", "hash for each block (llm-d)"),
@@ -147,7 +147,7 @@ def layouts_table(figures: Figures) -> str:
 
 
 def index_table(figures: Figures) -> str:
-    """The gateway's side."""
+    """A table of the gateway's index."""
     index, visibility = figures.index, figures.visibility
     return table_text(
         ("index of a gateway", f"{index.num_keys:,} blocks, 64 nodes"),

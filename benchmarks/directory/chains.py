@@ -1,4 +1,4 @@
-"""Prompts whose blocks are cached on several nodes, the same in every process for one seed."""
+"""Prompts whose blocks are cached on several nodes. They are equal in every process."""
 
 import random
 from array import array
@@ -14,15 +14,15 @@ _SEED = 11
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The keys of a prompt's blocks, and how deep each node that holds it does."""
+    """The keys of a prompt's blocks, and the number of leading blocks that each node has."""
 
     keys: Sequence[int]
     depths: dict[int, int]
 
 
 def make_chains(num_blocks: int) -> Iterator[Chain]:
-    """Chains of 512 blocks, about `num_blocks` together. One node holds all of a chain, and up to
-    five others a part, so that a block is cached on 1.4 nodes.
+    """Chains of 512 blocks, about `num_blocks` in total. One node has a whole chain, and up to five
+    others a part, so that a block is cached on 1.4 nodes on average.
     """
     rng = random.Random(_SEED)
     for _ in range(max(1, num_blocks // CHAIN_BLOCKS)):

@@ -1,16 +1,16 @@
-"""Breaks Redis under pools that change all the time, and measures when the index is right again.
+"""Breaks Redis under pools that change constantly, and times the recovery of the index.
 
     python -m benchmarks.directory.faults [--quick]
     python -m benchmarks.directory.faults --requests [--repetitions 3] [--only TEXT]
                                               [--model DIR] [--quick]
 
-Three pools serve random requests, write what they cache to Redis, and a gateway's index follows.
-Each fault is held for ten seconds, with --quick for one and a half, unless it is over at once. Then
-the requests pause, and the time is taken until the index gives the pools' own answer for every
-prompt that was ever served.
+Three pools serve random requests and write their cached blocks to Redis, and a gateway's index
+follows. A lasting fault is held for ten seconds, with --quick for one and a half; other faults are
+over at once. Then the requests pause, and the time is measured until the index gives the pools' own
+answer for every prompt that was ever served.
 
-With --requests two gateways and two replicas of a model serve a steady load over Redis, and the
-times of their answers during each fault are compared with those of the same requests without it
+With --requests two gateways and two replicas of a model serve a steady load with Redis. The times
+of their answers during each fault are compared with the times of the same requests without it
 (benchmarks/directory/request_faults.py). The exit status is 1 if a request failed.
 """
 
@@ -67,19 +67,19 @@ _SHOWN_FAILURES = 10
 
 @dataclass(frozen=True, slots=True)
 class FaultRow:
-    """What one fault caused."""
+    """The effects of one fault."""
 
     name: str
     states: str
-    """Of the index while it was held."""
+    """States of the index during the fault."""
     right_seconds: float
-    """From its end until the index was right."""
+    """Seconds from the fault's end until the index was right."""
     longest_pause_millis: float
-    """Of the event loop that pools, writer and reader share."""
+    """Longest pause of the event loop that pools, writer and reader share."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Breaks, measures, prints a table in Markdown."""
+    """Injects the faults, measures, and prints a table in Markdown."""
     parser = make_parser("directory.faults", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     parser.add_argument("--quick", action="store_true", help="hold each fault for 1.5 s")
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 async def measure(hold_seconds: float, only: str) -> list[FaultRow]:
-    """Every fault with `only` in its name, on servers that end with this."""
+    """Injects every fault with `only` in its name, on servers that end afterwards."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="stepwell-faults-") as directory:
         with redis_server(Path(directory) / "one") as server:
@@ -135,7 +135,7 @@ async def measure(hold_seconds: float, only: str) -> list[FaultRow]:
 
 
 class Load:
-    """Pools under random requests, and a gateway's index of them."""
+    """Pools under random requests, and a gateway's index of their blocks."""
 
     def __init__(self, url: str) -> None:
         self.redis = RedisConnection(url)
@@ -167,7 +167,7 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def measure(self, fault: Fault, hold_seconds: float) -> FaultRow:
-        """Lets a fault happen under load."""
+        """Injects a fault under load and measures its effects."""
         log(fault.name)
         await self._until_right()
         self._longest_pause, self._states = 0.0, {}
@@ -182,7 +182,7 @@ class Load:
         return FaultRow(fault.name, ", ".join(self._states), seconds, 1000 * self._longest_pause)
 
     def start(self) -> None:
-        """Begins to write, read and watch."""
+        """Starts the reader, the sweep of the index and the watcher."""
         self._tasks = [
             asyncio.create_task(work)
             for work in (
@@ -193,7 +193,7 @@ class Load:
         ]
 
     async def close(self) -> None:
-        """Ends all of it."""
+        """Ends all tasks and connections."""
         await self._writer.close()
         await self.redis.close()
         for task in self._tasks:
@@ -207,7 +207,7 @@ class Load:
             await asyncio.sleep(_LOAD_PAUSE_SECONDS)
 
     def _request(self, hosted: HostedPool[None], prompt: list[BlockHash]) -> None:
-        """One request from its admission to its end: publishes its blocks, evicts others."""
+        """Serves one request from admission to end: publishes its blocks and evicts others."""
         self._next_request += 1
         request, tokens = RequestKey(self._next_request), len(prompt) * _BLOCK_SIZE
         found = hosted.pool.transact([Lookup([request], [tokens - 1], [prompt])]).results[0]
@@ -227,7 +227,9 @@ class Load:
         self._host.publish_events(hosted)
 
     async def _until_right(self) -> float:
-        """Seconds until the index gives the pools' own answers."""
+        """Waits until the index gives the pools' own answers; returns the seconds. Raises
+        TimeoutError.
+        """
         began = time.perf_counter()
         while not await self._is_right():
             if time.perf_counter() > began + _RIGHT_SECONDS:
@@ -244,7 +246,7 @@ class Load:
         return all(self._index.view(hosted.pool_id) for hosted in self._pools)
 
     async def _watch(self) -> None:
-        """Notes states, and the longest time for which the event loop did nothing else."""
+        """Records the states of the index, and the longest pause of the event loop."""
         while True:
             began = time.perf_counter()
             await asyncio.sleep(0.005)
@@ -254,7 +256,7 @@ class Load:
 
 @asynccontextmanager
 async def running(url: str) -> AsyncIterator[Load]:
-    """Pools and a gateway over a Redis."""
+    """Runs pools and a gateway's index with a Redis."""
     load = Load(url)
     load.start()
     try:
@@ -264,7 +266,7 @@ async def running(url: str) -> AsyncIterator[Load]:
 
 
 def _prompt(rng: random.Random) -> list[BlockHash]:
-    """The hashes of a prompt that begins as one in ten others does."""
+    """The hashes of a prompt. It has one of ten common prefixes and a random tail."""
     path = f"system {rng.randrange(10)}"
     begin = [f"{path} {number}" for number in range(20)]
     tail = [f"{path} {rng.random()} {number}" for number in range(rng.randrange(1, 60))]

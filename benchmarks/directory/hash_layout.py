@@ -1,6 +1,6 @@
-"""llm-d's layout in Redis, for comparison: a hash for each block, with a JSON field for each pod,
-and a sorted set that leads from the engine's hash to it (`pkg/kvcache` of llm-d-router). A look-up
-reads every block of a prompt in one pipeline, and the client cuts it at the first miss.
+"""llm-d's layout in Redis, for comparison: a hash for each block with a JSON field for each pod,
+and a sorted set that maps the engine's hash to it (`pkg/kvcache` of llm-d-router). A look-up reads
+every block of a prompt in one pipeline, and the client ends the match at the first miss.
 """
 
 import json
@@ -20,7 +20,7 @@ _NUM_LOOKUPS = 200
 
 @dataclass(frozen=True, slots=True)
 class HashFigures:
-    """What writing and reading cost. Blocks are counted once for each node that caches them."""
+    """The costs of writing and reading. A block counts once for each node that caches it."""
 
     num_blocks: int
     bytes_per_block: float
@@ -29,7 +29,7 @@ class HashFigures:
 
 
 async def measure_hashes(redis: RedisConnection, chains: Sequence[Chain]) -> HashFigures:
-    """Writes all chains, and looks some of them up."""
+    """Writes all chains, and looks up some of them."""
     before = await used_memory(redis)
     num_blocks = 0
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Stepwell's layout in Redis: a log, and a snapshot of each node."""
+"""Stepwell's layout in Redis: a log, and a snapshot for each node."""
 
 import time
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _GROUPS = (KVCacheGroup(AttentionType.FULL, 16),)
 
 @dataclass(frozen=True, slots=True)
 class LogFigures:
-    """What writing cost. Blocks are counted once for each node that caches them."""
+    """The costs of writing. A block counts once for each node that caches it."""
 
     num_blocks: int
     num_entries: int
@@ -47,7 +47,7 @@ class LogFigures:
 
 @dataclass(slots=True)
 class _Node:
-    """One node's life as it is written."""
+    """One node's epoch during writing."""
 
     name: str
     epoch: int
@@ -57,7 +57,7 @@ class _Node:
 
 
 async def write_log(redis: RedisConnection, chains: Sequence[Chain]) -> LogFigures:
-    """Writes all chains as the pools' writers do, in entries of 64 keys. Snapshots are written when
+    """Writes all chains in entries of 64 keys, as the pools' writers do. Snapshots are written when
     nine tenths are in the log, so that a reader needs both.
     """
     names = DirectoryKeys.of(FINGERPRINT)
@@ -104,7 +104,7 @@ async def used_memory(redis: RedisConnection) -> int:
 
 
 def _entries(chains: Sequence[Chain]) -> list[tuple[int, Sequence[int]]]:
-    """The keys of each entry, with the number of its node."""
+    """The number of the node and the keys of each entry."""
     return [
         (number, chain.keys[at : min(at + KEYS_PER_ENTRY, depth)])
         for chain in chains

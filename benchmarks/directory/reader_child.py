@@ -1,4 +1,4 @@
-"""One gateway's side, in a process of its own: loads the index, then looks prompts up.
+"""A gateway's reader in a separate process: loads the index, then looks up prompts.
 
     python -m benchmarks.directory.reader_child URL BLOCKS
 
@@ -33,7 +33,7 @@ _START_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class IndexFigures:
-    """What the index costs a gateway."""
+    """The costs of the index in a gateway."""
 
     num_keys: int
     cold_start_seconds: float
@@ -45,7 +45,9 @@ class IndexFigures:
 
 
 async def measure(url: str, num_blocks: int) -> IndexFigures:
-    """Loads all, then looks every chain up, and holds the answers to what was written."""
+    """Loads all blocks, then looks up every chain and compares the answers with the
+    written data.
+    """
     index = PrefixIndex()
     reader = RedisReader(index, RedisConnection(url), RedisConnection(url, blocking=True))
     gc.collect()
@@ -80,7 +82,7 @@ async def measure(url: str, num_blocks: int) -> IndexFigures:
 
 
 def _look_up(index: PrefixIndex, num_blocks: int) -> tuple[list[float], list[float]]:
-    """Seconds of each look-up, from keys and from hashes."""
+    """The seconds of each look-up, from keys and from hashes."""
     times, from_hashes = [], []
     for _ in range(_PASSES):
         for chain in make_chains(num_blocks):

@@ -1,4 +1,4 @@
-"""What can happen to Redis, done to a real server."""
+"""Faults of Redis, injected into a real server."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,17 +10,17 @@ from services.common.redis.connection import RedisConnection
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done to Redis, and undone after a while."""
+    """A fault of Redis: an action, and an action that ends the fault."""
 
     name: str
     begin: Callable[[], Awaitable[object]]
     end: Callable[[], Awaitable[object]]
     is_held: bool = True
-    """Whether it lasts; otherwise it is over at once."""
+    """Whether the fault lasts until it is ended. Otherwise it is over at once."""
 
 
 async def _nothing() -> None:
-    """What is over by itself."""
+    """Ends a fault that is over by itself."""
 
 
 NO_FAULT = Fault("none", _nothing, _nothing)
@@ -62,12 +62,12 @@ def single_faults(server: RedisServer, redis: RedisConnection) -> list[Fault]:
 
 
 def named(text: str, faults: Sequence[Fault]) -> list[Fault]:
-    """Those with a text in their names."""
+    """The faults with a text in their names."""
     return [fault for fault in faults if text in fault.name]
 
 
 def node_lost(find: Callable[[], RedisServer]) -> Fault:
-    """A node of a cluster is lost: the one that is found then."""
+    """The loss of a cluster's node, which `find` determines when the fault begins."""
     lost: list[RedisServer] = []
 
     async def kill() -> None:
@@ -82,6 +82,6 @@ def node_lost(find: Callable[[], RedisServer]) -> Fault:
 
 
 def owner_and_other(nodes: Sequence[RedisServer], log_key: str) -> tuple[RedisServer, RedisServer]:
-    """The node of a cluster that serves the log, and another one."""
+    """The node of a cluster that stores the log, and another node."""
     owner = next(node for node in nodes if not node.ask("XLEN", log_key).startswith(b"-MOVED"))
     return owner, next(node for node in nodes if node is not owner)

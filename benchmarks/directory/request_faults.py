@@ -1,8 +1,8 @@
-"""What requests show of faults of Redis: two gateways and two replicas of a model over one Redis.
+"""Measures the effects of Redis faults on requests: two gateways and two replicas share one Redis.
 
-Each fault has a window of requests, beside a window of the same requests without it, one of which
-comes first in turns. What is between the two is the fault's, or the machine's: the first row
-compares windows of which neither has a fault.
+Each fault has a window of requests, and an equal window without the fault; their order alternates.
+The difference is caused by the fault or by the machine's noise. The first row compares two windows
+without a fault, which shows the noise.
 """
 
 import asyncio
@@ -38,7 +38,9 @@ _EXACT = re.compile(r'^stepwell_prefix_index_state\{state="exact"\} 1\.0$', re.M
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of a window: how long a fault is held, and how long the window goes on after its end."""
+    """Times of a window in seconds: how long a fault is held, and how long the window continues
+    afterwards.
+    """
 
     hold_seconds: float
     after_seconds: float
@@ -46,25 +48,26 @@ class Times:
 
 @dataclass(slots=True)
 class FaultFigures:
-    """What the windows of one fault showed."""
+    """The results of the windows of one fault."""
 
     name: str
     calm: list[Asked] = field(default_factory=list)
     hit: list[Asked] = field(default_factory=list)
     exact_seconds: list[float] = field(default_factory=list)
-    """From the end of the fault until every gateway's index was exact."""
+    """Seconds from the end of the fault until every gateway's index was exact."""
 
     @property
     def complaints(self) -> list[str]:
-        """Of all requests that failed."""
+        """The errors of all failed requests."""
         return complaints([*self.calm, *self.hit])
 
 
 async def measure_requests(
     model: Path, times: Times, repetitions: int, only: str = ""
 ) -> list[FaultFigures]:
-    """No fault, and every one with `only` in its name, on servers that end with this. Raises
-    RuntimeError if the services do not start, and TimeoutError if an index does not become exact.
+    """Measures windows without a fault, and every fault with `only` in its name, on servers that
+    end afterwards. Raises RuntimeError if the services do not start, and TimeoutError if an index
+    does not become exact.
     """
     with tempfile.TemporaryDirectory(prefix="stepwell-redis-") as directory:
         with redis_server(Path(directory) / "one") as server:
@@ -81,12 +84,12 @@ async def measure_requests(
 async def compare_faults(
     model: Path, url: str, faults: Sequence[Fault], times: Times, repetitions: int
 ) -> list[FaultFigures]:
-    """Starts the services over a Redis, and lets its faults happen to them in turns."""
+    """Starts the services with a Redis, and injects its faults in rotation."""
     if not faults:
         return []
     settings = UpSettings(model=model, num_threads=1, replicas=NUM_REPLICAS, redis_url=url)
     found = [FaultFigures(fault.name) for fault in faults]
-    # Sockets lie in the directory: its path must be short.
+    # The directory contains sockets, so its path must be short.
     with tempfile.TemporaryDirectory(prefix="stepwell-") as directory:
         services = Replicas(settings, Path(directory), RestartPolicy(), num_gateways=NUM_GATEWAYS)
         async with services, httpx.AsyncClient(trust_env=False) as http:
@@ -102,7 +105,7 @@ async def compare_faults(
 
 
 class _Windows:
-    """Windows of requests, in which a fault happens or none."""
+    """Runs windows of requests, with or without a fault."""
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class _Windows:
         self._times = times
 
     async def compare(self, fault: Fault, figures: FaultFigures, *, calm_first: bool) -> None:
-        """Adds a window with the fault to its figures, and one as long without it."""
+        """Adds a window with the fault to its figures, and an equally long one without it."""
         calm = replace(NO_FAULT, is_held=fault.is_held)
         for happens in (calm, fault) if calm_first else (fault, calm):
             asked, seconds = await self._window(happens)
@@ -128,7 +131,9 @@ class _Windows:
                 figures.exact_seconds.append(seconds)
 
     async def _window(self, fault: Fault) -> tuple[list[Asked], float]:
-        """The requests, and the seconds from the fault's end until the indexes were exact."""
+        """Runs a window. Returns its requests, and the seconds from the fault's end until the
+        indexes were exact.
+        """
         await self._until_exact()
         hold_seconds = self._times.hold_seconds if fault.is_held else 0.0
         happening = asyncio.create_task(self._happen(fault, hold_seconds))
@@ -136,7 +141,9 @@ class _Windows:
         return asked, await happening
 
     async def _happen(self, fault: Fault, hold_seconds: float) -> float:
-        """Lets a fault happen; seconds from its end until the index of each gateway is exact."""
+        """Injects a fault. Returns the seconds from its end until the index of each gateway is
+        exact.
+        """
         await fault.begin()
         await asyncio.sleep(hold_seconds)
         await fault.end()
@@ -155,7 +162,7 @@ class _Windows:
 
 
 def requests_table(found: Sequence[FaultFigures]) -> str:
-    """A row for each fault."""
+    """A table with a row for each fault."""
     return table_text(
         (
             "fault",
@@ -183,11 +190,11 @@ def _row(figures: FaultFigures) -> tuple[str, ...]:
 
 
 def _millis(asked: Sequence[Asked]) -> tuple[float, float, float]:
-    """Median, p99 and longest."""
+    """The median, p99 and longest time, in milliseconds."""
     millis = [1000 * one.seconds for one in asked]
     return statistics.median(millis), percentile(millis, 99), max(millis)
 
 
 def _owner(nodes: Sequence[RedisServer]) -> RedisServer:
-    """The node of a cluster in which the only model's log is."""
+    """The node of a cluster that stores the only model's log."""
     return next(node for node in nodes if node.ask("KEYS", "kvd:*:log").startswith(b"*1"))

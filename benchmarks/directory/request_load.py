@@ -1,4 +1,4 @@
-"""A light, steady load of short requests, and how long each of them takes."""
+"""A light, steady load of short requests, and their times."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ ANSWER_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What became of a request: seconds to its whole answer, and what went wrong, if anything."""
+    """The result of a request: seconds to its complete answer, and its error, if any."""
 
     number: int
     seconds: float
@@ -31,10 +31,10 @@ class Asked:
 
 
 class RequestLoad:
-    """Sends requests at fixed times, whether those before have ended or not (an open loop).
+    """Sends requests at fixed times, whether or not earlier ones have ended (an open loop).
 
-    Requests go to all gateways in turn, over gRPC and over HTTP. Request number n of each window is
-    the same. Greedy answers must stay what they were the first time.
+    Requests alternate between all gateways, and between gRPC and HTTP. Request number n is the same
+    in each window. Greedy answers must equal the first answer to the same request.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RequestLoad:
         self._answers: dict[tuple[int, bool], object] = {}
 
     async def warm_up(self) -> None:
-        """Asks each request once, so that prompts are cached and connections open. Raises
+        """Sends each request once, so that prompts are cached and connections are open. Raises
         RuntimeError if one fails.
         """
         for number in range(2 * len(self._stubs) * NUM_PROMPTS):
@@ -57,7 +57,7 @@ class RequestLoad:
                 raise RuntimeError(f"a request failed before any fault: {asked.complaint}")
 
     async def window(self, seconds: float) -> list[Asked]:
-        """The requests of the next `seconds`, once all have ended."""
+        """Sends requests for `seconds`; returns their results when all have ended."""
         loop = asyncio.get_running_loop()
         began, tasks = loop.time(), []
         for number in range(round(seconds * REQUESTS_PER_SECOND)):
@@ -71,7 +71,9 @@ class RequestLoad:
             await channel.close()
 
     async def _ask(self, number: int) -> Asked:
-        """Number n goes to gateway n modulo their count; every other turn goes over HTTP."""
+        """Sends request n to gateway n modulo their count; every second request of a gateway uses
+        HTTP.
+        """
         turn, gateway = divmod(number, len(self._stubs))
         prompt, over_http = (turn // 2) % NUM_PROMPTS, bool(turn % 2)
         ask = self._ask_http if over_http else self._ask_grpc
@@ -108,12 +110,12 @@ class RequestLoad:
 
 
 def complaints(asked: Iterable[Asked]) -> list[str]:
-    """What went wrong."""
+    """The errors of the failed requests."""
     return [one.complaint for one in asked if one.complaint]
 
 
 def _prompts(vocab_size: int) -> list[list[int]]:
-    """Prompts that begin alike, four by four."""
+    """Prompts in groups of four with a common prefix."""
     prompts = []
     for number in range(NUM_PROMPTS):
         system, own = random.Random(f"system/{number // 4}"), random.Random(f"prompt/{number}")

@@ -1,4 +1,4 @@
-"""The time from a pool's event until a gateway's index shows it, through Redis."""
+"""Measures the time from a pool's event until a gateway's index shows it, through Redis."""
 
 import asyncio
 import random
@@ -33,7 +33,7 @@ class VisibilityFigures:
 
 
 async def measure_visibility(url: str, num_events: int) -> VisibilityFigures:
-    """One event after another, each once the one before is visible."""
+    """Publishes one event after another, each once the previous one is visible."""
     writer = RedisDirectory(RedisConnection(url))
     index = PrefixIndex()
     reader = RedisReader(index, RedisConnection(url), RedisConnection(url, blocking=True))
@@ -59,5 +59,5 @@ async def measure_visibility(url: str, num_events: int) -> VisibilityFigures:
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
-    # The first one waits for the node to be loaded.
+    # The first event waits until the node is loaded.
     return VisibilityFigures(1000 * statistics.median(times[1:]), 1000 * percentile(times[1:], 99))

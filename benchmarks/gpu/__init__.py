@@ -1,1 +1,1 @@
-"""`python -m benchmarks.gpu`: whether a worker is right on a GPU, and how fast it is."""
+"""`python -m benchmarks.gpu`: checks a worker's correctness on a GPU, and measures its speed."""

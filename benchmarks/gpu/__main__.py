@@ -1,21 +1,23 @@
-"""Whether a worker computes correctly on a GPU, and how near it comes to the memory's speed.
+"""Checks that a worker computes correctly on a GPU, and measures its speed against the memory's.
 
     python -u -m benchmarks.gpu                        # all parts, about ten minutes
     python -u -m benchmarks.gpu correctness attention  # some parts, about five
     python -u -m benchmarks.gpu model                  # about five, 75 GB of GPU memory
 
-* correctness: mixed batches and recorded decodes through xFormers beside attention written out;
-  grouped experts and sampling beside the host's.
-* attention: bytes of keys and values that decodes read a second, beside a plain copy's.
-* invariance: whether rows computed with --batch-invariant are the same bits in every batch, and
-  its price: products beside cuBLAS's, decodes' attention beside that with split keys.
-* model: a random model of 8 billion parameters, Llama 3.1's shape, in bfloat16: log-probabilities
-  beside transformers', bytes that a decode step reads, and tokens a second beside transformers'
-  continuous batching.
+* correctness: mixed batches and recorded decodes with xFormers, compared with plain attention;
+  grouped experts and sampling, compared with the host's results.
+* attention: bytes of keys and values that decodes read per second, compared with a plain copy.
+* invariance: whether rows computed with --batch-invariant have the same bits in every batch, and
+  its cost: products compared with cuBLAS's, decode attention compared with attention over split
+  keys.
+* model: a random model of 8 billion parameters with Llama 3.1's shape, in bfloat16: its
+  log-probabilities compared with transformers', the bytes that a decode step reads, and tokens per
+  second compared with transformers' continuous batching.
 
-Needs torch, numpy, xFormers and Triton (`stepwell[gpu]`), for the last part transformers; no other
-package, no contract and no service. A case that raises an error has it in its row, and the others
-follow. The exit status is 1 if a case is wrong or failed, or if there is no GPU.
+It needs torch, numpy, xFormers and Triton (`stepwell[gpu]`), and transformers for the last part. It
+needs no other package, no generated contracts and no service. If a case raises an error, its row
+shows the error, and the next case runs. The exit status is 1 if a case is wrong or failed, or if
+there is no GPU.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(name: str, platform: CudaPlatform, copy: float) -> bool:
-    """A part, imported only now: the others do without the packages that it needs."""
+    """Runs a part. It is imported only now, since other parts do not need its packages."""
     return attempt(lambda: import_module(f"benchmarks.gpu.{name}").run(platform, copy), f"\n{name}")
 
 

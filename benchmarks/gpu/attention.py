@@ -1,4 +1,4 @@
-"""How fast decodes' attention reads keys and values on a GPU."""
+"""Measures how fast decode attention reads keys and values on a GPU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from services.worker.backends.cuda.paged_attention import XformersPagedAttention
 from services.worker.platforms.cuda import CudaPlatform
 
 CACHE_BYTES = 512 * 2**20
-"""Keys and values that one measurement reads: several times what a GPU's cache holds."""
+"""Bytes of keys and values that one measurement reads: several times a GPU's cache."""
 BATCHES = (1, 16, 64, 256)
 CONTEXT, BLOCK_SIZE = 4096, 64
 LAYER = AttentionLayer(32, 8, 128, 128**-0.5)
 
 
 def run(_platform: CudaPlatform, copy: float) -> bool:
-    """Prints how fast decodes read their keys and values, recorded, one layer after the other."""
+    """Prints the read rates of recorded decodes, one layer after another."""
     print("\n| batch | context | µs a layer | GB/s of keys and values | of copy bandwidth |")
     print("| ---: | ---: | ---: | ---: | ---: |")
     for batch in BATCHES:
@@ -37,7 +37,7 @@ def run(_platform: CudaPlatform, copy: float) -> bool:
 def decodes(
     device: CudaDevice, batch: int, num_layers: int, *, batch_invariant: bool = False
 ) -> Callable[[], torch.Tensor]:
-    """One decode of `batch` sequences through the attention of `num_layers`, recorded."""
+    """A recorded decode of `batch` sequences through the attention of `num_layers` layers."""
     width = CONTEXT // BLOCK_SIZE
     shape = AttentionShape(
         (LAYER,) * num_layers, BLOCK_SIZE, batch * width + 1, torch.bfloat16, device.torch_device

@@ -1,6 +1,5 @@
-"""Compares attention over a paged cache with attention written out over whole keys and values.
-
-The latter is computed sequence by sequence, in float32.
+"""Compares attention over a paged cache with plain attention over contiguous keys and values, which
+is computed sequence by sequence in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from services.worker.platforms.cuda_setup import suits_xformers
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A shape of model and cache."""
+    """The shape of a model and a KV cache."""
 
     block_size: int
     num_heads: int
@@ -32,14 +31,16 @@ class Case:
 
     @property
     def layer(self) -> AttentionLayer:
-        """Its layer of attention."""
+        """The attention layer of this shape."""
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         return AttentionLayer(*heads, self.head_dim**-0.5, self.window, self.softcap)
 
 
 @dataclass(slots=True)
 class AttentionCheck:
-    """`num_sequences` sequences with room for `max_model_len` tokens each, in shuffled blocks."""
+    """Checks attention over `num_sequences` sequences with room for `max_model_len` tokens each, in
+    shuffled blocks.
+    """
 
     case: Case
     device: Device
@@ -68,12 +69,12 @@ class AttentionCheck:
         self.values = [empty] * self.num_sequences
 
     def random(self, num_tokens: int, num_heads: int) -> torch.Tensor:
-        """Normal numbers [num_tokens, num_heads, head_dim]."""
+        """Normal random numbers, [num_tokens, num_heads, head_dim]."""
         case, there = self.case, self.device.torch_device
         return torch.randn(num_tokens, num_heads, case.head_dim, device=there).to(case.dtype)
 
     def store(self, lengths: list[int]) -> None:
-        """Appends `lengths` random keys and values to the sequences, as earlier steps would."""
+        """Appends `lengths` random keys and values to the sequences, as earlier steps do."""
         for sequence, length in enumerate(lengths):
             key, value = (self.random(length, self.case.num_kv_heads) for _ in range(2))
             slots = self._grow(sequence, key, value)
@@ -82,8 +83,9 @@ class AttentionCheck:
             self.attention.store(0, self.device.upload(slots), *opened, key, value)
 
     def step(self, counts: list[int]) -> float:
-        """Computes new tokens of each sequence; the largest difference to attention written out,
-        relative to the expected value or, where that is less than 1, absolute. NaN is infinite.
+        """Computes `counts` new tokens of each sequence. Returns the largest difference to plain
+        attention, relative to the expected value, or absolute for values below 1. NaN counts as
+        infinite.
         """
         query, key, value = self._new(sum(counts))
         layout = self._layout(counts, key, value)
@@ -92,8 +94,8 @@ class AttentionCheck:
         return self._difference(output, query, counts)
 
     def recorded_steps(self, num_steps: int) -> float:
-        """Steps of one token each as one recorded program; the largest difference of any, as for
-        `step`.
+        """Runs steps of one token per sequence as one recorded program. Returns the largest
+        difference of any step, measured as in `step`.
         """
         counts = [1] * self.num_sequences
         step = self.attention.decode_step(self.num_sequences)
@@ -118,7 +120,7 @@ class AttentionCheck:
         )
 
     def _grow(self, sequence: int, key: torch.Tensor, value: torch.Tensor) -> np.ndarray:
-        """Appends to a sequence; the slots of the appended tokens."""
+        """Appends keys and values to a sequence; returns the slots of the new tokens."""
         start, block_size = len(self.keys[sequence]), self.case.block_size
         self.keys[sequence] = torch.cat((self.keys[sequence], key))
         self.values[sequence] = torch.cat((self.values[sequence], value))

@@ -1,4 +1,4 @@
-"""The shapes of models and caches that attention is compared in."""
+"""The shapes of models and caches for which attention is compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def cases() -> Iterator[Case]:
-    """Page sizes, ratios of heads, sizes of heads, windows and data types."""
+    """Cases with different page sizes, ratios of heads, head sizes, windows and data types."""
     for block_size in (16, 32, 64, 128, 256):
         yield Case(block_size, 32, 8, 128, dtype=torch.bfloat16)
     yield Case(64, 32, 8, 128, dtype=torch.float16)
@@ -28,7 +28,7 @@ def cases() -> Iterator[Case]:
 
 
 def named(case: Case) -> str:
-    """The case in a few words."""
+    """A short name of the case."""
     name = str(case.dtype).removeprefix("torch.")
     heads = f"{case.num_heads}/{case.num_kv_heads} heads of {case.head_dim}"
     window = "" if case.window is None else f", window {case.window}"

@@ -1,4 +1,4 @@
-"""Attention, experts and sampling on a GPU beside the same written out or computed on the host."""
+"""Compares attention, experts and sampling on a GPU with plain attention or the host's results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ MOST_LOGPROB = 1e-4
 
 
 def run(platform: CudaPlatform, _copy: float) -> bool:
-    """Prints the largest difference of every case; whether all are within their tolerance."""
+    """Prints the largest difference of every case. Returns whether all are within their
+    tolerances.
+    """
     print("\n| case | mixed | recorded | seconds, compiling included | |")
     print("| --- | ---: | ---: | ---: | --- |")
     right = [attempt(partial(is_right, case), f"| {named(case)}") for case in cases()]
@@ -30,7 +32,7 @@ def run(platform: CudaPlatform, _copy: float) -> bool:
 
 
 def is_right(case: Case) -> bool:
-    """Prints the case's differences; whether they are within its tolerance.
+    """Prints the case's differences. Returns whether they are within its tolerance.
 
     Cases with a cap on scores are not recorded.
     """
@@ -52,7 +54,9 @@ def is_right(case: Case) -> bool:
 
 
 def splits(device: CudaDevice) -> bool:
-    """Every number of splits, at batches beyond which the kernel that joins them changes."""
+    """Compares every number of splits with one split, at batch sizes on both sides of the change of
+    the kernel that joins them.
+    """
     print("\n| splits | batch | largest difference to one split | |\n| ---: | ---: | ---: | --- |")
     right = True
     case = Case(64, 32, 8, 128, dtype=torch.bfloat16)
@@ -75,7 +79,9 @@ def splits(device: CudaDevice) -> bool:
 
 
 def operations(kernels: Kernels) -> bool:
-    """Prints how sampling and grouped experts differ from the host's; whether that is rounding."""
+    """Prints how sampling and grouped experts differ from the host's results. Returns whether the
+    differences are rounding.
+    """
     torch.manual_seed(1)
     others, logprobs = sampling_differences(CudaDevice())
     good = others <= 1 and logprobs < MOST_LOGPROB

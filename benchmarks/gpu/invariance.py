@@ -1,4 +1,4 @@
-"""What --batch-invariant computes on a GPU: whether rows depend on their batch, and its price."""
+"""Checks --batch-invariant on a GPU: whether rows depend on their batch, and its cost."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear
 from services.worker.platforms.cuda import CudaPlatform
 
 PRODUCTS = ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256))
-"""Widths of inputs and outputs of an 8-billion-parameter Llama's products."""
+"""Input and output widths of the products of a Llama model with 8 billion parameters."""
 
 
 def run(platform: CudaPlatform, _copy: float) -> bool:
-    """Prints which rows of products and of attention change with the other rows of their batch, and
-    what the mode costs; whether none changes.
+    """Prints which rows of products and attention change with the other rows of their batch, and
+    the cost of the mode. Returns whether no row changes.
     """
     return all(
         [
@@ -33,7 +33,7 @@ def run(platform: CudaPlatform, _copy: float) -> bool:
 
 
 def invariant_products(device: CudaDevice) -> bool:
-    """Products by the weights of an 8-billion-parameter Llama."""
+    """Checks and times products with weights of a Llama model with 8 billion parameters."""
     print("\n| product | rows | µs | cuBLAS µs | price |\n| --- | ---: | ---: | ---: | ---: |")
     right = True
     for width, out in PRODUCTS:
@@ -52,7 +52,9 @@ def invariant_products(device: CudaDevice) -> bool:
 
 
 def invariant_attention(device: CudaDevice) -> bool:
-    """Prompts computed whole, in chunks and token by token, in batches with others."""
+    """Checks attention of prompts computed whole, in chunks and token by token, in batches with
+    others.
+    """
     print("\n| attention | tokens that differ | |\n| --- | --- | --- |")
     right = True
     for case in cases():
@@ -72,7 +74,7 @@ def invariant_attention(device: CudaDevice) -> bool:
 
 
 def invariance_price() -> bool:
-    """Decodes' attention with --batch-invariant and without."""
+    """Times decode attention with and without --batch-invariant."""
     print(
         "\n| batch | µs a layer | with --batch-invariant | price |\n| ---: | ---: | ---: | ---: |"
     )

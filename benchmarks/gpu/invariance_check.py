@@ -1,4 +1,4 @@
-"""Whether rows computed with --batch-invariant are the same bits in every batch."""
+"""Checks that rows computed with --batch-invariant have the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.worker.backends.cuda.paged_attention import XformersPagedAttention
 from services.worker.backends.device import Device
 
 Part = tuple[int, int, int]
-"""A sequence, and the first and the end of its tokens that a step computes."""
+"""A sequence, and the first and end position of its tokens that a step computes."""
 
 ROWS = (1, 2, 7, 16, 63, 64, 65, 130)
 
@@ -21,7 +21,7 @@ ROWS = (1, 2, 7, 16, 63, 64, 65, 130)
 def products_differ(
     device: Device, dtype: torch.dtype, width: int, out: int, *, bias: bool = False
 ) -> list[int]:
-    """The numbers of rows whose products are not those of the largest number."""
+    """The numbers of rows whose products differ from the products of the largest number."""
     from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -34,9 +34,9 @@ def products_differ(
 
 
 class InvarianceCheck:
-    """Sequences of fixed queries, keys and values, with the output of each, computed alone, whole.
-
-    `max_model_len`: tokens that the block table of a sequence has room for, at least its length.
+    """Sequences of fixed queries, keys and values, with the output of each computed alone in one
+    step. `max_model_len` is the number of tokens in a sequence's block table; it is at least the
+    longest sequence.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class InvarianceCheck:
 
     def differing(self, steps: list[list[Part]]) -> list[tuple[int, int]]:
         """Computes the sequences in these steps, in other blocks. Returns (sequence, token) of the
-        first token that differs in each part. Parts of one token must come first in a step.
+        first differing token of each differing part. Parts of one token must be first in a step.
         """
         self._assign_blocks(seed=1)
         return [

@@ -1,6 +1,6 @@
-"""A random model of 8 billion parameters on a GPU: the worker's runner beside transformers.
+"""A random model of 8 billion parameters on a GPU: the worker's runner compared with transformers.
 
-Both compute the same weights, prompts and numbers of tokens, greedily; end-of-text tokens are
+Both compute the same weights, prompts and numbers of tokens, greedily. End-of-text tokens are
 ignored.
 """
 
@@ -36,7 +36,9 @@ from services.worker.platforms.interface import Parts
 from services.worker.platforms.prompt_shapes import run_prompts
 
 TOLERANCE = 0.25
-"""Of a log-probability, in bfloat16; those of other tokens differ by several."""
+"""Tolerance of log-probabilities in bfloat16. The log-probabilities of different tokens differ by
+several.
+"""
 BATCHES = (1, 16, 64, 256)
 PROMPT, OUTPUT = 512, 128
 BLOCK_SIZE = 64
@@ -56,7 +58,9 @@ SHAPE: dict[str, Any] = {
 
 
 class StateDict:
-    """The tensors of a model in memory, read as `load_weights` reads a checkpoint."""
+    """The tensors of a model in memory, with the interface from which `load_weights` reads a
+    checkpoint.
+    """
 
     num_bytes = 0
 
@@ -64,7 +68,7 @@ class StateDict:
         self.tensors = model.state_dict()
 
     def check(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """Asserts that all expected tensors are there."""
+        """Asserts that all expected tensors exist."""
         assert expected.keys() <= self.tensors.keys()
 
     @contextmanager
@@ -79,7 +83,9 @@ class StateDict:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Seconds until every prompt has its first token, and of the median step after that."""
+    """Times of a run in seconds: until every prompt has its first token, of the median step after
+    that, and in total.
+    """
 
     prefill: float
     step: float
@@ -87,9 +93,8 @@ class Run:
 
 
 def run(platform: CudaPlatform, copy: float, shape: dict[str, Any] = SHAPE) -> bool:
-    """Prints tables; whether the model computes what transformers' does.
-
-    `copy`: bytes a second that a plain copy reads and writes.
+    """Prints tables. Returns whether the model's log-probabilities agree with transformers'. `copy`
+    is the number of bytes that a plain copy reads and writes per second.
     """
     reference = random_model(shape, platform.torch_device)
     runner = build_runner(platform, reference)
@@ -111,7 +116,9 @@ def run(platform: CudaPlatform, copy: float, shape: dict[str, Any] = SHAPE) -> b
 def our_rate(
     runner: ModelRunner, reference: PreTrainedModel, shape: dict[str, Any], copy: float, batch: int
 ) -> float:
-    """Prints what decodes of a batch read a second; tokens a second, prompts included."""
+    """Prints the bytes that decodes of a batch read per second. Returns tokens per second,
+    including the prompts.
+    """
     weights = sum(parameter.numel() for parameter in reference.parameters())
     weights -= cast(Any, reference).get_input_embeddings().weight.numel()
     head_dim = shape["hidden_size"] // shape["num_attention_heads"]
@@ -131,7 +138,7 @@ def our_rate(
 
 
 def random_model(shape: dict[str, Any], device: torch.device) -> PreTrainedModel:
-    """Weights drawn on the device, in bfloat16."""
+    """A model with random bfloat16 weights on the device."""
     torch.manual_seed(0)
     config = LlamaConfig(**shape, bos_token_id=1, eos_token_id=2)
     default = torch.get_default_dtype()
@@ -145,7 +152,7 @@ def random_model(shape: dict[str, Any], device: torch.device) -> PreTrainedModel
 
 
 def build_runner(platform: CudaPlatform, reference: PreTrainedModel) -> ModelRunner:
-    """The worker's runner over the same weights, warm."""
+    """The worker's runner with the same weights, after its warm-up."""
     with temporary_config(reference) as directory:
         config = read_model_config(directory)
     kernels = CudaKernels()
@@ -237,7 +244,9 @@ def _wait(output: object) -> None:
 
 
 def transformers_rate(reference: PreTrainedModel, prompts: np.ndarray) -> float:
-    """Tokens a second of continuous batching, from the first request's start to the last's end."""
+    """Tokens per second of continuous batching, from the first request's start to the last one's
+    end.
+    """
     make_config: Any = GenerationConfig
     settings = make_config(max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)
     answers = cast(Any, reference).generate_batch(prompts.tolist(), generation_config=settings)

@@ -1,7 +1,7 @@
-"""Operations of a step besides attention, on a device and on the host.
+"""Compares operations of a step other than attention on a device with reference results.
 
-Grouped experts, recorded, beside each expert by itself; tokens and log-probabilities beside the
-host sampler's.
+Recorded grouped experts are compared with single experts. Tokens and log-probabilities are compared
+with the host sampler's.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def experts_difference(device: Device, dtype: torch.dtype) -> float:
-    """The difference of grouped experts to single ones, relative to the output of the latter: the
-    largest of several batches through one recorded program. NaN counts as infinite.
+    """The relative difference of grouped experts to single ones: the largest of several batches
+    through one recorded program. NaN counts as infinite.
     """
     there = device.torch_device
 
@@ -69,8 +69,9 @@ def experts_difference(device: Device, dtype: torch.dtype) -> float:
 
 
 def sampling_differences(device: Device) -> tuple[int, float]:
-    """The number of tokens that are not the host's, over rows of every kind of sampling, and the
-    largest difference of a log-probability: infinite if the top tokens or ranks differ.
+    """The number of tokens that differ from the host's, over rows of every kind of sampling, and
+    the largest difference of a log-probability. The latter is infinite if top tokens or ranks
+    differ.
     """
     samplers = _sampler(), _sampler()
     rows = np.arange(NUM_ROWS)

@@ -1,4 +1,4 @@
-"""How a comparison ended: its word in a table, and the error of one that did not end."""
+"""Results of comparisons in tables, and errors of comparisons that failed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 
 def attempt(work: Callable[[], bool], name: str) -> bool:
-    """The result of `work`. Prints `name` and the error, and returns False, if it raises one."""
+    """Returns the result of `work`. If it raises, prints `name` and the error, and
+    returns False.
+    """
     try:
         return work()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""A runner's log-probabilities of given tokens beside transformers'.
+"""Compares a runner's log-probabilities of given tokens with transformers'.
 
-A text is prompt from end to end, so that nothing depends on what is sampled: its first tokens in
-one step, the others one a step, which is how decodes run.
+Each text is entirely prompt, so that nothing depends on sampling. Its first tokens are computed in
+one step, the others one per step, as decodes are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GENERATION = 2**31
 def largest_difference(
     runner: ModelRunner, reference: PreTrainedModel, texts: np.ndarray, num_single: int
 ) -> float:
-    """The largest difference of log-probabilities of `texts` [batch, length]; the last `num_single`
+    """The largest difference of log-probabilities of `texts` [batch, length]. The last `num_single`
     tokens are computed one by one. NaN counts as infinite.
     """
     ours = torch.from_numpy(log_probabilities(runner, texts, num_single))
@@ -29,7 +29,7 @@ def largest_difference(
 
 
 def log_probabilities(runner: ModelRunner, texts: np.ndarray, num_single: int) -> np.ndarray:
-    """Of every token but the first of each text, float32 [batch, length - 1]."""
+    """The log-probabilities of each text's tokens except the first, float32 [batch, length - 1]."""
     batch, length = texts.shape
     groups, width = len(runner.limits.windows), -(-length // runner.limits.block_size)
     blocks = 1 + np.arange(batch * groups * width, dtype=np.int32)
@@ -53,7 +53,7 @@ def _of_prompts(output: StepOutput) -> np.ndarray:
 
 
 def reference_log_probabilities(reference: PreTrainedModel, texts: np.ndarray) -> torch.Tensor:
-    """The same of transformers."""
+    """transformers' log-probabilities of each text's tokens except the first."""
     token_ids = torch.from_numpy(texts).long().to(reference.device)
     with torch.inference_mode():
         logits = reference(input_ids=token_ids, use_cache=False).logits[:, :-1]

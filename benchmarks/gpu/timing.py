@@ -1,4 +1,4 @@
-"""Times on a GPU."""
+"""Times work on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COPY_BYTES = 2**30
 
 
 def seconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """The shortest of several runs on the device."""
+    """The shortest time of several runs on the device, in seconds."""
     make_event: Any = torch.cuda.Event
     times: list[float] = []
     for _ in range(repeats + 3):
@@ -25,7 +25,7 @@ def seconds(work: Callable[[], object], repeats: int = 20) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written a second by a copy on the device."""
+    """The bytes per second that a copy on the device reads and writes."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / seconds(lambda: target.copy_(source))

@@ -1,1 +1,3 @@
-"""What services do with wrong messages of each other: a proxy on a link, and a sweep of faults."""
+"""Tests how services handle wrong messages from each other: a proxy on a link, and a sweep of
+faults.
+"""

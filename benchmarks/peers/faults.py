@@ -1,4 +1,4 @@
-"""Faults of a link: a message that is lost, comes twice, late, out of order, cut or changed."""
+"""Faults of a link: a message is lost, repeated, late, out of order, cut or changed."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ WHOLE_MESSAGE = (
     "emptied",
     "call broken",
 )
-"""What can happen to a message as a whole."""
+"""Faults of a whole message."""
 
 
 class BrokenCallError(Exception):
-    """The proxy ends the call."""
+    """Makes the proxy end the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one message of a lane: to the message as a whole, or to one field of it."""
+    """A fault of one message of a lane: of the whole message, or of one field."""
 
     lane: Lane
     change: str
@@ -49,7 +49,7 @@ def faults_of(lane: Lane) -> Iterator[Fault]:
 
 
 class Clean:
-    """A rule that changes nothing."""
+    """A rule that forwards messages unchanged."""
 
     async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:  # noqa: ARG002
         return [message]
@@ -57,7 +57,7 @@ class Clean:
 
 @dataclass(slots=True)
 class Observed:
-    """A rule that changes nothing, and notes which fields of which lanes were set."""
+    """A rule that forwards messages unchanged, and records which fields of which lanes were set."""
 
     present: dict[Lane, set[tuple[str, ...]]] = field(default_factory=dict)
 
@@ -69,8 +69,8 @@ class Observed:
 
 
 class Injection:
-    """A rule under which a fault happens once: to the first message to which it applies, after
-    `num_spared` of them. `num_times` is for more than one.
+    """A rule that injects a fault. The first `num_spared` messages to which it applies are spared;
+    then it is injected `num_times` times.
     """
 
     def __init__(self, fault: Fault, num_spared: int = 0, num_times: int = 1) -> None:
@@ -103,7 +103,7 @@ class Injection:
         return wrong
 
     def _wrong(self, message: bytes) -> list[bytes] | None:
-        """What comes in place of a message; None where the fault does not apply to it."""
+        """The messages that replace a message. None if the fault does not apply to it."""
         match None if self.fault.path else self.fault.change:
             case "dropped" | "after the next":
                 return []

@@ -1,4 +1,4 @@
-"""The fields of messages between services, and the changes that each of them can suffer."""
+"""The fields of messages between services, and the changes that are tried on each."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 _INVALID_TEXT = "\x01invalid\x02"
-"""Stands in a string until it is serialized, where bytes that are no UTF-8 replace it."""
+"""Placeholder in a string. After serialization it is replaced by bytes that are not UTF-8."""
 _INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
@@ -55,7 +55,7 @@ _LISTS: Mapping[str, Callable[[Sequence[Value]], Sequence[Value]]] = {
 def field_paths(
     message: Descriptor, before: tuple[str, ...] = (), above: tuple[Descriptor, ...] = ()
 ) -> Iterator[tuple[str, ...]]:
-    """The names from a message down to each of its fields, those of messages in it included."""
+    """The paths of a message's fields, including the fields of nested messages."""
     for field in message.fields:
         path = (*before, field.name)
         yield path
@@ -89,8 +89,8 @@ def change_names(message: Descriptor, path: Sequence[str]) -> list[str]:
 
 
 def changed(message: Message, path: Sequence[str], change: str) -> bytes | None:
-    """The message with one field changed, serialized; None where that makes no difference. Where a
-    message on the way is repeated, the last one is changed, and of a list of values the last value.
+    """The serialized message with one field changed. None if nothing would change. In repeated
+    messages along the path and in a list of values, the last element is changed.
     """
     copy = type(message)()
     copy.CopyFrom(message)
@@ -110,7 +110,7 @@ def changed(message: Message, path: Sequence[str], change: str) -> bytes | None:
 
 
 def _message_type(field: FieldDescriptor) -> Descriptor | None:
-    """The type of the messages that a field holds; None for values, and for a map."""
+    """The message type of a field. None for scalar values and maps."""
     kind = field.message_type
     return None if kind is None or kind.GetOptions().map_entry else kind
 
@@ -145,7 +145,7 @@ def _values_of(field: FieldDescriptor) -> _Changes:
 
 
 def _change(parent: Message, field: FieldDescriptor, change: str) -> bool:
-    """Changes a field of a message in place; returns whether the change applies."""
+    """Changes a field of a message in place. Returns whether the change applies."""
     values = getattr(parent, field.name)
     if change in _LISTS:
         kept = list(_LISTS[change](list(values)))

@@ -1,4 +1,4 @@
-"""The links between services on which a proxy can stand."""
+"""The links between services on which a proxy can be placed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,19 +9,19 @@ from services.common.process.settings import env_prefix
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One service that calls another one, of the first replica."""
+    """A service of the first replica that calls another one."""
 
     caller: str
     """The calling process."""
     setting: str
-    """Its variable that has the addresses of what it calls."""
+    """The caller's environment variable with the addresses of its callees."""
     callee: str
     """The called process."""
     stream: str
-    """The method whose stream is always open."""
+    """The method whose stream is always open between them."""
 
     def through(self, socket: str, proxy: str) -> Callable[[ChildSpec], ChildSpec]:
-        """Has the caller call `proxy` where it would call `socket`."""
+        """Returns a function that makes the caller call `proxy` instead of `socket`."""
 
         def rewire(spec: ChildSpec) -> ChildSpec:
             if spec.name != self.caller:

@@ -1,4 +1,6 @@
-"""Requests of many kinds, sent together; each answer is compared with the one it got alone."""
+"""Concurrent requests of many kinds; each answer is compared with the answer to the same request
+alone.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,11 +19,11 @@ _NUM_PROMPT_TOKENS, _NUM_TOKENS = 60, 24
 _LOOKS = ("/metrics", "/activity", "/health")
 
 Answer = list[bytes]
-"""What a client got, in pieces that do not depend on how the answer was cut into messages."""
+"""A client's answer, in pieces that do not depend on its division into messages."""
 
 
 class Batch:
-    """One request of each kind, over one gateway."""
+    """One request of each kind, through one gateway."""
 
     def __init__(self, http: str, address: str, vocab_size: int) -> None:
         self._channel = open_channel(address)
@@ -45,12 +47,12 @@ class Batch:
         self._expected: dict[str, Answer] = {}
 
     async def measure(self) -> None:
-        """Sends each request alone, and keeps its answer."""
+        """Sends each request alone, and stores its answer."""
         for name, ask in self._asked.items():
             self._expected[name] = await ask()
 
     async def run(self) -> list[str]:
-        """Sends all; returns what is wrong with which answers."""
+        """Sends all requests concurrently; describes failed and changed answers."""
         found = await asyncio.gather(*map(self._difference, self._asked), self._look())
         return [difference for difference in found if difference]
 
@@ -78,7 +80,9 @@ class Batch:
         return "" if answer == self._expected[name] else f"{name} has another answer"
 
     async def _look(self) -> str:
-        """Has the gateway ask its schedulers what they do. What it shows is not judged."""
+        """Makes the gateway query its schedulers about their state. The content of the answers is
+        not checked.
+        """
         for path in _LOOKS:
             try:
                 answer = await self._http.get(path, timeout=ANSWER_SECONDS)
@@ -112,7 +116,7 @@ class Batch:
 
 
 def _joined(pieces: list[gateway_pb2.GenerateResponse]) -> Answer:
-    """Each sequence as one message: all of it but what depends on the cache."""
+    """Each sequence as one message, without the fields that depend on the cache."""
     sequences: dict[int, gateway_pb2.GenerateResponse] = {}
     for piece in pieces:
         whole = sequences.setdefault(piece.index, gateway_pb2.GenerateResponse(index=piece.index))

@@ -1,4 +1,4 @@
-"""The methods of the services, by the names that calls have on the wire."""
+"""The methods of the services, by their names on the wire."""
 
 import enum
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ METHODS: dict[str, MethodDescriptor] = {
 
 
 def streams_both_ways(method: str) -> bool:
-    """Whether a method, which may be of another contract, takes and sends several messages."""
+    """Whether both sides of a method stream messages. False for methods of other contracts."""
     known = METHODS.get(method)
     return known is not None and known.client_streaming and known.server_streaming
 
@@ -58,6 +58,6 @@ def message_type(lane: Lane) -> Descriptor | None:
 
 
 def decoded(lane: Lane, data: bytes) -> Message | None:
-    """A message of a lane; None for methods of other contracts."""
+    """Parses a message of a lane. None for methods of other contracts."""
     type_of = message_type(lane)
     return None if type_of is None else GetMessageClass(type_of).FromString(data)

@@ -1,4 +1,4 @@
-"""A proxy between two services that reads each message, and may change it."""
+"""A proxy between two services that reads each message and may change it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,26 +17,26 @@ from services.common.rpc.server import SERVER_OPTIONS
 
 _Context = Any
 BROKEN = "the proxy ended the call"
-"""The message of calls that the proxy ends."""
+"""The status message of calls that the proxy ends."""
 
 
 class Rule(Protocol):
-    """What becomes of messages on their way."""
+    """Decides which messages are forwarded."""
 
     async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:
-        """What to send in place of a message. Raises BrokenCallError."""
+        """The messages to send instead of a message. Raises BrokenCallError."""
 
 
 class PeerProxy:
-    """Takes the calls of a service in place of `target`, and calls `target`: every method, over
-    gRPC and, at a Unix socket, over the streams beside it. Statuses pass through. Between them
-    `rule` gets each message as bytes; it can be replaced at any time.
+    """Accepts the calls of a service instead of `target`, and forwards them to `target`. It
+    forwards every method, over gRPC and, at a Unix socket, over the local streams. Statuses are
+    forwarded unchanged. `rule` receives each message as bytes; it can be replaced at any time.
     """
 
     def __init__(self, target: str) -> None:
         self.rule: Rule = Clean()
         self.num_messages: dict[Lane, int] = {}
-        """How many messages came, by lane."""
+        """Number of received messages, by lane."""
         self._target = target
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((_AllMethods(self),))
@@ -63,13 +63,15 @@ class PeerProxy:
             call.cancel()
 
     async def close(self) -> None:
-        """Ends everything."""
+        """Stops both servers and closes the channel."""
         await self._local.stop(0)
         await self._server.stop(0)
         await self._channel.close()
 
     def handler(self, method: str) -> Any:
-        """The handler of a method: of one message as of several, which are alike on the wire."""
+        """The handler of a method. Unary and streaming calls are equal on the wire, so one handler
+        serves both.
+        """
 
         async def forward(messages: AsyncIterator[bytes], context: _Context) -> None:
             call = asyncio.ensure_future(self._forward(method, messages, context))

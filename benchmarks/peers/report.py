@@ -1,4 +1,4 @@
-"""What a sweep of faults found."""
+"""The report of a sweep of faults."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _MOST_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What came of one fault."""
+    """The effects of one fault."""
 
     fault: Fault
     ended: tuple[str, ...] = ()
@@ -21,20 +21,20 @@ class Effect:
     wrong: tuple[str, ...] = ()
     """Answers that failed or changed."""
     lines: tuple[str, ...] = ()
-    """Warnings and errors that services logged."""
+    """Warnings and errors in the services' logs."""
     heal_seconds: float = 0.0
-    """From the fault until the link carried its stream again and all answers had ended."""
+    """Seconds from the fault until the link carried its stream again and all answers had ended."""
 
     @property
     def is_bad(self) -> bool:
-        """Whether it had an effect that a fault must not have."""
+        """Whether the fault had a forbidden effect."""
         if self.ended or self.heal_seconds > HEAL_SECONDS:
             return True
         return bool(self.wrong) and not why_undetectable(self.fault)
 
     @property
     def is_noisy(self) -> bool:
-        """Whether a service logged it in more than one line."""
+        """Whether a service logged more than one line."""
         services = [line.partition(":")[0] for line in self.lines]
         return len(services) > len(set(services))
 
@@ -54,7 +54,7 @@ def _in_short(kind: str, texts: Sequence[str]) -> list[str]:
 
 
 def report(effects: Sequence[Effect], num_unseen: int, num_tried: int) -> str:
-    """A table of all faults by lane, and those with a bad effect one by one."""
+    """A table of all faults by lane, and the faults with forbidden effects one by one."""
     rows = []
     for lane in sorted({str(effect.fault.lane) for effect in effects}):
         of_lane = [effect for effect in effects if str(effect.fault.lane) == lane]

@@ -3,12 +3,13 @@
     python -m benchmarks.peers --link gateway-scheduler [--faults 200] [--seconds 600] [--seed 0]
                                [--only deltas] [--grpc] [--log FILE]
 
-Two replicas serve one gateway, and the proxy stands before one of them. Faults are: a message is
-dropped, repeated, late, out of order, cut or emptied, its call is broken, or one field of it is
-changed (benchmarks/peers/fields.py). Each fault happens once, under a batch of requests of many
-kinds. An answer must be what it was without faults, no process may end, and the link must carry
-messages again within five seconds. Faults that no receiver can see are listed with their reasons in
-benchmarks/peers/undetectable.py. The exit status is 1 if one has another effect.
+Two replicas serve one gateway, and the proxy is on a link of one of them. Faults are: a message is
+dropped, repeated, late, out of order, cut or emptied, its call is broken, or one of its fields is
+changed (benchmarks/peers/fields.py). Each fault is injected once, during a batch of requests of
+many kinds. Every answer must equal the answer without faults, no process may end, and the link must
+carry messages again within five seconds. Faults that no receiver can detect are listed with their
+reasons in benchmarks/peers/undetectable.py; they may change answers. The exit status is 1 if a
+fault has a forbidden effect.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ from services.cli.processes.supervisor import RestartPolicy
 from services.cli.settings import UpSettings
 
 MOST_SPARED = 6
-"""A fault happens to one of so many of the messages that it applies to."""
+"""Range of the random number of applicable messages that are spared before a fault."""
 _LOOK_AGAIN_SECONDS = 0.02
 _ENDED = re.compile(r"\S+ (ended|hangs): ")
 _WARNING = re.compile(r"\S+: \S+ (warning|error|critical) ")
@@ -47,7 +48,7 @@ _WARNING = re.compile(r"\S+: \S+ (warning|error|critical) ")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run."""
+    """The parameters of the run."""
 
     model: Path
     link: str
@@ -60,7 +61,7 @@ class Options:
 
 
 class Sweep:
-    """One link under faults."""
+    """Injects faults into one link."""
 
     def __init__(
         self, link: Link, proxy: PeerProxy, batch: Batch, log_file: Path, admin: str
@@ -74,7 +75,7 @@ class Sweep:
         self._answers = Lane(link.stream, Direction.RESPONSE)
 
     async def observe(self) -> Observed:
-        """The fields that the link carries, from the beginning of its stream on."""
+        """Records the fields that the link carries, from the start of its stream."""
         observed = Observed()
         self._proxy.rule = observed
         self._proxy.break_calls()
@@ -84,8 +85,8 @@ class Sweep:
         return observed
 
     async def inject(self, fault: Fault, num_spared: int) -> Effect | None:
-        """Has a fault happen under load; None if no message was found that it applies to. Messages
-        with which a stream begins are found when it begins anew.
+        """Injects a fault under load. Returns None if no message was found to which it applies. If
+        none is found at first, the stream is restarted, so that its first messages are found, too.
         """
         logged = self._log_file.stat().st_size
         injection = self._proxy.rule = Injection(fault, num_spared)
@@ -120,7 +121,7 @@ class Sweep:
         return Effect(fault, ended, tuple(wrong), warnings, seconds)
 
     async def _until_carried(self) -> None:
-        """Waits until the stream of the link brings something. Requests see to that."""
+        """Waits until the stream of the link carries a message, and sends requests to cause one."""
         before = self._proxy.num_messages.get(self._answers, 0)
         deadline = time.monotonic() + RECOVERY_SECONDS
         while self._proxy.num_messages.get(self._answers, 0) == before:
@@ -131,8 +132,8 @@ class Sweep:
 
 
 async def sweep(options: Options, directory: Path) -> tuple[str, bool]:
-    """Tries faults until there are no more, or the time is over; returns the report, and whether no
-    fault had a bad effect. Raises RuntimeError if the services do not start.
+    """Injects faults until all were tried or the time is over. Returns the report, and whether no
+    fault had a forbidden effect. Raises RuntimeError if the services do not start.
     """
     link = LINKS[options.link]
     socket = f"unix:{directory / link.callee}.sock"
@@ -188,13 +189,13 @@ async def _try_all(run: Sweep, options: Options) -> tuple[str, bool]:
 
 
 def _may_be_found(fault: Fault, observed: Observed) -> bool:
-    """Whether messages have what the fault changes: the message that the field belongs to."""
+    """Whether messages contain the message that the changed field belongs to."""
     above = fault.path[:-1]
     return not above or above in observed.present[fault.lane]
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """The command line. Ends the process with one sentence when it makes no sense."""
+    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("peers", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     add = parser.add_argument
@@ -219,7 +220,7 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs, prints, judges."""
+    """Runs the sweep and prints the report. Returns 1 if a fault had a forbidden effect."""
     options = parse_options(argv)
     with tempfile.TemporaryDirectory(prefix="stepwell-peers-") as directory:
         try:

@@ -1,4 +1,4 @@
-"""Faults that no receiver can see: one valid value of a message in place of another."""
+"""Faults that no receiver can detect: one valid value of a field replaces another."""
 
 from stepwell.common.v1.common_pb2 import SamplingParams
 
@@ -40,13 +40,15 @@ UNDETECTABLE: dict[str, str] = {
         )
     },
 }
-"""Changes by `Lane: path: change`, or by `Lane: path` for every change of a field, each with the
-reason why the receiver cannot see it.
+"""The reasons why a receiver cannot detect a change. Keys are `Lane: path: change`, or `Lane: path`
+for every change of a field.
 """
 
 
 def why_undetectable(fault: Fault) -> str:
-    """The reason; empty for a fault that must be seen, or change nothing."""
+    """The reason why a fault is undetectable. Empty for a fault that must be detected, or have no
+    effect.
+    """
     place = f"{fault.lane}: {'.'.join(fault.path)}"
     known = UNDETECTABLE | UNDETECTABLE_BELOW
     return known.get(str(fault), known.get(place, ""))

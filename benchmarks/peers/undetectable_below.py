@@ -1,4 +1,4 @@
-"""The undetectable faults of the links below a scheduler: see benchmarks/peers/undetectable.py."""
+"""The undetectable faults of the scheduler's links to pool and workers."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ _LOGPROBS = ("token_ids", "logprobs", "ranks")
 
 
 def _below(prefix: str, kind: object, reason: str) -> Iterator[tuple[str, str]]:
-    """A field and all fields of its messages."""
+    """The paths of a field and of all nested fields, each with the reason."""
     yield prefix, reason
     for path in field_paths(kind.DESCRIPTOR):  # type: ignore[attr-defined]
         yield ".".join((prefix, *path)), reason
@@ -75,4 +75,4 @@ UNDETECTABLE_BELOW: dict[str, str] = {
     "OpenPool request: drop_last_hit_block": _SHAPE,
     **dict(_below("OpenPool request: groups", common_pb2.KVCacheGroup, _SHAPE)),
 }
-"""See UNDETECTABLE."""
+"""The reasons why a receiver cannot detect a change, with the keys of UNDETECTABLE."""

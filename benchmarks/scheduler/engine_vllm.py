@@ -1,7 +1,7 @@
 """vLLM's scheduler and KV-cache manager under the loads of the comparison.
 
-Runs in an interpreter of its own that has vLLM: `benchmarks.scheduler` starts it. Prints the
-figures as one line of JSON, the last of its output.
+`benchmarks.scheduler` starts it in a separate interpreter that has vLLM. It prints the figures as
+one line of JSON, the last of its output.
 """
 
 import json
@@ -47,7 +47,7 @@ hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
 
 def main() -> None:
-    """Measures everything once."""
+    """Measures every figure once."""
     init_none_hash(sha256)
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def make_scheduler(directory: str, num_running: int, asynchronous: bool) -> Scheduler:
-    """A scheduler over a pool that holds the load."""
+    """A scheduler with a pool that has room for the load."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -96,7 +96,7 @@ def make_scheduler(directory: str, num_running: int, asynchronous: bool) -> Sche
         model_config=model,
         scheduler_config=scheduling,
         cache_config=cache,
-        device_config=DeviceConfig(device="cpu"),  # not looked for: nothing runs on one
+        device_config=DeviceConfig(device="cpu"),  # not used: nothing runs on a device
     )
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=2, head_size=16, dtype=torch.float32
@@ -117,7 +117,7 @@ def make_scheduler(directory: str, num_running: int, asynchronous: bool) -> Sche
 
 
 def make_request(name: str, tokens: list[int]) -> Request:
-    """A request that goes on for longer than the measurement."""
+    """A request that runs longer than the measurement."""
     sampling = SamplingParams(max_tokens=10_000, ignore_eos=True)
     return Request(
         request_id=name,
@@ -143,7 +143,7 @@ def answer(scheduled: Any, requests: dict[str, Request]) -> ModelRunnerOutput:
 
 
 def step_micros(scheduler: Scheduler, num_running: int, asynchronous: bool) -> float:
-    """Steady decode: median of schedule() and update_from_output() together."""
+    """The median time of schedule() and update_from_output() together in steady decode."""
     requests = {}
     for number in range(num_running):
         requests[str(number)] = make_request(str(number), context_tokens(number))
@@ -168,7 +168,7 @@ def step_micros(scheduler: Scheduler, num_running: int, asynchronous: bool) -> f
 
 
 def prefix_micros(scheduler: Scheduler) -> Figures:
-    """A prompt of PROMPT tokens: hashed, and admitted when all of it is cached."""
+    """Times hashing a prompt of PROMPT tokens, and admitting it when all of it is cached."""
     tokens = long_prompt()
     plain = make_request("plain", tokens)
     plain.block_hashes.clear()
@@ -188,7 +188,7 @@ def prefix_micros(scheduler: Scheduler) -> Figures:
 
 
 def pool_micros(count: int) -> Figures:
-    """Getting and freeing `count` blocks, and getting as many that are cached."""
+    """Times allocating and freeing `count` blocks, and allocating as many cached blocks."""
     pool = BlockPool(4096, enable_caching=True, hash_block_size=BLOCK_SIZE)
     get, free = [], []
     for _ in range(REPEATS):
@@ -202,7 +202,7 @@ def pool_micros(count: int) -> Figures:
 
 
 def eviction_nanos(count: int) -> list[int]:
-    """Getting blocks of which each has a hash to evict."""
+    """Times allocating blocks that each have a hash to evict."""
     pool = BlockPool(count + 1, enable_caching=True, hash_block_size=BLOCK_SIZE)
     taken = []
     for turn in range(REPEATS):

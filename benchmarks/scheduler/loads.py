@@ -1,5 +1,5 @@
-"""The sizes that schedulers are compared at, and how their work is timed. Standard library only:
-vLLM runs it in an interpreter of its own.
+"""The sizes of the comparison of schedulers, and the timing of their work. It needs only the
+standard library, since vLLM runs it in a separate interpreter.
 """
 
 import statistics
@@ -7,19 +7,19 @@ import time
 from collections.abc import Callable
 
 SIZES = (16, 64, 256, 1024)
-"""Requests that run."""
+"""Numbers of running requests."""
 CONTEXT = 512
-"""Tokens of each."""
+"""Approximate tokens of each request."""
 BLOCK_SIZE = 16
 PROMPT = 8192
 """Tokens of the prompt that is hashed and found in the cache."""
 STEPS = 160
 REPEATS = 30
 BLOCK_COUNTS = (1, 64, 1024)
-"""Blocks that are taken and freed at once."""
+"""Numbers of blocks that are allocated and freed at once."""
 
 Figures = dict[str, float]
-"""Microseconds of processor time by the name of the figure."""
+"""Processor microseconds by the name of the figure."""
 
 
 def step_name(num_running: int, *, async_scheduling: bool) -> str:
@@ -28,8 +28,8 @@ def step_name(num_running: int, *, async_scheduling: bool) -> str:
 
 
 def context_tokens(number: int) -> list[int]:
-    """The prompt of request `number`: the lengths of 16 of them differ, so that each step fills a
-    block of one in 16.
+    """The prompt of request `number`. Lengths differ among 16 consecutive requests, so that in each
+    step one request in 16 fills a block.
     """
     length = CONTEXT - 8 + number % BLOCK_SIZE
     return [(number * 7919 + position) % 30_000 for position in range(length)]
@@ -41,7 +41,7 @@ def long_prompt() -> list[int]:
 
 
 def median_step_micros(nanos: list[int]) -> float:
-    """The median of steps, of which the first tenth does not count."""
+    """The median over steps, without the first tenth."""
     return statistics.median(nanos[STEPS // 10 :]) / 1e3
 
 
@@ -61,7 +61,9 @@ def time_repeats(work: Callable[[], object]) -> float:
 
 
 def prefix_figures(hashing: float, full_hit: float) -> Figures:
-    """Hashing a prompt of PROMPT tokens, and admitting it when all of it is cached."""
+    """The figures of hashing a prompt of PROMPT tokens, and of admitting it when all of it is
+    cached.
+    """
     return {
         f"hash a prompt of {PROMPT} tokens": hashing,
         f"full hit of {PROMPT} tokens: look-up and allocation": full_hit,
@@ -69,7 +71,9 @@ def prefix_figures(hashing: float, full_hit: float) -> Figures:
 
 
 def pool_figures(count: int, get: list[int], free: list[int], evict: list[int]) -> Figures:
-    """Getting and freeing `count` blocks, and getting as many that are cached."""
+    """The figures of allocating and freeing `count` blocks, and of allocating as many cached
+    blocks.
+    """
     return {
         f"get {count} blocks": median_micros(get),
         f"free {count} blocks": median_micros(free),

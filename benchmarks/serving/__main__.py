@@ -40,7 +40,7 @@ QUICK = Schedule((1, 4), num_rounds=1, requests_each=1, prompt_tokens=32, output
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """The command line. Ends the process with one sentence when it makes no sense."""
+    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser(
         "serving", "Measure serving through the services against everything in one process."
     )

@@ -20,8 +20,8 @@ _PREFIX_SHARE = 0.6
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to one request so far. `logprobs` has those of the sampled tokens, if
-    requested.
+    """The answer to one request so far. `logprobs` has the log-probabilities of the sampled tokens,
+    if requested.
     """
 
     token_ids: list[int] = field(default_factory=list)

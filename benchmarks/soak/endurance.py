@@ -56,7 +56,7 @@ SHOWN_ERRORS = 10
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The run, and the accepted growth."""
+    """The parameters of the run, and the accepted growth."""
 
     model: Path
     minutes: float
@@ -216,7 +216,7 @@ def report(outcome: Outcome) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """The command line. Ends the process with one sentence when it makes no sense."""
+    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("soak endurance", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=positive, default=20.0, help="how long (default: 20)")
     add_model(parser)

@@ -62,8 +62,8 @@ waits for the recovery from the previous one.
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The run. `every_seconds` is the interval of faults. If it is None, each fault waits for the
-    recovery from the previous one.
+    """The parameters of the run. `every_seconds` is the interval of faults. If it is None, each
+    fault waits for the recovery from the previous one.
     """
 
     model: Path
@@ -215,7 +215,7 @@ def _is_gateway(name: str) -> bool:
 
 
 def _send(number: signal.Signals, name: str, replicas: Replicas) -> None:
-    with suppress(ProcessLookupError):  # It has ended.
+    with suppress(ProcessLookupError):  # the process has ended
         os.kill(replicas.pid(name), number)
 
 
@@ -232,7 +232,7 @@ async def _within(seconds: float, event: asyncio.Event) -> bool:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """The command line. Ends the process with one sentence when it makes no sense."""
+    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("soak faults", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     add = parser.add_argument

@@ -94,7 +94,7 @@ def report(outcome: Outcome) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Path, float]:
-    """The command line. Ends the process with one sentence when it makes no sense."""
+    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("soak idle", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=positive, default=5.0, help="how long (default: 5)")
     add_model(parser)

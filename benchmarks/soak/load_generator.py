@@ -93,7 +93,9 @@ def sum_sent(parts: Sequence[Sent]) -> Sent:
 
 
 async def send(sending: Sending, until_told: asyncio.Event | None = None) -> Sent:
-    """Sends the requests, if given after the event `until_told`, and waits for every answer."""
+    """Sends the requests and waits for every answer. If `until_told` is given, sending begins when
+    it is set.
+    """
     requests, connections = sending.requests(), Connections(sending.address)
     next(requests)  # this builds the first requests in advance
     if until_told is not None:

@@ -158,7 +158,7 @@ def report(options: Options, capacity: Outcome, overload: Outcome) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """The command line. Ends the process with one sentence when it makes no sense."""
+    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("soak overload", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     parser.add_argument(

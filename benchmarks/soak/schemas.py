@@ -47,7 +47,7 @@ _MAX_REASON = 60
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The run."""
+    """The parameters of the run."""
 
     model: Path
     schemas: Sequence[tuple[str, str]]

@@ -49,7 +49,7 @@ VICTIMS = ("kvpool", "worker", "scheduler")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The run."""
+    """The parameters of the run."""
 
     model: Path
     num_requests: int

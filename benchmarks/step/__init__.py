@@ -1,1 +1,1 @@
-"""`python -m benchmarks.step`: what a step costs around a worker that computes nothing."""
+"""`python -m benchmarks.step`: measures a step's overhead around a worker that computes nothing."""

@@ -1,12 +1,12 @@
-"""What a step costs when computing costs nothing: all processes real, the worker's step empty.
+"""Measures the overhead of a step: all processes are real, and the worker's step is empty.
 
     python -m benchmarks.step [--quick] [--running 64,256,1024] [--rounds N] [--json FILE]
 
-A client holds one session with the scheduler, as a gateway does, and `--running` requests decode at
-once, of which one in sixteen crosses a block in each step. With an empty step the time from one
-step to the next is overhead and nothing else; with one of 5 ms it should hide behind it, and the
-worker should do as many steps a second as in a bare loop, in the same process and the same round.
-Tables go to standard output, progress to standard error.
+A client has one session with the scheduler, as a gateway does, and `--running` requests decode at
+once. In each step one request in sixteen needs a new block. With an empty step, the time between
+steps is only overhead. With a step of 5 ms the overhead should overlap with it, so that the worker
+runs as many steps per second as in a bare loop in the same process and round. Tables go to standard
+output, progress to standard error.
 """
 
 import json
@@ -39,7 +39,7 @@ MODES = {"async": True, "sync": False}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure."""
+    """The parameters of the measurement."""
 
     running: tuple[int, ...]
     num_steps: int
@@ -47,7 +47,7 @@ class Options:
     json_file: Path | None
 
     def replica(self, *, async_scheduling: bool, otlp_endpoint: str = "") -> ReplicaOptions:
-        """A replica that holds the most requests."""
+        """The options of a replica with room for the most requests."""
         most = max(self.running)
         return ReplicaOptions(
             max_num_seqs=most,
@@ -59,7 +59,7 @@ class Options:
 
 
 async def measure(options: Options, command: str) -> dict[str, Any]:
-    """Measures everything and prints each table as soon as it is there; returns all figures."""
+    """Measures everything and prints each table when it is complete; returns all figures."""
     found = machine()
     show(machine_text(found, command))
     async with AsyncExitStack() as scope:
@@ -82,7 +82,7 @@ async def measure(options: Options, command: str) -> dict[str, Any]:
 async def measure_steps(
     options: Options, replicas: Mapping[str, DummyReplica], step_millis: float
 ) -> list[StepRow]:
-    """Every size in every mode, in turns."""
+    """Measures every size in every mode, in alternation."""
     rows: list[StepRow] = []
     for running in options.running:
         rounds: dict[str, list[Round]] = defaultdict(list)
@@ -96,7 +96,7 @@ async def measure_steps(
 
 
 async def measure_hops(options: Options) -> dict[int, dict[str, float | None]]:
-    """Steps one after the other, taken apart by the traces of one in ten."""
+    """Measures the hops of sequential steps, from the traces of one step in ten."""
     runs: list[HopRun] = []
     async with SpanReceiver() as receiver:
         traced = options.replica(async_scheduling=False, otlp_endpoint=receiver.endpoint)
@@ -106,13 +106,13 @@ async def measure_hops(options: Options) -> dict[int, dict[str, float | None]]:
             for running in options.running:
                 log(f"{running:>5} running, hop by hop")
                 runs.append(await run_hops(replica, running, options.num_steps))
-        # Services send what is left of their traces when they stop.
+        # Services send their remaining spans when they stop.
         spans = receiver.take()
     return {run.concurrency: median_hops(run, spans) for run in runs}
 
 
 async def run_hops(replica: DummyReplica, running: int, num_steps: int) -> HopRun:
-    """A run that notes when the tokens of each step were there."""
+    """Runs decodes, and records when the tokens of each step arrived."""
     run = HopRun(running, time.time_ns())
     async for deltas in decode(replica, running, num_tokens(num_steps)):
         run.session.append((deltas.step, time.time_ns()))
@@ -121,7 +121,7 @@ async def run_hops(replica: DummyReplica, running: int, num_steps: int) -> HopRu
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """The command line. Ends the process with one sentence when it makes no sense."""
+    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("step", "Measure what a step costs around a worker that computes nothing.")
     parser.add_argument(
         "--running",
@@ -150,7 +150,7 @@ def _summary(found: Round) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints, writes."""
+    """Measures, prints the tables and writes the figures."""
     options = parse_options(argv)
     begun = time.monotonic()
     command = shlex.join(["python", "-m", "benchmarks.step", *argv])

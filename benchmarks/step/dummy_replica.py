@@ -1,4 +1,4 @@
-"""A replica around a worker that computes nothing: pool, scheduler and worker, each a process."""
+"""A replica with a worker that computes nothing: pool, scheduler and worker, each a process."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from benchmarks.common.processes import end, environment, spawn, until_serving
 from services.cli.health import until_ready
 
 BLOCK_SIZE = 16
-"""Tokens of a block, as the dummy worker describes its cache."""
+"""Tokens per block of the dummy worker's KV cache."""
 START_SECONDS = 60.0
 
 
@@ -29,7 +29,9 @@ class ReplicaOptions:
 
 
 class DummyReplica:
-    """The scheduler and the pool with production defaults. `async with` starts and stops them."""
+    """A scheduler and a pool with production defaults, and a dummy worker. `async with` starts and
+    stops them.
+    """
 
     def __init__(self, options: ReplicaOptions) -> None:
         self._options = options
@@ -38,11 +40,11 @@ class DummyReplica:
 
     @property
     def scheduler(self) -> str:
-        """Where the scheduler listens."""
+        """The address of the scheduler."""
         return self._socket("scheduler")
 
     def pids(self) -> dict[str, int]:
-        """The process of each service."""
+        """The process id of each service."""
         return {name: process.pid for name, process in self._processes.items()}
 
     async def __aenter__(self) -> "DummyReplica":
@@ -70,12 +72,16 @@ class DummyReplica:
         await asyncio.to_thread(self._stop)
 
     async def set_step(self, millis: float, num_bare_steps: int) -> list[int]:
-        """Sets the duration of a step; returns when each step of a bare loop ended, in ns."""
+        """Sets the duration of a step and runs a bare loop; returns when each of its steps ended,
+        in nanoseconds.
+        """
         ended: list[int] = await self._ask({"step_millis": millis, "bare_steps": num_bare_steps})
         return ended
 
     async def served(self) -> list[tuple[int, int]]:
-        """The decode steps since the last call or `set_step`: when each ended, and its requests."""
+        """The decode steps since the last call or `set_step`: the end time of each, and its number
+        of requests.
+        """
         return [(ended, count) for ended, count in await self._ask({})]
 
     async def _ask(self, command: dict[str, Any]) -> list[Any]:
@@ -103,7 +109,9 @@ class DummyReplica:
         return f"unix:{self._directory.name}/{name}.sock"
 
     def _stop(self) -> None:
-        """The worker ends with its input, and sends what is left of its traces."""
+        """Stops the services. The worker ends when its input is closed, and sends its remaining
+        spans.
+        """
         end([self._processes["scheduler"]])
         end([self._processes["kvpool"]])
         worker = self._processes["worker"]

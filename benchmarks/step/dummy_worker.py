@@ -1,13 +1,13 @@
-"""A worker that computes nothing: the real one's process, server and thread around an empty step.
+"""A worker that computes nothing: the real process, server and thread around an empty step.
 
     python -m benchmarks.step.dummy_worker --address unix:PATH --max-num-seqs 256
                                            --num-blocks 10000
 
-It answers each step with made-up tokens after a set time, one step after the other, so that what is
-left of a step is what everything else costs. Commands come on standard input, a line of JSON each:
-`{"step_millis": 5, "bare_steps": 100}` sets the time, runs `bare_steps` in the compute thread with
-no request, and is answered with the times at which they ended; `{}` is answered with the steps
-that were served since the last command. Times are nanoseconds of the monotonic clock.
+It answers each step with made-up tokens after a set time, one step after another, so that the rest
+of a step's time is overhead. Commands are lines of JSON on standard input. `{"step_millis": 5,
+"bare_steps": 100}` sets the time and runs `bare_steps` in the compute thread without requests; the
+answer is the times at which they ended. The answer to `{}` is the steps that were served since the
+last command. Times are nanoseconds of the monotonic clock.
 """
 
 import argparse
@@ -42,8 +42,8 @@ _MADE_UP_TOKEN = 5
 
 
 class DummyRunner:
-    """Stands in for a `ModelRunner`. Records when each step ended that gave all of its requests one
-    token, and how many requests those were.
+    """Replaces a `ModelRunner`. Records the end time and the number of requests of each step in
+    which every request has one token.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -52,10 +52,10 @@ class DummyRunner:
         self._num_known = np.zeros(max_num_seqs, np.int32)
 
     def reset(self) -> None:
-        """Nothing is kept of a stream."""
+        """Does nothing: no state of a stream is stored."""
 
     def begin(self, step: StepInput) -> StepOutput:
-        """Waits, and makes up a token for each request that has no prompt left to compute."""
+        """Waits, and makes up a token for each request whose prompt is computed completely."""
         begun = time.perf_counter()
         for request in step.new_requests:
             self._num_known[request.row] = len(request.token_ids)
@@ -70,7 +70,7 @@ class DummyRunner:
         return output
 
     def run_bare(self, num_steps: int) -> list[int]:
-        """Waits again and again; returns when each wait ended."""
+        """Waits repeatedly; returns when each wait ended, in nanoseconds."""
         ended = []
         for _ in range(num_steps):
             self._wait_since(time.perf_counter())
@@ -78,13 +78,13 @@ class DummyRunner:
         return ended
 
     def _wait_since(self, begun: float) -> None:
-        """Until a step that began then has taken its time."""
+        """Waits until `step_seconds` have passed since `begun`."""
         left = begun + self.step_seconds - time.perf_counter()
         if left > 0:
             time.sleep(left)
 
     def take(self) -> list[tuple[int, int]]:
-        """What was served since this was last called."""
+        """Returns the steps since the last call."""
         served, self.served = self.served, []
         return served
 
@@ -113,7 +113,7 @@ def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
 
 
 async def serve(address: str, max_num_seqs: int, num_blocks: int, endpoint: str) -> None:
-    """Serves, and answers commands, until standard input ends."""
+    """Serves steps and answers commands until standard input ends."""
     tracing = configure_tracing("worker", endpoint, 1.0)
     compute, runner = ComputeThread(), DummyRunner(max_num_seqs)
     servicer = WorkerServicer(compute, tracing, WorkerMetrics())
@@ -144,7 +144,7 @@ async def _answer(
 
 
 def main() -> None:
-    """The command line."""
+    """Parses the command line and runs the program."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step.dummy_worker")
     parser.add_argument("--address", required=True, help="where to listen")
     parser.add_argument("--max-num-seqs", type=int, required=True, help="requests at once")

@@ -1,4 +1,4 @@
-"""Rounds of decode steps against a worker that computes nothing, and what each of them showed."""
+"""Rounds of decode steps against a worker that computes nothing, and their results."""
 
 import asyncio
 import itertools
@@ -18,38 +18,40 @@ from services.common.rpc.channel import open_channel
 
 PROMPT_TOKENS = 96
 WARM_UP_STEPS = 16
-"""Steps at full strength that do not count."""
+"""Steps with all requests that do not count."""
 SPARE_STEPS = 32
-"""Steps after those that count: the prompts of many are computed in several."""
+"""Steps after the steps that count, since the prompts of many requests are computed in several
+steps.
+"""
 RUN_SECONDS = 120.0
 _LOOK_AGAIN_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One run of one size: times from step to step, and processor time per step by process."""
+    """One run of one size: the times between steps, and processor time per step by process."""
 
     step_micros: Sequence[float]
     processor_micros: Mapping[str, float]
     bare_micros: float | None
-    """Mean step of the bare loop just before; None where a step takes no time."""
+    """Mean step of the bare loop just before the run. None if a step takes no time."""
 
     @property
     def ratio(self) -> float | None:
-        """Steps per second to those of the bare loop."""
+        """Ratio of steps per second to the bare loop's. None without a bare loop."""
         return self.bare_micros and self.bare_micros / statistics.mean(self.step_micros)
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One size in one mode: medians over rounds, and the best of them."""
+    """The figures of one size in one mode: medians over rounds, and the best round."""
 
     running: int
     mode: str
     step_millis: float
     num_rounds: int
     median_micros: float
-    """Time from step to step: the median over the rounds of each one's median."""
+    """Time between steps: the median over rounds of each round's median."""
     best_median_micros: float
     mean_micros: float
     processor_micros: dict[str, float]
@@ -59,12 +61,12 @@ class StepRow:
 
 
 def num_tokens(num_steps: int) -> int:
-    """Output tokens of each request for `num_steps` that count."""
+    """Output tokens of each request if `num_steps` steps count."""
     return num_steps + WARM_UP_STEPS + SPARE_STEPS
 
 
 def num_blocks(running: int, num_steps: int) -> int:
-    """Blocks that hold `running` requests, and some more."""
+    """The number of blocks for `running` requests, and some more."""
     longest = PROMPT_TOKENS + BLOCK_SIZE + num_tokens(num_steps)
     return running * (-(-longest // BLOCK_SIZE) + 1) + 64
 
@@ -72,9 +74,8 @@ def num_blocks(running: int, num_steps: int) -> int:
 async def run_round(
     replica: DummyReplica, running: int, num_steps: int, step_millis: float
 ) -> Round:
-    """So many requests to their end; of the steps that have all of them, those in the middle count.
-
-    Raises RuntimeError unless every token came.
+    """Runs `running` requests to their end. The middle ones of the steps with all requests count.
+    Raises RuntimeError if a token is missing.
     """
     bare = await replica.set_step(step_millis, num_steps if step_millis else 0)
     meter = _Meter({**replica.pids(), CLIENT: os.getpid()}, running, num_steps)
@@ -97,7 +98,9 @@ async def run_round(
 async def decode(
     replica: DummyReplica, running: int, num_tokens: int
 ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
-    """Deltas of `running` requests that begin together: the scheduler is paused until then."""
+    """Yields deltas of `running` requests that begin together: the scheduler is paused until all
+    wait.
+    """
     client = SessionClient(replica.scheduler)
     async with open_channel(replica.scheduler) as channel:
         admin = scheduler_pb2_grpc.SchedulerAdminStub(channel)
@@ -110,7 +113,7 @@ async def decode(
 
 
 def row(running: int, mode: str, step_millis: float, rounds: Sequence[Round]) -> StepRow:
-    """What rounds of one size and mode showed together."""
+    """Combines the rounds of one size and mode."""
     medians = [statistics.median(found.step_micros) for found in rounds]
     ratios = [found.ratio for found in rounds if found.ratio is not None]
     bare = [found.bare_micros for found in rounds if found.bare_micros is not None]
@@ -133,7 +136,7 @@ def row(running: int, mode: str, step_millis: float, rounds: Sequence[Round]) ->
 
 
 class _Meter:
-    """Processor time of processes over the steps that count."""
+    """Measures the processor time of processes over the steps that count."""
 
     def __init__(self, pids: Mapping[str, int], running: int, num_steps: int) -> None:
         self._pids = pids
@@ -144,7 +147,7 @@ class _Meter:
         self._ended: tuple[int, dict[str, float]] | None = None
 
     def saw(self, deltas: scheduler_pb2.StepDeltas) -> None:
-        """News of a step came."""
+        """Records the arrival of a step's deltas."""
         if self._full_since is None:
             self._full_since = deltas.step if len(deltas.handles) == self._running else None
         elif self._begun is None:
@@ -154,7 +157,9 @@ class _Meter:
             self._ended = deltas.step, self._read()
 
     def micros_per_step(self) -> dict[str, float]:
-        """Of each process. Raises RuntimeError when the run was too short."""
+        """Processor microseconds per step of each process. Raises RuntimeError if the run was too
+        short.
+        """
         if self._begun is None or self._ended is None:
             raise RuntimeError("the run was over before all of its steps were seen")
         (first, before), (last, after) = self._begun, self._ended
@@ -175,7 +180,9 @@ async def _resume_with(channel: grpc.aio.Channel, running: int) -> None:
 
 
 def _prompts(running: int) -> list[list[int]]:
-    """Prompts that share nothing, of lengths that fill their blocks in different steps."""
+    """Prompts without common prefixes. Their lengths differ, so that they fill blocks in different
+    steps.
+    """
     return [
         [
             (number * 7919 + position) % 30_000
@@ -186,7 +193,7 @@ def _prompts(running: int) -> list[list[int]]:
 
 
 def _take_in(deltas: scheduler_pb2.StepDeltas, collected: dict[int, list[int]]) -> None:
-    """What a gateway does with the news of a step, short of turning tokens into text."""
+    """Collects the tokens of a step as a gateway does, without detokenizing."""
     token_ids, start = list(deltas.token_ids), 0
     for handle, count in zip(deltas.handles, deltas.num_tokens, strict=True):
         collected[handle] += token_ids[start : start + count]

@@ -1,4 +1,4 @@
-"""The tables of a step around a worker that computes nothing."""
+"""Tables of the steps around a worker that computes nothing."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ HIDDEN_NOTE = (
 
 
 def overhead_table(rows: Sequence[StepRow]) -> str:
-    """An empty step: the time from one to the next, and what each process spends on it."""
+    """A table of empty steps: the time between steps, and each process's processor time."""
     processes = list(rows[0].processor_micros)
     spent = (f"{name}, processor µs" for name in processes)
     return table_text(
@@ -36,7 +36,7 @@ def overhead_table(rows: Sequence[StepRow]) -> str:
 
 
 def hidden_table(rows: Sequence[StepRow]) -> str:
-    """A step that takes time: what is left of the throughput that the worker has alone."""
+    """A table of steps with a duration: the throughput, relative to the worker alone."""
     processes = list(rows[0].processor_micros)
     spent = (f"{name}, processor µs" for name in processes)
     return table_text(

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line. Ends the process with one sentence when it makes no sense."""
+    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("worker", (__doc__ or "").partition("\n")[0])
     names = ", ".join(SIZES)
     parser.add_argument(

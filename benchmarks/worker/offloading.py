@@ -163,7 +163,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = make_parser("worker.offloading", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--model", default="135m", help="a directory, or the size of a random model"
@@ -177,7 +177,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """The command line."""
+    """Parses the command line and runs the program."""
     arguments = parse_options(sys.argv[1:])
     show(machine_text(machine(), "python -m benchmarks.worker.offloading"))
     uvloop.run(measure(arguments))

@@ -1,1 +1,1 @@
-"""OpenAI's API over HTTP, with vLLM's common extras."""
+"""The HTTP APIs of the gateway: OpenAI's with vLLM's common extensions, and Anthropic's."""

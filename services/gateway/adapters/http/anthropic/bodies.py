@@ -108,7 +108,7 @@ class CountTokensBody(Body):
     output_config: OutputConfig | None = None
     # vLLM's.
     chat_template_kwargs: dict[str, Any] | None = None
-    # What changes nothing here.
+    # Fields without effect.
     cache_control: Ignored = None
     context_management: Annotated[Any, Without("context_management", {}, {"edits": []})] = None
     mcp_servers: Annotated[Any, Only([], why="tools are called by the client")] = None
@@ -157,7 +157,7 @@ class MessagesBody(CountTokensBody):
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     # Refused with an error code that makes clients send whole conversations.
     thread: dict[str, Any] | None = None
-    # What changes nothing here.
+    # Fields without effect.
     metadata: Metadata | None = None
     container: Annotated[Any, Only(why="no code is run")] = None
     diagnostics: Annotated[Any, Without("diagnostics")] = None

@@ -21,7 +21,7 @@ def deadline_of(headers: Mapping[str, str], arrived: int) -> float | None:
     """The time, on the event loop's clock, at which the client of a request stops waiting. None
     without the header. `arrived` is the request's arrival in nanoseconds of `time.perf_counter_ns`.
 
-    Raises InvalidArgument unless the value is a number of seconds above 0 and at most a day.
+    Raises InvalidArgument if the value is not a number of seconds above 0 and at most a day.
     """
     value = headers.get(HEADER.lower())
     if value is None:

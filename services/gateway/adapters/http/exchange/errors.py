@@ -50,7 +50,7 @@ class Described(NamedTuple):
 
     status: int
     kind: str
-    """OpenAI's error type. For a limit of the tenant: what is limited."""
+    """OpenAI's error type. For a tenant's limit, it names the limited quantity."""
     message: str
     field: str | None
     code: str

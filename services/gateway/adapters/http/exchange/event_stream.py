@@ -26,11 +26,12 @@ _HEADERS = [
 
 class EventStream:
     """A sink that sends the events of a dialect. The head of the answer is sent with the first item
-    or the first keep-alive, whichever is earlier. Until then a refusal by the scheduler can have a
-    status of its own.
+    or the first keep-alive, whichever is earlier. Until then a refusal by the scheduler can still
+    set the status.
 
-    Events are written directly if the connection has a BodyWriter. `drain` sends what the writer
-    does not accept, and events with long lists.
+    Events are written directly if the connection has a BodyWriter. `drain` sends the rest: the
+    head, the first events, all events without a BodyWriter, and the remaining parts of events with
+    long lists.
     """
 
     def __init__(

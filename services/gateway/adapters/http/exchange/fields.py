@@ -120,7 +120,7 @@ def given(name: str) -> dict[str, Any]:
 class Only:
     """Annotation of a field whose accepted values, null and `values`, have no effect.
 
-    Any other value is an error. `why` is its message and says what is not served.
+    Any other value is an error. `why` is its message and names the unsupported feature.
     """
 
     def __init__(self, *values: Any, why: str) -> None:

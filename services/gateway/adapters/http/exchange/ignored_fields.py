@@ -9,12 +9,12 @@ logger = logging.getLogger(__name__)
 
 HEADER = "X-Stepwell-Ignored-Fields"
 IGNORE, REFUSE = "ignore", "refuse"
-"""What is done with unknown fields."""
+"""The settings for unknown fields: ignore or refuse them."""
 
 _MAX_NAME = 64
 """Characters of a field name that the header and the log repeat."""
 _MAX_VALUE = 512
-"""Characters of the header's names. The count of omitted names comes on top."""
+"""Characters of the header's names. The count of omitted names is added to them."""
 _MAX_LOGGED = 256
 """Number of logged names. It is bounded since clients can invent names."""
 _PLAIN = "[]{}()<>$@!*+:;/?"

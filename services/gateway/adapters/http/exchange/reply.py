@@ -53,7 +53,7 @@ class WholeDialect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A body that was read, with what its API derives from it."""
+    """A request's body, and the data that its API derives from it."""
 
     body: AskingBody
     operation: str

@@ -50,7 +50,9 @@ class Route:
     error: type[BaseModel] = Error
     """The model of all error bodies, in the API's schema."""
     has_named_events: bool = False
-    """Whether events have names, and the last event has the schema of the others."""
+    """Whether events have names. If so, the last event has the common schema; otherwise it is
+    `[DONE]`.
+    """
     other_answers: Mapping[int, type[BaseModel]] = field(default_factory=dict)
     """Models of answers with other statuses, if they are no OpenAI errors."""
     headers: tuple[RequestHeader, ...] = ()

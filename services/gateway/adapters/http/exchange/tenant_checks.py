@@ -26,8 +26,7 @@ class TenantChecks:
     """Checks the declared size, the key and the tenant's limits of POST requests to `paths`.
 
     The application finds `tenant` and `allowance` in the request's state. The allowance is closed
-    when the application has returned. Headers of the answer show what is left of the tenant's
-    limits.
+    when the application has returned. Headers of the answer show the rest of the tenant's limits.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ OPERATIONS = {
 
 
 class _Api(Protocol[C_contra]):
-    """Makes the dialect that writes one API's answers to its bodies."""
+    """Makes the dialect that writes the answers to one API's bodies."""
 
     operation: str
     id_prefix: str
@@ -124,7 +124,7 @@ class GenerationRoutes:
         self._keep_alive = keep_alive
 
     async def completions(self, request: Request) -> ASGIApp:
-        """Text completions. With `session`, the request is a turn of that session."""
+        """Text completions. With `session`, the completion is a turn of that session."""
         tenant: Tenant = request.state.tenant
 
         async def to_request(

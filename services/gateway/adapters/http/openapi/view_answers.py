@@ -54,8 +54,9 @@ class TraceSpan(Answer):
 
 
 class TracePart(Answer):
-    """A part of a request's time. `waited_for` is the id of the request that had most of what this
-    request waited for. `step` is the step in which its longest wait began. Both may be null.
+    """A part of a request's time. `waited_for` is the id of the request that used most of the
+    resource that this request waited for. `step` is the step in which its longest wait began. Both
+    may be null.
     """
 
     name: str

@@ -60,7 +60,7 @@ class ServerRoutes:
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        """One model; without a name, all of them."""
+        """One model. Without a name in the path, all models."""
         # The framework's path parameter drops a line feed at the end of the path.
         name = str(request.scope["path"]).removeprefix(f"{MODELS}/")
         if not name:

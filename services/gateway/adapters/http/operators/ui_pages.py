@@ -1,5 +1,5 @@
 """The page /ui and its files, kept in memory. The files contain no request data: the page fetches
-what it shows from the server, with a key where one is needed.
+its data from the server, with an API key if one is required.
 """
 
 import enum

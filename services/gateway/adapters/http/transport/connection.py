@@ -245,7 +245,7 @@ class GuardedConnection(SlicedProtocol):
         super().timeout_keep_alive_handler()
         self._time(CLOSING_SECONDS, self.end)
 
-    # Bounds.
+    # Limits on size and time.
 
     def parse(self, data: bytes) -> None:
         if self._stage is _Stage.END:

@@ -40,7 +40,7 @@ class Connection(Protocol):
 
 
 class Connections:
-    """Admits connections up to the limit, and has the state that connections share."""
+    """Admits connections up to the limit, and contains the state that they share."""
 
     def __init__(
         self,

@@ -17,8 +17,8 @@ from services.gateway.core.tenant import ANYONE
 
 
 class EarlyRefusals:
-    """Refuses POST requests to `paths` while there is no room for them. Neither their bodies are
-    read nor does the application run. Under overload most requests end here.
+    """Refuses POST requests to `paths` while there is no room for them. Their bodies are not read,
+    and the application does not run. Under overload most requests end here.
 
     Some requests are forwarded in any case: requests that the application refuses for another
     reason, and requests whose answer exists under their idempotency key, which need no room.

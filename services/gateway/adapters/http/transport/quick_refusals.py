@@ -36,7 +36,7 @@ class QuickRefusals:
 
     The application decides about all other requests, by the same rules: requests that are refused
     for another reason, whose key is not in memory, whose tenant has limits per minute or on
-    concurrency, that come from a page of another site, or that have an idempotency key.
+    concurrency, that have an `Origin` header, or that have an idempotency key.
     """
 
     operations: Mapping[str, str]

@@ -58,7 +58,9 @@ class SlicedProtocol(HttpToolsProtocol):
             self.parse_on()
 
     def parse_on(self) -> None:
-        """Parses the next slice, unless reading is paused because a request is served first."""
+        """Parses the next slice. Does nothing while reading is paused because a request is served
+        first.
+        """
         if self.flow.read_paused or self.transport.is_closing():
             return
         if self._unread:

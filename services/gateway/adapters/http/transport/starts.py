@@ -20,9 +20,7 @@ class Starts:
         self._waiting: dict[bytes, deque[Callable[[], None]]] = {}
         """Waiting starts by client; the first client is the next to be served."""
         self._num_started = 0
-        """Requests started in this iteration. If requests wait, the count already includes those of
-        the next.
-        """
+        """Requests started since the last call of `_turn`."""
 
     def add(self, client: bytes, start: Callable[[], None]) -> None:
         """Calls `start`, now or soon. `client` identifies the client."""
