@@ -63,7 +63,7 @@ def _randomized(model: PreTrainedModel) -> PreTrainedModel:
 def save_embedder(
     directory: Path, kind: str, mode: str | None = None, *, normalize: bool = True, **changes: Any
 ) -> PreTrainedModel:
-    """Saves a model without a head; with a `mode` as sentence-transformers save it."""
+    """Saves a model without a head. A `mode` adds the files of sentence-transformers."""
     torch.manual_seed(7)
     model = _randomized(AutoModel.from_config(_config(kind, **changes)))
     model.save_pretrained(directory)

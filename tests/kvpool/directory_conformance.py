@@ -66,7 +66,7 @@ class DirectoryConformance:
         await says(directory, "abc", ("p", 1, 3))
         await says(directory, "abx", ("p", 1, 2))
         await says(directory, "x")
-        # Pools evict the tail of a chain first: no block stays behind one that is gone.
+        # Pools evict the tail of a chain first, so no block remains after its parent is evicted.
         directory.publish("p", EventBatch(1, 2, False, (removed(*hashes("abc")[1:]),)))
         await says(directory, "abc", ("p", 1, 1))
 

@@ -170,7 +170,7 @@ def step_of(plan: SchedulerOutput, num_stages: int = 1) -> StepInput:
 
 
 def output_of(output: StepOutput) -> ModelRunnerOutput:
-    """A worker's output as the scheduler gets it over the wire."""
+    """A worker's output after the conversion to and from its message."""
     return model_runner_output_from_proto(
         step_output_to_proto(output, queue_nanos=0, execute_nanos=0)
     )

@@ -123,7 +123,7 @@ def _decompressed_lines(file: IO[bytes]) -> Iterator[bytes]:
         yield from file
         return
     try:
-        import zstandard  # noqa: PLC0415 - an extra, for those who want it
+        import zstandard  # noqa: PLC0415 - an extra
     except ImportError:
         raise CommandError(
             "a compressed log needs zstandard: pip install 'stepwell[zstd]'"

@@ -68,7 +68,7 @@ def test_a_tail_is_compared_with_both_of_the_quiet_tenant_alone() -> None:
 
 
 def test_a_quotient_has_the_interval_of_its_two_tails() -> None:
-    """Of 1000 even values each p99 is the 990th, bounded by those at both sides of it."""
+    """Of 1000 evenly spaced values, p99 is the 990th. Its bounds are the neighbouring values."""
     millis = [1 + index / 1000 for index in range(1000)]
     twice = [2 * one for one in millis]
     lines = lines_of(

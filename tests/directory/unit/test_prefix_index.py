@@ -192,7 +192,7 @@ Step = tuple[int, int, int]
 def test_random_prefixes_of_full_attention_are_matched_as_by_brute_force(
     steps: list[Step], sweeps: int
 ) -> None:
-    """Each step sets how much of a chain a node holds, as pools do: tails first to go."""
+    """Each step sets how many blocks of a chain a node has. Pools remove tails first."""
     index = PrefixIndex()
     index.contact = DirectoryState.EXACT
     depth = {(node, number): 0 for node in range(5) for number in range(len(CHAINS))}

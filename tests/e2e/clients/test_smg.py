@@ -185,7 +185,7 @@ def test_log_probabilities_are_those_of_our_gateway(
 
 
 def test_smg_cuts_the_text_at_a_stop_string(client: openai.OpenAI, demo_stack: Stack) -> None:
-    """The scheduler has no text, and is told to leave stop strings to its client."""
+    """The scheduler has no text, and the request leaves stop strings to the client."""
     whole = client.completions.create(
         model=demo_stack.model, prompt="class Point:", max_tokens=24, temperature=0
     ).choices[0]

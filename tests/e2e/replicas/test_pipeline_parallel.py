@@ -178,7 +178,7 @@ async def test_stages_stay_in_step_when_their_streams_end(service: str, staged: 
 
 
 async def test_running_requests_end_before_all_stages_stop(staged: Stack) -> None:
-    """SIGTERM drains: what runs, ends, and the stages end after it."""
+    """SIGTERM drains: running requests finish, and then the stages end."""
     wait_for(staged.healthy)
     undisturbed = await answers(staged)
 

@@ -70,7 +70,7 @@ def held(gateway: Gateway) -> Counter[str]:
 async def test_requests_through_two_gateways_are_spread_as_through_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loads come with steps alone: nothing looks at the queue beside them."""
+    """Loads are reported with steps only; the queue is not queried separately."""
     monkeypatch.setattr(QueueWatch, "_look", lambda _: None)
     model = write_tokenizer(tmp_path / "paged")
     async with AsyncExitStack() as stack:

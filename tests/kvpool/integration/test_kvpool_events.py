@@ -35,7 +35,7 @@ async def test_a_watcher_gets_a_snapshot_and_then_every_change(stub):
 
 
 async def test_an_idle_pool_keeps_nothing_back(stub):
-    """What a transaction changed is sent, although the pool has no stream any more."""
+    """The changes of a transaction are sent, although the pool has no stream any more."""
     speaker = await opened_speaker(stub)
     watch = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id="replica"))
     await read(watch)

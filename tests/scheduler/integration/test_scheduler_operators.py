@@ -236,7 +236,7 @@ async def test_an_idle_replica_has_told_the_pool_everything(
 
 
 async def test_preempted_requests_count_once_in_the_hit_rate() -> None:
-    """What a victim finds of its own again saved nothing."""
+    """A victim's prefix hits on its own blocks save no computation."""
     worker = FakeWorker(num_blocks=14)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         for handle in range(5):

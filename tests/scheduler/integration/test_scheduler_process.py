@@ -76,7 +76,7 @@ async def test_what_does_not_end_within_the_drain_is_cut_off() -> None:
 
 
 async def test_a_drain_without_workers_ends_the_sessions_at_once() -> None:
-    """As when a whole replica stops: its requests can go on elsewhere."""
+    """This happens when a whole replica stops: its requests can continue elsewhere."""
     worker = FakeWorker()
     async with running_scheduler("--drain-seconds", "60", worker=worker) as running:
         gateway = Gateway(running.stub)

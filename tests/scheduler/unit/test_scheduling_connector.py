@@ -169,7 +169,7 @@ async def test_a_failed_load_between_steps_waits_for_others_and_not_for_itself(
 
 
 async def test_two_failed_loads_do_not_wait_for_each_other():
-    """Neither holds blocks any more, and each counts those that the other lacks."""
+    """Neither request has blocks any more, and each counts the blocks that the other lacks."""
     failing = {"async": True, "fail_recving": True}
     steps = await story(
         (0, request("a", 16, **elsewhere(16, **failing))),

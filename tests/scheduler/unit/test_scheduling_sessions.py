@@ -97,7 +97,7 @@ async def test_a_lost_pool_costs_a_session_computation_and_no_token() -> None:
 
 
 async def test_two_sessions_do_not_wait_for_each_others_blocks() -> None:
-    """Nothing else runs, and neither turn fits beside what the other session holds."""
+    """Nothing else runs, and neither turn fits beside the other session's blocks."""
     story = Story(num_blocks=9, max_model_len=32)
     sessions = [
         story.add(name, prompt(12, first=first), max_tokens=1, resumable=True)

@@ -82,7 +82,7 @@ async def test_each_model_has_a_registry_of_its_own(redis: RedisConnection) -> N
 async def test_a_process_that_replaces_another_one_keeps_its_record(
     redis: RedisConnection,
 ) -> None:
-    """Whatever comes first, the end of the old process or the beginning of the new one."""
+    """The old process may end before or after the new one starts."""
     registry = FleetRegistry(redis, "demo")
     new = RegisteredReplica(A.address, "replica-0-new")
     await registry.renew(A)

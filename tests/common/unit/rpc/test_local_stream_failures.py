@@ -246,7 +246,7 @@ async def test_a_connection_that_names_no_method_is_ended(tmp_path: Path) -> Non
 
 
 async def test_a_call_whose_client_has_gone_is_not_begun(at_socket: str) -> None:
-    """As where a server was stopped, and its clients gave up and called again meanwhile."""
+    """A stopped server continues after its clients have given up and called again."""
     begun = []
 
     async def noted(requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:

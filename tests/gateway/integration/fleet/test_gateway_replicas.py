@@ -306,7 +306,7 @@ async def test_a_stream_never_goes_on_under_another_model(model: Path) -> None:
 
 
 async def test_a_model_that_is_replaced_on_all_replicas_is_served(model: Path) -> None:
-    """What ran under the old one ends with an error that says so; the rest goes to the new one."""
+    """Requests that ran on the old model end with an error; the others go to the new model."""
     first, second = FakeScheduler(permits=3), FakeScheduler(permits=0)
     async with serving(model, first, second) as served:
         streams = [Stream(served) for _ in range(2)]

@@ -40,7 +40,7 @@ def best(choices: list[dict[str, Any]], n: int) -> list[str]:
 async def test_the_answers_with_the_highest_mean_log_probability_are_returned(
     served: Serving,
 ) -> None:
-    """Those of a seed are the same, whether all of them are returned or some."""
+    """A seed yields the same answers, whether all or some of them are returned."""
     every = (await complete(served, n=6, logprobs=0))["choices"]
     expected = [*best(every[:6], 2), *best(every[6:], 2)]
     body = await complete(served, n=2, best_of=6)

@@ -124,7 +124,7 @@ async def test_events_of_a_stream(hermes: Serving, client: openai.AsyncOpenAI) -
 
 
 async def test_calls_and_their_results_go_back(hermes: Serving, client: openai.AsyncOpenAI) -> None:
-    """The whole conversation is sent each time, with what came as it came."""
+    """The whole conversation is sent each time, with received items unchanged."""
     hermes.scheduler.answer = hermes.tokens(f"<think>\nhm\n</think>\n\nso {CALL}")
     asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]
     ask: dict[str, Any] = {"model": "tiny", "instructions": "be kind", "tools": [tool()]}

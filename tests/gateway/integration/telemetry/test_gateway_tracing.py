@@ -224,7 +224,7 @@ async def test_a_refusal_by_one_replica_is_the_cause_of_asking_another(model: Pa
 
 
 async def test_the_time_of_a_client_that_reads_slowly_is_that_of_writing(model: Path) -> None:
-    """All tokens have come long before the client has read them."""
+    """All tokens arrive long before the client has read them."""
     tracer = Tracer()
     big = {"max_model_len": 60_000, "max_request_tokens": 60_000, "tokens_per_step": 500}
     async with serving(model, FakeScheduler(**big), tracing=tracer.tracing) as served:

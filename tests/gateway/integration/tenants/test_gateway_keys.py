@@ -193,7 +193,7 @@ async def test_settings_that_contradict_one_another_end_the_start(
 async def test_without_redis_known_keys_serve_and_unknown_ones_are_asked_to_come_back(
     model: Path, tmp_path: Path
 ) -> None:
-    """Stopped, gone, and back without what it held."""
+    """Redis is stopped, removed, and restarted empty."""
     with redis_server(tmp_path / "redis") as server:
         ring = RedisKeyring(server.url)
         known, unknown = await ring.add(ACME), await ring.add(ACME)

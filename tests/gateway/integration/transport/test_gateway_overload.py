@@ -25,7 +25,7 @@ async def full_for(served: Serving, timeout_seconds: float | None) -> None:
 async def test_a_full_system_refuses_before_it_reads_and_without_asking_the_scheduler(
     model: Path,
 ) -> None:
-    """No byte of the body and no message is sent, and the answer comes."""
+    """The answer arrives although no byte of the body and no message was sent."""
     async with serving(model, FakeScheduler()) as served:
         served.scheduler.set_queue(num_waiting=3, max_num_waiting=3)
         await full_for(served, None)

@@ -129,7 +129,7 @@ def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_no_torch_is_needed(model: Path) -> None:
-    """With torch out of reach the tokenizer loads, and nothing is said about its absence."""
+    """Without torch the tokenizer loads, and nothing is logged about the absence."""
     program = (
         "import sys\n"
         "sys.modules['torch'] = None\n"

@@ -82,7 +82,7 @@ def ask(client: socket.socket, **body: Any) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_http_client_that_stops_reading_is_cut(model: Path, stream: bool) -> None:
-    """An answer that was written whole holds no place; its connection is cut all the same."""
+    """A completely written answer occupies no slot, but its connection is closed too."""
     scheduler = FakeScheduler(**LONG)
     async with serving(model, scheduler, reader_timeout_seconds=0.5) as served:
         with slow_socket(served) as client:

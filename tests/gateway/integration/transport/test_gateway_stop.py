@@ -52,7 +52,7 @@ async def test_clients_connect_elsewhere_from_the_beginning_of_a_drain(model: Pa
 
 
 async def test_a_first_request_that_comes_during_a_drain_gets_an_answer(model: Path) -> None:
-    """A proxy connects as soon as its client does; the request comes later."""
+    """A proxy connects as soon as its client does; the request follows later."""
     async with serving(model, drain_seconds=DEADLINE_SECONDS) as served:
         url = httpx.URL(served.base_url)
         reader, writer = await asyncio.open_connection(url.host, url.port)

@@ -65,7 +65,7 @@ def test_requests_of_other_gateways_take_places() -> None:
 
 
 def test_where_blocks_are_missing_few_wait_at_the_replica() -> None:
-    """Two reports in a row say so."""
+    """It takes two consecutive reports."""
     world = connected(num_places=8)
     blocked = QueueState(4, 1024, 60.0, num_running=3, is_blocked=True)
     world.replicas["a"].queue_changed(blocked)
@@ -170,7 +170,7 @@ def test_of_a_tenants_sequences_those_that_may_run_latest_are_taken_back() -> No
 
 
 def test_what_a_sequence_cost_until_it_was_taken_back_is_charged() -> None:
-    """It got 3 of 50 tokens: the rest is charged when it goes on."""
+    """It got 3 of 50 tokens; the rest is charged when it continues."""
     world = connected(num_places=2)
     for _ in range(2):
         world.start(tenant=A, max_tokens=50)

@@ -200,7 +200,7 @@ COUNTS = st.lists(
 def test_places_are_never_left_idle_while_only_one_asks_or_one_is_below_its_share(
     counts: list[tuple[int, float]], num_places: int
 ) -> None:
-    """But for the few places that are kept, a free one may be taken by a tenant that waits."""
+    """A waiting tenant may occupy a free slot, except for the few reserved slots."""
     tenants = [Tenant(str(number), weight) for number, (_, weight) in enumerate(counts)]
     places = running({tenant: count for tenant, (count, _) in zip(tenants, counts, strict=True)})
     num_free = num_places - sum(count for count, _ in counts)

@@ -208,7 +208,7 @@ async def test_a_bomb_takes_seconds_of_one_thread_and_none_of_the_event_loop(
 async def test_what_takes_too_long_is_refused_here_alone(
     judge: GrammarJudge, tokenizer_json: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker whose processor is slower than this one's must not refuse what is accepted here."""
+    """A worker with a slower processor must not refuse a grammar that is accepted here."""
     monkeypatch.setattr(grammar_judge, "MAX_COMPILE_SECONDS", 0.0)
     assert "takes too long to compile" in await verdict(judge, REGEX, "[a-z]{1,30}")
     compiler = GrammarCompiler(tokenizer_json, VOCAB_SIZE, [0])

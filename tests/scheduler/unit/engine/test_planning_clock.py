@@ -108,7 +108,7 @@ def test_steps_of_workers_that_do_not_measure_are_planned_at_once() -> None:
 
 
 def test_only_steps_that_were_planned_while_another_ran_tell_anything() -> None:
-    """The first one after a quiet time came long after the one before it had ended."""
+    """The first step after a quiet time arrives long after the end of the previous step."""
     clock = PlanningClock()
     run_steps(clock, MIN_STEPS, 30 * MILLI)
     clock.answered(1000, -60.0)

@@ -201,7 +201,7 @@ async def test_vectors_are_of_the_prompts_that_end(
 
 
 async def test_whatever_a_field_holds_the_answer_is_taken_or_refused() -> None:
-    """Each field of the message, and each byte of it, replaced by a few others."""
+    """Each field and each byte of the message is replaced by a few other values."""
     whole = right_answer(
         ended_tier_loads=ended(8, 5),
         nan_requests=packed(0),

@@ -69,7 +69,7 @@ def test_numbers_are_exchanged(kernels: Kernels) -> None:
 
 
 def test_a_rank_that_is_fast_overtakes_nothing() -> None:
-    """Either rank waits now and then, and finds what the other wrote for this collective."""
+    """Each rank sometimes waits, and reads what the other wrote for this collective."""
     random = np.random.default_rng(0)
     widths, waits = random.integers(1, 5000, 1500), random.integers(0, 8, 1500)
 

@@ -202,5 +202,5 @@ def test_without_batch_invariance_torch_computes_what_there_is_and_no_more(
 
 
 def test_the_libraries_here_agree_from_four_rows_on() -> None:
-    """What is slower is taken only where it must be; here it need not be."""
+    """The slower method is used only where it is necessary; here it is not."""
     assert row_multiple(PLAIN, torch.float32) == row_multiple(PLAIN, torch.bfloat16) == 4

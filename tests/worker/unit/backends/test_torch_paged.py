@@ -123,7 +123,7 @@ def test_decodes_of_different_lengths_beside_chunks(
 
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "not invariant"])
 def test_what_an_earlier_owner_left_in_a_block_does_no_harm(batch_invariant: bool) -> None:
-    """Not even NaN, which a mask alone would let through."""
+    """This includes NaN, which a mask alone does not remove."""
     torch.manual_seed(3)
     attention = TorchPagedAttention(shape_of(4, 41), batch_invariant=batch_invariant)
     broken = Sequence(list(range(1, 41)))

@@ -38,7 +38,7 @@ def exponentials_of(states: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def test_words_are_those_of_published_split_mix_64() -> None:
-    """The first outputs for the seed 1234567, as implementations in other languages give them."""
+    """The first outputs for the seed 1234567, from implementations in other languages."""
     assert words(np.uint64(1234567), np.arange(1, 6, dtype=np.uint64)).tolist() == [
         6457827717110365317,
         3203168211198807973,
@@ -126,7 +126,7 @@ def test_tokens_come_as_often_as_their_probabilities_say(size: int) -> None:
 
 
 def test_draws_of_neighbouring_seeds_and_positions_are_independent() -> None:
-    """Pairs of draws fall on pairs of tokens as often as the product of probabilities says."""
+    """Pairs of draws have the frequency that the product of probabilities predicts."""
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
     expected = 10_000 * np.outer(np.exp(logits), np.exp(logits))
     for seeds, positions in (
