@@ -30,7 +30,7 @@ _BYTES_PER_THREAD = 2**22
 
 _PART_KEYS = 512
 _MOST_ROWS = 128
-"""Upper bound of the rows in a task. It and _PART_KEYS are as in cpp/attention_plan.h."""
+"""Upper bound of TASK_ROWS in cpp/attention_plan.h, which also defines PART_KEYS."""
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
