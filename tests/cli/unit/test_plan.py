@@ -136,7 +136,7 @@ def test_the_services_find_each_other(tmp_path: Path) -> None:
 
 
 def test_the_scheduler_serves_gateways_of_others_on_a_port_of_its_own(tmp_path: Path) -> None:
-    """With the model's directory, whose tokenizer such gateways need."""
+    """The model's directory is passed too: these gateways need its tokenizer."""
     assert received(tmp_path, {})["scheduler"].vllm_grpc_address is None
     scheduler = received(tmp_path, {}, vllm_grpc_ports=(9100,))["scheduler"]
     assert (scheduler.vllm_grpc_address, scheduler.model) == ("[::1]:9100", tmp_path)

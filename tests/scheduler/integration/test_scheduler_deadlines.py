@@ -211,7 +211,7 @@ async def test_a_pool_that_hangs_without_transactions_is_noticed_before_the_next
 
 @pytest.fixture
 def short_directory() -> Iterator[Path]:
-    """One whose path fits a socket's address."""
+    """A directory whose path is short enough for a socket's address."""
     with tempfile.TemporaryDirectory(prefix="sw") as directory:
         yield Path(directory)
 

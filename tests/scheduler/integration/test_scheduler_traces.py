@@ -48,7 +48,7 @@ class Traces:
     ids=["one step in flight", "two steps in flight"],
 )
 async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
-    """One traced request and one that is not, served by three services."""
+    """The spans of one traced and one untraced request, served by three services."""
     collector, exporter = SpanCollector(), InMemorySpanExporter()
     tracing = configure_tracing("worker", "", 1.0, exporter=exporter)
     flags = ["--otlp-endpoint", collector.endpoint, *EVERY_STEP, *request.param]

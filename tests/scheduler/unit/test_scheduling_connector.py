@@ -206,7 +206,9 @@ async def test_where_all_layers_keep_states_nothing_is_loaded_for_a_prompt_of_on
 
 
 async def test_steps_in_flight_behind_a_failed_load_are_dropped_too():
-    """With two steps in flight the second was planned as if the first had all it reads."""
+    """With two steps in flight, the second was planned as if the first had loaded all its
+    blocks.
+    """
     remote = elsewhere(8, fail_blocks=[1], times=1)
     steps = await story((0, request("a", 10, **remote)), async_scheduling=True)
     assert [step["start"] for step in steps[:3]] == [[8], [10], [4]]

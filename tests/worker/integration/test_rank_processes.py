@@ -71,7 +71,7 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
 async def test_a_rank_that_waits_for_a_step_of_its_own_is_freed_by_a_new_generation(
     directory: Path,
 ) -> None:
-    """And ranks that are told to stop, one after the other, exit with 0."""
+    """Ranks that are asked to stop, one after another, exit with 0."""
     processes = await serving_ranks(directory, [], [])
     async with AsyncExitStack() as stack:
         channels = [

@@ -63,7 +63,7 @@ def test_attention_is_the_same_bits_whole_in_chunks_and_beside_others(case: Case
 
 
 def test_without_the_mode_the_number_of_lanes_decides_how_keys_are_split() -> None:
-    """So that the comparison above says something: parts are of 256 keys here."""
+    """Shows that the comparison above is meaningful: parts have 256 keys here."""
     case = Case(64, 2, 1, 16, dtype=torch.float32)
     check = InvarianceCheck(
         case, WideCpu(), [260], AnywhereSplitK, max_model_len=512, batch_invariant=False

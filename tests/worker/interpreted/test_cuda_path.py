@@ -37,7 +37,7 @@ def save_uniform(directory: Path) -> None:
 
 
 def save_hybrid(directory: Path) -> None:
-    """One layer with a window of 7 and one without: two KV-cache groups."""
+    """Saves a model with one windowed layer (7 tokens) and one without: two KV-cache groups."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=320,
@@ -61,7 +61,9 @@ def save_capped(directory: Path) -> None:
 
 
 def save_experts(directory: Path) -> None:
-    """One layer with three of six experts for each token, all in one multiplication."""
+    """Saves a model of one layer with three of six experts for each token, in one
+    multiplication.
+    """
     save_tiny_model(directory, "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
 
 

@@ -36,7 +36,7 @@ def test_decodes_beside_chunks_are_attention_written_out(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [Case(32, 4, 2, 32), Case(32, 4, 2, 32, window=9)], ids=str)
 def test_what_an_earlier_owner_left_in_a_block_does_no_harm(case: Case) -> None:
-    """Not even NaN."""
+    """This includes NaN."""
     torch.manual_seed(3)
     check = AttentionCheck(case, WideCpu(), 3, 256, AnywhereSplitK)
     for pool in check.attention.pools(0):

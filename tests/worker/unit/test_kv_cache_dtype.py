@@ -34,7 +34,7 @@ def description(model: Path, **changes: object) -> WorkerDescription:
 def test_the_same_memory_holds_as_many_more_blocks(
     tmp_path: Path, dtype: DtypeSetting, least: float
 ) -> None:
-    """Of heads of 64 elements: 64 bytes and a scale of 4 in place of 128 or 256."""
+    """Heads have 64 elements: 64 bytes and a scale of 4 bytes in place of 128 or 256 bytes."""
     save_tiny_model(tmp_path, "qwen3", head_dim=64)
     plain, coded = (
         description(

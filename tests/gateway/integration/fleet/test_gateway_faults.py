@@ -162,7 +162,7 @@ async def test_a_request_that_was_taken_once_outwaits_a_full_queue(model: Path) 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("permits", [0, 3])
 async def test_a_client_that_goes_away_aborts(served: Serving, stream: bool, permits: int) -> None:
-    """Also while its request waits, and also when nothing is streamed."""
+    """This also holds while the request waits, and for answers that are not streamed."""
     scheduler = served.scheduler
     scheduler.permits = permits
     body = json.dumps(BODY | {"stream": stream, "n": 2}).encode()

@@ -36,7 +36,7 @@ ANSWERS = (
     f"{THOUGHT}{CALL[:60]}",
 )
 BROKEN_ANSWERS = (5, 6)
-"""Of ANSWERS, those whose calls the helpers of OpenAI's package refuse to parse."""
+"""Indexes in ANSWERS of answers whose calls the helpers of OpenAI's package refuse to parse."""
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string"}},

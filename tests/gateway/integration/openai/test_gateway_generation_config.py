@@ -90,7 +90,7 @@ async def test_vllm_means_no_file_and_a_directory_means_its_own(tmp_path: Path) 
 
 
 async def test_max_new_tokens_is_the_length_where_a_client_names_none(tmp_path: Path) -> None:
-    """Not of completions, which have a default of their own; in vLLM it is the same."""
+    """Completions are excluded, as in vLLM: they have their own default."""
     async with serving(write(tmp_path, max_new_tokens=7)) as served:
         chat = "/v1/chat/completions"
         assert (await asked(served, chat, max_tokens=None)).max_tokens == 7

@@ -212,7 +212,7 @@ async def test_the_slowest_and_what_a_list_showed_are_kept_though_they_are_not_s
 
 
 async def test_calls_that_are_never_traced_take_no_place_of_those_that_are(model: Path) -> None:
-    """As of the page /ui, which asks for activity some times a second."""
+    """The page /ui, for example, requests the activity several times a second."""
     settings = GatewaySettings(
         model=model,
         schedulers=("127.0.0.1:1",),

@@ -33,7 +33,9 @@ def spans_named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]
 
 
 async def flooded(served: Serving, num_waiting_then: int) -> list[Stream]:
-    """As many requests of one tenant as run and wait; those that run do not advance."""
+    """Sends as many requests of one tenant as can run and wait. The running ones make no
+    progress.
+    """
     streams = [Stream(served, headers=FLOODS) for _ in range(NUM_PLACES + 1)]
     await until(lambda: len(served.scheduler.adds) == NUM_PLACES + 1)
     streams += [Stream(served, headers=FLOODS) for _ in range(num_waiting_then)]

@@ -78,7 +78,7 @@ async def test_requests_beyond_a_minutes_worth_are_refused_and_told_when(
 
 
 async def test_the_limit_is_checked_before_the_body_is_read(model: Path, tmp_path: Path) -> None:
-    """And the size and the key before the limit."""
+    """The body's size and the key are checked before the limit."""
     async with limited(model, tmp_path, requests_per_minute=1) as (served, key):
         assert (await post(served, key)).is_success
         host, port = served.base_url.removeprefix("http://").split(":")

@@ -11,7 +11,7 @@ from tests.gateway.serving import Serving, serving, until
 
 
 def running_tenants(served: Serving) -> list[Tenant]:
-    """Of the sequences that run, in order of arrival."""
+    """The tenants of the running sequences, in order of arrival."""
     (replica,) = served.gateway.membership.replicas
     return [inflight.request.tenant for inflight in replica.running.values()]
 

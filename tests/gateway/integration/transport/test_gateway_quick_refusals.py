@@ -22,7 +22,7 @@ KEY, OTHER = "Authorization: Bearer floods", "Authorization: Bearer quiet"
 FULL = {"api_keys": ("floods", "quiet"), "max_num_waiting_per_tenant": 1}
 PATH, BODY = "/v1/completions", b'{"prompt": "a"}'
 APPLICATIONS = "Connection: close"
-"""With this header a request is left to the application."""
+"""A request with this header is handled by the application."""
 
 
 async def filled(served: Serving) -> list[Stream]:

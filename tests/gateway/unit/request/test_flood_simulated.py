@@ -18,11 +18,11 @@ from tests.gateway.fake_fleet import FakeFleet
 FLOODS, QUIET = Tenant("floods"), Tenant("quiet")
 NUM_PLACES, NUM_OUTPUT_TOKENS = 32, 128
 STEP_SECONDS, DECODE_SECONDS, PROMPT_SECONDS = 0.4e-3, 0.07e-3, 0.9e-3
-"""Of every step, and for each sequence that decodes and each prompt in it: a prompt takes as long
-as a dozen sequences.
+"""Time of every step, and added time for each decoding sequence and for each prompt in the step. A
+prompt takes as long as a dozen sequences.
 """
 LINK_SECONDS = 1.5e-3
-"""From the gateway to the replica, or back."""
+"""Delay of a message from the gateway to the replica, or back."""
 QUIET_PERIOD_SECONDS, FLOOD_PERIOD_SECONDS = 0.0503, 0.001
 BEGIN_SECONDS, RUN_SECONDS = 1.0, 5.0
 

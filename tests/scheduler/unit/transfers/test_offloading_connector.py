@@ -98,7 +98,7 @@ class Story:
             await self.step()
 
     async def stored(self) -> "Story":
-        """With the three blocks of the prompt in the tier, and nothing in the cache."""
+        """A story with the three blocks of the prompt in the tier, and an empty cache."""
         self.add()
         await self.run()
         assert await self.scheduler.reset_prefix_cache()

@@ -20,7 +20,7 @@ LARGE = StateLayer((((3, 2), torch.bfloat16), ((10, 10), torch.float32)))
 
 
 def shape(state: StateLayer, num_states: int = 1, **changes: int) -> AttentionShape:
-    """One layer that attends, and `num_states` groups of one recurrent layer each."""
+    """One attention layer, and `num_states` groups of one recurrent layer each."""
     sizes = {"block_size": 4, "num_blocks": 6, **changes}
     groups = tuple((index,) for index in range(num_states))
     return AttentionShape(

@@ -71,7 +71,7 @@ class Sequences:
         self._lengths = [0] * len(longest)
 
     def grow(self, counts: list[int]) -> StepLayout:
-        """So many more tokens each; 0 for none."""
+        """Appends the given number of tokens to each sequence; 0 for none."""
         grown = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         rows = [row for row, count in enumerate(counts) if count]
         rows.sort(key=lambda row: (counts[row] != 1, grown[row] if counts[row] == 1 else 0))

@@ -42,7 +42,7 @@ def native(
 
 
 def parameters_of(rows: list[tuple[float, int, float, float]], seed: int) -> RowParameters:
-    """Of rows with these temperatures, top_k, top_p and min_p."""
+    """The parameters of rows with these temperatures, top_k, top_p and min_p."""
     values = np.array(rows, np.float64).T.copy()
     values[0] = values[0].astype(np.float32)
     generator = np.random.default_rng(seed)

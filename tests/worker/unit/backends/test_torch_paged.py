@@ -25,7 +25,7 @@ def shape_of(block_size: int, num_blocks: int, layer: AttentionLayer = PLAIN) ->
 
 
 class Sequence:
-    """One sequence's keys and values, kept whole beside the cache, and its blocks."""
+    """A sequence's keys and values, stored in full outside the cache, and its blocks."""
 
     def __init__(self, block_ids: list[int]) -> None:
         self.block_ids = block_ids

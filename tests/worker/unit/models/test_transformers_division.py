@@ -135,7 +135,7 @@ class Causal:
 
 @torch.inference_mode()
 def logits_of(loaded: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """From token ids, and from embeddings in their place."""
+    """The logits for token ids, and for the embeddings of these tokens."""
     ids = positions = torch.arange(NUM_TOKENS)
     model, attention = loaded.model, Causal(loaded.attention)
     _, told = model.forward(ids, positions, attention)
