@@ -33,8 +33,8 @@ def main() -> None:
 
 
 def prepare(settings: WorkerSettings) -> None:
-    """Checks the model, then imports torch and the worker's other modules. Raises SettingError for
-    contradictory settings of the group, and ModelError.
+    """Checks the model, then imports torch and the worker's other modules. Raises ModelError, and
+    SettingError if settings of the group contradict each other.
     """
     own = find_membership(settings, os.environ)
     check_model(
@@ -45,8 +45,8 @@ def prepare(settings: WorkerSettings) -> None:
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, then drains. Raises SettingError for contradictory settings of
-    the group.
+    """Serves until `stop` is set, then drains. Raises SettingError if settings of the group
+    contradict each other.
 
     If the group of this rank breaks, the process ends at once, since the compute thread may be
     waiting for a rank that has ended.

@@ -50,7 +50,7 @@ def load_worker(
     torch.set_num_threads(threads.num_threads)
     began = time.monotonic()
     worker = build_worker(settings, uuid.uuid4().hex, checkpoint_reached, group)
-    # Loaded objects live forever: full collections between two steps need not visit them.
+    # Loaded objects are never freed, so full collections between two steps need not visit them.
     gc.collect()
     gc.freeze()
     took = time.monotonic() - began
@@ -64,13 +64,13 @@ def build_worker(
     checkpoint_reached: Callable[[], None],
     group: Group | None = None,
 ) -> Worker:
-    """Loads the model and warms up, in the thread that will compute. `group`: the group of which
-    the worker is a rank, or None.
+    """Loads the model and runs warm-up steps. Must be called in the thread that will compute.
+    `group`: the group of which the worker is a rank; None for a single worker.
 
-    `checkpoint_reached` is called many times, and may raise to abort the start. Raises ModelError
-    if the directory cannot be served, KVCacheTooSmall or NotEnoughMemory if memory is too small,
-    and GroupBroken if the ranks of the group do not match. Also raises NoSpeculation, NoTier,
-    UnsuitableDevice and KernelsUnavailable.
+    `checkpoint_reached` is called many times during startup, and may raise to abort it. Raises
+    ModelError if the directory cannot be served, KVCacheTooSmall or NotEnoughMemory if memory is
+    too small, and GroupBroken if the ranks of the group do not match. Also raises NoSpeculation,
+    NoTier, UnsuitableDevice and KernelsUnavailable.
     """
     setup = set_up_rank(settings, checkpoint_reached, group)
     checkpoint = open_checkpoint(settings.model, setup.platform.torch_device)
@@ -109,8 +109,9 @@ def _build_cached(
 def _build_whole(
     setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig, incarnation: str
 ) -> Worker:
-    """Builds a worker for a model that processes whole prompts. It has no KV cache. Blocks are only
-    counted, and there are enough for `max_num_seqs` prompts of the maximum length.
+    """Builds a worker for a model that processes whole prompts. It has no KV cache. The scheduler
+    still allocates blocks to prompts, but the blocks store nothing. There are enough blocks for
+    `max_num_seqs` prompts of the maximum length.
     """
     refuse_for_whole_prompts(setup)
     # Imported only here, since importing transformers takes seconds and a hundred megabytes.

@@ -39,9 +39,9 @@ def select_platform(
 ) -> Platform:
     """Selects the platform for the settings.
 
-    The default is CUDA if the machine has all that it needs, unless the dtype setting is float32.
-    If not, the missing part is logged. Raises UnsuitableDevice if the setting is CUDA and something
-    is missing, and KernelsUnavailable.
+    By default CUDA is selected if the machine has everything that CUDA needs, and the dtype setting
+    is not float32. If a part is missing, it is logged. Raises UnsuitableDevice if the setting is
+    CUDA and something is missing, and KernelsUnavailable.
     """
     may_be_cuda = torch.cuda.is_available() and settings.dtype is not DtypeSetting.FLOAT32
     tries_cuda = settings.device is DeviceSetting.AUTO and may_be_cuda

@@ -36,11 +36,13 @@ SERVICE = "worker"
 GRPC_SERVICE = "stepwell.worker.v1.Worker"
 
 _CLOSE_SECONDS = 0.2
-"""With a group: time for a stream to end with the reason why the group broke, and for a step that
-waits for another rank.
+"""Limit on two waits of a worker in a group, in seconds: until a stream has ended with the reason
+why the group broke, and until a step that waits for another rank has ended.
 """
 _TOLD_SECONDS = 1.0
-"""How long a rank waits for its own stop signal after another rank was told to stop."""
+"""Maximum time that a rank waits for its own stop signal after another rank received one, in
+seconds.
+"""
 
 logger = logging.getLogger("services.worker")
 
@@ -65,8 +67,8 @@ class WorkerService:
         self._liveness = asyncio.create_task(liveness, name="liveness")
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Binds the port before loading, so that an address in use fails early. Then loads the
-        model and serves until `stop` is set or the group breaks.
+        """Binds the port before loading the model, so that the error for an address in use is
+        raised early. Then loads the model and serves until `stop` is set or the group breaks.
         """
         own = self._settings
         address = await self._server.start(own.address, own.health_address, own.health_file)
@@ -81,8 +83,8 @@ class WorkerService:
     async def close(self, stop: asyncio.Event) -> None:
         """Ends streams, drains, and leaves the group.
 
-        If the group has broken, the process ends at once. Exception: another rank was told to stop,
-        and this rank is told to stop, too.
+        If the group has broken, the process ends at once. But if another rank received a stop
+        signal, and this rank receives one too, the process ends normally.
         """
         has_broken = self._member.broken.done() and not stop.is_set()
         reason = self._member.broken.result() if has_broken else None

@@ -1,8 +1,9 @@
-"""The thread that computes, a thread that waits for downloads from a device, and their liveness.
+"""The thread that computes steps, the thread that waits for downloads from a device, and a check
+that no step hangs.
 
-While a step computes the event loop is free, so that the next step's message is decoded before the
-step ends. Only one thread computes, since each would have its own team of OpenMP threads. Another
-thread waits for downloads, so that the next step can be queued meanwhile.
+The event loop is not blocked while a step runs, so the next step's message is decoded before the
+step ends. Only one thread computes, since each computing thread would have its own team of OpenMP
+threads. Another thread waits for downloads, so that the next step can be queued meanwhile.
 """
 
 import asyncio
@@ -41,7 +42,9 @@ class ComputeThread:
 
     @property
     def overdue(self) -> "Overdue | None":
-        """The running function that exceeds its time limit, if any. Callable from any thread."""
+        """The running function that exceeds its time limit; None if there is none. Callable from
+        any thread.
+        """
         return self._computing.overdue or self._waiting.overdue
 
     def submit(
@@ -75,7 +78,9 @@ class ComputeThread:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A function that exceeds its time limit. `began`: its start, by `time.monotonic`."""
+    """A function that exceeds its time limit. `began`: the function's start, as a reading of
+    `time.monotonic`.
+    """
 
     began: float
     allowed_seconds: float
@@ -146,11 +151,12 @@ async def follow_liveness(
     read: Callable[[float], Reading] | None = None,
 ) -> None:
     """Checks every `period_seconds`, until cancelled, whether a step is overdue. Calls `set_live`
-    at each change. `read` returns readings of the computing process, by default of this process.
+    at each change. `read` returns readings of the process that computes; by default it reads this
+    process.
 
     A step counts as hung if two consecutive checks find it overdue, and if this process could run
-    for the allowed time. If the process was stopped, a step that is nearly done has one more
-    period. On a busy machine a step gets as much processor time as on an idle one.
+    for the allowed time. So a step has one more period to end after the process was suspended. On a
+    busy machine a step may use as much processor time as on an idle machine.
     """
     before, live = None, True
     read = read or watch_self()

@@ -109,8 +109,8 @@ def step_output_to_proto(
 
 
 def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeResponse:
-    """Encodes the response of Describe. Its fields have the names of the description's fields. The
-    block size is stored in each group.
+    """Encodes the response of Describe. The message's fields have the same names as the
+    description's fields. The block size is stored in each KV-cache group.
     """
     values = {field.name: getattr(description, field.name) for field in fields(description)}
     block_size, pooler = values.pop("block_size"), values.pop("pooler")

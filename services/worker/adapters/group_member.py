@@ -1,4 +1,6 @@
-"""This process as a rank of a group: joins it, leaves it, and is notified if it breaks."""
+"""This process as a rank of a group. It joins the group, leaves it, and is notified if the group
+breaks.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +14,8 @@ from services.worker.parallel.membership import Membership
 class GroupMember:
     """A rank, or the only worker of its model. Must be constructed in a running loop.
 
-    `broken`: resolves with the reason if the group breaks; never resolves without a group.
+    `broken` is a future. It resolves with the reason if the group breaks. It never resolves if
+    there is no group.
     """
 
     def __init__(self, membership: Membership, timeouts: Timeouts) -> None:
@@ -23,9 +26,11 @@ class GroupMember:
         self._group: Group | None = None
 
     def join(self, checkpoint_reached: Callable[[], None]) -> Group | None:
-        """Waits for the other ranks, in any thread; None if there are none. Raises GroupBroken.
+        """Waits for the other ranks, and forms the group. Returns None if there are no other ranks.
+        Callable from any thread. Raises GroupBroken.
 
-        `checkpoint_reached` is called repeatedly while it waits, and may raise to abort it.
+        `checkpoint_reached` is called repeatedly while this method waits, and may raise to abort
+        it.
         """
         if self.membership.size > 1:
             self._group = Group(
@@ -41,7 +46,7 @@ class GroupMember:
 
     def leave(self, *, is_stopped: bool) -> None:
         """Closes the connections to the other ranks, which notice at once. `is_stopped`: whether
-        this rank was told to stop, which is sent to them.
+        this rank received a stop signal. If so, the other ranks are notified of it.
         """
         if self._group is not None:
             self._group.close(is_stopped=is_stopped)

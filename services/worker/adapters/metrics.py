@@ -12,7 +12,9 @@ from services.worker.core.worker import WorkerDescription
 
 
 class WorkerMetrics(Collector):
-    """Counters of steps. Before the model is loaded, only the number of streams is reported."""
+    """Counters of steps and streams. Before the model is loaded, only the number of streams is
+    reported.
+    """
 
     def __init__(self) -> None:
         self._description: WorkerDescription | None = None

@@ -39,10 +39,12 @@ from services.worker.core.worker import StepRunner, Worker
 logger = logging.getLogger(__name__)
 
 MAX_STEPS_IN_FLIGHT = 4
-"""Maximum of a stream's steps that are read before the oldest is answered."""
+"""Maximum number of a stream's steps that are read before the oldest step is answered."""
 
 LEASE_GRACE_SECONDS = 2.0
-"""Time after the end of a stream in which only the same scheduler may open another stream."""
+"""Time after the end of a stream during which only the same scheduler may open a new stream, in
+seconds.
+"""
 
 _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
@@ -134,9 +136,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     def _begin_generation(self, generation: int) -> None:
         """Begins a generation, and ends the previous stream.
 
-        Raises Aborted if a newer generation has begun: a stream may be handled late, for example if
-        this process was stopped while two streams were opened. Raises InvalidStep for an invalid
-        generation.
+        Raises Aborted if a newer generation has begun. This happens if a stream is handled late,
+        for example because this process was suspended while two streams were opened. Raises
+        InvalidStep for an invalid generation.
         """
         if not 0 < generation < MAX_GENERATION:
             raise InvalidStep(f"generation: {generation} is none", field="generation")
@@ -177,22 +179,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
 @dataclass(slots=True)
 class _PendingStep:
-    """A step that is not answered yet. Times are of `time.perf_counter_ns`."""
+    """A step that is not answered yet. Times are readings of `time.perf_counter_ns`."""
 
     message: worker_pb2.ExecuteRequest
     step: StepInput
     arrived_nanos: int
     ready_nanos: int
-    """When the step arrived, or, with a device, when it was queued there."""
+    """The time at which the step arrived or, with a device, at which the step was queued on the
+    device.
+    """
     started_nanos: int = 0
     ended_nanos: int = 0
     begun: "asyncio.Future[StepOutput | PendingOutput]" = field(init=False)
     """Done when the step was run, or was queued on a device."""
     downloaded: "asyncio.Future[StepOutput] | None" = None
-    """The step's output, if a device still computed it after `begun`."""
+    """The future of the step's output, if a device still computed it when `begun` was done."""
 
     def cancel(self) -> None:
-        """Cancels the parts that have not started."""
+        """Cancels the parts of the step that have not started."""
         self.begun.cancel()
         if self.downloaded is not None:
             self.downloaded.cancel()
@@ -201,9 +205,9 @@ class _PendingStep:
 class _StepStream:
     """The steps of one stream, over a batch that is initially empty.
 
-    One task reads steps. The task that runs the stream answers them: every event wakes it, and it
-    checks the oldest step. A step then needs one wake-up and no new task, since this thread and the
-    compute thread share the interpreter's lock.
+    One task reads steps. The task that runs the stream answers them. Every event wakes this task,
+    which then checks the oldest step. So a step needs only one wake-up and no new task. This
+    matters because this thread and the compute thread share the interpreter's lock.
     """
 
     def __init__(
@@ -225,7 +229,7 @@ class _StepStream:
         self._order = StepOrder()
         self._pending: deque[_PendingStep] = deque()
         self._last_ended_nanos: int | None = None
-        """When the last answered step ended; None before the first answer."""
+        """The time at which the last answered step ended; None before the first answer."""
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
         self._reset = compute.submit(runner.reset)
@@ -296,7 +300,7 @@ class _StepStream:
     def _oldest_output(self) -> StepOutput | None:
         """The output of the oldest step; None if it has not run yet, or if there is no step.
 
-        If a device still computes it, starts to wait for its download in the download thread.
+        If a device still computes the step, the download thread starts to wait for the output.
         """
         if not self._pending or not self._pending[0].begun.done():
             return None

@@ -33,14 +33,15 @@ class StepLayout:
     Tokens of a request are consecutive. Requests with one token come first, in ascending order of
     `seq_lens`; `num_decodes` counts them. Chunks of several tokens follow.
 
-    * `query_starts` int32 [num_reqs + 1]: first token of each request, then the number of tokens.
-    * `seq_lens` int32 [num_reqs]: tokens of each request after the step.
+    * `query_starts` int32 [num_reqs + 1]: index of each request's first token, then the total
+      number of tokens.
+    * `seq_lens` int32 [num_reqs]: the number of tokens of each request after the step.
     * `tables` int32 [any, any], each row contiguous: the block ids of request i are in row
       `rows[i]`. Entries after its last block, and before the first block in the group's window, are
       undefined. The array is the batch's own, and later steps change it.
     * `rows` int32 [num_reqs].
 
-    Derived arrays are computed at their first use.
+    The properties are computed at their first use.
     """
 
     num_decodes: int
@@ -78,7 +79,9 @@ class StepLayout:
 
     @cached_property
     def block_tables(self) -> Int32Array:
-        """The block tables of the step's requests, as wide as the longest, [num_reqs, width]."""
+        """The block tables of the step's requests, [num_reqs, width]. The width is the number of
+        blocks of the longest request.
+        """
         width = -(-int(self.seq_lens.max()) // self.block_size)
         return self.tables[self.rows, :width]
 
@@ -93,8 +96,9 @@ class StepLayout:
 class Rotation:
     """Rotary embedding of a step's tokens: `cos` and `sin` [n, rotated / 2].
 
-    Element i of a head is rotated with element i + rotated / 2. Elements from `rotated` on are
-    unchanged. Su et al., RoFormer; the halves are ordered as in Hugging Face checkpoints.
+    Element i of a head is rotated with element i + rotated / 2. Elements with indexes from
+    `rotated` on are unchanged. Source: Su et al., RoFormer. The halves are ordered as in Hugging
+    Face checkpoints.
     """
 
     cos: torch.Tensor
@@ -116,8 +120,8 @@ class LayerAttention(Protocol):
         attention of each token to itself and to earlier tokens. Returns [n, num_heads * head_dim].
 
         `query` [n, num_heads, head_dim], `key` and `value` [n, num_kv_heads, head_dim], in the
-        layout's order, each head contiguous; queries and keys may be overwritten. n is at least the
-        layout's number of tokens; further rows are padding, and finite in the output.
+        layout's order. Each head is contiguous. Queries and keys may be overwritten. n is at least
+        the layout's number of tokens; further rows are padding, and their outputs are finite.
         """
 
 
@@ -139,8 +143,8 @@ class AttentionLayer:
     """Attention parameters of one layer.
 
     Scores are multiplied by `scale`. With a `softcap` c they are then replaced by c * tanh(score /
-    c). A token attends to itself and to all earlier tokens; with a `window` w, to the w - 1 tokens
-    before it.
+    c). A token attends to itself and to all earlier tokens. With a `window` w, it attends to itself
+    and to the w - 1 tokens before it.
     """
 
     num_heads: int
@@ -152,15 +156,17 @@ class AttentionLayer:
 
 
 def head_elements(layer: AttentionLayer, kv_cache_dtype: KVCacheDtype) -> int:
-    """Number of page elements for a key, or a value, of one head."""
+    """The number of page elements that a key of one head occupies. A value occupies the same
+    number.
+    """
     has_codes = kv_cache_dtype is KVCacheDtype.INT8_PER_TOKEN_HEAD
     return bytes_of_head(layer.head_dim) if has_codes else layer.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """The state that one recurrent layer keeps of a sequence instead of keys and values: the shape
-    and data type of each tensor.
+    """The state that one recurrent layer keeps of a sequence instead of keys and values. It
+    consists of tensors; this class has the shape and data type of each.
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -177,8 +183,8 @@ class AttentionShape:
 
     The i-th layers of all groups share their pages. A block belongs to the group whose block table
     lists it. Pages are equally large in all groups: pages of layers with fewer or smaller heads
-    have more tokens. If there is one group, its layers may differ in `window`, `num_kv_heads` or
-    `head_dim`; otherwise the layers of a group may not.
+    have more tokens. If there is only one group, its layers may differ in `window`, `num_kv_heads`
+    or `head_dim`. If there are several groups, the layers of a group must have the same values.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -188,17 +194,21 @@ class AttentionShape:
     """Data type of queries, keys, values and outputs."""
     device: torch.device = CPU
     groups: tuple[tuple[int, ...], ...] = ()
-    """The KV-cache groups: layers that share a block table. Together they have all layers. Empty:
-    one group of all layers.
+    """The KV-cache groups, each with the indexes of its layers. Every layer is in one group. If
+    empty, one group has all layers.
     """
     states: tuple[StateLayer, ...] = ()
     """States of the recurrent layers, which are numbered separately from attention layers."""
     state_groups: tuple[tuple[int, ...], ...] = ()
-    """Groups of recurrent layers, after `groups`. Their blocks have one state of each layer."""
+    """Groups of recurrent layers, numbered after `groups`. A block stores one state of each layer
+    of its group.
+    """
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     """Data type of cached keys and values."""
     block_scales: tuple[int, ...] = ()
-    """By group, the tokens of its blocks as a multiple of `block_size`; empty: 1 for all."""
+    """For each group, the number of tokens in its blocks, as a multiple of `block_size`. If empty,
+    all multiples are 1.
+    """
 
     @property
     def has_codes(self) -> bool:
@@ -211,14 +221,16 @@ class AttentionShape:
         return torch.int8 if self.has_codes else self.dtype
 
     def page_shape(self, layer: int) -> tuple[int, ...]:
-        """Shape of a layer's pages: keys and values, blocks, tokens, heads, elements of a head."""
+        """Shape of a layer's pages. The axes are: keys and values (2), blocks, tokens, heads,
+        elements of a head.
+        """
         own = self.layers[layer]
         head = head_elements(own, self.kv_cache_dtype)
         return 2, self.num_blocks, self.block_sizes[self.group_of[layer]], own.num_kv_heads, head
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Tokens in a block, by group of attention layers."""
+        """For each group of attention layers, the number of tokens in a block."""
         scales = self.block_scales or (1,) * len(self.layer_groups)
         return tuple(scale * self.block_size for scale in scales)
 
@@ -235,18 +247,22 @@ class AttentionShape:
 
     @property
     def pages_of(self) -> tuple[int, ...]:
-        """For each layer the index of its page in a block: its index in its group."""
+        """For each layer, the index of its page in a block. It equals the layer's index in its
+        group.
+        """
         pages = {layer: i for group in self.layer_groups for i, layer in enumerate(group)}
         return tuple(pages[layer] for layer in range(len(self.layers)))
 
     @property
     def page_layers(self) -> tuple[int, ...]:
-        """For each page of a block, a layer that has it: the layers of the largest group."""
+        """For each page of a block, a layer that uses the page. These are the layers of the largest
+        group.
+        """
         return max(self.layer_groups, key=len)
 
     def layer_pages(self, pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For each layer a view of its pages, in its `page_shape`. `pages`: allocated for
-        `page_layers`.
+        """For each layer, a view of its pages with the shape `page_shape(layer)`. `pages`: the
+        allocated pages, in the shapes of `page_layers`.
         """
         return [
             pages[page].view(self.page_shape(layer)) for layer, page in enumerate(self.pages_of)
@@ -254,14 +270,16 @@ class AttentionShape:
 
     @property
     def page_bytes(self) -> tuple[int, ...]:
-        """Bytes of keys and values, by page of a block."""
+        """For each page of a block, the bytes of its keys and values."""
         shape = replace(self, num_blocks=1)
         size = self.page_dtype.itemsize
         return tuple(size * math.prod(shape.page_shape(layer)) for layer in self.page_layers)
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Bytes of the largest state, by page of a block; empty without recurrent layers."""
+        """For each page of a block, the bytes of the largest state stored in it. Empty without
+        recurrent layers.
+        """
         return tuple(
             max(self.states[layer].num_bytes for layer in layers if layer is not None)
             for layers in zip_longest(*self.state_groups)

@@ -4,7 +4,7 @@ import enum
 
 
 class DeviceSetting(enum.Enum):
-    """The device of a worker; AUTO: CUDA if possible, else the CPU."""
+    """The device of a worker. AUTO selects CUDA if possible, and the CPU otherwise."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -20,7 +20,9 @@ class KernelsSetting(enum.Enum):
 
 
 class KVCacheDtype(enum.Enum):
-    """The data type of cached keys and values; AUTO: the type that the model computes them in."""
+    """The data type of cached keys and values. AUTO is the data type in which the model computes
+    them.
+    """
 
     AUTO = "auto"
     INT8_PER_TOKEN_HEAD = "int8_per_token_head"

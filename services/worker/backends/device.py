@@ -52,7 +52,8 @@ class Device(Protocol):
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Returns a function that repeats `work`. `work` must use the same memory in every call,
-        and must never wait for the device. The next call overwrites the result's memory.
+        and must never wait for the device. The next call overwrites the memory of the previous
+        result.
         """
 
 
@@ -65,7 +66,7 @@ class _FinishedDownload:
 
 
 class CpuDevice:
-    """The processor and its memory."""
+    """The CPU as a Device."""
 
     torch_device = torch.device("cpu")
     num_processors = 1
@@ -75,7 +76,7 @@ class CpuDevice:
         return torch.from_numpy(array)
 
     def download(self, tensor: torch.Tensor) -> Download:
-        """A copy, since the next step may overwrite the tensor."""
+        """Copies the tensor, since the next step may overwrite it."""
         return _FinishedDownload(tensor.clone().numpy())
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

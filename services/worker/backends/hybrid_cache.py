@@ -2,8 +2,9 @@
 
 All groups of layers get their blocks from one pool. So the same memory of a block stores either
 keys and values, or the states of a group's recurrent layers. The bytes of a state are stored in the
-page of keys, then in the page of values. Bytes that do not fit are stored in memory for states
-only. This is the layout of vLLM's hybrid models, where pages have the larger of the two sizes.
+page of keys, then in the page of values. Bytes that do not fit there are stored in extra memory
+that only states use. vLLM's hybrid models have the same layout, in pages of the larger of the two
+sizes.
 
 A step reads the state that the previous step wrote to the request's block table. It writes the
 state after its last token to that token's entry. Both entries may be the same block.
@@ -32,8 +33,9 @@ from services.worker.backends.kernels import Kernels
 class PagesOfKeys(PagedAttention, Protocol):
     """Attention on the CPU whose memory can store states too.
 
-    `pages`: all memory of blocks. Each page is a contiguous tensor [2, num_blocks, ...] of keys and
-    values. If states need more memory, tensors [1, num_blocks, ...] follow.
+    `pages`: the memory of all blocks. Each page is a contiguous tensor [2, num_blocks, ...] of keys
+    and values. If states need more memory than these pages have, tensors [1, num_blocks, ...]
+    follow.
     """
 
     pages: list[torch.Tensor]
@@ -43,9 +45,10 @@ class PagesOfKeys(PagedAttention, Protocol):
 class StateRun:
     """Sequences of a step that a recurrent layer computes in one call.
 
-    `tokens`: their tokens, sequence by sequence, equally many of each. `sources` and `targets`,
-    int64 [num_sequences] for each group of recurrent layers: the blocks with the initial states,
-    and the blocks for the final states. `sources` is None for sequences that begin.
+    `tokens`: the tokens of the sequences, one sequence after the other, with equally many tokens
+    each. `sources` and `targets` have an int64 array [num_sequences] for each group of recurrent
+    layers: the blocks with the initial states, and the blocks for the final states. `sources` is
+    None if the sequences have no computed tokens.
     """
 
     tokens: slice
@@ -55,8 +58,8 @@ class StateRun:
 
 
 class HybridCache:
-    """A PagedAttention for keys, values and states, on the CPU. Layouts of recurrent groups follow
-    those of attention groups.
+    """A PagedAttention for keys, values and states, on the CPU. The layouts of recurrent groups
+    follow the layouts of attention groups.
     """
 
     def __init__(self, attention: PagesOfKeys, shape: AttentionShape) -> None:
@@ -66,7 +69,7 @@ class HybridCache:
         self.pages = list(attention.pages)
         self._planes: list[list[torch.Tensor]] = []
         """The memory of each page, in the order in which a state fills it: keys, values, extra
-        memory. Each is uint8 [num_blocks, any].
+        memory. Each tensor is uint8 [num_blocks, any].
         """
         for page, size in zip_longest(attention.pages, shape.state_bytes):
             halves = () if page is None else page
@@ -99,7 +102,7 @@ class HybridCache:
 
     def read(self, layer: int, run: StateRun) -> tuple[torch.Tensor, ...] | None:
         """The initial states of a recurrent layer for a run's sequences, as new tensors
-        [num_sequences, ...]; None for sequences that begin.
+        [num_sequences, ...]; None if the sequences have no computed tokens.
         """
         if run.sources is None:
             return None
@@ -128,7 +131,7 @@ class HybridCache:
 
 @dataclass(frozen=True, slots=True)
 class HybridStep:
-    """A LayerAttention; `states` and `runs` are for recurrent layers."""
+    """A LayerAttention. Recurrent layers use `states` and `runs`."""
 
     attention: LayerAttention
     states: HybridCache
@@ -163,8 +166,8 @@ def state_runs(layouts: Sequence[StepLayout]) -> list[StateRun]:
     first = layouts[0]
     counts = np.diff(first.query_starts)
     computed = first.seq_lens - counts
-    # Single tokens come first, in ascending order of lengths, so sequences that begin precede
-    # others.
+    # Single tokens come first, in ascending order of lengths. So sequences without computed
+    # tokens precede the others.
     decodes = range(int(np.count_nonzero(computed[: first.num_decodes] == 0)), first.num_decodes)
     runs = [_run(layouts, computed, decodes)] if decodes else []
     alone = (*range(decodes.start), *range(decodes.stop, len(counts)))
@@ -176,7 +179,9 @@ def _run(layouts: Sequence[StepLayout], computed: Int32Array, sequences: range) 
     starts = layouts[0].query_starts
 
     def blocks(num_tokens: Int32Array) -> tuple[torch.Tensor, ...]:
-        """By group, the blocks with the states after `num_tokens` tokens of each sequence."""
+        """For each group, the blocks with the state of each sequence after its first `num_tokens`
+        tokens.
+        """
         return tuple(
             torch.from_numpy(
                 layout.tables[layout.rows[own], (num_tokens[own] - 1) // layout.block_size].astype(

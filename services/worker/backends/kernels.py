@@ -40,12 +40,14 @@ class Linear(Protocol):
         """Number of output columns."""
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
-        """Maps [n, in] to [n, out]; n must be a result of `Kernels.padded_rows`. `delta`: the
-        adapters' addition to the product, before its gates are applied.
+        """Maps [n, in] to [n, out]; n must be a result of `Kernels.padded_rows`. `delta`: what LoRA
+        adapters add to the product before gates are applied.
         """
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32, without rounding to x's data type if the implementation can."""
+        """The product in float32. If the implementation can, it does not round to x's data type
+        first.
+        """
 
 
 class Mlp(Protocol):
@@ -55,7 +57,7 @@ class Mlp(Protocol):
         self, hidden: torch.Tensor, num_tokens: int, deltas: LayerDeltas = NO_DELTAS
     ) -> torch.Tensor:
         """Maps [n, hidden_size] to [n, hidden_size]. Rows from `num_tokens` on are padding; their
-        outputs are finite if their inputs are. `deltas`: the adapters' additions.
+        outputs are finite if their inputs are. `deltas`: what LoRA adapters add to the projections.
         """
 
 
@@ -105,7 +107,7 @@ class DecoderWeights:
     """[vocab_size, hidden_size]; no rows in later pipeline stages."""
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor | None
-    """The norm after the last layer. It and `head` are None in stages before the last."""
+    """The norm after the last layer. `norm` and `head` are None in stages before the last."""
     head: Linear | None
     """The projection to the vocabulary."""
     ranks: Ranks = ALONE
@@ -123,7 +125,7 @@ class DecoderConstants:
     rotations: tuple[Rotation, ...]
     """Cos and sin of all positions, for each distinct rotary embedding."""
     rotation_of: tuple[int, ...]
-    """By layer, the index in `rotations`."""
+    """For each layer, the index of its rotation in `rotations`."""
     epsilon: float
     """The epsilon of all norms."""
 
@@ -145,7 +147,7 @@ class FusedDecoder(Protocol):
         """Maps token ids, int64 [n], to hidden states [n, hidden_size] and the wanted logits in
         float32, as in Model.forward. Hidden states are normalized if there is a norm; logits need a
         head. `embedded` [n, hidden_size] replaces the embeddings of the ids if it is not None.
-        `lora`: the adapters of the rows.
+        `lora`: the LoRA adapters of the rows.
         """
 
 
@@ -160,9 +162,9 @@ class Kernels(Protocol):
         """The number of rows to compute instead of `num_rows`; at least `num_rows`."""
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """A projection. It owns its weight: once packed, the caller's tensor is not kept. A
-        quantized weight may be kept dequantized, rounded to the data type of the computation. Then
-        its inputs are not quantized.
+        """A projection. The weight is packed, and the caller's tensor is not kept. A quantized
+        weight may be stored dequantized, rounded to the data type of the computation. Inputs are
+        then not quantized.
         """
 
     def gated_linear(
@@ -178,8 +180,8 @@ class Kernels(Protocol):
         """
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
-        """Whether experts of this data type and inner width are faster in one grouped product (see
-        GroupedExperts) than as single projections.
+        """Whether one grouped product of all experts (see GroupedExperts) is faster than a
+        projection for each expert, for this data type and inner width.
         """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -203,12 +205,13 @@ class Kernels(Protocol):
     def pack_lora(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
     ) -> PackedLora:
-        """Packs an adapter for these kernels, from tensors of the model's data type on its device.
-        `shapes`: of the projections in each layer, by their names in LoraLayer.
+        """Packs an adapter for these kernels. Its tensors have the model's data type and are on the
+        model's device. `shapes` maps names of LoraLayer's fields to the shapes of the projections
+        in each layer.
         """
 
     def lora_step(self, rows: LoraRows) -> LoraStep:
-        """The adapters of a step, which must have been packed by these kernels."""
+        """The LoRA adapters of a step. These kernels must have packed them."""
 
     def row_sampler(self) -> RowSampler | None:
         """A compiled sampler for rows of logits on the host; None if these kernels have none."""

@@ -1,8 +1,9 @@
 """Keys and values in 8 bits, with a scale for each token and key head.
 
-A token's head is stored as codes, integers from -127 to 127, and a scale in float32: the largest
-magnitude of its elements divided by 127. So the error of an element is at most half the scale.
-Codes and scale depend only on that token's head. vLLM has this format under the same name.
+The elements of one head of a token are stored as codes, integers from -127 to 127, and a scale in
+float32. The scale is the largest magnitude of the elements divided by 127. So the error of an
+element is at most half the scale. Codes and scale depend only on this head of this token. vLLM has
+this format under the same name.
 """
 
 import torch
@@ -14,7 +15,7 @@ _VECTOR = 16
 
 
 def bytes_of_head(head_dim: int) -> int:
-    """Bytes of a token's codes of one head, padded to whole vectors, and of their scale."""
+    """The bytes of one head of a token: its codes, padded to whole vectors, and its scale."""
     return -(-head_dim // _VECTOR) * _VECTOR + _SCALE_BYTES
 
 

@@ -1,5 +1,5 @@
-"""LoRA deltas of a decoder's projections: B (A x) for an input row x, with the A and B of the
-adapter of the row's request (Hu et al., LoRA).
+"""LoRA deltas of a decoder's projections. The delta of an input row x is B (A x), with the matrices
+A and B of the adapter that the row's request uses (Hu et al., LoRA).
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class LoraFactors:
-    """An adapter's factors for columns of a projection's output, from `first` on: `a` [r, in] and
-    `b` [columns, r]. `b` is already multiplied by the adapter's scale.
+    """An adapter's factors for consecutive output columns of a projection, beginning with column
+    `first`: `a` [r, in] and `b` [columns, r]. `b` is already multiplied by the adapter's scale.
     """
 
     a: torch.Tensor
@@ -29,8 +29,9 @@ Factors = tuple[LoraFactors, ...]
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """An adapter's factors for the projections of a layer, named as in LayerWeights; empty: nothing
-    is added. In `gate_up` the gates' columns precede the values' columns.
+    """An adapter's factors for the projections of a layer, named as in LayerWeights. If a field is
+    empty, nothing is added to its projection. In `gate_up` the gates' columns precede the values'
+    columns.
     """
 
     qkv: Factors = ()
@@ -45,7 +46,9 @@ PARTS = tuple(part.name for part in fields(LoraLayer))
 
 @dataclass(frozen=True, slots=True)
 class LoraShape:
-    """Output columns of a projection before gating, its depth, and whether it is gated."""
+    """The shape of a projection: its number of output columns before gating, its number of input
+    features (depth), and whether it is gated.
+    """
 
     columns: int
     depth: int
@@ -62,8 +65,8 @@ class PackedLora(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """The rows of a step, by adapter. Rows `rows[starts[i] : starts[i + 1]]`, ascending, use
-    `adapters[i]`; the other rows of `num_rows` use none. `device`: where the step is computed.
+    """The rows of a step, grouped by adapter. Rows `rows[starts[i] : starts[i + 1]]`, ascending,
+    use `adapters[i]`; the other rows of `num_rows` use none. `device`: where the step is computed.
     """
 
     adapters: tuple[PackedLora, ...]
@@ -74,7 +77,9 @@ class LoraRows:
 
 
 class Delta(Protocol):
-    """The additions of a step's adapters to one projection of the same kernels."""
+    """What a step's adapters add to one projection. The same kernels must have created the
+    projection.
+    """
 
     def added_to(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Adds the deltas of x [n, in] to the product [n, out], which may be overwritten."""
@@ -82,7 +87,9 @@ class Delta(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerDeltas:
-    """The deltas of a step's adapters in the projections of a layer; None: nothing is added."""
+    """The deltas of a step's adapters in the projections of a layer. A field is None if nothing is
+    added to its projection.
+    """
 
     qkv: Delta | None = None
     output: Delta | None = None

@@ -8,7 +8,7 @@ from services.common.errors import StepwellError
 
 
 class NotEnoughMemory(StepwellError):
-    """The machine or device has less memory than weights, cache or a step need."""
+    """The machine or device has less memory than the weights, the cache or a step needs."""
 
     reason = "NOT_ENOUGH_MEMORY"
 

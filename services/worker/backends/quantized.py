@@ -21,11 +21,11 @@ class QuantizedWeight:
     """A weight [out, in] whose element in row n and column k is `codes[n, k] * scales[n, k //
     group] + offsets[n, k // group]`.
 
-    `codes` [out, in] have `bits` bits: int8 with 8 bits, int8 with 4 bits (-8 to 7), or
-    float8_e4m3fn without NaN. `scales`, and `offsets` if not None, are float32 [out, groups]; a
-    group is `in / groups` columns. `dtype`: the data type of the computation. `quantizes_inputs`:
-    inputs are rounded to 8 bits too, see quantized_rows. Codes are then int8 with 8 bits, and each
-    row has one scale and no offset.
+    `codes` [out, in] have `bits` bits. Their data type is int8 for 8 bits, int8 for 4 bits (-8 to
+    7), or float8_e4m3fn without NaN. `scales`, and `offsets` if not None, are float32 [out,
+    groups]. `group` is the number of columns in a group, `in / groups`. `dtype`: the data type of
+    the computation. `quantizes_inputs`: whether inputs are rounded to 8 bits too, see
+    quantized_rows. If so, codes are int8 with 8 bits, and each row has one scale and no offset.
     """
 
     codes: torch.Tensor
@@ -91,7 +91,9 @@ class QuantizedWeight:
         )
 
     def columns(self, taken: slice) -> "QuantizedWeight":
-        """The weight with these columns only; whole groups if it has several."""
+        """The weight with these columns only. If a row has several groups, the columns must be
+        whole groups.
+        """
         if self.scales.shape[1] == 1:
             return replace(self, codes=self.codes[:, taken])
         first, end, _ = taken.indices(self.shape[1])
@@ -131,11 +133,11 @@ def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:
-    """Stacks weights with equal numbers of columns along their rows. The result has the maximum
-    bits of all codes, and the largest group size that divides all group sizes.
+    """Stacks weights with equal numbers of columns along their rows. The result has as many bits as
+    the widest codes, and the largest group size that divides all group sizes.
 
-    Raises ValueError if only some are quantized, if some are quantized to integers and some to
-    floats, or if only some quantize their inputs.
+    Raises ValueError if only some weights are quantized, if some are quantized to integers and some
+    to floats, or if only some quantize their inputs.
     """
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     if not quantized:

@@ -1,8 +1,8 @@
 """The collectives of the ranks that share a model's layers.
 
-The division is Megatron-LM's (Shoeybi et al.). The projections to heads and to the inner dimension
-of an MLP are divided by columns. The projections back are divided by rows. So a layer has two sums
-over the ranks.
+Layers are divided as in Megatron-LM (Shoeybi et al.). The projections to heads and to the inner
+dimension of an MLP are divided by columns. The projections back are divided by rows. So a layer has
+two sums over the ranks.
 """
 
 import mmap
@@ -26,7 +26,7 @@ class Ranks(Protocol):
         """The number of ranks."""
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `part`, which may be overwritten. If ranks are added one by one,
+        """The sum of all ranks' `part`, which may be overwritten. If parts are added one by one,
         they are added in rank order, so that a row's sum does not depend on other rows.
         """
 
@@ -51,7 +51,7 @@ class SharedRanks(Ranks, Protocol):
         """Sets the memory. Must be called before any collective."""
 
     def end(self) -> None:
-        """Aborts waiting and later collectives. Callable from any thread."""
+        """Aborts collectives that are waiting, and all later ones. Callable from any thread."""
 
 
 class Alone:
@@ -74,8 +74,8 @@ ALONE = Alone()
 
 
 class GatheringRanks(ABC):
-    """Collectives of CPU tensors, based on one that gathers. A sum adds the gathered parts in rank
-    order, in float32.
+    """Collectives of CPU tensors, all implemented with one gathering operation. A sum adds the
+    gathered parts in rank order, in float32.
     """
 
     def __init__(self, rank: int, size: int) -> None:

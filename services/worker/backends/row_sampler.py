@@ -7,18 +7,18 @@ import numpy as np
 import numpy.typing as npt
 
 UNUSABLE = -1
-"""In place of a token: the row contains NaN, or its largest logit is not finite."""
+"""Returned in place of a token if the row contains NaN, or if its largest logit is not finite."""
 REFUSED = -2
-"""In place of a token: the row has tokens to draw, but its mask allows none of them."""
+"""Returned in place of a token if the row has tokens to draw, but its mask allows none of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowParameters:
     """Sampling parameters of R rows.
 
-    `values`, float64 [n, R]: temperatures (0: the best token, the lowest id among equals), then the
-    fields of Filters in sampling/filters.py. `seeds`, uint64 [R]. `positions`, int64 [R]: of the
-    tokens in their sequences. All are contiguous.
+    `values`, float64 [n, R]: temperatures, then the fields of Filters in sampling/filters.py. A
+    temperature of 0 selects the best token, and the lowest id among equals. `seeds`: uint64 [R].
+    `positions`, int64 [R]: positions of the tokens in their sequences. All arrays are contiguous.
     """
 
     values: npt.NDArray[np.float64]
@@ -51,8 +51,8 @@ class RowSampler(Protocol):
     """Draws tokens from rows of logits float32 [n, V], at the indexes `rows`, int64 [R]. The result
     for a row depends only on that row, and is the same for every implementation.
 
-    `draws_ahead`: whether many rows take little longer than one, so that sampling rows which may
-    not be needed saves time.
+    `draws_ahead`: whether sampling many rows takes little longer than sampling one. Then it saves
+    time to sample rows that may not be needed.
     """
 
     draws_ahead: bool
@@ -73,6 +73,6 @@ class RowSampler(Protocol):
         masks: RowMasks | None,
         copies: npt.NDArray[np.float32],
     ) -> npt.NDArray[np.bool_]:
-        """Copies the rows to `copies` [R, V], with minus infinity for banned tokens. Returns for
-        each row whether it has a token to sample without the mask.
+        """Copies the rows to `copies` [R, V], with minus infinity for banned tokens. Returns
+        whether each row has a token to sample if the mask is ignored.
         """

@@ -15,18 +15,19 @@ class SuffixRules:
     """Rules for drafts from suffix trees."""
 
     max_tree_depth: int
-    """Maximum of tokens in a match and its drafts together."""
+    """Maximum number of tokens in a match and its drafts together."""
     max_cached_requests: int
-    """Maximum of responses in the trees of responses; 0: there are no such trees."""
+    """Maximum number of responses in the trees of responses; 0: there are no such trees."""
     max_spec_factor: float
-    """Maximum of drafts, as a multiple of the matching tokens."""
+    """Maximum number of drafts, as a multiple of the number of matching tokens."""
     min_token_prob: float
-    """Minimum of the product of the proposed tokens' frequencies."""
+    """Drafts end when the product of their frequencies is below this number."""
 
 
 class SuffixDecoding(Protocol):
-    """Suffix trees: one of each request's tokens, and for each key one of responses. Requests are
-    identified by their row in the batch. Equal calls return equal drafts on every machine.
+    """Keeps suffix trees: one tree of the tokens of each request, and one tree of responses for
+    each key. Requests are identified by their row in the batch. Equal calls return equal drafts on
+    every machine.
 
     A tree stores how often each string of up to `max_tree_depth` tokens occurs. The frequency of a
     token after a string is the count of both together, divided by the count of the string. A match
@@ -41,21 +42,22 @@ class SuffixDecoding(Protocol):
     """
 
     def enter(self, row: int, key: bytes, num_tokens: int) -> None:
-        """Adds a request with `num_tokens` known tokens in a free row. Later tokens are its
-        response. Requests with the same key get drafts from it, also after the request has left.
+        """Adds a request with `num_tokens` known tokens in a free row. Later tokens are the
+        request's response. Other requests with the same key get drafts from this response, even
+        after the request has left.
         """
 
     def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
-        """Appends new tokens to the responses of these rows. If there are too many responses, or
-        they are too large, tokens of the response that ended first are removed, a few for each new
-        token.
+        """Appends new tokens to the responses of these rows. If there are too many responses, or if
+        they need too much memory, the response that ended first is removed gradually: a few of its
+        tokens for each new token.
         """
 
     def propose(
         self, row: int, token_ids: Int32Array, num_tokens: Int32Array, most: int
     ) -> Sequence[int]:
-        """Up to `most` drafts after the known tokens of a row. Known tokens of earlier calls must
-        be unchanged; new ones may follow.
+        """Up to `most` drafts after the known tokens of a row. Tokens that were known in an earlier
+        call must be unchanged; new tokens may follow them.
         """
 
     def leave(self, row: int) -> None:

@@ -1,4 +1,4 @@
-"""Decode-only steps as programs over fixed memory.
+"""Runs decode-only steps as programs over fixed memory.
 
 A step of n decodes runs as the program for the next power of two. Its inputs are copied into the
 program's memory, and its logits are read from there. Nothing else changes between steps, so a
@@ -36,7 +36,7 @@ class StaticAttention(Protocol):
 
 
 class DecodeBuckets:
-    """The programs of a model, by number of lanes."""
+    """The programs of a model, one for each number of lanes."""
 
     def __init__(self, model: Model, attention: StaticAttention, device: Device) -> None:
         self._model = model

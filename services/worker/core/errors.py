@@ -12,7 +12,7 @@ from services.common.errors import InvalidArgument, StepwellError
 
 
 class InvalidStep(InvalidArgument):
-    """A step contradicts the batch or the worker's limits; no part of it was applied."""
+    """A step contradicts the batch or the worker's limits. No part of the step was applied."""
 
     reason = "INVALID_STEP"
 

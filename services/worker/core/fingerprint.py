@@ -22,7 +22,9 @@ from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.quantization_config import QuantizationSetting
 
 WHOLE_FILE_BYTES = 64 * 2**20
-"""Files up to this total size are hashed whole. Of larger ones, a sample of each tensor is."""
+"""Files up to this total size are hashed whole. Of larger files, a sample of each tensor is
+hashed.
+"""
 
 _SAMPLE_BYTES = 4096
 _IGNORED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}
@@ -39,15 +41,16 @@ def model_fingerprint(
     draft_model: bytes = b"",
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
 ) -> bytes:
-    """32 bytes, equal for two workers exactly if their cached keys and values are interchangeable.
+    """A fingerprint of 32 bytes. Two workers have the same fingerprint exactly if their cached keys
+    and values are interchangeable.
 
-    `rope_length`: the sequence length that fixes rotary frequencies; 0 if they depend on none.
-    `groups`: the layers that share a block, which may depend on the longest sequence. `pooling`:
-    how prompts are pooled, since workers that pool differently return different vectors.
-    `quantization`: of weights that are stored unquantized. `draft_model`: the fingerprint of the
-    draft model whose keys and values are in the same blocks; empty if there is none. `kv_dtype`:
-    the data type of keys and values before they are cached. `kv_cache_dtype`: their type in the
-    cache.
+    `rope_length`: the sequence length from which rotary frequencies are computed; 0 if they do not
+    depend on a length. `groups`: the layers that share a block, which may depend on the longest
+    sequence. `pooling`: how prompts are pooled, since workers that pool differently return
+    different vectors. `quantization`: how weights that are stored unquantized are quantized.
+    `draft_model`: the fingerprint of the draft model whose keys and values are in the same blocks;
+    empty if there is none. `kv_dtype`: the data type of keys and values before they are cached.
+    `kv_cache_dtype`: the data type of keys and values in the cache.
     """
     parts = [
         *_model_parts(checkpoint),

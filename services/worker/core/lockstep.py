@@ -2,18 +2,18 @@
 
 The ranks receive the same bytes, each over its own stream. When streams end, one rank may have
 received a step that another did not. So before each step the ranks exchange the numbers of the
-steps that they are about to run. A rank with an older generation drops its step, and the others
-wait until it has a step of the newest generation. Newer generations are greater numbers even if a
-clock was set back: workers report the last generation that they received, and a pool does not begin
-a generation below it.
+steps that they are about to run. A rank with an older generation drops its step. The other ranks
+wait until this rank has a step of the newest generation. A newer generation always has a greater
+number, even if a clock was set back, because workers report the last generation that they received,
+and a pool does not begin a generation below it.
 
 The ranks exchange digests of the messages with these numbers. If one rank was sent another message,
 all ranks refuse the step, since a step needs all ranks.
 
-At regular intervals the ranks also exchange a digest of a step's input and output. This happens
-some steps later, when no device computes the step any more. Sums over ranks have the same bits on
-each rank, so everything computed from them must be equal. If digests differ, memory or a kernel is
-faulty, and no later token can be trusted.
+At regular intervals the ranks also exchange a digest of a step's input and output. The digest of a
+step is exchanged some steps later, when no device computes that step any more. Sums over ranks have
+the same bits on each rank, so everything computed from them must be equal. If digests differ,
+memory or a kernel is faulty, and no later token can be trusted.
 """
 
 from collections import deque
@@ -31,7 +31,9 @@ from services.worker.core.step import StepInput, StepOutput
 from services.worker.parallel.errors import GroupBroken
 
 _LAG = 2
-"""Steps between a step and the comparison of its results: the maximum of steps in flight."""
+"""The number of steps after which the results of a step are compared. It is the maximum number of
+steps in flight.
+"""
 
 _Output = StepOutput | PendingOutput
 
@@ -39,8 +41,8 @@ _Output = StepOutput | PendingOutput
 class Lockstep:
     """Runs this rank's steps together with the steps of the other ranks.
 
-    `explain` maps a failure to the error to raise: if the end of another rank caused the failure,
-    an error that names this rank's end. The owner of the group then ends the process.
+    `explain` maps a failure to the error to raise. If another rank's process ended and this caused
+    the failure, the error says so. The owner of the group then ends the process.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Lockstep:
         explain: Callable[[GroupBroken], GroupBroken],
         rank: int | None = None,
     ) -> None:
-        """`rank`: this rank's number in errors; by default its index in `ranks`."""
+        """`rank`: the number of this rank in error messages; by default its index in `ranks`."""
         self._ranks = ranks
         self._rank = ranks.rank if rank is None else rank
         self._check_every_steps = check_every_steps
@@ -62,15 +64,15 @@ class Lockstep:
     def run(self, step: StepInput, begin: Callable[[StepInput], _Output]) -> _Output:
         """Calls `begin(step)` when all ranks are about to run the step.
 
-        Raises Aborted for a step of an older generation, InvalidStep on every rank if they were
-        sent different steps, and GroupBroken if the ranks cannot continue.
+        Raises Aborted for a step of an older generation, and GroupBroken if the ranks cannot
+        continue. If the ranks were sent different steps, every rank raises InvalidStep.
         """
         try:
             self._agree_on(step)
             checked = step.step % self._check_every_steps == 0
             self._current = _Checked(step) if checked else None
             output = begin(step)
-        except (InvalidArgument, Aborted):  # the same bytes are refused everywhere
+        except (InvalidArgument, Aborted):  # every rank refuses the same bytes
             raise
         except GroupBroken as error:
             raise self._explain(error) from error
@@ -89,7 +91,7 @@ class Lockstep:
             self._current.add(hidden.detach().view(torch.uint8).cpu().numpy())
 
     def _agree_on(self, step: StepInput) -> None:
-        """Waits until every rank is about to run this step."""
+        """Exchanges step numbers until every rank is about to run this step."""
         if step.generation != self._generation:
             self._generation = step.generation
             self._begun.extend([None] * _LAG)

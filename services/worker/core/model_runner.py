@@ -4,8 +4,8 @@
 2. Requests are put in the order that attention needs: single tokens by length, then chunks.
 3. The model runs once over all scheduled tokens.
 4. Logits are computed only for positions that are sampled or that need prompt log-probabilities.
-5. Sampled tokens are appended to the batch, so that the next step need not send them: see
-   `step_sampler`.
+5. Sampled tokens are appended to the batch, so that the scheduler need not send them with the next
+   step (see `step_sampler`).
 """
 
 from collections.abc import Callable
@@ -98,7 +98,7 @@ class ModelRunner:
         self._adapters = adapters
         self.drafter = drafter
         self._adapter_of: dict[int, PackedLora] = {}
-        """By row, for requests that have one."""
+        """Maps rows to LoRA adapters. Rows without an adapter are absent."""
         self._sampler = StepSampler(self._batch, self._device, device_tokens, grammars, row_sampler)
         self._generation: int | None = None
 
@@ -129,9 +129,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
-        """Runs one step; if its tokens stay on the device, queues it there and returns.
+        """Runs one step. If its tokens stay on the device, queues the step there and returns at
+        once.
 
-        Raises InvalidArgument for an invalid step, with the batch unchanged, and as Lockstep does.
+        Raises InvalidArgument for an invalid step, and leaves the batch unchanged. Also raises the
+        errors of Lockstep.
         """
         begin = self._begin if self._stage is None else self._begin_stage
         if self.tier is not None:
@@ -218,7 +220,9 @@ class ModelRunner:
             self.tier.begin_loads(step.tier_loads)
 
     def _update_batch(self, step: StepInput) -> Int32Array:
-        """Applies the step's difference. Returns the computed tokens, like `InputBatch.apply`."""
+        """Applies the step's difference. Returns the number of computed tokens of each request,
+        like `InputBatch.apply`.
+        """
         if self._pooler is not None:
             self._pooler.check(step)
         if not (len(step.removed_rows) or step.new_requests):
@@ -245,9 +249,9 @@ class ModelRunner:
     def _forward(
         self, tokens: StepTokens, token_ids: torch.Tensor, logits_indices: Int64Array
     ) -> tuple[torch.Tensor | None, Callable[[torch.Tensor], torch.Tensor]]:
-        """Runs the model over the step's tokens. Returns the logits of the tokens at these indexes,
-        float32 [n, vocab_size], or None without indexes; and a function that computes the logits of
-        tokens at other indexes.
+        """Runs the model over the step's tokens. Returns two results: the logits of the tokens at
+        these indexes, float32 [n, vocab_size], or None if there are no indexes; and a function that
+        computes the logits of tokens at other indexes.
         """
         embedded = self._embedded.of_step(tokens, token_ids)
         is_all = len(logits_indices) == len(tokens.token_ids)

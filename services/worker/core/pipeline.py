@@ -1,16 +1,16 @@
 """A pipeline stage: a range of the model's layers.
 
 Every stage is sent the same steps, in order. A stage runs a step when it has received the hidden
-states from the previous stage, which meanwhile runs the next step. As many steps are in flight as
-there are stages. Only the last stage samples. The scheduler sends the sampled token with the next
-step of its request, and does not plan that step before it has the token. This is vLLM's pipeline
-parallelism; the term is from GPipe (Huang et al.).
+states from the previous stage. The previous stage runs the next step at the same time. As many
+steps are in flight as there are stages. Only the last stage samples. The scheduler sends the
+sampled token with the next step of its request, and does not plan that step before it has the
+token. This is vLLM's pipeline parallelism; the term is from GPipe (Huang et al.).
 
-Hidden states follow a header: generation, number, digest and token count of their step. When
-streams end, one stage may have received a step that another did not. A stage drops hidden states of
-an older generation than its step. It aborts its step if hidden states are of a newer generation,
-which the scheduler sends to all stages when it begins. It refuses a step that the previous stage
-was not sent.
+A stage sends a header before hidden states. The header has the generation, number, digest and token
+count of their step. When streams end, one stage may have received a step that another did not. A
+stage drops hidden states of an older generation than its step. It aborts its step if hidden states
+are of a newer generation, because the scheduler sends each new generation to all stages. It refuses
+a step that the previous stage was not sent.
 """
 
 import time
@@ -50,8 +50,8 @@ class _Header:
 
 
 class PipelineStage:
-    """The stage `index` of `num_stages`, on this rank. `hidden_size` and `dtype` describe the
-    hidden states.
+    """The pipeline stage of this rank: stage number `index` of `num_stages`. `hidden_size` and
+    `dtype` describe the hidden states.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PipelineStage:
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         self.waited_nanos = 0
-        """Time that the current step waited for the previous stage."""
+        """Time that the current step has waited for the previous stage, in nanoseconds."""
         self._link = link
         self._hidden_size = hidden_size
         self._dtype = dtype
@@ -69,7 +69,7 @@ class PipelineStage:
         """A header that was received ahead of its hidden states."""
 
     def begin(self, step: StepInput) -> None:
-        """Sets the step whose hidden states are received and sent next."""
+        """Sets the current step. Its hidden states are received and sent next."""
         self._step = step
         self.waited_nanos = 0
 

@@ -50,8 +50,8 @@ class VectorEnd:
 
 
 def vector_end(config: PoolingConfig, hidden_size: int, *, takes_whole_prompts: bool) -> VectorEnd:
-    """The final operations for a model of this width. If the model's directory does not set a
-    pooling type, it is LAST, or CLS for models that process whole prompts, as in vLLM.
+    """The last operations on the vectors of a model of this width. If the model's directory does
+    not set a pooling type, it is LAST, or CLS for models that process whole prompts, as in vLLM.
     """
     default = PoolingType.CLS if takes_whole_prompts else PoolingType.LAST
     pooler = Pooler(
@@ -68,8 +68,8 @@ def vector_end(config: PoolingConfig, hidden_size: int, *, takes_whole_prompts: 
 def pooled_output(
     step: StepInput, vectors: dict[int, Float32Array], num_requests: int
 ) -> StepOutput:
-    """The output of a step that pools. `vectors`: by index of the request. Vectors with NaN are
-    reported in `nan_requests` and not returned.
+    """The output of a step that pools. `vectors` maps indexes of requests to vectors. Requests
+    whose vectors contain NaN are reported in `nan_requests`, without vectors.
     """
     broken = [index for index, vector in vectors.items() if np.isnan(vector).any()]
     return StepOutput(
@@ -92,7 +92,7 @@ class PromptPooler:
     class_scores: Callable[[torch.Tensor], torch.Tensor]
     _params: dict[int, PoolingParams] = field(default_factory=dict)
     _kept: dict[int, Float64Array] = field(default_factory=dict)
-    """By row: the sum of its states so far, or its first state."""
+    """Maps each row to the sum of its states so far, or to its first state."""
 
     def clear(self) -> None:
         """Forgets all rows."""
@@ -128,8 +128,8 @@ class PromptPooler:
     ) -> StepOutput:
         """The vectors of the requests whose prompts are complete after this step.
 
-        `num_tokens`: tokens of each request. `hidden` [n, hidden_size]: states of the step's
-        tokens. Both are in the order of the layout.
+        `num_tokens`: the number of tokens of each request. `hidden` [n, hidden_size]: states of the
+        step's tokens. Both are in the order of the layout.
         """
         ended = np.flatnonzero(tokens.seq_lens == num_tokens)
         states = self._states(tokens, ended, hidden)

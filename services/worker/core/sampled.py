@@ -14,7 +14,7 @@ from services.worker.sampling.sampler import SamplerOutput
 class Sampled:
     """Collects sampled tokens and log-probabilities by request.
 
-    `parts`: pairs of `add`'s arguments.
+    `parts`: pairs of arguments for `add`.
     """
 
     def __init__(self, parts: Iterable[tuple[np.ndarray, SamplerOutput]] = ()) -> None:
@@ -53,7 +53,7 @@ class Sampled:
         return np.sort(found).astype(np.int32)
 
     def _refused_tokens(self) -> dict[int, int]:
-        """By request, the index of the first token that its grammar refuses."""
+        """Maps requests to the index of the first token that the request's grammar refuses."""
         found: dict[int, int] = {}
         for number, (indexes, output) in enumerate(self.parts):
             for index in indexes[output.refused_rows].tolist():
@@ -62,7 +62,7 @@ class Sampled:
         return dict(sorted(found.items()))
 
     def _grammar_errors(self) -> dict[int, str]:
-        """By request, why its grammar failed."""
+        """Maps requests to the reason why the request's grammar failed."""
         return {
             int(indexes[row]): error
             for indexes, output in self.parts
@@ -87,8 +87,9 @@ class Sampled:
 class PendingOutput:
     """The output of a step while the device may still be sampling some of its tokens.
 
-    `known`: tokens sampled on the host. `pending`: one token for each request in `sampling`, which
-    has indexes in the step. `prompt`: log-probabilities of prompt tokens, by request.
+    `known`: tokens sampled on the host. `sampling`: indexes in the step of requests that the device
+    samples. `pending`: one token for each of these requests. `prompt` maps requests to the
+    log-probabilities of prompt tokens.
     """
 
     step: StepInput

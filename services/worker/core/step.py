@@ -31,21 +31,25 @@ class NewRequest:
     block_tables: tuple[Int32Array, ...]
     """Block ids, one table for each KV-cache group."""
     prompt_embeds: PromptEmbeds | None = None
-    """Embeddings of the last placeholders. Embeddings of computed tokens may be omitted."""
+    """Embeddings for placeholder tokens. Embeddings of computed tokens may be omitted, so these are
+    the embeddings of the last placeholders.
+    """
     num_placeholders: int = 0
-    """Number of tokens at the beginning that are placeholders for embeddings."""
+    """Number of tokens at the beginning of the prompt that are placeholders for embeddings."""
     pooling: PoolingParams | None = None
-    """How its prompt is pooled; None for models that generate."""
+    """How the request's prompt is pooled; None for models that generate."""
     adapter_digest: bytes = b""
     """SHA-256 of the adapter's files; empty without an adapter."""
     cache_key: bytes = b""
-    """The root that separates cached blocks, see block_hash.cache_key."""
+    """The root of the request's block hashes. Only requests with the same root share cached blocks;
+    see block_hash.cache_key.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class AppendedBlocks:
-    """Blocks appended to the tables of one group. `block_ids` is concatenated: `num_blocks[i]` ids
-    are for the table of `rows[i]`.
+    """Blocks appended to the block tables of one KV-cache group. `block_ids` concatenates the
+    appended ids of all tables: `num_blocks[i]` ids are for the table of row `rows[i]`.
     """
 
     rows: Int32Array
@@ -67,7 +71,9 @@ class TierBlocks:
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """A load for one request from the tier, into blocks that no step uses before it has ended."""
+    """Blocks to load from the tier for one request. No step uses the target blocks before the load
+    has ended.
+    """
 
     request: int
     blocks: TierBlocks
@@ -75,7 +81,7 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class EndedTierLoad:
-    """A load that has ended, and the cache blocks that were not loaded."""
+    """A load that has ended, and the ids of cache blocks that could not be loaded."""
 
     request: int
     invalid_block_ids: Int32Array
@@ -83,8 +89,8 @@ class EndedTierLoad:
 
 @dataclass(slots=True)  # not frozen: construction in each step would take three times as long
 class StepInput:
-    """A difference to the batch, and the tokens to compute. Arrays of requests are parallel to
-    `rows`; the optional ones may be empty.
+    """A difference to the batch, and the tokens to compute. Arrays with one entry for each request
+    are parallel to `rows`. Optional arrays may be empty.
 
     The parts are applied in this order:
 
@@ -98,19 +104,21 @@ class StepInput:
     step: int
     rows: Int32Array
     num_scheduled_tokens: Int32Array
-    """Number of tokens to compute, including drafts."""
+    """Number of tokens to compute for each request, including drafts."""
     num_computed_tokens: Int32Array
     removed_rows: Int32Array = field(default_factory=no_ints)
     new_requests: tuple[NewRequest, ...] = ()
     appended_blocks: tuple[AppendedBlocks, ...] = ()
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
-    """Number of drafts among the scheduled tokens. Drafts are the last ones."""
+    """Number of drafts among the scheduled tokens of each request. Drafts are the last tokens."""
     draft_token_ids: Int32Array = field(default_factory=no_ints)
-    """The drafts, concatenated; -1 if the worker is to propose the draft, see drafter.py."""
+    """The drafts of all requests, concatenated. The id is -1 if the worker must propose the draft;
+    see drafter.py.
+    """
     block_ids_to_zero: Int32Array = field(default_factory=no_ints)
     """Blocks to clear in all layers."""
     copy_sources: Int32Array = field(default_factory=no_ints)
-    """Blocks to copy in all layers, pair by pair in order, to `copy_targets`."""
+    """Blocks to copy in all layers, in order: `copy_sources[i]` to `copy_targets[i]`."""
     copy_targets: Int32Array = field(default_factory=no_ints)
     last_token_ids: Int32Array = field(default_factory=no_ints)
     """The last scheduled token of each request, for pipeline stages that do not sample."""
@@ -137,7 +145,7 @@ class RequestLogprobs:
     prompt: LogprobRows | None
 
 
-@dataclass(slots=True)  # see StepInput
+@dataclass(slots=True)  # not frozen, see StepInput
 class StepOutput:
     """The output of a step. Requests are identified by their index in the step."""
 
@@ -146,19 +154,21 @@ class StepOutput:
     num_tokens: Int32Array
     """Number of sampled tokens of each request."""
     token_ids: Int32Array
-    """The sampled tokens, concatenated."""
+    """The sampled tokens of all requests, concatenated."""
     logprobs: dict[int, RequestLogprobs] = field(default_factory=dict)
     nan_requests: Int32Array = field(default_factory=no_ints)
     """Requests whose logits contained NaN."""
     refused_tokens: dict[int, int] = field(default_factory=dict)
-    """By request, the index of the first sampled token that its grammar refuses."""
+    """Maps requests to the index of the first sampled token that the request's grammar refuses."""
     grammar_errors: dict[int, str] = field(default_factory=dict)
-    """By request, why its grammar failed."""
+    """Maps requests to the reason why the request's grammar failed."""
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """Vectors, by request, of prompts that are complete after the step."""
+    """Maps requests whose prompts are complete after the step to their vectors."""
     waited_nanos: int = 0
-    """Time that the step waited for the previous pipeline stage."""
+    """Time that the step waited for the previous pipeline stage, in nanoseconds."""
     ended_tier_loads: tuple[EndedTierLoad, ...] = ()
-    """Loads that ended since the previous step."""
+    """Loads from the tier that ended since the previous step."""
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
-    """Number of drafts that the step verified, by request; empty if it verified none."""
+    """For each request of the step, the number of drafts that the step verified. The array is empty
+    if the step verified no drafts.
+    """

@@ -29,7 +29,7 @@ class StepCheck:
         """The rows in use after removed requests have left and new ones have entered."""
         self._new: dict[int, NewRequest] = {}
         self._appended: list[dict[int, int]] = [{} for _ in self._limits.windows]
-        """By group: the number of blocks appended to each row's table."""
+        """For each group, a map from rows to the number of blocks that the step appends."""
 
     def run(self) -> Int32Array:
         """Raises InvalidStep for the first contradiction. Returns the number of computed tokens of
@@ -227,7 +227,9 @@ class StepCheck:
         return 0
 
     def _known_and_room(self) -> tuple[Int32Array, Int32Array]:
-        """For each request, the number of known tokens and the number that fit in its blocks."""
+        """For each request, the number of known tokens and the number of tokens that fit in its
+        blocks.
+        """
         rows = self._step.rows.astype(np.int64)
         known, room = self._batch.num_tokens[rows], self._batch.room[rows]
         for row, request in self._new.items():

@@ -25,14 +25,14 @@ from services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from services.worker.sampling.sampler import Sampler, SamplerOutput
 
 _PROMPT_LOGPROB_ROWS = 128
-"""Maximum of prompt positions whose logits are in memory at once."""
+"""Maximum number of prompt positions whose logits are in memory at once."""
 
 
 class StepSampler:
     """Samples for the requests of a batch, and appends the tokens to it.
 
-    `device_tokens`: samples on the device if the host need not know the token before the step
-    returns. `row_sampler`: draws tokens, see Sampler.
+    `device_tokens` samples on the device, for requests whose tokens the host need not know before
+    the step returns. `row_sampler` draws tokens; see Sampler.
     """
 
     def __init__(
@@ -50,7 +50,9 @@ class StepSampler:
         self._row_sampler = row_sampler
         self._sampler = self._new_sampler()
         self._num_prompt_logprobs: dict[int, int] = {}
-        """By row, the number of top tokens, for requests with prompt log-probabilities."""
+        """Maps rows to the number of most probable tokens to report at each prompt position. Rows
+        without prompt log-probabilities are absent.
+        """
 
     def clear(self) -> None:
         """Forgets all requests."""
@@ -59,7 +61,7 @@ class StepSampler:
 
     @property
     def forced_tokens(self) -> Callable[[int], Sequence[int]]:
-        """By row, the tokens that a grammar forces."""
+        """A function that maps a row to the tokens that its grammar forces next."""
         return self._sampler.forced_tokens
 
     def update(self, step: StepInput) -> None:
@@ -90,8 +92,8 @@ class StepSampler:
     ) -> StepOutput | PendingOutput:
         """Samples the next tokens, and verifies drafts.
 
-        `logits` [n, vocab_size]: at the positions in `sampling`; None if there are none.
-        `logits_of` computes the logits of tokens at other indexes.
+        `logits` [n, vocab_size]: the logits at the positions in `sampling`; None if there are no
+        positions. `logits_of` computes the logits of tokens at other indexes.
         """
         prompt = self._prompt_logprobs(tokens, logits_of)
         sampled = Sampled()
@@ -175,7 +177,9 @@ class StepSampler:
     def _prompt_logprobs(
         self, tokens: StepTokens, logits_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[int, LogprobRows]:
-        """Log-probabilities of the prompt tokens that follow this step's tokens, by request."""
+        """Maps requests to the log-probabilities of the prompt tokens that follow this step's
+        tokens.
+        """
         found: dict[int, LogprobRows] = {}
         if not self._num_prompt_logprobs:
             return found

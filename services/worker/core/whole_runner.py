@@ -1,4 +1,4 @@
-"""Runs steps of whole prompts, without a KV cache; prompts do not depend on each other."""
+"""Runs steps of whole prompts, without a KV cache. Each prompt is computed by itself."""
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from services.worker.models.whole_model import WholeModel
 
 
 class WholeRunner:
-    """A StepRunner for a model that processes whole prompts. Block tables are checked, but their
-    blocks store nothing. Not thread-safe.
+    """A StepRunner for a model that processes whole prompts. Block tables are checked, but the
+    blocks in them store nothing. Not thread-safe.
     """
 
     def __init__(self, model: WholeModel, end: VectorEnd, limits: BatchLimits) -> None:

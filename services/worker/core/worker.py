@@ -37,15 +37,17 @@ class WorkerDescription:
     """Unique to each process."""
     model_name: str
     fingerprint: bytes
-    """See core/fingerprint.py; 32 bytes."""
+    """The model's fingerprint, 32 bytes; see core/fingerprint.py."""
     tokenizer_fingerprint: bytes
-    """32 bytes; empty if the model has no tokenizer files."""
+    """The fingerprint of the tokenizer files, 32 bytes; empty if the model has no tokenizer
+    files.
+    """
     max_model_len: int
     vocab_size: int
     hidden_size: int
     eos_token_ids: tuple[int, ...]
     groups: tuple[LayerGroup, ...]
-    """In the order of block tables."""
+    """The KV-cache groups, in the order of a request's block tables."""
     block_size: int
     num_blocks: int
     """Blocks of the KV cache, including the null block."""
@@ -67,13 +69,13 @@ class WorkerDescription:
     num_tier_blocks: int = 0
     """Number of blocks of the offload tier."""
     max_loras: int = 0
-    """Maximum of LoRA adapters in one step; 0: LoRA is not enabled."""
+    """Maximum number of LoRA adapters in one step; 0: LoRA is not enabled."""
     max_cpu_loras: int = 0
-    """Maximum of LoRA adapters in memory."""
+    """Maximum number of LoRA adapters in memory."""
     num_speculative_tokens: int = 0
-    """Maximum of draft tokens of a request in a step; 0: no speculation."""
+    """Maximum number of draft tokens of a request in a step; 0: no speculation."""
     num_speculative_rows: int = 0
-    """Maximum of rows for tokens and drafts of decoding requests in a step; 0: unlimited."""
+    """Maximum number of rows for tokens and drafts of decoding requests in a step; 0: unlimited."""
 
     @property
     def pipeline_stage(self) -> int | None:

@@ -1,4 +1,5 @@
-"""The architectures that run natively, and the traits of each that config.json does not contain.
+"""The architectures that run natively, and the traits of each architecture that config.json does
+not contain.
 
 All are pre-norm decoders with rotary positions, grouped queries and gated MLPs. `Traits` lists
 their differences. Traits are looked up by architecture only while config.json is read. Layers are
@@ -77,13 +78,17 @@ class Traits:
     """Whether queries and keys are normalized per head."""
     windows: Windows = Windows.NONE
     default_window: int | None = 4096
-    """The window if `sliding_window` is absent; None: no layer has a window then."""
+    """The window if `sliding_window` is absent from config.json. If None, no layer has a window in
+    that case.
+    """
     window_pattern: int = 1
-    """Layers in one period of the pattern. The last layer of a period has no window."""
+    """Number of layers in one period of the pattern of windows. The last layer of a period has no
+    window.
+    """
     experts: ExpertLayout | None = None
-    """How experts are named; None: MLPs are dense."""
+    """The names of experts; None: all MLPs are dense."""
     activation_key: str = "hidden_act"
-    """The key of config.json for the activation of MLPs. Its value must be `activation`."""
+    """The key of config.json for the activation of MLPs. The key's value must be `activation`."""
     activation: Activation = Activation.SILU
     output_norms: bool = False
     """Whether outputs of attention and MLP are normalized before they are added to the residual."""
@@ -92,13 +97,17 @@ class Traits:
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by the square root of `hidden_size`."""
     query_pre_attn_scalar: int | None = None
-    """Default of the key `query_pre_attn_scalar`: attention is scaled by 1 / sqrt of its value.
-    None: the key is not read, and `head_dim` is used in its place.
+    """Default of the key `query_pre_attn_scalar`. Attention is scaled by 1 / sqrt(value). If None,
+    the key is not read, and the value is `head_dim`.
     """
     softcaps: tuple[float | None, float | None] | None = None
-    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`; None: both unused."""
+    """Defaults of the keys `attn_logit_softcapping` and `final_logit_softcapping`. If None, neither
+    key is used.
+    """
     head_dim: int | None = None
-    """Default of `head_dim`; None: `hidden_size` divided by the number of heads."""
+    """Default of the key `head_dim`. If None, the default is `hidden_size` divided by the number of
+    heads.
+    """
     tie_word_embeddings: bool = False
     theta: float = 10_000.0
     """Base of the rotary embedding."""

@@ -37,14 +37,14 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """The inner width of dense MLPs; experts have their own."""
+    """The inner width of dense MLPs. The inner width of experts is in ExpertsConfig."""
     num_heads: int
     """Number of query heads."""
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     layers: tuple[LayerConfig, ...]
-    """The configuration of each layer, for properties that differ between layers."""
+    """For each layer, the properties that may differ between layers."""
     rope: RopeConfig
     """Rotary positions of layers without a window."""
     tie_word_embeddings: bool
@@ -59,11 +59,11 @@ class ModelConfig:
     attention_scale: float
     """Factor of the products of queries and keys."""
     attention_softcap: float | None
-    """c: attention scores x become c tanh(x / c); None: no cap."""
+    """The cap c of attention scores: a score x becomes c tanh(x / c). None: no cap."""
     logits_softcap: float | None
-    """c: logits x become c tanh(x / c); None: no cap."""
+    """The cap c of logits: a logit x becomes c tanh(x / c). None: no cap."""
     checkpoint_dtype: str | None
-    """Name of the stored data type; None if config.json names none that models run in."""
+    """Name of the stored data type; None if config.json names no data type in which models run."""
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None = None
     """How the checkpoint's weights are quantized; None: unquantized."""
@@ -126,9 +126,9 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def resolve_max_model_len(asked: int | None, default: int, longest: int, path: Path) -> int:
-    """The longest sequence to serve: `asked`, or else the default.
+    """The length limit of sequences, in tokens. It is `asked`, or the default if `asked` is None.
 
-    Raises ModelConfigError if `asked` exceeds `longest`, the limit of the model.
+    Raises ModelConfigError if `asked` exceeds `longest`, the model's own limit.
     """
     if asked is not None and asked > longest:
         raise ModelConfigError(
@@ -169,8 +169,9 @@ def _checkpoint_dtype(reader: JsonReader) -> str | None:
 
 
 def check_eos_token_ids(directory: Path, config: JsonReader, vocab_size: int) -> JsonReader:
-    """Reader of the file that defines the end tokens: generation_config.json if it has the key,
-    else config.json. Raises ModelConfigError for tokens outside the vocabulary.
+    """Returns a reader of the file that defines the end tokens. This is generation_config.json if
+    it has the key, and config.json otherwise. Raises ModelConfigError for tokens outside the
+    vocabulary.
     """
     path, reader = directory / "generation_config.json", config
     if path.exists():

@@ -1,7 +1,7 @@
 """The decoder of all native architectures: attention and gated MLPs, each after a norm.
 
-It may be a pipeline stage. Then `config` has the stage's layers, and the input of a later stage is
-the residual stream that the previous stage returned as hidden states.
+A Decoder may be one pipeline stage. `config` then has only the stage's layers. The input of a later
+stage is the residual stream, which the previous stage returned as hidden states.
 
 Architectures differ in their weights (biases, query-key norms, output norms, experts) and in their
 configuration (windows, scales, caps): see ModelConfig. The projections of queries, keys and values
@@ -49,8 +49,8 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._norms = [*(layer.input_norm for layer in weights.layers), weights.norm]
-        """The norm before each layer, then the norm after the last layer, None before the last
-        stage.
+        """The norm before each layer, then the norm after the last layer. The latter is None in
+        stages before the last.
         """
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -68,7 +68,7 @@ class Decoder:
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeds token ids as in Model, and scales the embeddings if the model does so."""
+        """Embeds token ids as in Model. Scales the embeddings if the architecture requires it."""
         embedded = F.embedding(token_ids, self._weights.embedding)
         return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
@@ -83,7 +83,7 @@ class Decoder:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Runs the layers; arguments and results as in Model.
 
-        Hidden states are normalized, except in a stage that is not the last. Padding rows are
+        The last stage normalizes its hidden states; earlier stages do not. Padding rows are
         computed too.
         """
         adapters = None if lora is None else self._kernels.lora_step(lora)

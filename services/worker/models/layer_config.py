@@ -29,8 +29,9 @@ class ExpertsConfig:
 class LayerConfig:
     """Properties that may differ from layer to layer.
 
-    `window`: the number of tokens that a query attends to, including its own; None: all previous
-    tokens. `experts`: None for one dense MLP.
+    `window`: the number of tokens that a query attends to, including its own token. If None, a
+    query attends to all previous tokens. `experts`: the layer's experts; None if the layer has one
+    dense MLP.
     """
 
     window: int | None
@@ -117,7 +118,7 @@ def _experts(reader: JsonReader, traits: Traits) -> ExpertsConfig | None:
 
 
 def _routes(reader: JsonReader, traits: Traits, index: int) -> bool:
-    """Whether a layer has experts: in Qwen3-MoE some layers may have a dense MLP."""
+    """Whether a layer has experts. In Qwen3-MoE, some layers may have a dense MLP instead."""
     if traits.experts is not ExpertLayout.QWEN3:
         return traits.experts is not None
     step = reader.integer("decoder_sparse_step", 1)

@@ -36,8 +36,9 @@ def load_model(
 ) -> LoadedModel:
     """Reads configuration and weights; with several `ranks`, this rank's part of the weights.
 
-    `wait_for_ranks` waits until every rank has called it, however long a rank reads. It is called
-    before the ranks compute something together. Raises ModelError if the model cannot be served.
+    `wait_for_ranks` waits, without a deadline, until every rank has called it. It is called before
+    the ranks compute something together, since some ranks may read longer than others. Raises
+    ModelError if the model cannot be served.
     """
     directory = checkpoint.directory
     name = read_architecture(directory)

@@ -53,7 +53,9 @@ class Model(Protocol):
 
 
 def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:
-    """The rows at these indexes, or all rows if `wanted` is None; None if no rows are wanted."""
+    """The rows of `whole` at the indexes `wanted`, or all rows if `wanted` is None. Returns None if
+    `wanted` is empty.
+    """
     if wanted is None:
         return whole
     return whole[wanted] if len(wanted) else None
@@ -78,20 +80,22 @@ class LoadedModel:
     hidden_size: int
     intermediate_size: int
     max_model_len: int
-    """The longest sequence to serve, in tokens."""
+    """Maximum length of a sequence, in tokens."""
     eos_token_ids: tuple[int, ...]
     attention: tuple[AttentionLayer, ...]
     """The attention layers of all pipeline stages, in order."""
     states: tuple[StateLayer, ...] = ()
     """The states of each recurrent layer."""
     rope_length: int = 0
-    """Sequence length that fixes rotary frequencies; 0 if they depend on none."""
+    """The sequence length from which rotary frequencies are computed; 0 if they do not depend on a
+    length.
+    """
     is_static: bool = False
     """Whether a step's operations depend only on the number of tokens, never on values, so that a
     device can record them.
     """
     is_native: bool = True
-    """Whether Stepwell's own layers compute it, not those of transformers."""
+    """Whether Stepwell's own layers compute the model. Otherwise transformers' layers do."""
     stage: StageLayers | None = None
     """The layers that `model` has; None: all."""
     lora: "LoraReader | None" = None
@@ -105,7 +109,7 @@ class LoadedModel:
         return self.attention[self.stage.start : self.stage.stop]
 
     def own_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """The indexes in `model` of those `layers` that it has."""
+        """Selects the `layers` that `model` has, and returns their indexes in `model`."""
         return tuple(layers) if self.stage is None else self.stage.of_group(layers)
 
 
@@ -114,10 +118,10 @@ class LoadOptions:
     """Options of loading a model."""
 
     max_model_len: int | None
-    """The longest sequence to serve; None: the model's own limit."""
+    """Maximum length of a sequence, in tokens; None: the model's own limit."""
     dtype: DtypeSetting
     pooling: PoolingConfig | None = None
-    """None if the model generates."""
+    """How prompts are pooled; None if the model generates."""
     stage: int = 0
     """The pipeline stage to load, of `num_stages`."""
     num_stages: int = 1

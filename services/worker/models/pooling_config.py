@@ -59,17 +59,19 @@ class PoolingConfig:
 
     task: PoolingTask
     pooling_type: PoolingType | None
-    """None if the directory does not set it. Then it is CLS for models whose tokens attend to later
-    tokens, else LAST.
+    """The pooling type that the directory sets, or None. The default is CLS for models whose tokens
+    attend to later tokens, and LAST for others.
     """
     activation: Activation
     """The activation for requests that do not set `use_activation`."""
     num_labels: int = 0
     """Number of classes; 0 for embeddings."""
     max_seq_length: int | None = None
-    """The longest prompt in tokens, according to the directory; None: the model's limit."""
+    """The directory's limit on the length of prompts, in tokens; None: the model's own limit."""
     may_shorten: bool = True
-    """This and `matryoshka_dimensions`: see `services.common.request.pooling.Pooler`."""
+    """See `services.common.request.pooling.Pooler`, which also describes
+    `matryoshka_dimensions`.
+    """
     matryoshka_dimensions: tuple[int, ...] = ()
 
     @property

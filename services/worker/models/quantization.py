@@ -1,4 +1,6 @@
-"""Reads the weights of projections: as stored, or quantized while they are loaded."""
+"""Reads the weights of projections. They are read as stored, or are quantized while they are
+loaded.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +21,9 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """The quantized weights of a checkpoint. `shapes`: by the weight's name in an unquantized
-    checkpoint. `config` is None if there are none, or if each is one tensor of blocks (GGUF).
+    """The quantized weights of a checkpoint. `shapes` maps a weight's name in an unquantized
+    checkpoint to its shape. `config` is None if no weight is quantized, or if each quantized weight
+    is one tensor of blocks (GGUF).
     """
 
     checkpoint: Checkpoint
@@ -28,8 +31,8 @@ class StoredWeights:
     shapes: Mapping[str, tuple[int, int]]
 
     def check(self, expected: Shapes) -> None:
-        """Raises ModelTensorError unless the tensors are those of `expected`, with the tensors of
-        quantized weights in place of the unquantized ones.
+        """Raises ModelTensorError unless the checkpoint has exactly the tensors of `expected`. The
+        tensors of a quantized weight replace its unquantized tensor.
         """
         stored: Shapes = {}
         for name, shape in expected.items():
@@ -65,8 +68,9 @@ class StoredWeights:
 def stored_weights(
     checkpoint: Checkpoint, config: QuantizationConfig | None, expected: Shapes, tied: str | None
 ) -> StoredWeights:
-    """The expected tensors that are quantized: according to `config`, or, if that is None, to the
-    tensors' types. `tied`: name of a head that shares the embedding's weight, or None.
+    """Finds the expected tensors that are quantized. `config` decides which are, or the types of
+    the tensors if `config` is None. `tied`: name of a head that shares the embedding's weight, or
+    None.
     """
 
     def is_quantized(name: str) -> bool:
@@ -99,8 +103,8 @@ class WeightReader:
 
     def read(self, *parts: tuple[str, Index]) -> Weight:
         """Reads parts of weights and stacks them along their rows, like TensorReader.read_parts.
-        Raises UnsupportedModel if the parts are quantized differently, or do not contain whole
-        groups.
+        Raises UnsupportedModel if the parts are quantized differently, or if a part does not
+        consist of whole groups.
         """
         is_plain = self.setting is QuantizationSetting.AUTO
         if is_plain and not any(name in self.stored.shapes for name, _ in parts):
@@ -112,11 +116,15 @@ class WeightReader:
             raise UnsupportedModel(self.stored.checkpoint.source, f"{names}: {error}") from error
 
     def made_head(self, weight: torch.Tensor) -> Weight:
-        """The weight of a head that was read before, quantized if the setting says so."""
+        """The weight of a head that was read before. Quantizes the weight if the setting requires
+        it.
+        """
         return weight if self.setting is QuantizationSetting.AUTO else quantize_int8(weight)
 
     def _part(self, name: str, index: Index) -> Weight:
-        """Quantizes whole rows before it selects columns: all ranks have the same codes."""
+        """Reads a part of a weight. If the setting requires quantization, whole rows are quantized
+        before columns are selected, so that all ranks have the same codes.
+        """
         if name in self.stored.shapes:
             weight = self.stored.read(self.reader, name, self.dtype)
             return _taken(weight, index)

@@ -16,7 +16,8 @@ _FP8_BLOCK = 128
 class QuantizationSetting(enum.Enum):
     """How projections that are stored unquantized are quantized while they are loaded.
 
-    INT8: weights in 8 bits. W8A8: inputs in 8 bits too, except the head's inputs.
+    With INT8, weights are quantized to 8 bits. With W8A8, inputs are quantized to 8 bits too,
+    except the head's inputs.
     """
 
     AUTO = "auto"
@@ -51,14 +52,14 @@ class QuantizationConfig:
     bits: int
     """Bits of a weight's code."""
     group_size: int | None
-    """Number of input features that share a scale; None: all. In FP8 formats with blocks, the same
-    number of output features shares it.
+    """Number of input features that share a scale; None: all input features. In FP8 formats with
+    blocks, the same number of output features shares the scale.
     """
     zero_points: bool
     """Whether codes have zero points."""
     ignored: tuple[str, ...]
-    """Projections that are not quantized: names, or `re:` followed by a regular expression that
-    matches the beginning of a name. For AWQ, any part of a name.
+    """Projections that are not quantized. An entry is a name, or `re:` followed by a regular
+    expression that matches the beginning of a name. For AWQ, an entry may be any part of a name.
     """
     quantizes_head: bool
     """Whether the projection to the vocabulary is quantized."""
@@ -201,7 +202,9 @@ def _read_compressed_tensors(reader: JsonReader) -> QuantizationConfig:
 
 
 def _is_w8a8(activations: JsonReader) -> bool:
-    """Whether inputs are int8 with a scale for each token, determined at run time."""
+    """Whether inputs are quantized to int8 with a scale for each token, which is computed at run
+    time.
+    """
     return (
         activations.raw("dynamic") is True
         and activations.raw("strategy") == "token"

@@ -12,7 +12,7 @@ from services.worker.models.quantization_config import QuantizationConfig, Store
 
 WORD_BITS = 32
 CODES = frozenset({"I8", "I32", "I64", "F8_E4M3"})
-"""Data types of codes, zero points and shapes; scales have others."""
+"""Data types of tensors with codes, zero points or shapes. Scales have other data types."""
 _CODES_IN = dict.fromkeys(
     ("qweight", "qzeros", "weight_packed", "weight_zero_point", "g_idx"), torch.int32
 )
@@ -23,8 +23,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensor_shapes(config: QuantizationConfig, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a weight's tensors, by the last part of their names. Raises ValueError if the shape
-    is not a multiple of groups and words.
+    """Maps the last part of the names of a weight's tensors to their shapes. Raises ValueError if
+    the weight's dimensions are not multiples of the group size and of the codes in a word.
     """
     rows, columns = shape
     in_word = WORD_BITS // config.bits
@@ -61,8 +61,8 @@ def decoded(
     config: QuantizationConfig, tensors: Tensors, shape: tuple[int, int], dtype: torch.dtype
 ) -> QuantizedWeight:
     """Decodes the tensors of `tensor_shapes`, for computations in `dtype`. Raises ValueError for
-    codes of another data type, for NaN, for groups that are not consecutive input features, and as
-    QuantizedWeight does.
+    codes of another data type, for NaN, and for groups that are not consecutive input features.
+    Also raises ValueError as QuantizedWeight does.
     """
     floats = config.format in (StoredFormat.FLOAT_QUANTIZED, StoredFormat.FP8)
     codes_in = _CODES_IN | {"weight": torch.float8_e4m3fn if floats else torch.int8}
@@ -90,7 +90,7 @@ def decoded(
 
 
 def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """Raises ValueError for NaN, whose code kernels would decode as a number."""
+    """Raises ValueError for NaN, because kernels would decode the code of NaN as a number."""
     codes = tensors["weight"]
     if codes.float().isnan().any():
         raise ValueError("it holds NaN")
@@ -103,7 +103,9 @@ def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype)
 
 
 def _of_gptq(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """Symmetric: zero points are the middle of the code range, and qzeros is ignored."""
+    """Decodes symmetric GPTQ weights. Their zero points are the middle of the code range, so the
+    tensor qzeros is ignored.
+    """
     group_of = tensors["g_idx"].long()
     columns = torch.arange(len(group_of), device=group_of.device)
     if not torch.equal(group_of, columns // (config.group_size or len(columns))):
@@ -114,7 +116,7 @@ def _of_gptq(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -
 
 
 def _of_awq(tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """Codes and zero points are shifted by the middle of the code range, 8."""
+    """Decodes AWQ weights. Codes and zero points are shifted by 8, the middle of the code range."""
 
     def in_order(packed: torch.Tensor) -> torch.Tensor:
         words = _unpacked(packed, 4).view(len(packed), -1, len(_AWQ_PLACES))

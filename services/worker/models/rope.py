@@ -1,8 +1,9 @@
 """Rotary position embeddings, and how checkpoints extend them to longer sequences.
 
-Rotary embeddings: Su et al., RoFormer. Linear: Chen et al., position interpolation. Dynamic: the
-"NTK-aware" change of base. YaRN: Peng et al. Llama 3: smoothed interpolation by wavelength.
-Settings are read from either place: `rope_theta` with `rope_scaling`, or `rope_parameters`.
+Rotary embeddings are from Su et al., RoFormer. The extensions are: linear (Chen et al., position
+interpolation), dynamic (the "NTK-aware" change of base), YaRN (Peng et al.), and Llama 3 (smoothed
+interpolation by wavelength). Settings are read from `rope_parameters`, or from `rope_theta` and
+`rope_scaling`.
 """
 
 import enum
@@ -24,10 +25,12 @@ class RopeType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The rotary embedding of a checkpoint. Fields that its type does not use have their defaults.
+    """The rotary embedding of a checkpoint. Fields that the embedding's type does not use have
+    default values.
 
-    `max_position_embeddings`: as in config.json. `original_max_position_embeddings`: the length at
-    which the model was trained, before scaling. `attention_factor` None: derived from `factor`.
+    `max_position_embeddings`: the value in config.json. `original_max_position_embeddings`: the
+    length with which the model was trained, before scaling. `attention_factor`: if None, it is
+    derived from `factor`.
     """
 
     rope_type: RopeType
@@ -46,7 +49,7 @@ class RopeConfig:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that the scaled embedding supports, in tokens."""
+        """The maximum length of a sequence that the scaled embedding supports, in tokens."""
         match self.rope_type:
             case RopeType.LINEAR | RopeType.DYNAMIC:
                 return int(self.max_position_embeddings * self.factor)
@@ -63,9 +66,10 @@ def read_ropes(
     """The rotary embeddings of full-attention layers and of layers with a window, from config.json.
     Raises ModelConfigError.
 
-    `theta`: the default base. `local_theta`: default of `rope_local_base_freq`, the base of layers
-    with a window, which are then not scaled; None: all layers have one embedding. `rope_parameters`
-    may also have an entry for each type of layer.
+    `theta`: the default base. `local_theta`: the default of `rope_local_base_freq`, the base in
+    layers with a window. The embedding in these layers is then not scaled. If `local_theta` is
+    None, all layers have the same embedding. `rope_parameters` may also have an entry for each type
+    of layer.
     """
     values = config.nested("rope_parameters") or config.nested("rope_scaling")
     full, sliding = values.nested("full_attention"), values.nested("sliding_attention")

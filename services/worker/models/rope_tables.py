@@ -13,8 +13,8 @@ def inverse_frequencies(
     """Frequencies, float32 [head_dim / 2], and the factor of cos and sin.
 
     With RopeType.DYNAMIC, frequencies depend on the sequence length. Cached keys must not change
-    when a sequence grows, so the base is fixed for `max_model_len`. Up to max_position_embeddings
-    it is the unscaled base.
+    when a sequence grows, so the base is computed from `max_model_len` for all sequences. If
+    `max_model_len` is at most max_position_embeddings, the base is not scaled.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (rope.theta**exponents)
@@ -47,7 +47,9 @@ def cos_sin_table(
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Interpolates long wavelengths, keeps short ones, and blends those in between."""
+    """Interpolates long wavelengths and keeps short wavelengths. Wavelengths between them are a
+    blend of both.
+    """
     length = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / plain
     spread = rope.high_freq_factor - rope.low_freq_factor
@@ -60,7 +62,9 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """A ramp over dimensions: keeps fast rotations and interpolates slow ones."""
+    """Keeps fast rotations and interpolates slow ones, with a linear ramp over the dimensions
+    between them.
+    """
 
     def dimension_of(rotations: float) -> float:
         ratio = rope.original_max_position_embeddings / (rotations * 2 * math.pi)

@@ -1,12 +1,12 @@
 """The part of a decoder that a rank has.
 
 Query heads, key-value heads, the inner dimension of each MLP and the rows of the output projection
-are divided. Parts are equal, or the first ranks have one element more. Query heads are on the rank
-of the key-value heads that they attend with. If there are fewer key-value heads than ranks, several
-ranks have the same one, as in vLLM. Embeddings are whole on each rank: a step reads only a few of
-their rows, so dividing them would save no time and cost one more sum. The output projection is read
-whole in each step, so it is divided. It stays whole if its parts would differ in size, which
-gathering does not support.
+are divided. Parts are equal, or the first ranks have one element more. A query head is on the same
+rank as the key-value head that it attends with. If there are fewer key-value heads than ranks,
+several ranks have the same key-value head, as in vLLM. Embeddings are whole on each rank. A step
+reads only a few rows of the embeddings, so dividing them would save no time and would require one
+more sum. The output projection is read whole in each step, so it is divided. It stays whole if its
+parts would differ in size, which gathering does not support.
 """
 
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part `rank` of `size`."""
+    """Part number `rank` of a decoder that is divided into `size` parts."""
 
     rank: int = 0
     size: int = 1
@@ -41,15 +41,15 @@ class Shard:
         return self.of(num_rows) if self.divides_head(num_rows) else slice(0, num_rows)
 
     def kv_heads(self, num_kv_heads: int) -> slice:
-        """This rank's key-value heads: those that its query heads attend with."""
+        """This rank's key-value heads, with which its query heads attend."""
         if num_kv_heads >= self.size:
             return self.of(num_kv_heads)
         head = self.rank * num_kv_heads // self.size
         return slice(head, head + 1)
 
     def heads(self, num_heads: int, num_kv_heads: int) -> slice:
-        """This rank's query heads: all that attend with its key-value heads. If several ranks have
-        the same key-value head, they divide its query heads.
+        """This rank's query heads: all query heads that attend with its key-value heads. If several
+        ranks have the same key-value head, they divide its query heads.
         """
         queries = num_heads // num_kv_heads
         own = self.kv_heads(num_kv_heads)
@@ -103,5 +103,5 @@ def check_stages(num_layers: int, num_stages: int, directory: Path) -> None:
 
 
 def of_width(part: slice, width: int) -> slice:
-    """The range of elements of a part whose entries have `width` elements each."""
+    """Converts a range of entries to a range of elements. Each entry has `width` elements."""
     return slice(part.start * width, part.stop * width)

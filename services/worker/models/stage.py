@@ -1,9 +1,9 @@
 """The layers of a decoder that a pipeline stage computes.
 
-A model is divided between layers, by the bytes of weights that a step reads. A step reads all
-weights of its layers and of the head, which may be as large as many layers. Of the embedding it
-reads only one row for each token, which is negligible. A step of few tokens takes as long as its
-weights take to be read, so all stages of such a step take equally long.
+A model is divided between layers, so that the stages read about equally many bytes of weights in a
+step. A step reads all weights of its layers and of the head, which may be as large as many layers.
+A step reads only one row of the embedding for each token, which is negligible. A step of few tokens
+takes as long as reading the weights, so its stages take about equally long.
 """
 
 import logging
@@ -31,12 +31,12 @@ class StageLayers:
 
     @property
     def is_first(self) -> bool:
-        """Whether its input is token ids instead of hidden states."""
+        """Whether the stage's input is token ids instead of hidden states."""
         return self.start == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether its output is logits instead of hidden states."""
+        """Whether the stage's output is logits instead of hidden states."""
         return self.stop == self.num_layers
 
     @property
@@ -46,11 +46,11 @@ class StageLayers:
 
     @property
     def indexes(self) -> range:
-        """The stage's layers, by their index in the model."""
+        """The indexes of the stage's layers in the model."""
         return range(self.start, self.stop)
 
     def of_group(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """The indexes in the stage of those `layers` that it computes."""
+        """Selects the `layers` that the stage computes, and returns their indexes in the stage."""
         return tuple(layer - self.start for layer in layers if self.start <= layer < self.stop)
 
     def log_read(self, num_bytes: int, whole: int) -> None:
@@ -65,8 +65,8 @@ class StageLayers:
 
 
 def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) -> list[range]:
-    """Consecutive layers for each stage, at least one, that minimize the bytes of the largest
-    stage.
+    """Divides layers into consecutive ranges, one for each stage, so that the largest stage has as
+    few bytes as possible. Each stage has at least one layer.
 
     The last stage also has `head_bytes`. Among such divisions, earlier stages get as many layers as
     possible.
@@ -77,10 +77,10 @@ def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) 
     ends = [0, *accumulate(layer_bytes)]
 
     def divided(most: int) -> list[range] | None:
-        """The division with at most `most` bytes in a stage; None if there is none."""
+        """A division with at most `most` bytes in each stage; None if there is no such division."""
         stages, start = [], 0
         for left in reversed(range(1, num_stages)):
-            # As many layers as fit, but leave one for each later stage.
+            # The stage gets as many layers as fit, but leaves at least one for each later stage.
             stop = min(bisect_left(ends, ends[start] + most + 1) - 1, num_layers - left)
             if stop == start:
                 return None
@@ -94,7 +94,7 @@ def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) 
         middle = (least + enough) // 2
         least, enough = (middle, enough) if divided(middle) is None else (least, middle)
     found = divided(enough)
-    assert found is not None  # enough for all bytes in one stage
+    assert found is not None  # the upper bound fits all bytes in one stage
     return found
 
 

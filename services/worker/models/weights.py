@@ -59,14 +59,14 @@ def load_weights(
 ) -> DecoderWeights:
     """Reads, converts, fuses and packs all weights, layer by layer, as the kernels need them.
 
-    Of divided tensors only this rank's part is read, and of a pipeline `stage` only the weights
-    that it computes with. The last stage also reads the embedding if the head is tied to it.
-    `quantization` applies to projections, except routers and the head for classes.
+    Only this rank's part of divided tensors is read, and only the weights of the pipeline `stage`.
+    The last stage also reads the embedding if the head is tied to it. `quantization` applies to
+    projections, except routers and the head for classes.
 
-    With `pooling` the head is the head for classes, whole on each rank. If there are no classes, it
-    is a single row that is never used, since no logits are computed. The checkpoint may then
-    contain only the decoder's body. Raises ModelError before anything is read if the tensors do not
-    match `config`.
+    With `pooling`, the head is the head for classes, and is whole on each rank. If there are no
+    classes, the head is a single row. This row is never used, since no logits are computed. The
+    checkpoint may then contain only the decoder's body. Raises ModelError before anything is read
+    if the tensors do not match `config`.
     """
     if pooling is not None and EMBEDDING not in checkpoint.tensors:
         checkpoint = checkpoint.prefixed("model.", apart=CLASS_HEAD)
@@ -105,7 +105,7 @@ def load_weights(
 def _head(
     loader: "_Loader", embedding: torch.Tensor, pooling: PoolingConfig | None, *, has_own: bool
 ) -> Linear:
-    """The projection of the last hidden states: to the vocabulary or to classes."""
+    """The projection of the last hidden states, either to the vocabulary or to classes."""
     if pooling is None:
         return _vocabulary_head(loader, embedding, has_own=has_own)
     head = loader.parts((CLASS_HEAD, ())) if pooling.num_labels else embedding[:1].clone()
@@ -226,8 +226,9 @@ class _Loader:
         return mlp
 
     def norm(self, name: str) -> torch.Tensor:
-        """The weight of a norm. If the norm has an offset, the weight is not rounded to bfloat16:
-        the sum would lose more bits of a small weight than that rounding.
+        """The weight of a norm. If the norm has an offset, the sum of weight and offset is not
+        rounded to bfloat16. Rounding the sum would lose more bits of a small weight than rounding
+        the weight.
         """
         offset = self.config.traits.norm_weight_offset
         dtype = torch.float32 if offset else self.dtype
@@ -235,7 +236,9 @@ class _Loader:
         return self.kernels.norm_weight(weight + offset if offset else weight)
 
     def fused(self, rows: dict[str, slice], *, bias: bool) -> tuple[Weight, torch.Tensor | None]:
-        """Stacked weights and biases of projections of one input. `rows`: by name, rows to read."""
+        """Stacked weights and biases of projections of the same input. `rows` maps names of
+        projections to the rows to read.
+        """
         weights = ((f"{name}.weight", (taken,)) for name, taken in rows.items())
         biases = ((f"{name}.bias", (taken,)) for name, taken in rows.items())
         return self.weight(*weights), self.parts(*biases) if bias else None
@@ -271,7 +274,9 @@ class _Loader:
 def _stacked(
     pairs: Iterator[tuple[torch.Tensor, torch.Tensor]], count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stacks the first tensors of `count` pairs, and the second ones, reading pair by pair."""
+    """Reads `count` pairs of tensors, pair by pair. Returns the stacked first tensors and the
+    stacked second tensors.
+    """
     first = next(pairs)
     both = first[0].new_empty(count, *first[0].shape), first[1].new_empty(count, *first[1].shape)
     for number, pair in enumerate(chain((first,), pairs)):

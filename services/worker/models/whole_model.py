@@ -1,4 +1,5 @@
-"""Models that compute one whole prompt at a time: encoders, whose tokens attend to later tokens.
+"""Models that compute one whole prompt at a time. They are encoders, whose tokens attend to later
+tokens.
 
 The model and its attention are transformers' own. Each prompt is computed alone, so that its vector
 does not depend on other prompts. Nothing is cached.

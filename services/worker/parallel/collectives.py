@@ -20,8 +20,8 @@ class GlooRanks(GatheringRanks):
 
     A sum is computed from gathered parts. gloo's ring adds parts of a tensor in different orders,
     so a row's last bit would depend on its index in the step. With two ranks the order does not
-    matter, and the ring is used for large tensors: it takes half the time for 4 MiB, and twice the
-    time for 2 KiB.
+    matter, so the ring is used for large tensors. The ring takes half the time for 4 MiB, and twice
+    the time for 2 KiB.
     """
 
     def __init__(

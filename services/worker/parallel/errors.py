@@ -23,6 +23,8 @@ class RankLost(GroupBroken):
 
 
 class RankStopped(RankLost):
-    """The process of another rank was told to stop. Usually all ranks are, one after another."""
+    """The process of another rank received a stop signal. Usually all ranks receive one, one after
+    another.
+    """
 
     reason = "RANK_STOPPED"

@@ -1,4 +1,4 @@
-"""How ranks form a group: rank 0 listens, and the others find each other through it.
+"""Forms a group of ranks. Rank 0 listens, and the other ranks find each other through it.
 
 1. Each rank connects to rank 0's store. A second rank with the same number is refused.
 2. Each rank writes its address to the store, and all pairs of ranks connect, so that each rank
@@ -39,15 +39,17 @@ _RANK_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long ranks wait for each other: while the group forms, and in a collective."""
+    """Limits on the time that ranks wait for each other, while the group forms and in a
+    collective.
+    """
 
     join_seconds: float = 600.0
     collective_seconds: float = 60.0
 
 
 class Group:
-    """A group, formed by the constructor. `link`: to the previous and next pipeline stages; None if
-    there is one stage.
+    """A group of ranks, which the constructor forms. `link` connects to the previous and next
+    pipeline stages; None if there is one stage.
 
     `local_ranks`: the ranks of this machine or container, which share its memory and processors.
     `checkpoint_reached` is called repeatedly while the constructor waits, and may raise to abort
@@ -89,7 +91,7 @@ class Group:
 
     def ranks_on(self, device: torch.device, kernels: Kernels) -> Ranks:
         """The collectives of this rank's stage, for tensors on the CPU or on the current CUDA
-        device, which `kernels` compute. All ranks of the group must call it, once.
+        device, which `kernels` compute. Every rank of the group must call this method once.
         """
         own, on_cpu = self.membership, device.type == "cpu"
         place = own.tensor_parallel_rank, own.tensor_parallel_size
@@ -107,7 +109,7 @@ class Group:
     def gather(self, what: str, value: str) -> list[str]:
         """The values of all ranks, in rank order. `what`: a unique name of this exchange.
 
-        Waits for all ranks, without a deadline, since the end of a rank is noticed.
+        Waits for all ranks without a deadline. If a rank's process ends, the wait ends too.
         """
         size = self.membership.size
         self._store.set(f"{what}/{self.membership.rank}", value)
@@ -115,7 +117,9 @@ class Group:
         return [self._store.get(f"{what}/{rank}").decode() for rank in range(size)]
 
     def require_same(self, values: Mapping[str, str]) -> None:
-        """Raises GroupBroken unless all ranks have the same values, by name."""
+        """Raises GroupBroken unless all ranks have the same values. `values` maps names to
+        values.
+        """
         gathered = [json.loads(text) for text in self.gather("values", json.dumps(dict(values)))]
         for rank, other in enumerate(gathered):
             for name, first in gathered[0].items():
@@ -129,7 +133,7 @@ class Group:
         return min(map(int, self.gather(what, str(value))))
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Closes the connections. The other ranks notice by this that the rank has ended: see
+        """Closes the connections. The other ranks then notice that this rank has ended; see
         Watch.
         """
         self.watch.close(is_stopped=is_stopped)
@@ -187,7 +191,9 @@ class Group:
             )
 
     def _connect_peers(self, address: str) -> dict[int, socket.socket]:
-        """Connects to every rank with a lower number, and accepts those with a higher number."""
+        """Connects to every rank with a lower number, and accepts connections from ranks with a
+        higher number.
+        """
         rank, size = self.membership.rank, self.membership.size
         peers = {}
         with _listen(address, 0, size) as listener:
@@ -219,9 +225,9 @@ class Group:
         self._on_broken(error)
 
     def _sharing(self, shared: SharedRanks | None) -> SharedRanks | None:
-        """`shared`, with memory that all ranks of this stage have mapped; None if one of them
-        cannot map it. All ranks of the group must call it; ranks without such collectives pass
-        None.
+        """Returns `shared` with memory that all ranks of this stage have mapped, or None if a rank
+        cannot map the memory. Every rank of the group must call this method. Ranks without
+        collectives in shared memory pass None.
         """
         size, memory, address = self.membership.tensor_parallel_size, None, ""
         first = self.membership.stage * size
@@ -296,14 +302,16 @@ def _listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def select_cuda_device(local_ranks: list[int], rank: int) -> None:
-    """Selects a GPU for this rank, one for each local rank. Raises GroupBroken if too few exist."""
+    """Selects a GPU for this rank. Each local rank gets its own GPU. Raises GroupBroken if there
+    are fewer GPUs than local ranks.
+    """
     available = torch.cuda.device_count()
     if 0 < available < len(local_ranks):
         raise GroupBroken(
             f"{len(local_ranks)} ranks are on this machine, which has {available} GPUs: each "
             "takes one, or set --device cpu"
         )
-    if available:  # without one, the platform raises
+    if available:  # without a GPU, the platform raises
         torch.cuda.set_device(local_ranks.index(rank))
 
 

@@ -19,7 +19,7 @@ _ORDINAL = re.compile(r"-(\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A rank of a group of `size` ranks. Rank 0 listens at the master's address.
+    """This process's rank in a group of `size` ranks. Rank 0 listens at the master's address.
 
     Ranks are numbered stage by stage, from the first pipeline stage on. All ranks of a stage have
     its layers.

@@ -1,8 +1,9 @@
-"""Memory that processes of one machine share: one allocates it, the others map it by its address.
+"""Memory that processes of one machine share. One process allocates the memory, and the others map
+it by its address.
 
-It has no name in a file system, so it is freed however its processes end. Other processes open it
-through /proc, which requires the same user and the same process namespace. A random token in its
-last bytes identifies it.
+The memory has no name in a file system, so it is freed however its processes end. Other processes
+open it through /proc, which requires the same user and the same process namespace. A random token
+in its last bytes identifies the memory.
 """
 
 import mmap
@@ -17,8 +18,8 @@ _TOKEN_BYTES = 16
 
 @contextmanager
 def made_memory(num_bytes: int) -> Iterator[tuple[mmap.mmap, str]]:
-    """Allocates zeroed memory. Yields it with an address that other processes can map until the
-    context ends. Raises OSError.
+    """Allocates zeroed memory. Yields the memory and its address, which other processes can map
+    until the context ends. Raises OSError.
     """
     descriptor = os.memfd_create("stepwell-ranks", os.MFD_CLOEXEC)
     try:

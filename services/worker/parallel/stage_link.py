@@ -13,9 +13,9 @@ _TAG = 0
 
 
 class StageLink:
-    """Sends tensors to the next stage, and receives from the previous one, always to and from the
-    rank with the same index in its stage. Tensors arrive unchanged, in the order in which they were
-    sent. The receiver must know their shapes.
+    """Sends tensors to the next stage, and receives tensors from the previous stage. It connects
+    ranks with the same index in their stages. Tensors arrive unchanged, in the order in which they
+    were sent. The receiver must know their shapes.
 
     A call raises RuntimeError if it exceeds the timeout, or if the other rank has ended.
     """
@@ -33,8 +33,8 @@ class StageLink:
         """Sends in progress, with their tensors, which gloo may still read."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Begins to send a tensor, which the caller must not change afterwards. Waits while
-        2 * (stages + 1) tensors are unreceived; a step sends two.
+        """Begins to send a tensor, which the caller must not change afterwards. A step sends two
+        tensors. Waits while 2 * (stages + 1) sent tensors have not been received.
         """
         while len(self._unsent) >= self._most_unsent:
             work, _ = self._unsent.popleft()

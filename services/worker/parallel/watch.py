@@ -1,9 +1,9 @@
 """Notices at once when another rank has ended.
 
-Every pair of ranks has an idle connection. The kernel closes a process's connections when it ends,
-for any reason. So the other ranks notice within a round trip, even while no step runs or while a
-collective waits. Keepalive probes detect a machine that does not respond. A rank that ends for a
-known reason, such as a signal to stop, sends the reason first.
+Every pair of ranks has an idle connection. When a process ends for any reason, the kernel closes
+its connections. So the other ranks notice within a network round trip, even while no step runs or
+while a collective waits. Keepalive probes detect a machine that does not respond. A rank that ends
+for a known reason, such as a signal to stop, sends the reason first.
 """
 
 import selectors
@@ -20,10 +20,11 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 class Watch:
-    """Watches the connections to all peers, by rank, in its own thread.
+    """Watches the connections to all other ranks, in its own thread. `peers` maps ranks to
+    connections.
 
-    `on_broken` is called once with the reason, in that thread or in the thread that calls `report`;
-    never after `close`.
+    `on_broken` is called once with the reason, in the watching thread or in the thread that calls
+    `report`. It is never called after `close`.
     """
 
     def __init__(
@@ -60,15 +61,16 @@ class Watch:
         return reported
 
     def explain(self, error: GroupBroken, patience_seconds: float = 0.5) -> GroupBroken:
-        """Reports a failure. Waits briefly before, since the end of another rank may be its
-        cause.
+        """Reports a failure. First waits for up to `patience_seconds`, since the end of another
+        rank may be the cause of the failure.
         """
         self._is_broken.wait(patience_seconds)
         return self.report(error)
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Stops watching and closes the connections, by which other ranks notice this rank's end.
-        `is_stopped`: sends first that this rank was told to stop, if the group is not broken.
+        """Stops watching and closes the connections. Other ranks then notice this rank's end. With
+        `is_stopped`, first notifies the other ranks that this rank received a stop signal, if the
+        group is not broken.
         """
         with self._lock:
             self._closed = True
@@ -111,5 +113,5 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setblocking(True)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # not on all systems
+        if hasattr(socket, name):  # not every system has all of these options
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

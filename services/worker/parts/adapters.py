@@ -11,8 +11,8 @@ from services.worker.parts.rank_setup import RankSetup
 
 
 def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
-    """The storage of adapters; None if LoRA is not enabled. Raises UnsupportedModel if it is
-    enabled and the model does not support it.
+    """The storage of adapters; None if LoRA is not enabled. Raises UnsupportedModel if LoRA is
+    enabled and the model does not support LoRA.
     """
     settings, device = setup.settings, setup.platform.torch_device
     num_places, reader = settings.num_lora_places, loaded.lora
@@ -34,7 +34,7 @@ def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
 
 
 def adapter_bytes(setup: RankSetup, loaded: LoadedModel) -> int:
-    """Bytes that the maximum number of adapters needs."""
+    """The bytes of memory that the maximum number of loaded adapters needs."""
     settings, reader = setup.settings, loaded.lora
     if reader is None or not settings.num_lora_places:
         return 0

@@ -19,9 +19,10 @@ from services.worker.platforms.interface import DraftModelParts, Parts
 def load_draft_model(setup: RankSetup, parts: Parts, directory: Path) -> DraftModelParts:
     """The draft model in a directory, or this rank's part of it, with the shape of its cache.
 
-    It is divided among the ranks like the target model, and its data type follows the same setting.
-    Its longest sequence is the target model's or its own limit, whichever is shorter. Raises
-    NoSpeculation if it cannot draft for the model of `parts`, ModelError and NotEnoughMemory.
+    It is divided among the ranks like the target model, and the same setting determines its data
+    type. Its maximum sequence length is the target model's limit or its own limit, whichever is
+    shorter. Raises NoSpeculation if it cannot draft for the model of `parts`, ModelError and
+    NotEnoughMemory.
     """
     refuse_draft_model(setup, parts, directory)
     checkpoint = open_checkpoint(directory, setup.platform.torch_device)

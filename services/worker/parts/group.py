@@ -26,7 +26,7 @@ def with_group(setup: RankSetup, parts: Parts, fingerprint: bytes) -> Parts:
 
 
 def _in_common(setup: RankSetup, parts: Parts, fingerprint: bytes) -> dict[str, str]:
-    """Values that must be equal on all ranks, by name."""
+    """The values that must be equal on all ranks. Keys are the names of the values."""
     settings = setup.settings
     return {
         "kv_cache_dtype": settings.kv_cache_dtype.value,

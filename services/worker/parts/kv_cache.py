@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 def size_rank_kv_cache(
     setup: RankSetup, parts: Parts, groups: tuple[LayerGroup, ...]
 ) -> KVCacheSizing:
-    """The sizing for this rank, lowered to the minimum of all ranks, since they share block tables.
-    Raises KVCacheTooSmall and NotEnoughMemory.
+    """Sizes this rank's cache. The number of blocks is lowered to the minimum over all ranks, since
+    the ranks share block tables. Raises KVCacheTooSmall and NotEnoughMemory.
     """
     own = size_kv_cache(_demand(setup, parts, groups), _memory(setup, parts))
     num_blocks = setup.least_of_ranks("num_blocks", own.num_blocks)

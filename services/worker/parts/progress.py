@@ -1,4 +1,4 @@
-"""Logs the progress of a start."""
+"""Logs the progress of a worker's startup."""
 
 import logging
 import time
@@ -13,9 +13,9 @@ _QUIET_SECONDS = 2.0
 def progress_logger(
     what: str, checkpoint_reached: Callable[[], None]
 ) -> Callable[[int, int], None]:
-    """A function of the number of parts done and the total. It logs `what` with the percentage
-    done, at every tenth, but at most once in _QUIET_SECONDS. It calls `checkpoint_reached` each
-    time.
+    """Returns a function to call with the number of parts done and the total number of parts. The
+    function logs `what` and the percentage done after each tenth of the parts, at most once in
+    _QUIET_SECONDS. Every call also calls `checkpoint_reached`.
     """
     logged = time.monotonic()
 

@@ -13,10 +13,11 @@ from services.worker.settings import WorkerSettings
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """The arguments of all parts of one rank. `group` is None for a single worker.
+    """The arguments from which all parts of one rank are built. `group` is None for a single
+    worker.
 
-    `checkpoint_reached` is called between pieces of work, and may raise to abort the start.
-    `ranks`: the ranks that divide a layer, for tensors on the platform's device.
+    `checkpoint_reached` is called often during startup, and may raise to abort it. `ranks`: the
+    ranks that divide a layer, for tensors on the platform's device.
     """
 
     settings: WorkerSettings

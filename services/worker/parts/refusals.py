@@ -1,4 +1,4 @@
-"""Refuses incompatible settings and models, in cases that only the loaded model shows."""
+"""Refuses incompatible settings and models. These checks need the loaded model."""
 
 from pathlib import Path
 

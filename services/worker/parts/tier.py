@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 def with_tier(setup: RankSetup, parts: Parts) -> Parts:
     """`parts` with this rank's part of the memory for offloaded blocks, if the settings enable it.
-    All ranks have the same number of blocks, since each stores its part of the same blocks.
+    All ranks have the same number of blocks, since each rank stores its part of every block.
 
     Raises NoTier and NotEnoughMemory.
     """

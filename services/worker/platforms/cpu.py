@@ -30,7 +30,9 @@ class CpuPlatform:
     has_draft_models = True
     scales_blocks = True
     num_speculative_rows = 12
-    """Rows that a step computes in the time of reading the weights, at 0.4 TFLOP/s and 35 GB/s."""
+    """The number of rows that a step computes while it reads the weights from memory, for a
+    processor with 0.4 TFLOP/s and 35 GB/s.
+    """
 
     def __init__(
         self, kernels: Kernels, memory_utilization: float | None, num_sharers: int = 1
@@ -40,7 +42,7 @@ class CpuPlatform:
         self._num_sharers = num_sharers
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
-        """The setting, unchanged."""
+        """Returns the setting, unchanged."""
         return asked
 
     def kernels(self) -> Kernels:
@@ -53,10 +55,11 @@ class CpuPlatform:
     def free_memory(self, parts: Parts) -> FreeMemory:
         """The machine's available memory, and an upper estimate of what the largest step needs.
 
-        The estimate sums several parts. For each token: residual, normalized and attended states,
-        and the fused projections. For each sampled row: logits in float32 and the sampler's copies.
-        Then the memory of attention. A draft model computes the step's tokens too, or up to a block
-        of each request. Other drafters may need `drafter_bytes`.
+        The estimate is a sum. For each token it includes residual, normalized and attended states,
+        and the fused projections. For each sampled row it includes logits in float32 and the
+        sampler's copies. It also includes the memory of attention. A draft model computes the
+        step's tokens too, or up to a block of each request. Other drafters may need
+        `drafter_bytes`.
         """
         loaded, limits, draft = parts.loaded, parts.limits, parts.draft_model
         num_sampled = limits.max_sampled_rows if parts.stage is None or parts.stage.is_last else 0
@@ -102,7 +105,7 @@ class CpuPlatform:
         )
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
-        """A prompt, a chunk and a decode."""
+        """The warm-up steps: a prompt, a chunk and a decode."""
         return first_shapes(limits)
 
 

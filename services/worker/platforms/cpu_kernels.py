@@ -28,11 +28,12 @@ def select_kernels(
     *,
     batch_invariant: bool = True,
 ) -> Kernels:
-    """The kernels for the setting. AUTO: compiled kernels, or torch's if these are unavailable.
+    """Selects the kernels for the setting. AUTO selects compiled kernels, or torch's kernels if
+    there are no compiled kernels.
 
-    `batch_invariant` affects only torch's kernels; compiled kernels always are. Logs the choice and
-    its reason. Raises KernelsUnavailable if the setting is NATIVE and there are no compiled
-    kernels.
+    `batch_invariant` affects only torch's kernels; compiled kernels are always batch-invariant.
+    Logs the choice and its reason. Raises KernelsUnavailable if the setting is NATIVE and there are
+    no compiled kernels.
     """
     mode = "batch-invariant" if batch_invariant else "not batch-invariant"
     if setting is KernelsSetting.TORCH:

@@ -73,12 +73,14 @@ class CudaPlatform:
         return self.device.torch_device
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
-        """bfloat16 for AUTO: every suitable GPU computes in it."""
+        """The data type for the setting. AUTO is bfloat16, since every suitable GPU computes in
+        bfloat16.
+        """
         return DtypeSetting.BFLOAT16 if asked is DtypeSetting.AUTO else asked
 
     def kernels(self) -> Kernels:
-        """The kernels for this GPU. Only on Hopper does torch multiply grouped matrices without the
-        host having to know where groups end.
+        """The kernels for this GPU. Only on Hopper, torch can multiply grouped matrices while the
+        host does not know where the groups end.
         """
         if self._batch_invariant:
             return BatchInvariantKernels()
@@ -96,12 +98,13 @@ class CudaPlatform:
         return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
 
     def free_memory(self, parts: Parts) -> FreeMemory:
-        """The GPU's memory, the memory in use, and the maximum that torch allocates for a step. If
-        several workers share the GPU: this worker's fraction, and torch's memory in this process.
+        """Measures the GPU's memory, the memory in use, and the maximum that torch allocates for a
+        step. If several workers share the GPU, only this worker's fraction of the memory is
+        counted, and only the memory that torch uses in this process.
 
-        Runs the largest steps over a cache whose single block all tokens share. torch allocates
-        more than its tensors need at any time, because the memory of recorded programs stays
-        reserved while none of them runs.
+        The measurement runs the largest steps, over a cache with a single block that all tokens
+        share. torch allocates more than its tensors need at any time, because the memory of
+        recorded programs stays reserved while none of them runs.
         """
         _release()
         held = torch.cuda.memory_reserved()
@@ -140,10 +143,10 @@ def runner_on(
     """A runner that pools prompts, or one that samples on the device and replays recorded decodes
     if the model allows it. With speculation it samples on the host, which must know the tokens.
 
-    Attention is xFormers' if its kernel suits every layer. Otherwise it is torch's; its decodes
-    depend on values and are not recorded. `split_k`: see XformersPagedAttention. `batch_invariant`:
-    a request's tokens do not depend on the other requests in its steps; requires xFormers'
-    attention.
+    xFormers computes attention if its kernel supports every layer. Otherwise torch does, and
+    decodes are not recorded, because torch's operations depend on values. `split_k`: see
+    XformersPagedAttention. `batch_invariant`: a request's tokens do not depend on the other
+    requests in its steps; requires xFormers' attention.
     """
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
     pooler, lockstep, grammars = parts.pooler, parts.lockstep, parts.grammars

@@ -1,7 +1,7 @@
 """Checks the machine for what a worker on CUDA needs, before weights are read.
 
-The error for a missing part is one sentence with a remedy. `load_xformers` checks problems that
-only importing xFormers shows.
+The error for a missing part is one sentence with a remedy. `load_xformers` finds problems that
+appear only when xFormers is imported.
 """
 
 import ctypes
@@ -95,7 +95,9 @@ def check_setup(setup: CudaSetup) -> None:
 
 
 def suits_xformers(layers: Sequence[AttentionLayer]) -> bool:
-    """Whether xFormers' kernel can compute the layers. It cannot cap scores."""
+    """Whether xFormers' kernel can compute the layers. The kernel does not support capped attention
+    scores (softcap).
+    """
     return all(layer.softcap is None for layer in layers)
 
 
@@ -166,7 +168,9 @@ def load_xformers() -> None:
 
 
 def _runtime_library() -> str:
-    """The library's path in the package nvidia-cuda-runtime-cu12, else its name for the loader."""
+    """The path of CUDA's runtime library in the package nvidia-cuda-runtime-cu12. If the package is
+    missing, the library's name for the loader.
+    """
     for folder in sys.path:
         path = Path(folder, "nvidia", "cuda_runtime", "lib", RUNTIME_LIBRARY)
         if path.exists():
@@ -175,7 +179,9 @@ def _runtime_library() -> str:
 
 
 def _scheme() -> str:
-    """The sysconfig scheme with which Triton finds headers; on Debian not the default one."""
+    """The sysconfig scheme with which Triton finds headers. On Debian it is not the default
+    scheme.
+    """
     scheme = sysconfig.get_default_scheme()
     return "posix_prefix" if scheme == "posix_local" else scheme
 

@@ -44,21 +44,23 @@ class Parts:
     shape: AttentionShape
     limits: BatchLimits
     lockstep: Lockstep | None = None
-    """None for a single worker."""
+    """Runs steps together with the other ranks; None for a single worker."""
     pooler: PromptPooler | None = None
-    """None if the model generates."""
+    """Pools prompts; None if the model generates."""
     stage: PipelineStage | None = None
-    """None if the model is not divided into stages."""
+    """This rank's pipeline stage; None if the model is not divided into stages."""
     tier_memory: Bytes | None = None
     """Memory of the offload tier; None without a tier."""
     grammars: Grammars | None = None
-    """None if the rank does not sample."""
+    """Compiles grammars; None if the rank does not sample."""
     adapters: LoraAdapters | None = None
-    """None if LoRA is not enabled."""
+    """The loaded LoRA adapters; None if LoRA is not enabled."""
     drafter: Drafter | None = None
-    """None without speculation. None with `draft_model`, whose drafter the platform builds."""
+    """Proposes drafts. None without speculation, and with `draft_model`, since the platform builds
+    its drafter.
+    """
     drafter_bytes: int = 0
-    """Maximum of host memory that `drafter` may allocate later."""
+    """Limit on the host memory that `drafter` may allocate later, in bytes."""
     draft_model: DraftModelParts | None = None
 
     @property
@@ -99,7 +101,7 @@ class Platform(Protocol):
 
     @property
     def has_tier(self) -> bool:
-        """Whether its runners support a tier of offloaded blocks."""
+        """Whether this platform's runners support a tier of offloaded blocks."""
 
     @property
     def scales_blocks(self) -> bool:
@@ -107,11 +109,13 @@ class Platform(Protocol):
 
     @property
     def has_draft_models(self) -> bool:
-        """Whether its runners support a draft model."""
+        """Whether this platform's runners support a draft model."""
 
     @property
     def num_speculative_rows(self) -> int:
-        """Rows that a decode step computes in about the time of one row; 0: unlimited."""
+        """The number of rows that a decode step computes in about the time of one row; 0:
+        unlimited.
+        """
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Raises UnsuitableDevice for a model that this device cannot compute."""
@@ -123,4 +127,6 @@ class Platform(Protocol):
         """Builds a runner with its KV cache."""
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
-        """Warm-up steps, so that the steps of the first request are as fast as later ones."""
+        """The warm-up steps to run at startup, so that the first request's steps are as fast as
+        later steps.
+        """

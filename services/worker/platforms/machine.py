@@ -16,9 +16,10 @@ _GROUP_FILES = (
 def available_memory_bytes(
     proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Available memory in bytes: of the machine, and within the limits of control groups.
+    """The minimum of the machine's available memory and the memory left within the process's
+    control groups, in bytes.
 
-    Limits of enclosing groups count too.
+    The limits of enclosing control groups count too.
     """
     amounts = [_machine_available(proc)]
     for group in _control_groups(proc, cgroup, "memory"):
@@ -55,7 +56,9 @@ def usable_processors(
     cgroup: Path = Path("/sys/fs/cgroup"),
     devices: Path = Path("/sys/devices/system/cpu"),
 ) -> Processors:
-    """The processors that this process may use, by its affinity and its control groups."""
+    """The processors that this process may use, according to its affinity mask and its control
+    groups.
+    """
     allowed = _allowed()
     return Processors(len(allowed), _num_cores(allowed, devices), _quota(proc, cgroup))
 
@@ -72,7 +75,7 @@ def _num_cores(allowed: Collection[int], devices: Path) -> int:
 
 
 def _core(processor: int, devices: Path) -> str:
-    """The list of processors on the same core, as text from the kernel."""
+    """The processors on the same core as this one, as the text of the kernel's list."""
     topology = devices / f"cpu{processor}" / "topology"
     siblings = _read_text(topology / "core_cpus_list") or _read_text(
         topology / "thread_siblings_list"
@@ -81,7 +84,9 @@ def _core(processor: int, devices: Path) -> str:
 
 
 def _quota(proc: Path, cgroup: Path) -> float | None:
-    """The minimum of the groups' limits, in seconds of processor time per second."""
+    """The smallest processor-time limit of the process's control groups, in seconds of processor
+    time per second; None if no group has a limit.
+    """
     limits = []
     for group in _control_groups(proc, cgroup, "cpu"):
         limit, _, period = _read_text(group / "cpu.max").strip().partition(" ")
@@ -94,9 +99,9 @@ def _quota(proc: Path, cgroup: Path) -> float | None:
 
 
 def _control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
-    """Directories that may have limits of the controller: the process's group and its parents, in
-    both versions of control groups. In a container the files are at the root, whatever the group's
-    name outside.
+    """Directories that may contain the controller's limits: the directories of the process's
+    control group and of its parents, in both versions of control groups. Also the root directory,
+    since a container's limits are there, whatever the group's name outside is.
     """
     groups = [cgroup, cgroup / controller]
     for line in _read_text(proc / "self/cgroup").splitlines():

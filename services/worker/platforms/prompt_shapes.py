@@ -1,4 +1,4 @@
-"""Steps of given shapes, which measure memory and compile kernels before the first request."""
+"""Runs steps of given shapes before the first request, to measure memory and to compile kernels."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ _SAMPLING = SamplingParams(temperature=1, top_p=0.9)
 """The sampling parameters that need the most work on a device."""
 
 _FIRST_TOKENS = 256
-"""Maximum of tokens in the first prompt: enough to use every weight and kernel."""
+"""Maximum number of tokens in the first prompt. They are enough to use every weight and kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class PromptShape:
 
 
 def profiled_shapes(limits: BatchLimits) -> list[PromptShape]:
-    """The steps that determine the maximum of memory: decode steps, which the device may record,
-    then the step with the most tokens and sampled rows.
+    """The steps that need the most memory: decode steps, which the device may record, then the step
+    with the most tokens and sampled rows.
     """
     tokens = limits.max_num_batched_tokens
     num_requests = max(min(limits.max_num_seqs, tokens // 2), 1)

@@ -1,4 +1,4 @@
-"""The number of threads that a worker computes with on the CPU: the rule, and its measurements.
+"""Chooses the number of threads that a worker computes with on the CPU.
 
 Measured on two processors that run all four services, with a model of 135 million parameters and 8
 and 32 requests at once:
@@ -43,7 +43,7 @@ class ThreadChoice:
 def choose_threads(
     processors: Processors, num_sharers: int = 1, asked: int | None = None
 ) -> ThreadChoice:
-    """The threads of one of `num_sharers` workers on these processors; at least one.
+    """The number of threads for one of `num_sharers` workers on these processors; at least one.
 
     A quota is rounded down: if threads use it up before its period ends, all threads of the process
     are suspended for the rest of the period, including the thread that answers the scheduler.

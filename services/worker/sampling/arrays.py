@@ -1,4 +1,6 @@
-"""Array types of the package: element type in the name, shape in each docstring."""
+"""Array types of the package. The name of a type has the element type; docstrings have the
+shapes.
+"""
 
 import numpy as np
 import numpy.typing as npt

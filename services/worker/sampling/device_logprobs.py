@@ -1,7 +1,7 @@
 """Log-probabilities computed on the device, and copied to the host in one piece.
 
 Tokens are ordered as on the host: best first, and the lowest id first among equals. Ranks follow
-this order. Sums are computed in another order than on the host, so the last bits may differ.
+this order. The host sums in another order, so the last bits may differ from the host's results.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _WORD = 2**32
 class PendingLogprobs:
     """Log-probabilities of sampled tokens that are being copied to the host.
 
-    `num_top`: by row, the number of most probable tokens; rows without log-probabilities are
+    `num_top` maps rows to the number of most probable tokens. Rows without log-probabilities are
     absent. `numbers`: float64 [rows, 2 * width + 1]. A row has `width` token ids, the sampled one
     first, then their log-probabilities, then the sampled token's rank.
     """
@@ -53,8 +53,8 @@ def logprobs_on_device(
     `token_ids`: the tokens sampled from them, int64 [R]. Results of a row without a usable
     distribution are undefined.
 
-    `by_row`: computes one row at a time, so that the order of sums does not depend on the number of
-    rows.
+    With `by_row`, rows are computed one at a time, so that the order of sums does not depend on the
+    number of rows.
     """
     if len(num_top) < len(logits):
         rows = device.upload(np.fromiter(num_top, np.int64))

@@ -1,7 +1,7 @@
 """The draw on the device: sampling/race.py in torch.
 
-Exponentials and speeds are the same as on the host, in float64. All tokens are computed: to skip
-blocks of tokens the host would have to wait for the device.
+Exponentials and speeds are the same as on the host, in float64. All tokens are computed, because
+the host would have to wait for the device to skip blocks of tokens.
 """
 
 import torch
@@ -48,8 +48,8 @@ def race_on_device(
 
 
 def _words(states: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
-    """The random words of race.py, with unsigned arithmetic in int64: products wrap, and shifts
-    clear the copied sign bits.
+    """The random words of race.py. Unsigned arithmetic is done in int64: products wrap around, and
+    the sign bits that a shift copies are cleared.
     """
     mixed = states + indexes * _signed(GAMMA)
     for shift, factor in MIX:

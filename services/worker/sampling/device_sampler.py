@@ -1,8 +1,8 @@
 """Sampling on the device, for rows that need only a temperature and filters.
 
-Stages, their order, and random numbers are the same as in the host's sampler, computed for whole
-batches in torch. Top-p sums weights in another order than the host. So only one of the two may keep
-a token at the limit.
+Stages, their order, and random numbers are the same as in the host's sampler. torch computes them
+for whole batches. Top-p sums weights in another order than the host's sampler. So, for a token at
+the limit, the two samplers may differ in whether they keep it.
 """
 
 import numpy as np
@@ -17,7 +17,9 @@ from services.worker.sampling.sampler import SamplingMetadata
 def sample_on_device(
     logits: torch.Tensor, metadata: SamplingMetadata, device: Device
 ) -> torch.Tensor:
-    """One token, int64 [R], for each row of the logits float32 [R, V]; UNUSABLE without one."""
+    """Samples one token for each row of the logits, float32 [R, V]. Returns int64 [R], with
+    UNUSABLE for rows without a token to sample.
+    """
     best = logits.argmax(dim=-1, keepdim=True)
     largest = logits.gather(1, best)
     token_ids = best

@@ -32,10 +32,10 @@ def logit_edits(
     num_prompt_tokens: int,
     grammar: GrammarMask | None = None,
 ) -> tuple[LogitEdit, ...]:
-    """The edits for these parameters, in the order in which they apply. The grammar's mask is
-    applied before them.
+    """The edits for these parameters, in the order in which they are applied. The grammar's mask is
+    applied before the edits.
 
-    `token_ids`: the prompt and the output so far. `grammar`: of a request with
+    `token_ids`: the prompt and the output so far. `grammar`: the grammar of a request with
     `structured_outputs`.
     """
     output = token_ids[num_prompt_tokens:]
@@ -72,7 +72,8 @@ class AllowedTokens:
 class BadWords:
     """Bans the last token of a word when the output ends with all tokens before it.
 
-    Only output tokens match, as in vLLM: a word that begins in the prompt may be completed.
+    Only output tokens are compared, as in vLLM. So a word that begins in the prompt may be
+    completed.
     """
 
     def __init__(self, words: tuple[tuple[int, ...], ...], output: Int32Array) -> None:
@@ -90,8 +91,8 @@ class BadWords:
 
 
 class MinTokens:
-    """Bans the tokens that end the request while `missing` tokens are left to sample. Exception:
-    the output is complete by its grammar and can only end.
+    """Bans the tokens that end the request while `missing` tokens are left to sample. Nothing is
+    banned if the grammar allows the output only to end.
     """
 
     def __init__(
@@ -124,11 +125,12 @@ class LogitBias:
 
 
 class Penalties:
-    """Repetition penalty over prompt and output, then frequency and presence over the output.
+    """Applies the repetition penalty for tokens of prompt and output, then the frequency and
+    presence penalties for tokens of the output.
 
-    Repetition divides positive logits and multiplies others (Keskar et al. 2019, "CTRL"). Only the
-    distinct tokens of the request are stored, so the cost of a row depends on their number and not
-    on the vocabulary.
+    The repetition penalty divides positive logits and multiplies others (Keskar et al. 2019,
+    "CTRL"). Only the distinct tokens of the request are stored, so the cost of a row depends on
+    their number and not on the vocabulary.
     """
 
     def __init__(
@@ -172,5 +174,5 @@ class Penalties:
 
 
 def _doubled(array: np.ndarray) -> np.ndarray:
-    """A copy with zeros appended: as many as its entries, and 16 more."""
+    """A copy with zeros appended. There are 16 more zeros than entries in the array."""
     return np.concatenate((array, np.zeros(len(array) + 16, dtype=array.dtype)))

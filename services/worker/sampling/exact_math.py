@@ -45,8 +45,8 @@ def exponential(x: Float32Array) -> Float32Array:
 def logarithm(x: Float64Array) -> Float64Array:
     """The natural logarithm of normal numbers above 0, within 2 units in the last place.
 
-    For a mantissa m between the square roots of 1/2 and 2 it is twice the inverse hyperbolic
-    tangent of (m - 1) / (m + 1), a series of odd powers.
+    The logarithm of a mantissa m between the square roots of 1/2 and 2 is twice the inverse
+    hyperbolic tangent of (m - 1) / (m + 1), which is a series of odd powers.
     """
     bits = x.view(np.uint64)
     biased = (bits + np.uint64(_ONE - _ROOT_OF_HALF)) >> np.uint64(_MANTISSA_BITS)

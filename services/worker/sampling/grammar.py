@@ -1,7 +1,7 @@
-"""Structured outputs: constrains an output to a JSON schema, a regular expression or a grammar,
-with a mask over the request's logits that llguidance's matcher computes for each token.
+"""Structured outputs. A mask over a request's logits constrains the output to a JSON schema, a
+regular expression or a grammar. llguidance's matcher computes the mask for each token.
 
-A matcher's state depends only on the output so far. So it is rebuilt from the tokens after a
+A matcher's state depends only on the output so far. So the state is rebuilt from the tokens after a
 preemption or the loss of a worker, and is the same on all ranks.
 """
 
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_SECONDS_IN_STEP = 0.005
-"""Longest compilation, in seconds, that a step may wait for."""
+"""Limit on the time of a compilation that a step waits for, in seconds."""
 _MAX_CACHED_SLOW = 256
 _MAX_MASKS = 63
-"""Maximum of masks computed in a row before a token is drawn without one again."""
+"""Maximum number of masks that are computed in a row before a token is drawn without a mask
+again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,8 @@ class _Compiled:
 
 
 class Grammars:
-    """Compiled grammars. Recently used ones are cached. More of the slow ones are kept, since a
-    request may need its grammar again after a preemption.
+    """Compiles grammars, and caches recently used ones. The cache keeps more grammars that compile
+    slowly, since a request may need its grammar again after a preemption.
 
     The compiler is created at the first use. Thread-safe: `prepare` may run in a thread that no
     step waits for.
@@ -74,9 +76,9 @@ class Grammars:
         return self._template(wanted).matcher.deep_copy()
 
     def unshared_matcher(self, wanted: StructuredOutputs) -> "LLMatcher | None":
-        """A matcher at the beginning of an output, with a newly compiled automaton. For use when
-        the shared automaton has reached its size limit; that one is dropped from the cache. None if
-        compiling would delay a step. Raises as `prepare` does.
+        """A matcher at the beginning of an output, with a newly compiled automaton. It is needed
+        when the shared automaton has reached its size limit; the shared automaton is then dropped
+        from the cache. Returns None if compiling would delay a step. Raises as `prepare` does.
         """
         with self._using_cache:
             kept = self._cached.get(wanted)
@@ -97,7 +99,9 @@ class Grammars:
         return kept
 
     def _evict(self, is_slow: bool, most: int) -> None:
-        """Keeps the `most` last used of the slow, or of the fast, cached grammars."""
+        """Evicts cached grammars. Of the slow grammars (or of the fast ones, if `is_slow` is
+        false), the `most` last used are kept.
+        """
         same_kind = [key for key, kept in self._cached.items() if kept.is_slow is is_slow]
         for key in same_kind[: len(same_kind) - most]:
             del self._cached[key]
@@ -136,13 +140,15 @@ class GrammarMask:
         self._words = words
         self._address, self._num_bytes = words.ctypes.data, words.nbytes
         self.error = ""
-        """Why no token is allowed any more; empty if tokens are."""
+        """The reason why no token is allowed any more; empty if tokens are allowed."""
         self._matcher: LLMatcher | None = self._matcher_of_output(grammars.matcher)
         self.draws_first = False
         self.is_made = True
         """Whether the next token's mask is computed. If not, the token must be checked."""
         self._num_masks = self._num_masks_due = 0
-        """Masks to compute in a row after the last token that did not conform; number still due."""
+        """The number of masks to compute in a row after the last token that did not conform, and
+        the number of these masks that are still to be computed.
+        """
         self._make()
 
     def draw_first(self) -> None:
@@ -151,21 +157,20 @@ class GrammarMask:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output can only end."""
+        """Whether the output is complete, so that only an end token may follow."""
         return self._matcher is not None and self._matcher.is_stopped()
 
     def forced_tokens(self) -> list[int]:
-        """The next tokens if the grammar forces the text that follows, as the tokenizer encodes it;
-        empty if there is a choice.
+        """The next tokens, if the grammar allows only one text to follow. They are the tokenizer's
+        encoding of that text. Empty if several texts may follow.
         """
         if self._matcher is None or self._matcher.is_stopped() or self._matcher.is_error():
             return []
         return self._matcher.compute_ff_tokens()
 
     def append(self, token_id: int) -> None:
-        """Accepts the request's next token. Computes the mask of the token after it, if that token
-        is not drawn without one. It does so at once, while the matcher's data is in the processor's
-        caches.
+        """Accepts the request's next token. If the token after it needs a mask, the mask is
+        computed at once, while the matcher's data is in the processor's caches.
         """
         self._output.append(token_id)
         if self._matcher is not None and not self._matcher.is_stopped():
@@ -175,7 +180,9 @@ class GrammarMask:
             self._make()
 
     def allows(self, token_id: int) -> bool:
-        """Whether the mask allows a token that was drawn without one. If not, computes the mask."""
+        """Whether the mask would allow a token that was drawn without a mask. If not, computes the
+        mask.
+        """
         if self._matcher is not None and _is_in_mask(self._matcher, token_id):
             self._num_masks //= 4
             return True
@@ -203,8 +210,8 @@ class GrammarMask:
             self._words.fill(0)
 
     def _give_up(self, error: str) -> None:
-        """Allows no token from here on, because of an error of llguidance."""
-        # Imported only here: it loads llguidance, which is loaded by now.
+        """Allows no further tokens, because llguidance reported an error."""
+        # Imported only here, since it imports llguidance. A matcher has already loaded llguidance.
         from services.common.request.grammar_compiler import reason_in_words  # noqa: PLC0415
 
         logger.info("no mask of a grammar can be made, and its request fails: %s", error)
@@ -235,8 +242,9 @@ class GrammarMask:
 
 
 def _is_in_mask(matcher: "LLMatcher", token_id: int) -> bool:
-    """Whether the mask of the next token would include this token. If text is forced, a mask has
-    only the token that the tokenizer would encode, although other tokens would conform.
+    """Whether the mask of the next token would include this token. If the grammar allows only one
+    text to follow, the mask has only the first token of the tokenizer's encoding, although other
+    tokens would conform too.
     """
     forced = matcher.compute_ff_tokens()
     if forced:
@@ -268,7 +276,7 @@ def _tokenizer_json(directory: Path) -> str:
     path = directory / "tokenizer.json"
     if path.is_file():
         return path.read_text()
-    # Imported only for tokenizers in other formats, since it takes seconds.
+    # Imported only for tokenizers in other formats, since importing transformers takes seconds.
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)

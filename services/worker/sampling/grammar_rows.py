@@ -9,10 +9,10 @@ from services.worker.sampling.grammar import GrammarMask, Grammars
 
 
 class GrammarRows:
-    """The grammars of requests, by row of the batch.
+    """The grammars of requests. A request is identified by its row in the batch.
 
-    After `draw_first`, tokens of a row may be drawn without a mask, and must be checked then: see
-    GrammarMask.
+    After `draw_first`, tokens of a row may be drawn without a mask. Such tokens must be checked;
+    see GrammarMask.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, grammars: Grammars | None) -> None:
@@ -20,14 +20,16 @@ class GrammarRows:
         self._grammars = grammars
         self._of: dict[int, GrammarMask] = {}
         self._words: Int32Array = np.zeros((max_num_seqs, -(-vocab_size // 32)), dtype=np.int32)
-        """The masks, by row. Rows without a mask are not read."""
+        """The masks, one for each row of the batch. Entries of rows without a mask are not read."""
         self._rows: Int64Array = np.full(max_num_seqs, -1)
-        """For each row its own number, or -1 if it has no mask."""
+        """For each row, the number of the row, or -1 if the row has no mask."""
         self._unmasked: set[int] = set()
         """Rows with a grammar but without a mask."""
 
     def add(self, batch_row: int, params: SamplingParams, output: np.ndarray) -> GrammarMask | None:
-        """Adds the grammar of a request and advances it over `output`; None if it has none."""
+        """Adds the grammar of a request and advances it over `output`. Returns None if the request
+        has no grammar.
+        """
         self._rows[batch_row] = -1
         if params.structured_outputs is None:
             return None
@@ -74,7 +76,7 @@ class GrammarRows:
         return [index for index, (row, token) in drawn if not self._conforms(row, token)]
 
     def errors(self, batch_rows: np.ndarray, indexes: Int32Array) -> dict[int, str]:
-        """The errors of failed grammars among the rows at `indexes`, by index."""
+        """Maps each of `indexes` whose row's grammar failed to the error."""
         rows = zip(indexes.tolist(), batch_rows[indexes].tolist(), strict=True)
         return {index: self._of[row].error for index, row in rows if self._of[row].error}
 

@@ -23,7 +23,7 @@ class LogprobRows:
 
     @property
     def width(self) -> int:
-        """Tokens for each position: its own and the most probable ones."""
+        """Number of tokens for each position: its actual token and the most probable tokens."""
         return int(self.token_ids.shape[1])
 
     @classmethod

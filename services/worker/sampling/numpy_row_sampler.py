@@ -1,7 +1,7 @@
 """Draws tokens from rows of logits in NumPy, for machines without compiled kernels.
 
-It is the reference for the compiled kernels: filters as in filters.py, the draw as in race.py, and
-the arithmetic of both as in exact_math.py.
+The compiled kernels are tested against this sampler. It uses the filters of filters.py, the draw of
+race.py, and the arithmetic of exact_math.py.
 """
 
 import numpy as np
@@ -82,7 +82,7 @@ class NumpyRowSampler:
 
 
 def _allowed(masks: RowMasks | None, index: int, vocab_size: int) -> BoolArray | None:
-    """Whether each token of a row may be drawn, bool [V]; None if all may."""
+    """Whether each token of a row may be drawn, bool [V]; None if all tokens may be drawn."""
     if masks is None or masks.rows[index] < 0:
         return None
     words = masks.words[masks.rows[index]]

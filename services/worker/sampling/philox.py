@@ -35,8 +35,8 @@ def philox4x32(counter: UInt32Array, key: UInt32Array) -> UInt32Array:
 def random_states(seeds: UInt64Array, positions: Int64Array, stream: int) -> UInt64Array:
     """Two random words for each (seed, position), [n, 2], in the given stream.
 
-    The position is the token's index in its whole sequence. Streams are independent: each use of
-    randomness at a position has its own.
+    The position is the token's index in its whole sequence. Streams are independent. Each use of
+    random numbers at a position has its own stream.
     """
     counter = np.zeros((len(seeds), 4), dtype=np.uint32)
     counter[:, :2] = _words(positions.astype(np.uint64))

@@ -4,21 +4,22 @@ A token's time is an exponential random number divided by the token's weight. Th
 function of (seed, position, token id). So each token is drawn with its probability. (This is the
 Gumbel-max trick: the negative logarithm of a time is logit / temperature plus a Gumbel number.) A
 token's exponential does not depend on other tokens. Therefore a rounding error of a logit changes
-the draw only if the two smallest times differ as little. Two models with similar probabilities,
-such as a draft model and its target, mostly draw the same tokens.
+the draw only if the two smallest times differ by no more than the error. Two models with similar
+probabilities, such as a draft model and its target, mostly draw the same tokens.
 
-Exponentials are memoryless. The smallest of 32 exponentials is an exponential divided by 32. It is
-equally likely to be any of the 32, and the differences of the others to it are exponentials again.
-So they are generated in blocks of 32. One hash word gives the smallest exponential of a block and
-its token. Words for the other tokens are computed only if the block can contain the winner. (As in
-top-down sampling of Gumbels: Maddison, Tarlow, Minka, "A* Sampling", NIPS 2014.)
+Exponentials are memoryless. The smallest of 32 exponentials is an exponential divided by 32. Each
+of the 32 is equally likely to be the smallest. The differences between the others and the smallest
+are exponentials again. So exponentials are generated in blocks of 32. One hash word gives the
+smallest exponential of a block and its token. Words for the other tokens are computed only if the
+block can contain the winner. (As in top-down sampling of Gumbels: Maddison, Tarlow, Minka, "A*
+Sampling", NIPS 2014.)
 
 A token id is composed of superblock, offset and lane. A superblock has 128 blocks, one for each
 lane, so that the largest logit of each block is found in passes over 128 consecutive ids.
 
-The words are from SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
-OOPSLA 2014): word i of a state is a mix of state + i * GAMMA. The states are words of Philox, one
-for blocks and one for tokens at each (seed, position).
+The random words are generated with SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014): word i of a state is a mix of state + i * GAMMA. The states are
+random words from Philox. Each (seed, position) has one state for blocks and one for tokens.
 """
 
 import numpy as np
@@ -36,8 +37,9 @@ MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
 
 NUMBER_SHIFT = 12
-"""The 52 bits above are the n of the number (n + 1/2) * NUMBER_UNIT, which is between 0 and 1. The
-lowest of the other bits are the offset of a block's smallest exponential.
+"""The number of low bits of a word that are shifted out. The 52 bits above them are an integer n,
+from which the number (n + 1/2) * NUMBER_UNIT between 0 and 1 is computed. The lowest bits of the
+word are the offset of a block's smallest exponential.
 """
 NUMBER_UNIT = 2.0**-52
 
@@ -111,8 +113,8 @@ class Race:
         self._num_rows = 0
 
     def enter(self, largest: np.float32, temperature: np.float32, states: UInt64Array) -> None:
-        """Adds `next_row`. `largest`: its largest logit, finite. `temperature`: above 0. `states`
-        [2]: of blocks and of tokens.
+        """Adds the row in `next_row`. `largest`: the row's largest logit, finite. `temperature`:
+        above 0. `states` [2]: the random states for blocks and for tokens.
         """
         row = self._num_rows
         self._largest[row] = largest

@@ -1,4 +1,4 @@
-"""The sampler of the input batch: for each request, one row of logits in and one token out."""
+"""The sampler of the input batch. It draws one token from a row of logits for each request."""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -43,11 +43,11 @@ class SamplerOutput:
     """The tokens that one step samples, in the order of its rows."""
 
     token_ids: Int32Array  # [R]
-    logprobs: dict[int, LogprobRows]  # by row, if requested; one row each
+    logprobs: dict[int, LogprobRows]  # row to log-probabilities, if requested
     nan_rows: Int32Array  # rows without a usable distribution; their token is 0
     refused_rows: Int32Array  # rows whose grammar allows no token; their token is 0
     grammar_errors: dict[int, str] = field(default_factory=dict)
-    """By row, why the grammar failed, for refused rows whose grammar did."""
+    """Maps refused rows whose grammar failed to the reason of the failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +83,16 @@ class Sampler:
 
     A row passes these stages, in vLLM's order:
 
-      1. log-probabilities, of the model's logits, or of the logits after the mask for requests with
-         a grammar;
-      2. edits: the grammar, allowed tokens, bad words, min tokens, logit bias, penalties;
-      3. temperature; if it is 0, the best token is taken, the lowest id among equals, and the
-         remaining stages are skipped;
-      4. filters: min-p, top-k, top-p;
-      5. the draw: a race of exponentials, each a function of the request's seed, the position of
-         the token in its sequence and the token's id (race.py).
+    1. log-probabilities, of the model's logits, or of the logits after the mask for requests with a
+       grammar; 2. edits: the grammar, allowed tokens, bad words, min tokens, logit bias, penalties;
+       3. temperature; if it is 0, the best token is selected, with the lowest id among equals, and
+       the remaining stages are skipped; 4. filters: min-p, top-k, top-p; 5. the draw: a race of
+       exponentials, each a function of the request's seed, the position of the token in its
+       sequence and the token's id (race.py).
 
     The result of a row does not depend on other rows, bit for bit. A request samples the same
-    tokens alone and in any batch, and after it was removed and added again with its output.
+    tokens alone and in any batch. It also samples the same tokens after it was removed and added
+    again with its output.
 
     One call of a RowSampler computes all rows, including masks of grammars. Rows with other edits
     are copied with their mask applied, and are edited one by one. A second call computes the later
@@ -107,8 +106,8 @@ class Sampler:
         grammars: Grammars | None = None,
         row_sampler: RowSampler | None = None,
     ) -> None:
-        """`grammars`: required for requests with `structured_outputs`. `row_sampler`: by default
-        NumPy's.
+        """`grammars`: required for requests with `structured_outputs`. `row_sampler`: by default a
+        NumpyRowSampler.
         """
         self._grammars = GrammarRows(max_num_seqs, vocab_size, grammars)
         self._row_sampler = row_sampler or NumpyRowSampler(max_num_seqs, vocab_size)
@@ -123,7 +122,9 @@ class Sampler:
         self._constrained: set[int] = set()
         """The rows that are not plain. Most batches have no such rows."""
         self._num_logprobs: dict[int, int] = {}
-        """By row, the number of top tokens, for requests with log-probabilities."""
+        """Maps rows to the number of most probable tokens to report. Rows without log-probabilities
+        are absent.
+        """
         self._parameters = np.zeros((NUM_ROW_VALUES, max_num_seqs), dtype=np.float64)
         num_copies = max(1, min(max_num_seqs, _COPIED_BYTES // (4 * vocab_size)))
         self._copies = np.empty((num_copies, vocab_size), dtype=np.float32)
@@ -139,7 +140,8 @@ class Sampler:
     ) -> None:
         """Adds a request, with its output so far, in a free row of the batch.
 
-        The first `num_placeholders` tokens only count as positions.
+        The first `num_placeholders` tokens are placeholders for embeddings. They are counted as
+        positions, and otherwise ignored.
         """
         if batch_row in self._requests:
             raise ValueError(f"row {batch_row} is taken")
@@ -187,8 +189,8 @@ class Sampler:
         return [] if grammar is None else grammar.forced_tokens()
 
     def num_logprobs(self, batch_rows: np.ndarray) -> dict[int, int]:
-        """By index in `batch_rows`, the number of top tokens to report, for requests with
-        log-probabilities.
+        """Maps indexes in `batch_rows` to the number of most probable tokens to report. Requests
+        without log-probabilities are absent.
         """
         if not self._num_logprobs:
             return {}
@@ -198,7 +200,7 @@ class Sampler:
     def sampling_metadata(self, batch_rows: np.ndarray) -> SamplingMetadata:
         """The parameters with which a device samples the next token of unconstrained requests.
 
-        Counts the token as part of the requests; its id need not be known.
+        Counts this token as part of each request, although its id may not be known yet.
         """
         states = self._states(batch_rows)
         self._num_tokens[batch_rows] += 1
@@ -212,13 +214,13 @@ class Sampler:
         drawn: Int64Array | None = None,
     ) -> SamplerOutput:
         """Samples one token for each row of the logits float32 [n, V], or for the rows at the
-        indexes `at` [R]. Row i of these belongs to batch_rows[i]. `drawn` [R]: results of
-        `draw_ahead` for them.
+        indexes `at` [R]. The i-th of these rows belongs to batch_rows[i]. `drawn` [R]: results of
+        `draw_ahead` for these rows.
 
         Appends the tokens to the requests. The logits are not changed. If NaN or infinity leaves no
-        token to sample, the row is in `nan_rows`. If its grammar and other parameters leave none,
-        it is in `refused_rows`. Such a row has no log-probabilities, and other rows are not
-        affected.
+        token to sample, the row is in `nan_rows`. If the grammar and other parameters leave no
+        token, the row is in `refused_rows`. Such a row has no log-probabilities, and other rows are
+        not affected.
         """
         on_host: Float32Array = logits.numpy(force=True)
         rows = np.arange(len(on_host)) if at is None else at
@@ -250,8 +252,9 @@ class Sampler:
         self, logits: torch.Tensor, batch_rows: np.ndarray, ahead: Int64Array
     ) -> Int64Array | None:
         """Draws a token for each row of the logits [n, V], at `ahead` positions after its request's
-        next token. UNUSABLE for requests with edits or a grammar, whose tokens depend on the tokens
-        before. No token is appended to a request. None if drawing ahead does not save time.
+        next token. The result is UNUSABLE for requests with edits or a grammar, because their
+        tokens depend on the tokens before. No token is appended to a request. Returns None if
+        drawing ahead does not save time.
         """
         plain = np.flatnonzero(self._is_plain[batch_rows])
         if not (self._row_sampler.draws_ahead and len(plain)):
@@ -276,8 +279,8 @@ class Sampler:
         batch_rows: np.ndarray,
         drawn: Int64Array | None,
     ) -> Int64Array:
-        """A token for each of these rows of the logits. UNUSABLE if the logits have no token to
-        sample; REFUSED if a grammar and other parameters leave none.
+        """A token for each of these rows of the logits. The result is UNUSABLE if the logits have
+        no token to sample, and REFUSED if a grammar and other parameters leave no token.
         """
         parameters = self._row_parameters(batch_rows)
         if drawn is None and not self._constrained:
@@ -331,7 +334,9 @@ class Sampler:
     def _append(
         self, batch_rows: np.ndarray, token_ids: Int64Array, missing: AbstractSet[int]
     ) -> None:
-        """Appends tokens. A request without a token ends, so its state is not updated."""
+        """Appends the sampled tokens to the requests. A request without a token ends, so its state
+        is not updated.
+        """
         self._num_tokens[batch_rows] += 1
         if not self._constrained:
             return

@@ -9,7 +9,8 @@ from services.worker.sampling.arrays import Float32Array, Int32Array
 
 
 class ThinkingLimit:
-    """Allows only the next token of the end mark once reasoning has `num_tokens` tokens.
+    """Once the reasoning has `num_tokens` tokens, allows only the next token of its end mark, the
+    token sequence that ends reasoning.
 
     The state depends only on the output's tokens, so that a request that is sent again with its
     output continues in the same way. A partial end mark is completed.

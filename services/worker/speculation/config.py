@@ -9,7 +9,7 @@ from services.common.model_source.find import find_model
 from services.worker.backends.suffix_decoding import SuffixRules
 
 MAX_SPECULATIVE_TOKENS = 128
-"""Maximum of drafts of a request in a step, as in vLLM."""
+"""Upper limit of the setting `num_speculative_tokens`, as in vLLM."""
 
 NGRAM, DRAFT_MODEL, SUFFIX = "ngram", "draft_model", "suffix"
 _TREE_DEPTH = "suffix_decoding_max_tree_depth"
@@ -20,7 +20,7 @@ _NAMES = {
     DRAFT_MODEL: ("model",),
     SUFFIX: (_TREE_DEPTH, _CACHED_REQUESTS, _SPEC_FACTOR, _TOKEN_PROB),
 }
-"""Keys of each method, in addition to the common ones."""
+"""The keys of each method, in addition to the keys of all methods."""
 
 _DEFAULT_LOOKUP = 5
 _DEFAULT_SUFFIX = SuffixRules(
@@ -41,19 +41,19 @@ _OF_ALL = ("method", "num_speculative_tokens", "num_rows")
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How drafts are proposed: by a draft model, by suffix trees, or by n-grams (earlier
-    occurrences of the last tokens).
+    """How drafts are proposed. The source of drafts is a draft model, suffix trees, or n-grams
+    (earlier occurrences of the last tokens).
     """
 
     num_speculative_tokens: int
-    """Maximum of drafts of a request in a step."""
+    """Maximum number of drafts of a request in a step."""
     prompt_lookup_min: int = _DEFAULT_LOOKUP
     """For n-grams: minimum number of last tokens that must match an earlier occurrence."""
     prompt_lookup_max: int = _DEFAULT_LOOKUP
     """For n-grams: maximum number of last tokens that are matched."""
     num_rows: int | None = None
-    """Maximum of rows for tokens and drafts of decoding requests in a step; 0: unlimited; None: as
-    many as the device computes in about the time of one row.
+    """Maximum number of rows for tokens and drafts of decoding requests in a step. 0: unlimited.
+    None: as many as the device computes in about the time of one row.
     """
     model: Path | None = None
     """Directory of the draft model; None for other methods."""
@@ -72,8 +72,8 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     """Parses the setting. Raises ValueError that describes the problem.
 
     The default method is "draft_model" if a model is given, else "ngram". If one of the two n-gram
-    lengths is given, the other defaults to it; the default of both is 5. With suffix trees the
-    number of drafts defaults to the trees' depth.
+    lengths is given, the other defaults to it; the default of both is 5. With suffix trees,
+    `num_speculative_tokens` defaults to the trees' depth.
     """
     try:
         given = json.loads(text)

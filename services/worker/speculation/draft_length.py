@@ -1,18 +1,19 @@
-"""How many drafts a request gets, from the acceptance of its previous drafts.
+"""Chooses how many drafts a request gets, based on how many of its previous drafts were accepted.
 
-Rejected drafts cost rows of a step. If all drafts are accepted, the number is doubled. If none is
-accepted twice in a row, it is halved. At 1, the request gets no drafts for a number of steps
-instead. This number doubles each time, since text that did not repeat itself may continue so.
+Rejected drafts cost rows of a step. If all drafts are accepted, the number is doubled. If twice in
+a row no draft is accepted, the number is halved. If the number is already 1, drafting pauses for
+some steps instead. Each pause is twice as long as the one before, since text that has not repeated
+itself is likely to continue without repetition.
 """
 
 _MOST_EMPTY = 2
 """Consecutive verifications without an accepted draft after which the number is reduced."""
 _FIRST_REST, _LONGEST_REST = 8, 64
-"""Steps without drafts, after single drafts were rejected: first and longest pause."""
+"""The lengths of the first and of the longest pause, in steps."""
 
 
 class DraftLength:
-    """The number of drafts of one request: from 1 to `most`, or 0 during a pause."""
+    """The number of drafts of one request. It is between 1 and `most`, or 0 during a pause."""
 
     def __init__(self, most: int) -> None:
         self._most = self._length = most

@@ -1,11 +1,12 @@
-"""Drafts from the request's own tokens: the continuation of an earlier occurrence of its last
-tokens.
+"""Drafts from the request's own tokens. If its last tokens occurred earlier, the drafts are the
+tokens that followed them there.
 
-Prompt lookup decoding, with the decisions of vLLM's method "ngram". The longest n is used for which
-the last n tokens occurred earlier; occurrences may overlap. The earliest occurrence is used. vLLM
-searches all tokens in each step. Here an index stores where n-grams first ended, so that a look-up
-takes a microsecond for any length. Appending a token adds one entry to the index if it ends no
-n-gram that occurred before, and otherwise up to one for each n.
+Prompt lookup decoding, with the decisions of vLLM's method "ngram". n is the largest number such
+that the last n tokens also occurred earlier. The two occurrences may overlap. If there are several
+earlier occurrences, the earliest is used. vLLM searches all tokens in each step. Here an index
+stores where n-grams first ended, so that a look-up takes a microsecond for any length. Appending a
+token adds one entry to the index. If the token ends an n-gram that occurred before, it adds up to
+one entry for each n.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ class NgramIndex:
         self._lengths = range(shortest, longest + 1)
         self._token_ids: list[int] = []
         self._first_end: dict[tuple[int, ...], int] = {}
-        """By n-gram, the number of tokens up to the end of its first occurrence; negative if it
-        occurs only once. Longer n-grams are stored only if the shorter n-gram at their end occurs
-        again.
+        """Maps n-grams to the number of tokens up to the end of their first occurrence. The number
+        is negative if the n-gram occurs only once. Longer n-grams are stored only if the shorter
+        n-gram at their end occurs again.
         """
         self._match_end = 0
         """End of the first occurrence of the longest suffix that occurred before; 0 if none did."""
@@ -61,7 +62,8 @@ class NgramIndex:
 
 class NgramProposer:
     """A Proposer with an index for each request, built when it first proposes for the request. An
-    index needs about 100 bytes for each token. For repetitive text it needs as much for each n.
+    index needs about 100 bytes for each token. For repetitive text it needs about 100 bytes for
+    each token and each n.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:

@@ -17,12 +17,14 @@ class Proposer(Protocol):
     """
 
     def propose(self, row: int, token_ids: Int32Array, most: int) -> Sequence[int]:
-        """Up to `most` drafts, which is at least 1. `token_ids`: all known tokens of the request. A
-        later call for the row has the same tokens and more.
+        """Returns up to `most` drafts; `most` is at least 1. `token_ids`: all known tokens of the
+        request. In a later call for the row, the same tokens are followed by new ones.
         """
 
     def forget(self, row: int) -> None:
-        """Called when the request in this row has left, also if nothing was proposed for it."""
+        """Called when the request in this row has left the batch, even if no drafts were proposed
+        for it.
+        """
 
     def clear(self) -> None:
-        """Called when all requests have left."""
+        """Called when all requests have left the batch."""

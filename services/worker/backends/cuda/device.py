@@ -14,8 +14,8 @@ _WARM_UPS = 2
 class CudaDevice:
     """The current CUDA device, used by one thread over its default stream.
 
-    Copies use pinned memory, which torch's allocator reuses once the device has read or written it;
-    so copies of several steps may be queued.
+    Copies use pinned memory. torch's allocator reuses this memory only after the device has read or
+    written it, so copies of several steps may be queued.
 
     All graphs recorded through one instance must be freed together. They share a memory pool, whose
     handle becomes invalid when its last graph is freed. They also share a stream, whose workspace

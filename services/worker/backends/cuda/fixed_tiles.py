@@ -2,8 +2,8 @@
 
 cuBLAS chooses a kernel by the number of rows, and each kernel has its own summation order. Here all
 products use tiles of one size. One program sums each tile in a fixed order along the inner
-dimension. So a row is the same for any other rows. After Thinking Machines Lab, "Defeating
-Nondeterminism in LLM Inference".
+dimension. So a row of the result does not depend on the other rows. The method is from Thinking
+Machines Lab, "Defeating Nondeterminism in LLM Inference".
 """
 
 import torch
@@ -57,7 +57,9 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
 
 
 class FixedTilesLinear:
-    """A Linear, x W^T + b, for a weight [out, in], a bias [out] or None, any number of rows."""
+    """A Linear that computes x W^T + b for any number of rows. The weight is [out, in]; the bias is
+    [out] or None.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape

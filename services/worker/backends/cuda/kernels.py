@@ -47,7 +47,7 @@ class CudaKernels(TorchKernels):
     def pack_lora(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
     ) -> PackedLora:
-        """Packs an adapter for grouped products, in the data types for which torch has them."""
+        """Packs an adapter for grouped products if torch has them for the data type."""
         if dtype not in self._grouped:
             return super().pack_lora(layers, shapes, dtype)
         return GroupedLora(layers, {part: shape.columns for part, shape in shapes.items()})
@@ -60,7 +60,7 @@ class CudaKernels(TorchKernels):
 
 
 class BatchInvariantKernels(CudaKernels):
-    """Kernels for which a row of a result has the same bits for any other rows in the batch.
+    """Kernels for which the bits of a result's row do not depend on the other rows in the batch.
 
     Torch's norms, gates and embeddings are batch-invariant. Experts are computed one by one,
     because torch's grouped product chooses its tiles by the number of rows.

@@ -5,15 +5,16 @@ block_size, num_kv_heads, head_dim], with a row for each slot. New keys and valu
 first, so that a call reads all keys through the block tables. The calls of a step are built once
 for all layers of a group with equal attention parameters:
 
-* Decodes are one call with one query in each lane. The call's shape is part of the kernel. So lanes
-  are padded to a power of two with lanes without keys, and tables are as wide as the longest
-  sequence. The inputs of a call of one size are at the same addresses in every step, so that a
-  recorded call can be replayed with other lengths and tables.
+* Decodes are one call with one query in each lane. The kernel is compiled for the call's shape. So
+  the number of lanes is padded to a power of two with lanes without keys, and block tables are as
+  wide as for the longest sequence. The inputs of a call of one size are at the same addresses in
+  every step, so that a recorded call can be replayed with other lengths and tables.
 * Chunks are cut into lanes of 16 queries (`sub_chunks`), in one call. If FlashAttention 3 can be
   used, it computes them in one call without cutting.
-* A sliding window is a range of keys for each lane. In a lane of several queries this is the range
-  of the last query. Earlier queries attend to further keys: these are a second call with a lane for
-  each query. The two results are combined by their normalizers.
+* With a sliding window, each lane has a range of keys. In a lane of several queries this is the
+  window of the last query. Earlier queries also attend to some keys before this range. A second
+  call computes these keys, with a lane for each query. The two results are combined by their
+  normalizers.
 
 Split-K: Dao et al., "Flash-Decoding for long-context inference".
 """
@@ -46,7 +47,8 @@ from services.worker.backends.torch.rotary import rotate
 class XformersPagedAttention:
     """A PagedAttention whose cache is on a device.
 
-    `split_k`: see PagedOps; None is xFormers' operator. `batch_invariant`: see LayerKind.
+    `split_k`: the attention operator, see PagedOps; None selects xFormers' operator.
+    `batch_invariant`: see LayerKind.
     """
 
     def __init__(
@@ -115,7 +117,9 @@ class XformersPagedAttention:
             blocks.index_fill_(1, cleared, 0)
 
     def decode_step(self, num_decodes: int) -> "DecodeStep":
-        """A step for up to `num_decodes`, rounded up. Returns the same object for the same size."""
+        """A step for at least `num_decodes` decodes, rounded up to a power of two. Returns the same
+        object for the same size.
+        """
         num_lanes = bucket(num_decodes)
         if num_lanes not in self._decodes:
             calls = {at: kind.decodes(num_lanes) for at, kind in self._kinds.items()}
@@ -148,8 +152,9 @@ class CallKey:
 
 @dataclass(slots=True)
 class XformersStep:
-    """The attention of a step, one call after the other. `slots`: by group. `parts`: for each call,
-    its number of tokens, and the call for each kind of layer.
+    """The attention of a step, as a sequence of calls. `slots` has the slots of each KV-cache
+    group. `parts` has, for each call, its number of tokens, and a map from call keys to the calls
+    of layers.
     """
 
     cache: XformersPagedAttention

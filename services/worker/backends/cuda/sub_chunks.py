@@ -1,4 +1,4 @@
-"""Cuts chunks of tokens into attention calls over lanes of equal length: index arithmetic only.
+"""Computes the indexes that cut chunks of tokens into lanes of equal length, for attention calls.
 
 In a causal call of xFormers' paged kernel all lanes have the same number of queries, at most 16. A
 chunk is cut into as many lanes of that size as cover it. It is padded at its front, so that the
@@ -13,7 +13,7 @@ import numpy as np
 from services.worker.backends.attention import Int32Array, Int64Array
 
 MOST_QUERIES = 16
-"""Maximum of queries in a lane that the kernel masks causally."""
+"""Maximum number of queries in a lane of a causal call."""
 
 MOST_SPLITS = 32
 FEWEST_KEYS_PER_SPLIT = 256
@@ -25,10 +25,11 @@ class SubChunks:
     """Chunks cut into lanes of `size` queries.
 
     * `parents` int32 [num_lanes]: the chunk of each lane; 0 for a padding lane.
-    * `ends` int32 [num_lanes]: keys up to the lane's last query, inclusive; 0 for padding lanes.
-    * `queries` int64 [num_lanes * size]: the token of each row of queries, counted over all chunks;
+    * `ends` int32 [num_lanes]: the number of keys up to and including the key of the lane's last
+      query; 0 for padding lanes.
+    * `queries` int64 [num_lanes * size]: the index of each query's token, counted over all chunks;
       arbitrary for padding.
-    * `rows` int64 [num_tokens]: the row of each token; the inverse of `queries`.
+    * `rows` int64 [num_tokens]: the index of each token's query; the inverse of `queries`.
     """
 
     size: int
@@ -39,7 +40,8 @@ class SubChunks:
 
 
 def cut(num_queries: Int32Array, seq_lens: Int32Array, size: int = MOST_QUERIES) -> SubChunks:
-    """Cuts chunks of `num_queries`, which end at `seq_lens` keys, into parts of `size` queries.
+    """Cuts chunks into lanes of `size` queries. Chunk i has `num_queries[i]` queries, and its last
+    query attends to `seq_lens[i]` keys.
 
     The number of lanes is rounded up to a power of two, so that few kernels are compiled.
     """
@@ -69,12 +71,14 @@ def cut(num_queries: Int32Array, seq_lens: Int32Array, size: int = MOST_QUERIES)
 
 
 def bucket(count: int) -> int:
-    """The power of two that `count` is rounded up to; at least 1."""
+    """Rounds `count` up to a power of two; at least 1."""
     return 1 << max(count - 1, 0).bit_length()
 
 
 def largest_lane(window: int | None) -> int:
-    """The maximum of queries in a lane, a power of two, with which each attends to its own key."""
+    """The maximum number of queries in a lane, a power of two, such that the lane's range of keys
+    includes the own key of each query.
+    """
     if window is None or window >= MOST_QUERIES:
         return MOST_QUERIES
     return 1 << (window.bit_length() - 1)
@@ -94,18 +98,20 @@ class KeyRanges:
 
 
 def seen_by_all(ends: Int32Array, window: int) -> KeyRanges:
-    """The keys of a causal call with a window: those in the window of the lane's last query.
+    """The key ranges of a causal call with a window. The range of a lane is the window of its last
+    query.
 
-    Earlier queries of the lane have windows that begin earlier; see `seen_by_some`.
+    The windows of the lane's earlier queries begin before this range; see `seen_by_some`.
     """
     return KeyRanges(np.maximum(ends - window, 0), ends)
 
 
 def seen_by_some(ends: Int32Array, window: int, size: int) -> KeyRanges:
-    """For each query, as its own lane, the keys of its window before those of `seen_by_all`.
+    """For each query, the keys in its window that precede the range of `seen_by_all`. Each query is
+    a lane of its own.
 
-    [num_lanes * size]. Attention over both, combined by their normalizers, equals attention through
-    the window.
+    The result has num_lanes * size ranges. Attention over both sets of ranges, combined by their
+    normalizers, equals attention with the window.
     """
     positions = (ends[:, None] - size + np.arange(size)).reshape(-1)
     stops = np.repeat(np.maximum(ends - window, 0), size)
@@ -120,8 +126,9 @@ def num_splits(num_lanes: int, num_kv_heads: int, num_keys: int, num_processors:
     """The number of parts into which a lane's keys are split, so that all processors have work.
 
     The smallest power of two that results in two programs for each processor, limited by the number
-    of keys. `num_keys`: of a whole block table, not of a sequence. A call's scratch memory is
-    proportional to the number of parts; with xFormers' own choice it can be gigabytes.
+    of keys. `num_keys`: the number of keys of a whole block table, not of a sequence. A call's
+    scratch memory is proportional to the number of parts; with xFormers' own choice it can be
+    gigabytes.
     """
     programs, splits = num_lanes * num_kv_heads, 1
     if programs >= ENOUGH_PROGRAMS:

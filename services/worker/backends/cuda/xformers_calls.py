@@ -38,11 +38,12 @@ Partial = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tenso
 class LayerKind:
     """Builds the calls for layers with equal attention parameters.
 
-    `width`: blocks of the longest sequence, and so of every table. `batch_invariant`: a query's
-    output does not depend on other queries in the step. Then keys are not split, because the number
-    of parts would depend on the number of lanes. All lanes have the same number of queries, because
-    the kernel's tiles depend on it; lanes of decodes are padded. With a window each query is a
-    lane, because a lane's first key determines where tiles of keys begin.
+    `width`: the number of blocks of the longest sequence. Every block table has this many entries.
+    `batch_invariant`: a query's output does not depend on other queries in the step. Then keys are
+    not split, because the number of parts would depend on the number of lanes. All lanes have the
+    same number of queries, because the kernel's tiles depend on it; lanes of decodes are padded.
+    With a window, each query is a lane of its own, because a lane's first key determines where
+    tiles of keys begin.
     """
 
     ops: PagedOps
@@ -69,8 +70,8 @@ class LayerKind:
         return DecodeCall(self.device, self._window, size, tables, bias, attend)
 
     def chunks(self, layout: StepLayout, *, flash: bool) -> Call:
-        """A call for the layout's chunks; its queries are those after the decodes. Queries are
-        gathered into lanes, and the outputs of lanes into tokens. With `flash`, FlashAttention 3
+        """A call for the layout's chunks, whose queries follow the decodes. Queries are gathered
+        into lanes, and the outputs of lanes are reordered by token. With `flash`, FlashAttention 3
         computes each chunk as one lane.
         """
         first = layout.num_decodes
@@ -92,7 +93,9 @@ class LayerKind:
         return attend
 
     def _of_lanes(self, chunks: SubChunks, tables: torch.Tensor) -> Call:
-        """A call whose lanes attend to the keys up to their ends, or in their queries' windows."""
+        """A call for lanes of chunks. Without a window, a lane attends to all keys up to its end;
+        with one, to the keys in its queries' windows.
+        """
         ops, window = self.ops, self._window
         operator = ops.split_k(self._splits(len(chunks.ends)))
         if window is None:
@@ -110,7 +113,9 @@ class LayerKind:
         return _joined(shared, partial(ops.attend_partly, bias=bias, operator=ops.split_k(1)))
 
     def _range_bias(self, size: int, ranges: KeyRanges, tables: torch.Tensor) -> Bias:
-        """A bias in which each lane has `size` queries and attends to its range of keys."""
+        """A bias (xFormers' description of the keys of each query) in which each lane has `size`
+        queries and attends to its range of keys.
+        """
         num_queries = [size] * len(ranges.ends)
         return self.ops.gappy_bias(
             num_queries, ranges.starts.tolist(), ranges.lengths.tolist(), tables
@@ -133,8 +138,8 @@ class LayerKind:
 class DecodeCall:
     """One query in each lane; lengths and `tables` [num_lanes, width] are replaced in place.
 
-    In the kernel a lane has `size` queries; only the last is real. `attend`: the kernel's call with
-    `bias`.
+    The kernel computes `size` queries in a lane; only the last query is not padding. `attend` calls
+    the kernel with `bias`.
     """
 
     device: Device
@@ -145,7 +150,7 @@ class DecodeCall:
     attend: Call
 
     def set(self, seq_lens: Int32Array, block_tables: Int32Array) -> None:
-        """Sets the lengths and tables of the first lanes; the other lanes have no keys."""
+        """Sets the lengths and block tables of the first lanes. The other lanes get no keys."""
         num_lanes = len(self.tables)
         ends = np.pad(seq_lens, (0, num_lanes - len(seq_lens)))
         self.bias.k_seqinfo.seqlen.copy_(self.device.upload(ends), non_blocking=True)

@@ -49,8 +49,8 @@ def has_flash() -> bool:
 class PagedOps:
     """Attention calls over pools of pages, for layers with equal attention parameters.
 
-    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `kernel`: the split-K operator,
-    None for xFormers' own. Tests pass an operator that also runs on the CPU.
+    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `kernel`: the split-K operator;
+    None selects xFormers' own. Tests pass an operator that also runs on the CPU.
     """
 
     layer: AttentionLayer
@@ -138,7 +138,9 @@ class PagedOps:
     def _grouped(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The arguments with query heads grouped by key head; key heads repeat with stride 0."""
+        """The arguments with query heads grouped by key head. Key heads are repeated with a stride
+        of 0, without copies.
+        """
         groups, head_dim = self.layer.num_kv_heads, self.layer.head_dim
         repeats = self.layer.num_heads // groups
         keys, values = (

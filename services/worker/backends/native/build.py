@@ -1,6 +1,6 @@
-"""Compiles the kernels: each source in its own process, all in parallel, then links them.
+"""Compiles the kernels and links them. Each source is compiled in its own process, all in parallel.
 
-It needs only a C++ compiler with OpenMP, neither torch nor a build system.
+This needs only a C++ compiler with OpenMP. It needs neither torch nor a build system.
 """
 
 import errno
@@ -70,7 +70,7 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def _output_within(seconds: float, process: subprocess.Popen[str]) -> str | None:
-    """The output of the process; None if it has not ended within this time."""
+    """The output of the process; None if the process has not ended within `seconds`."""
     try:
         return process.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:

@@ -25,8 +25,8 @@ class CachedLibrary:
         return self._library.exists()
 
     def load(self) -> ctypes.CDLL | None:
-        """Loads the library; None if it does not exist or is incomplete. Raises OSError if it is
-        complete and cannot be loaded.
+        """Loads the library. Returns None if the library does not exist or is incomplete. Raises
+        OSError if a complete library cannot be loaded.
         """
         try:
             digest, expected = _digest(self._library), self._digest.read_text()
@@ -35,7 +35,9 @@ class CachedLibrary:
         return ctypes.CDLL(str(self._library)) if digest == expected else None
 
     def put(self, compiled: Path) -> None:
-        """Stores a copy; only one caller at a time. If it raises OSError, nothing is stored."""
+        """Stores a copy of the compiled library. Only one process may call this at a time. If it
+        raises OSError, nothing is stored.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         new = self._library.with_suffix(".new")
         try:

@@ -1,10 +1,10 @@
-"""The compiled kernels: prebuilt ones, or else compiled at first use for this processor, and
-cached.
+"""Loads the compiled kernels. If there are no prebuilt kernels, they are compiled for this
+processor at first use, and cached.
 
 The cache key is a hash of the sources, the flags, the processor's features and the compiler, so
 that different machines may share a directory. If several processes start together, one compiles and
-the others wait. If it is killed, no incomplete library remains. Without a writable directory, each
-process compiles for itself.
+the others wait. If the compiling process is killed, no incomplete library remains. Without a
+writable directory, each process compiles for itself.
 """
 
 import ctypes
@@ -42,8 +42,8 @@ def default_cache_directory() -> Path:
 
 
 def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
-    """Loads the prebuilt library, else the cached one; else compiles it. Raises NotCompiled, and
-    what `checkpoint_reached` raises.
+    """Loads the prebuilt library. If there is none, loads the cached library. If that does not
+    exist either, compiles it. Raises NotCompiled, and any error that `checkpoint_reached` raises.
     """
     features = processor_features()
     if not features >= _NEEDED_FEATURES:

@@ -37,7 +37,8 @@ def fused_decoder(
     constants: DecoderConstants,
 ) -> "NativeDecoder | None":
     """The decoder as one operation. None if an MLP has experts, if a projection is not native, or
-    if ranks do not share memory. `functions`: by data type of the computation.
+    if ranks do not share memory. `functions` maps data types of the computation to the library's
+    functions.
     """
     head = weights.head
     if not (weights.ranks.size == 1 or isinstance(weights.ranks, NativeRanks)):

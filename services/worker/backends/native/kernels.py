@@ -1,8 +1,8 @@
 """The operations in C++, for processors with AVX2 (float32) or AVX-512 BF16 (bfloat16).
 
-A weight is packed into panels that are read as sequential streams for any number of rows, so rows
-are not padded. Small work stays in the calling thread: see cpp/threads.h. A row's result has the
-same bits for any other rows in the batch and any number of threads.
+A weight is packed into panels. They are read sequentially for any number of rows, so rows are not
+padded. Small work stays in the calling thread: see cpp/threads.h. The bits of a row's result do not
+depend on the other rows in the batch or on the number of threads.
 """
 
 import ctypes
@@ -127,7 +127,7 @@ def _normalized(
     weight: torch.Tensor,
     epsilon: float,
 ) -> torch.Tensor:
-    """Normalizes x [n, d] or [n, m, d]. If there is an update, adds it to x in place before."""
+    """Normalizes x [n, d] or [n, m, d]. If there is an update, first adds it to x in place."""
     output = torch.empty(x.shape, dtype=x.dtype)
     group = x.shape[1] if x.dim() > 2 else 1
     added = None if update is None else update.data_ptr()

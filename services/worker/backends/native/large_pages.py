@@ -22,8 +22,8 @@ class LargePages:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of this shape. The operating system allocates its memory when it is written.
-        Raises MemoryError.
+        """A tensor of this shape. The operating system allocates the tensor's memory when the
+        tensor is first written. Raises MemoryError.
         """
         size = torch.Size(shape).numel() * dtype.itemsize
         taken = -(-size // _LINE) * _LINE
@@ -38,7 +38,7 @@ class LargePages:
 
 
 def _map(size: int) -> torch.Tensor:
-    """Maps bytes, aligned to a large page, or to an ordinary one if there are no large ones."""
+    """Maps bytes, aligned to a large page, or to an ordinary page if there are no large pages."""
     try:
         mapped = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

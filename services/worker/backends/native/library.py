@@ -17,11 +17,14 @@ from services.worker.backends.kernels import GatedMlp, LayerWeights, Linear, Mlp
 from services.worker.backends.lora import PARTS
 
 EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
-"""The number of a projection's epilogue, by its activation."""
+"""Maps the activation of a projection to the number of its epilogue, the operation after the
+product.
+"""
 PLAIN, W8A8 = 0, 4
 FORMATS = {(torch.int8, 8): 1, (torch.int8, 4): 2, (torch.float8_e4m3fn, 8): 3}
-"""The numbers of WeightFormat in cpp/quantized.h. PLAIN: unquantized. W8A8: inputs are quantized
-too. FORMATS: other quantized weights, by data type and bits of their codes.
+"""The numbers of WeightFormat in cpp/quantized.h. PLAIN is for unquantized weights. W8A8 is for
+weights whose inputs are quantized too. FORMATS maps the data type and bits of codes to the format
+of other quantized weights.
 """
 CACHE_FORMATS = {KVCacheDtype.AUTO: 0, KVCacheDtype.INT8_PER_TOKEN_HEAD: 1}
 """The numbers of CacheFormat in cpp/heads.h."""
@@ -43,7 +46,9 @@ def address(array: np.ndarray) -> int:
 
 
 def _fields(kinds: Mapping[str, type[Any]]) -> _Fields:
-    """Structure fields; each key has the names of consecutive fields of a type, space-separated."""
+    """Structure fields. Each key of `kinds` has the names of consecutive fields of one type,
+    separated by spaces.
+    """
     return [(name, kind) for names, kind in kinds.items() for name in names.split()]
 
 
@@ -67,7 +72,9 @@ class NativeQuantizedWeight(ctypes.Structure):
 
 
 class AttentionLayer(ctypes.Structure):
-    """The AttentionLayer of the interface; `window` and `softcap` 0: none."""
+    """The AttentionLayer of the interface. A `window` or `softcap` of 0 means that there is
+    none.
+    """
 
     _fields_ = _fields(
         {
@@ -88,7 +95,9 @@ class Layout(ctypes.Structure):
 
 
 class Heads(ctypes.Structure):
-    """Queries, keys and values of a step's tokens, and their rotation; `half` 0: no rotation."""
+    """Queries, keys and values of a step's tokens, and their rotation. If `half` is 0, they are not
+    rotated.
+    """
 
     _fields_ = _fields(
         {
@@ -221,7 +230,7 @@ class LoraDelta(ctypes.Structure):
 
 
 class NativeLogitRows(ctypes.Structure):
-    """Rows of a matrix of logits in float32: those at the `count` indexes in `rows`."""
+    """Rows of a matrix of logits in float32. `rows` has `count` indexes of rows."""
 
     _fields_ = _fields(
         {"logits": _ADDRESS, "stride size": _COUNT, "rows": _ADDRESS, "count": _COUNT}
@@ -241,7 +250,7 @@ class NativeRowParameters(ctypes.Structure):
 
 
 class NativeSuffixSettings(ctypes.Structure):
-    """The SuffixRules; `max_bytes`: limit of the trees of responses."""
+    """The SuffixRules. `max_bytes`: limit on the memory of the trees of responses."""
 
     _fields_ = _fields(
         {
@@ -372,7 +381,7 @@ def check_structures(
 
 def functions_by_dtype(library: ctypes.CDLL) -> dict[torch.dtype, Functions]:
     """The functions for each data type that the processor computes in. Raises TypeError if the
-    library's structures differ from those declared here.
+    library's structures differ from the structures declared here.
     """
     check_structures(library)
     return {

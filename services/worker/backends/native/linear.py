@@ -22,7 +22,9 @@ from services.worker.backends.native.lora import NativeDelta
 from services.worker.backends.quantized import QuantizedWeight, Weight
 
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
-"""Elements in a step of depth: DEPTH in cpp/panel.h."""
+"""The number of elements of a column that panels store together, by data type. This is DEPTH in
+cpp/panel.h.
+"""
 _INT4_BITS, _INT4_DEPTH = 4, 4
 """Bits of INT4, and the elements of a column that are unpacked at once: BLOCK_DEPTH in
 cpp/quantized.h.
@@ -114,9 +116,9 @@ class NativeLinear:
 
 
 def _packable(weight: Weight) -> Weight:
-    """The weight, or an equal one that can be packed. If a group is not a multiple of a block of
-    4-bit codes, codes are stored in 8 bits. If it is not a multiple of pairs, the weight is
-    dequantized.
+    """Returns the weight, or an equal weight that can be packed. If the group size is not a
+    multiple of a block of 4-bit codes, codes are stored in 8 bits. If the group size is not a
+    multiple of the elements stored together, the weight is dequantized.
     """
     if not isinstance(weight, QuantizedWeight):
         return weight

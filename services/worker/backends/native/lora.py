@@ -29,9 +29,13 @@ from services.worker.backends.native.library import (
 _LANES = 16
 """Columns in a vector: LANES in cpp/vector.h."""
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
-"""Elements in a step of depth: DEPTH in cpp/panel.h."""
+"""The number of elements of a column that panels store together, by data type. This is DEPTH in
+cpp/panel.h.
+"""
 _LEAST_IN_LARGE_PAGES = 8 * 2**20
-"""Minimum bytes of an adapter in large pages: for these a last page of 2 MiB is a small part."""
+"""Minimum bytes of an adapter that is stored in large pages. The unused part of its last page of 2
+MiB is then relatively small.
+"""
 _SHIFT_BYTES = 5120
 _shifts = cycle(range(0, 16 * _SHIFT_BYTES, _SHIFT_BYTES))
 """Offset of the next adapter in its first page. If adapters of the same layout all began at the
@@ -39,14 +43,14 @@ same offset, they would compete for the same few cache sets.
 """
 
 _begins: WeakValueDictionary[bytes, torch.Tensor] = WeakValueDictionary()
-"""Tensors of `_PackedPart.begins`, by content. Most projections of a step have equal ones. If each
-adapter had its own copy, it would wait for memory every few panels.
+"""Maps contents to the tensors of `_PackedPart.begins`. Most projections of a step have equal
+tensors. If each adapter had its own copy, a step would wait for memory every few panels.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedPart:
-    """A and B of a projection in panels. `begins`: for each vector of columns its first row in A,
+    """A and B of a projection in panels. `begins`: for each vector of columns, its first row in A;
     see LoraProjection in cpp/lora.h.
     """
 
@@ -70,7 +74,8 @@ class _PackedPart:
 
 
 class NativeLora:
-    """A PackedLora in C++. `shapes`: of the projections, by name. `panel_width`: the library's.
+    """A PackedLora in C++. `shapes` maps names to the shapes of projections. `panel_width`: the
+    number of columns in the library's panels.
 
     Panels are stored in the order in which a step reads them, in large pages if the adapter is
     large.
@@ -119,7 +124,9 @@ def _packed(factors: Factors, shape: LoraShape, panel_width: int) -> _PackedPart
 
 
 def _shared(begins: torch.Tensor) -> torch.Tensor:
-    """An equal tensor of another adapter or layer if one is in memory, else this one."""
+    """Returns an equal tensor of another adapter or layer if one is in memory, and otherwise this
+    tensor.
+    """
     return _begins.setdefault(begins.numpy().tobytes(), begins)
 
 
@@ -130,8 +137,8 @@ def _at_vectors(factors: Factors, columns: int) -> bool:
 
 
 def _columns_of_panels(shape: LoraShape, panel_width: int) -> torch.Tensor:
-    """The projection's column at each position of its panels, as source_row in cpp/linear.h;
-    `shape.columns` for padding.
+    """The projection's column at each position of its panels, as source_row in cpp/linear.h
+    computes it. Padding positions have the value `shape.columns`.
     """
     if not shape.is_gated:
         places = torch.arange(-(-shape.columns // panel_width) * panel_width)

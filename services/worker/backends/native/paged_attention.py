@@ -1,8 +1,8 @@
 """Paged attention in C++: see cpp/attention.h.
 
 For each layer of a group there are pages of keys and of values, each of block_size * num_kv_heads
-heads. See cpp/key_block.h for the order of their elements, and cpp/codes.h for those in 8 bits. A
-step's layouts are passed unchanged, and every layer is one call.
+heads. See cpp/key_block.h for the order of elements, and cpp/codes.h for keys and values in 8 bits.
+A step's layouts are passed unchanged, and every layer is one call.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from services.worker.backends.native.library import (
 )
 
 _BYTES_PER_THREAD = 2**22
-"""Upper bound of a thread's scratch memory."""
+"""Upper bound of a thread's scratch memory, in bytes."""
 
 _PART_KEYS = 512
 _MOST_ROWS = 128
@@ -34,8 +34,9 @@ _MOST_ROWS = 128
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
-    """Upper estimate of the memory in addition to the cache: scratch memory, and partial sums of
-    contexts that are divided among threads. There are fewer than two such contexts for each thread.
+    """Upper estimate, in bytes, of the memory that attention needs in addition to the cache:
+    scratch memory, and partial sums of contexts that are divided among threads. There are fewer
+    than two such contexts for each thread.
     """
     threads = torch.get_num_threads()
     widest = max(layer.head_dim for layer in shape.layers)

@@ -1,4 +1,4 @@
-"""Kernels that are compiled ahead for kinds of processors, as in the worker's images.
+"""Kernels that are compiled in advance for several kinds of processors, as in the worker's images.
 
     python -m services.worker.backends.native.prebuilt DIRECTORY
 
@@ -22,7 +22,7 @@ from services.worker.backends.native.cached_library import CachedLibrary
 DIRECTORY = Path(__file__).parent / "prebuilt"
 """The directory of prebuilt kernels. It does not exist in a source tree."""
 X86 = ("x86_64", "AMD64")
-"""Names of machines with kernels."""
+"""Machine names for which there are kernels."""
 _OPENMP = "libgomp.so.1"
 _V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -32,7 +32,7 @@ _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of processor: the compiler's flags for it, and its features by Linux's names."""
+    """A kind of processor, with the compiler's flags for it and Linux's names of its features."""
 
     name: str
     flags: tuple[str, ...]
@@ -49,8 +49,8 @@ KINDS = (
 
 
 def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> ctypes.CDLL | None:
-    """Loads the best library for a processor with these features; None if there is none or it is
-    incomplete. Raises OSError if it cannot be loaded.
+    """Loads the best library for a processor with these features. Returns None if there is no
+    library or it is incomplete. Raises OSError if the library cannot be loaded.
     """
     for kind in KINDS:
         if kind.features <= frozenset(features):

@@ -11,7 +11,7 @@ from services.worker.backends.ranks import GatheringRanks
 _CELL_BYTES = 64
 _SLOT_BYTES = 2**20
 _ROUNDS = 2
-"""Number of consecutive rounds with separate slots."""
+"""Number of consecutive rounds of collectives that use separate slots of the shared memory."""
 
 
 class NativeRanks(GatheringRanks):

@@ -11,8 +11,8 @@ from services.worker.backends.native.library import (
 from services.worker.backends.suffix_decoding import Int32Array, SuffixRules
 
 MAX_RESPONSE_BYTES = 256 << 20
-"""Maximum memory of all trees of responses: half a million tokens of text that occurs twice, or six
-million tokens that occur once.
+"""Maximum memory of all trees of responses. It is enough for half a million tokens of text that
+occurs twice, or for six million tokens that occur once.
 """
 
 
@@ -33,12 +33,14 @@ class NativeSuffixDecoding:
         self._trees: int = functions.new(settings)
         weakref.finalize(self, functions.delete, self._trees)
         self._drafts = (ctypes.c_int32 * rules.max_tree_depth)()
-        """Buffer for drafts, of which there are fewer than the depth of a tree."""
+        """Buffer for drafts. There are always fewer drafts than the depth of a tree."""
         self._read: set[int] = set()
         """Rows whose prompts are in a tree."""
         self._arrays: tuple[Int32Array, Int32Array] | None = None
         self._addresses = 0, 0, 0
-        """Address of `token_ids`, its row length in tokens, and address of `num_tokens`."""
+        """The cached results of `_known`: address of `token_ids`, its row length in tokens, and
+        address of `num_tokens`.
+        """
 
     @property
     def num_cached(self) -> int:

@@ -1,4 +1,4 @@
-"""One attention call in torch, whose rows do not depend on the number of rows.
+"""One attention call in torch. The bits of a row do not depend on the number of rows.
 
 The libraries that torch uses choose a multiplication method by the number of rows. One or two rows
 are summed in another order than many. In multiples of four rows, the tested libraries agree (oneDNN
@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from services.worker.backends.attention import AttentionLayer
 
 MOST_ROWS = 128
-"""Maximum of queries of one head in a call, including padding."""
+"""Maximum number of queries of one head in a call, including padding."""
 
 _FEW_ROWS, _MANY_ROWS = 4, 32
 _PROBED_ROWS = (4, 8, 20, 32, 36, 64, MOST_ROWS)
@@ -33,9 +33,9 @@ def attend(
     """Attention of [groups, heads, n, head_dim] over [groups, heads, keys, head_dim].
 
     The mask is added to the scores. If scores are capped, operations are computed one by one. With
-    `alike` the bits are the same for any number of threads. A single head is then computed twice:
-    otherwise the libraries would divide it among threads, and their summation order would depend on
-    the number of threads.
+    `alike`, the bits do not depend on the number of threads. A single head is then computed twice,
+    because the libraries would divide a single head among threads, and their summation order would
+    depend on the number of threads.
     """
     is_doubled = alike and query.shape[0] * query.shape[1] == 1
     if is_doubled:
@@ -54,11 +54,11 @@ def attend(
 
 @functools.cache
 def row_multiple(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """Queries of a call on the CPU are padded to a multiple of this, so that a row is the same for
-    any number of queries.
+    """The multiple to which the queries of a call on the CPU are padded, so that a row does not
+    depend on the number of queries.
 
-    Determined by tests. If rows differ between numbers of queries, all calls are padded to the
-    number of rows that torch's kernel computes at once.
+    It is determined by trial computations. If their rows depend on the number of queries, all calls
+    are padded to the number of rows that torch's kernel computes at once.
     """
     random = torch.Generator().manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""Products of weights and inputs that are both in 8 bits (W8A8). They are exact before scaling.
+"""Products of weights and inputs that are both in 8 bits (W8A8). The products of codes are exact.
 
 Codes are multiplied as floats, in parts of the depth whose sums are exact in float32. So sums are
 the same in any order and with any instructions. A row's result does not depend on other rows, and

@@ -37,7 +37,7 @@ class GatedLinear:
         return gated(product, self._activation, batch_invariant=self._batch_invariant)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The result in float32, rounded by torch before."""
+        """The result in float32. torch has already rounded it to the input's data type."""
         return self(x).float()
 
 
@@ -46,10 +46,10 @@ def gated(
 ) -> torch.Tensor:
     """Maps gates [n, d], concatenated with values [n, d], to activation(gate) * value.
 
-    On the CPU, torch's SiLU and GELU compute the last elements of each thread's part with another
-    exponential than the others. With `batch_invariant` other operations are used, which compute all
-    elements in the same way. Exception: torch's own are used if all numbers of the data type give
-    the same results either way.
+    On the CPU, torch's SiLU and GELU compute the last elements of each thread's part with a
+    different exponential function. With `batch_invariant`, other operations are used, which compute
+    all elements in the same way. torch's SiLU or GELU is still used if both ways give the same
+    results for all numbers of the data type.
     """
     gate, value = product.chunk(2, dim=-1)
     if not batch_invariant or _is_uniform(activation, product.dtype):

@@ -2,9 +2,10 @@
 
 Sums over keys are computed in blocks, and block boundaries determine the last bits of the result.
 With FixedRanges the range of a query is a function of its position only. A query at one position
-always has the same keys in the same blocks: as a decode, as part of a chunk, and with any other
-queries in the step. Keys that it does not attend to are masked, and add zeros. TightRanges have no
-more keys than needed, which is less work. The last bits then depend on the step.
+always has the same keys in the same blocks, whether it is a decode or part of a chunk, and whatever
+other queries are in the step. Keys in the range that a query does not attend to are masked, and add
+zeros. With TightRanges, ranges have no more keys than needed. This is less work, but the last bits
+of a result depend on the step.
 """
 
 import itertools
@@ -34,7 +35,9 @@ class KeyRange:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Queries [begin, end) of a chunk, counted from its first, with the same key range."""
+    """Queries [begin, end) of a chunk, which share a key range. Query 0 is the chunk's first
+    query.
+    """
 
     begin: int
     end: int
@@ -44,9 +47,10 @@ class Run:
 class FixedRanges:
     """Ranges that begin and end at multiples of GRANULE tokens.
 
-    Up to BLOCK keys are one block with one of LENGTHS. Longer ranges are blocks of BLOCK keys, and
-    any number of masked keys may be appended. Capped scores are computed over whole ranges, so with
-    `has_softcap` only ranges of equal length may share a call.
+    A range of up to BLOCK keys is one block, whose length is one of LENGTHS. A longer range
+    consists of blocks of BLOCK keys, and any number of masked keys may be appended. Capped scores
+    are computed over whole ranges, so with `has_softcap` only ranges of equal length may share a
+    call.
     """
 
     def __init__(self, *, has_softcap: bool) -> None:
@@ -67,8 +71,8 @@ class FixedRanges:
         return starts, np.where(needed <= BLOCK, short, -(-needed // BLOCK) * BLOCK)
 
     def of_chunk(self, context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
-        """Cuts a chunk after `context` tokens into runs of at most `most` queries. Each query has
-        the same keys as in a decode.
+        """Cuts a chunk that follows `context` tokens into runs of at most `most` queries. Each
+        query has the same keys as if it were a decode.
         """
         starts, lengths = self.of_decodes(np.arange(context, context + num_queries), window)
         changes = np.flatnonzero((np.diff(starts) != 0) | (np.diff(lengths) != 0)) + 1
@@ -90,7 +94,7 @@ class FixedRanges:
 
 class TightRanges:
     """Ranges that begin with the first block in the window, and end with the last query's own key.
-    Its methods are those of FixedRanges.
+    The methods are the same as in FixedRanges.
     """
 
     def __init__(self, block_size: int) -> None:

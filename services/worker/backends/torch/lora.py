@@ -1,5 +1,5 @@
-"""LoRA in plain torch: rows are multiplied by A and B of their adapter. This is done adapter by
-adapter, or for all adapters at once if torch can multiply grouped matrices.
+"""LoRA in plain torch. Rows are multiplied by A and B of their adapter, adapter by adapter. If
+torch can multiply grouped matrices, all adapters are multiplied at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class _Part:
 
 
 class TorchLora:
-    """A PackedLora with the projections of each layer, by name."""
+    """A PackedLora. For each layer it maps names to projections."""
 
     def __init__(self, layers: Sequence[LoraLayer], linear: MakeLinear) -> None:
         self.num_bytes = sum(
@@ -54,7 +54,7 @@ def _packed(factors: LoraFactors, linear: MakeLinear) -> _Part:
 
 
 class TorchLoraStep:
-    """A LoraStep that multiplies adapter by adapter. `padded_rows`: as in Kernels."""
+    """A LoraStep that multiplies adapter by adapter. `padded_rows`: see Kernels."""
 
     def __init__(self, rows: LoraRows, padded_rows: Callable[[int], int]) -> None:
         indexes = torch.from_numpy(rows.rows).to(rows.device, torch.int64)
@@ -92,13 +92,12 @@ class _ByAdapter:
 
 
 class GroupedLora:
-    """A PackedLora with one A and one B for each layer and projection, for all its columns. LoRA
-    ranks are padded to a multiple of 16, since rows of grouped matrices must be aligned to 16
-    bytes.
+    """A PackedLora with one A and one B for all columns of a projection, in each layer. LoRA ranks
+    are padded to a multiple of 16, since rows of grouped matrices must be aligned to 16 bytes.
     """
 
     def __init__(self, layers: Sequence[LoraLayer], columns: dict[str, int]) -> None:
-        """`columns`: number of output columns, by projection."""
+        """`columns` maps names of projections to their numbers of output columns."""
         self.layers = [
             {
                 part: _rounded(stacked(getattr(layer, part), columns[part]))
@@ -154,7 +153,7 @@ class GroupedLoraStep:
 
     def _stack(self, index: int, part: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A transposed [adapters, in, r], and B transposed [adapters, r, out]. They are zero for
-        adapters that add nothing, and for ranks above an adapter's own.
+        adapters that add nothing, and beyond an adapter's own LoRA rank.
         """
         found = [adapter.layers[index].get(part) for adapter in self._adapters]
         some = [one for one in found if one is not None]
@@ -172,7 +171,9 @@ class GroupedLoraStep:
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """A Delta with grouped products. `rows` are ordered by adapter; `ends` bound each adapter's."""
+    """A Delta with grouped products. `rows` are ordered by adapter, and `ends` has the end of each
+    adapter's rows.
+    """
 
     rows: torch.Tensor
     ends: torch.Tensor

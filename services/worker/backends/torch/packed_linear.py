@@ -1,10 +1,11 @@
 """Multiplication by a fixed weight, packed for the processor if possible.
 
-In a batch-invariant product a row has the same bits for any other rows. The libraries that torch
-uses sum a single row in another order than many. From four rows on they hardly ever differ (oneDNN
-3, of 15 weights in two data types: only in one, and only if the processor lacks bfloat16). So rows
-are padded to at least four. When a weight is packed, products of several numbers of rows are
-compared. If they differ, the weight is multiplied in tiles of equal height.
+In a batch-invariant product, the bits of a row do not depend on the other rows. The libraries that
+torch uses sum a single row in another order than many. With four or more rows, the order hardly
+ever differs. (Of 15 weights in two data types, it differed for one weight with oneDNN 3, and only
+if the processor lacked bfloat16.) So rows are padded to at least four. When a weight is packed,
+products of several numbers of rows are compared. If they differ, the weight is multiplied in tiles
+of equal height.
 """
 
 import logging
@@ -18,26 +19,26 @@ from services.worker.backends.lora import Delta
 logger = logging.getLogger(__name__)
 
 _BUCKETS = ((32, 4), (64, 8), (128, 16), (256, 32), (512, 64))
-"""(rows, multiple): up to this many rows, their number is rounded up to the multiple."""
+"""Pairs (rows, multiple). A number of rows up to `rows` is rounded up to the multiple."""
 _FEWEST_ALIKE = 4
-"""With fewer rows the libraries sum in another order."""
+"""The number of rows below which the libraries sum in another order."""
 
 _TRIED_ROWS = (4, 8, 12, 16, 32, 48, 64, 128, 256, 512)
 _TILE_ROWS = 32
 
 
 _agreeing: dict[tuple[object, ...], bool] = {}
-"""Whether rows of products agree, for every shape of weight that was tested in this process. The
-key has the properties by which libraries choose a method, except the number of rows.
+"""The results of `_rows_agree` in this process. A key has all properties by which libraries choose
+a method, such as the weight's shape, except the number of rows.
 """
 
 
 def padded_rows(num_rows: int, *, batch_invariant: bool = True) -> int:
     """The number of rows to multiply instead of `num_rows`: one of a few numbers.
 
-    oneDNN keeps a kernel with its own buffers for each number of rows, which takes milliseconds and
-    megabytes. Up to 1024 rows there are 28 of these numbers. There are 31 with those below four,
-    which are not used for batch-invariant products.
+    For each number of rows, oneDNN keeps a kernel with its own buffers, which takes milliseconds
+    and megabytes. Up to 1024 rows, this function returns 28 different numbers. Products that are
+    not batch-invariant may also have one to three rows, which makes 31.
     """
     if num_rows < _FEWEST_ALIKE and not batch_invariant:
         return num_rows
@@ -51,9 +52,9 @@ class PackedLinear:
     """x W^T + b for a weight [out, in] and a bias [out] or None.
 
     On the CPU the weight is reordered once into oneDNN's blocked layout, which about halves the
-    time of small batches. If the library lacks the operation, the plain one is used. The instance
-    owns its weight: once packed, the caller's tensor is not kept. The number of rows must be a
-    result of `padded_rows`.
+    time of small batches. If the library lacks the operation, the plain one is used. The caller's
+    tensor is not kept once the weight is packed. The number of rows must be a result of
+    `padded_rows`.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class PackedLinear:
         return product if delta is None else delta.added_to(product, x)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32, rounded by torch before."""
+        """The product in float32. torch has already rounded it to the input's data type."""
         return self(x).float()
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,16 @@
 
 Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] for each layer of a group.
 So gathered pages of a sequence have its keys in order, and the attention kernel reads them through
-one strided view. New keys are written first, and read from the pages like all others.
+one strided view. A step's keys are written to the pages first, and are then read from the pages
+like all other keys.
 
 Keys and values in 8 bits (kv_codes.py) are stored and gathered as codes. They are multiplied by
 their scales, in the model's data type, before attention.
 
-With `batch_invariant`, on the CPU, a query's result has the same bits for any other queries in the
-step, any cuts of its prompt, and any placement of its pages. Its keys, and the blocks in which they
-are summed, are a function of its position (key_ranges.py). The number of rows of a call is one for
-which torch's libraries return the same rows (attend.py).
+With `batch_invariant`, on the CPU, the bits of a query's result do not depend on the other queries
+in the step, on the chunks of its prompt, or on the placement of its pages. Its keys, and the blocks
+in which they are summed, are a function of its position (key_ranges.py). The number of rows of a
+call is one for which torch's libraries return the same rows (attend.py).
 
 * Decodes of similar length form a group: one gather into a persistent workspace, and one attention
   call. The query heads that share a key head are folded into the query's length.
@@ -47,7 +48,9 @@ from services.worker.backends.torch.rotary import rotate
 from services.worker.backends.torch.step_cutter import Chunk, DecodeGroup, StepCutter, score_mask
 
 MAX_GROUP_TOKENS = 16384
-"""Maximum of keys in a group of decodes, including padding. A single sequence may be longer."""
+"""Maximum number of keys in a group of decodes, including padding. A single sequence may be
+longer.
+"""
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
@@ -184,8 +187,8 @@ class TorchPagedAttention:
     def _run_mask(
         self, window: int | None, num_queries: int, ahead: int, num_keys: int
     ) -> torch.Tensor:
-        """0 where a query attends to a key, else -inf. `ahead`: number of keys before the first
-        query's own. A view of the mask that all runs share.
+        """A mask with 0 where a query attends to a key, and -inf elsewhere. `ahead`: the number of
+        keys before the first query's own key. The result is a view of one mask that all runs share.
         """
         first = self._mask_width - ahead
         return self._run_masks[window][:num_queries, first : first + num_keys]
@@ -210,8 +213,8 @@ class TorchPagedAttention:
     def _opened_blocks(self, layout: StepLayout) -> torch.Tensor:
         """Blocks that the step begins and does not fill.
 
-        They are cleared. A mask hides values of an earlier request in them, but not NaN, which must
-        not affect another request.
+        These blocks are cleared, because they may contain values of an earlier request. A mask
+        hides such values, except NaN.
         """
         size = layout.block_size
         last = (layout.seq_lens - 1) // size
@@ -254,7 +257,7 @@ class _GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class TorchPagedStep:
-    """The attention of one step over a cache; `steps` are by layer."""
+    """The attention of one step over a cache. `steps` has one entry for each layer."""
 
     cache: TorchPagedAttention
     steps: list[_GroupStep]

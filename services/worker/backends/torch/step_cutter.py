@@ -1,4 +1,4 @@
-"""Cuts a step into the calls of torch's paged attention: index arithmetic, and masks."""
+"""Cuts a step into the calls of torch's paged attention. Computes only indexes and masks."""
 
 from dataclasses import dataclass
 
@@ -18,10 +18,11 @@ from services.worker.backends.torch.key_ranges import KeyRanges, Run
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decodes computed in one call: rows [begin, end), over `length` keys each.
+    """Decodes that are computed in one call. They are rows [begin, end) of the step, and each has
+    `length` keys.
 
-    `block_ids` of all keys, sequence by sequence. The first block of a sequence begins `offset`
-    tokens before its keys. `masks`: by window of a layer.
+    `block_ids`: the blocks of all keys, sequence by sequence. The first block of a sequence begins
+    `offset` tokens before its keys. `masks` maps windows of layers to masks.
     """
 
     begin: int
@@ -34,10 +35,11 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One request's tokens from token `begin` of the step on, after `context` earlier ones, in
-    `runs`.
+    """One request's tokens in the step, divided into `runs`. They begin with token `begin` of the
+    step, and follow `context` earlier tokens of the request.
 
-    `block_ids` of all their keys; the first block begins at token `start`.
+    `block_ids`: the blocks of all keys of the tokens. The first block begins at token `start` of
+    the request.
     """
 
     begin: int
@@ -49,7 +51,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepCutter:
-    """Cuts steps over one cache. `max_group_tokens`: maximum of keys in a group of decodes."""
+    """Cuts steps over one cache. `max_group_tokens`: maximum number of keys in a group of
+    decodes.
+    """
 
     shape: AttentionShape
     device: Device
@@ -96,9 +100,9 @@ class StepCutter:
         first_lens: Int32Array,
         widest: int | None,
     ) -> torch.Tensor:
-        """Blocks at these columns [n, any] of the block tables of n sequences. Some are replaced by
-        the null block: those beyond the end of a sequence, and those that no query attends to
-        within the widest window. The first query is the last of `first_lens` [n, 1] tokens.
+        """The blocks at these columns [n, any] of the block tables of n sequences. The null block
+        replaces blocks beyond the end of a sequence, and blocks that are before the widest window
+        of all queries. The first query is the last of `first_lens` [n, 1] tokens.
         """
         size, tables = layout.block_size, layout.block_tables[sequences]
         hidden = columns * size >= layout.seq_lens[sequences, None]

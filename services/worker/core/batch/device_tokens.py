@@ -3,7 +3,7 @@
 A step samples on the device, keeps the last token of each row there, and starts a download. The
 next step is planned, laid out and queued while this step runs; its input tokens are copied on the
 device. Some tokens are sampled on the host, because their logits are edited or drafts are verified.
-The host has these at once.
+The host has these tokens at once.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ from services.worker.sampling.sampler import SamplerOutput, SamplingMetadata
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Tokens that the device may still be sampling, one for each row.
+    """The tokens sampled in one step, one for each row. The device may still be sampling them.
 
-    `logprobs`: by row; None if no row requests log-probabilities.
+    `logprobs`: the log-probabilities of rows that request them; None if no row does.
     """
 
     token_ids: Download
@@ -48,8 +48,8 @@ class PendingTokens:
 class DeviceTokens:
     """The last token of each row of the batch that was sampled on the device.
 
-    `by_row`: samples and computes log-probabilities for one row at a time. On a GPU the summation
-    order within a row depends on the number of rows.
+    With `by_row`, rows are sampled one at a time, because on a GPU the summation order within a row
+    depends on the number of rows.
     """
 
     def __init__(self, device: Device, max_num_seqs: int, *, by_row: bool = False) -> None:
@@ -63,7 +63,7 @@ class DeviceTokens:
         self._is_held[:] = False
 
     def release(self, rows: np.ndarray) -> None:
-        """Forgets the tokens of these rows, whose last tokens the host has."""
+        """Forgets the tokens of these rows. The host has the last token of each row."""
         self._is_held[rows] = False
 
     def fill_in(
@@ -71,8 +71,9 @@ class DeviceTokens:
     ) -> None:
         """Writes last tokens that only the device has into a step's token ids, in place.
 
-        `num_tokens`: tokens of each request, in the order of the layout. Raises InvalidStep for a
-        request that computes tokens before its last one, since the host does not have them.
+        `num_tokens`: the number of tokens of each request, in the order of the layout. Raises
+        InvalidStep if a request computes tokens before its last one, because the host does not have
+        these tokens.
         """
         held = np.flatnonzero(self._is_held[tokens.rows])
         if not len(held):
@@ -98,7 +99,7 @@ class DeviceTokens:
         """Samples one token for each of these rows of the batch; row i of the logits is for
         rows[i].
 
-        `num_logprobs`: by row of the logits, the number of most probable tokens to report. Rows
+        `num_logprobs` maps rows of the logits to the number of most probable tokens to report. Rows
         without log-probabilities are absent.
         """
         token_ids = self._sampled(logits, metadata)

@@ -35,10 +35,11 @@ class EmbeddedPrompts:
         self._embeds.clear()
 
     def read(self, step: StepInput, device: torch.device) -> dict[int, _Embeds]:
-        """The embeddings of new requests, by row, in the model's data type and on its device.
+        """Returns the embeddings of new requests, in the model's data type and on its device. Keys
+        are rows.
 
-        Raises InvalidArgument if their width differs from the model's, or if they do not cover the
-        placeholder tokens that are not computed yet.
+        Raises InvalidArgument if the width of embeddings differs from the model's width, or if
+        embeddings are missing for placeholder tokens that are not computed yet.
         """
         found: dict[int, _Embeds] = {}
         if not step.new_requests or self._model is None:

@@ -29,18 +29,20 @@ class BatchLimits:
     """Tokens of the smallest attention blocks."""
     num_blocks: int
     windows: tuple[int | None, ...] = (None,)
-    """Window of each KV-cache group in tokens; None: full attention."""
+    """The attention window of each KV-cache group, in tokens; None: full attention."""
     state_block_sizes: tuple[int, ...] = ()
-    """Tokens that a block stands for, by group of recurrent layers. These groups are last."""
+    """For each group of recurrent layers, the number of tokens that a block stands for. These
+    groups follow the groups of attention layers.
+    """
     num_tier_blocks: int = 0
     """Blocks of the offload tier."""
     num_speculative_tokens: int = 0
-    """Maximum of drafts that this worker proposes for a request in a step."""
+    """Maximum number of draft tokens that this worker proposes for a request in a step."""
     num_speculative_rows: int = 0
-    """Maximum of rows for tokens and drafts of decoding requests in a step; 0: unlimited."""
+    """Maximum number of rows for tokens and drafts of decoding requests in a step; 0: unlimited."""
     block_scales: tuple[int, ...] = ()
-    """By group of attention layers, the tokens of its blocks as a multiple of `block_size`; empty:
-    1 for all.
+    """For each group of attention layers, the number of tokens in its blocks, as a multiple of
+    `block_size`. If empty, all multiples are 1.
     """
 
     @property
@@ -57,20 +59,22 @@ class BatchLimits:
 
     @property
     def max_sampled_rows(self) -> int:
-        """Maximum of rows of logits in a step, including rows for drafts."""
+        """Maximum number of rows of logits in a step, including rows for drafts."""
         if self.num_speculative_rows:
             return max(self.max_num_seqs, self.num_speculative_rows)
         return self.max_num_seqs * (1 + self.num_speculative_tokens)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Tokens that a block stands for, by group."""
+        """For each group, the number of tokens that a block stands for."""
         scales = self.block_scales or (1,) * self.first_state_group
         return (*(scale * self.block_size for scale in scales), *self.state_block_sizes)
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Blocks of a sequence of max_model_len tokens, in the group with the smallest blocks."""
+        """The number of blocks of a sequence of max_model_len tokens, in the group with the
+        smallest blocks.
+        """
         return -(-self.max_model_len // self.block_size)
 
     def room(self, num_blocks: Iterable[int]) -> int:
@@ -90,14 +94,17 @@ class InputBatch:
     * `token_ids` int32 [max_num_seqs, max_model_len + 1]. The first `num_tokens` of a row are
       known: the prompt, the output sent with the request, and the tokens sampled here since;
     * `num_prompt_tokens`;
-    * `counting`: 0, 1, 2, ..., up to max_num_seqs;
-    * `room`: tokens that fit in a request's blocks, in the group with the fewest;
+    * `counting`: the array 0, 1, 2, ..., up to max_num_seqs;
+    * `room`: the number of tokens that fit in a request's blocks, in the group where the fewest
+      fit;
     * `block_tables` int32 [num_groups, max_num_seqs, max_blocks_per_seq]. The first `num_blocks`
       [num_groups, max_num_seqs] entries of a table are set. Entries before a group's window are the
       null block or an earlier block of the request, and are not read. In groups of recurrent layers
-      only two entries are read: of the last token before a step, and of the step's last token.
+      only two entries are read: the entry of the last token before a step, and the entry of the
+      step's last token.
 
-    `groups`: for each group, its `block_tables` and the tokens that a block stands for.
+    `groups`: for each KV-cache group, its `block_tables` and the number of tokens that a block
+    stands for.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -127,8 +134,8 @@ class InputBatch:
     def apply(self, step: StepInput) -> Int32Array:
         """Applies the difference in `step`. Raises InvalidStep before anything is changed.
 
-        Returns the number of computed tokens of each request: the step's counts without drafts of
-        the previous step that were rejected.
+        Returns the number of computed tokens of each request. It is the step's count minus the
+        drafts of the previous step that were rejected.
         """
         num_computed_tokens = StepCheck(self, step).run()
         for row in step.removed_rows.tolist():
@@ -143,8 +150,8 @@ class InputBatch:
         return num_computed_tokens
 
     def place_last_tokens(self, step: StepInput) -> None:
-        """Writes the last scheduled token of each request. For pipeline stages that do not sample.
-        Raises InvalidStep if the step does not have these tokens.
+        """Writes the last scheduled token of each request. Only pipeline stages that do not sample
+        need this. Raises InvalidStep if the step does not have these tokens.
         """
         if len(step.last_token_ids) != len(step.rows):
             name = "last_token_ids"

@@ -9,7 +9,9 @@ from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.step import StepInput
 
 _BEHIND_DECODES = np.int32(2**31 - 1)
-"""The sort key of a request with several tokens. It exceeds all lengths."""
+"""The sort key of a request with several tokens. It exceeds all lengths, so these requests follow
+the decodes.
+"""
 _FEW_REQUESTS = 64
 
 
@@ -28,10 +30,11 @@ def _rising(keys: Int32Array) -> Int64Array:
 class StepTokens:
     """Token ids and positions, int64 [num_tokens], and the requests that they belong to.
 
-    Arrays over requests are in the layout's order. `order`: indexes of the requests in the step.
-    `rows`: their rows in the batch, as int64: NumPy indexes with int64 several times faster than
-    with the layout's int32. `num_draft_tokens` is None if the step has no drafts. There is one
-    layout for each KV-cache group; layouts differ in their block tables and block sizes.
+    The layout orders the requests; entry i of an array is for its i-th request. `order`: indexes of
+    the requests in the step. `rows`: rows of the requests in the batch. They are int64, because
+    NumPy indexes with int64 several times faster than with the layout's int32. `num_draft_tokens`
+    is None if the step has no drafts. There is one layout for each KV-cache group; layouts differ
+    in their block tables and block sizes.
     """
 
     token_ids: Int64Array
@@ -58,9 +61,9 @@ class StepTokens:
         return self.seq_lens - self.num_scheduled_tokens
 
     def sampling(self, num_tokens: Int32Array) -> "SamplingRequests":
-        """The requests that get a sample: the step computes their last known token.
+        """The requests that get a sample, because the step computes their last known token.
 
-        `num_tokens`: known tokens of each request.
+        `num_tokens`: the number of known tokens of each request.
         """
         drafts, seq_lens = self.num_draft_tokens, self.seq_lens
         known = seq_lens if drafts is None else seq_lens - drafts
@@ -91,7 +94,9 @@ class SamplingRequests:
 
 
 def lay_out(step: StepInput, batch: InputBatch) -> StepTokens:
-    """Orders requests: single-token requests by length, then the others in the step's order."""
+    """Lays out a step. Requests with one token come first, in ascending order of length. Requests
+    with several tokens follow, in the step's order.
+    """
     counts, drafts = step.num_scheduled_tokens, step.num_draft_tokens
     seq_lens = step.num_computed_tokens + counts
     num_decodes = counts.tolist().count(1)

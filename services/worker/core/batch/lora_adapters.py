@@ -1,4 +1,4 @@
-"""The LoRA adapters in a worker's memory, by the digest of their files."""
+"""The LoRA adapters in a worker's memory. The digest of its files identifies an adapter."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,8 +11,9 @@ from services.worker.core.step import StepInput
 
 
 class LoraAdapters:
-    """At most `max_cpu_loras` adapters in memory. The scheduler decides which. If an adapter is
-    dropped while requests in the batch use it, its memory is freed when these requests leave.
+    """Keeps at most `max_cpu_loras` adapters in memory. The scheduler decides which adapters are
+    loaded. If an adapter is dropped while requests in the batch use it, its memory is freed when
+    these requests leave.
     """
 
     def __init__(self, read: Callable[[Path], PackedLora], max_cpu_loras: int) -> None:
@@ -53,15 +54,15 @@ class LoraAdapters:
         return not self._loaded.keys() >= wanted
 
     def of_step(self, step: StepInput) -> dict[int, PackedLora]:
-        """The adapters of a step's new requests, by row. Raises InvalidStep if one is not
-        loaded.
+        """Maps the rows of a step's new requests to their adapters. Raises InvalidStep if an
+        adapter is not loaded.
         """
         return find_adapters(step, self._loaded)
 
 
 def find_adapters(step: StepInput, loaded: dict[bytes, PackedLora]) -> dict[int, PackedLora]:
-    """The adapters of a step's new requests, by row. Raises InvalidStep if one is not in
-    `loaded`.
+    """Maps the rows of a step's new requests to their adapters. Raises InvalidStep if an adapter is
+    not in `loaded`.
     """
     found = {}
     for request in step.new_requests:

@@ -10,8 +10,8 @@ from services.worker.core.batch.layout import StepTokens
 def lora_rows(
     tokens: StepTokens, adapters: dict[int, PackedLora], device: torch.device
 ) -> LoraRows | None:
-    """The step's tokens by the adapter of their request; None if no request uses an adapter.
-    `adapters`: by row of the batch.
+    """The step's tokens, grouped by the adapter of their request; None if no request uses an
+    adapter. `adapters` maps rows of the batch to adapters.
     """
     numbers: dict[PackedLora, int] = {}
     of_requests = np.full(len(tokens.rows), -1, np.int32)

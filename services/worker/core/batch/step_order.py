@@ -6,7 +6,7 @@ from services.worker.core.errors import InvalidStep
 class StepOrder:
     """Checks that the steps of one stream are of one generation and their numbers rise.
 
-    An empty step 0 opens the generation; another step 0 may follow it.
+    An empty step with number 0 opens the generation. A second step with number 0 may follow it.
     """
 
     def __init__(self) -> None:
@@ -14,8 +14,8 @@ class StepOrder:
         self._last = -1
 
     def follow(self, generation: int, step: int, *, is_empty: bool) -> None:
-        """Accepts the next step. Raises InvalidStep if its generation differs from the stream's, or
-        if its number is not above the last one.
+        """Accepts the next step. Raises InvalidStep if its generation differs from the stream's
+        generation, or if its number is not above the last step's number.
         """
         if self._generation is None:
             self._generation = generation

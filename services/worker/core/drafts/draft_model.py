@@ -7,16 +7,15 @@ blocks works for both: prefix hits, resumption after a preemption, the tier of o
 
 In a step that begins with n known tokens of a request:
 
- 1. The draft model computes the known tokens that it has not computed. For a prompt these are the
-    step's own chunk. For a decoding request it is the last token. It is two tokens if all drafts of
-    the previous step were accepted, since the last draft of a step is never an input.
- 2. The most probable next token is the first draft. Each further draft takes a step of one token,
-    for all requests at once. With k drafts these write slots n to n + k - 2. The step has these
-    slots, since the target model verifies k drafts in them.
- 3. After verification, accepted drafts that were computed count as computed. The slots of rejected
-    drafts are overwritten.
- 4. Requests without drafts, and requests whose last draft was accepted, are computed when this
-    fills a block, and otherwise when drafts are requested again.
+1. The draft model computes the known tokens that it has not computed. For a prompt these are the
+   step's own chunk. For a decoding request it is the last token. It is two tokens if all drafts of
+   the previous step were accepted, since the last draft of a step is never an input. 2. The most
+   probable next token is the first draft. Each further draft takes a step of one token, for all
+   requests at once. With k drafts these write slots n to n + k - 2. The step has these slots, since
+   the target model verifies k drafts in them. 3. After verification, accepted drafts that were
+   computed count as computed. The slots of rejected drafts are overwritten. 4. The known tokens of
+   requests without drafts, and of requests whose last draft was accepted, are computed when they
+   fill a block, or else when drafts are requested again.
 
 vLLM's method "draft_model" proposes at the end of a step and therefore needs slots beyond it. Here
 drafts are proposed at the beginning of the step that verifies them.
@@ -40,9 +39,9 @@ class DraftModel:
     """A DraftSource, on the CPU.
 
     `attention` has as many blocks as the target model's attention, with as many tokens. `group`:
-    the KV-cache group of the target model whose block tables are used; it must keep the blocks of
-    all tokens. `max_model_len`: the longest sequence of the draft model. Longer requests get no
-    drafts.
+    the KV-cache group of the target model whose block tables are used. It must keep the blocks of
+    all tokens. `max_model_len`: limit on the draft model's sequences, in tokens. Longer requests
+    get no drafts.
     """
 
     def __init__(
@@ -62,15 +61,18 @@ class DraftModel:
         self._longest = limits.max_model_len
         rows, most = limits.max_num_seqs, limits.num_speculative_tokens
         self._num_computed = np.full(rows, self._longest, np.int32)
-        """By row, the number of tokens whose keys and values are computed. For a new request it is
-        an upper bound until `_settle` lowers it to the tokens in full blocks.
+        """For each row, the number of tokens whose keys and values are computed. For a new request
+        this number is an upper bound, until `_settle` lowers it to the number of tokens in full
+        blocks.
         """
         self._guesses = np.zeros((rows, most), np.int32)
-        """By row, drafts that were computed after these tokens."""
+        """For each row, the drafts that were computed after its `_num_computed` tokens."""
         self._num_guesses = np.zeros(rows, np.int32)
 
     def enter(self, requests: Sequence[NewRequest]) -> None:
-        """The number of computed tokens is determined when a step includes the request."""
+        """Adds requests. A request's number of computed tokens is determined when a step includes
+        it.
+        """
 
     def forget(self, rows: Int32Array) -> None:
         self._num_computed[rows] = self._longest
@@ -88,7 +90,7 @@ class DraftModel:
         self._settle(rows, step.num_computed_tokens, batch)
         starts = self._num_computed[rows]
         ends = np.minimum(step.num_computed_tokens + step.num_scheduled_tokens, self._max_model_len)
-        # Number of drafts of each request that follow the forced ones.
+        # For each request, the number of drafts that follow the forced drafts.
         num_own = np.zeros(len(rows), np.int32)
         for want in wanted:
             known = batch.num_tokens[want.row]
@@ -111,9 +113,9 @@ class DraftModel:
         self._compute_due(batch, rows, starts, ends, np.zeros(len(rows), np.int32))
 
     def _settle(self, rows: Int32Array, num_computed: Int32Array, batch: InputBatch) -> None:
-        """Counts accepted drafts that were computed, and forgets the rejected ones. The target
-        model has computed `num_computed` tokens; the draft model has computed those in full blocks,
-        too.
+        """Counts accepted drafts that were computed, and forgets rejected drafts. The target model
+        has computed `num_computed` tokens. Of these tokens, the draft model has also computed the
+        tokens in full blocks.
         """
         own, places = self._num_computed[rows], np.arange(self._guesses.shape[1])
         at = np.minimum(own[:, None] + places, batch.token_ids.shape[1] - 1)
@@ -153,7 +155,9 @@ class DraftModel:
         num_drafts: Int32Array,
         tokens: Int32Array,
     ) -> None:
-        """Writes drafts from position `ends` on: first these tokens, then their continuations."""
+        """Writes drafts from position `ends` on. The first drafts are these tokens; the next drafts
+        continue them.
+        """
         while len(rows):
             batch.token_ids[rows, ends] = tokens
             more = num_drafts > 1
@@ -187,8 +191,8 @@ class DraftModel:
         return found[samples]
 
     def _take(self, batch: InputBatch, want: WantedDrafts, num_own: int) -> list[int]:
-        """Returns the drafts written for a request, and records which of them were computed: all
-        but the last, if the model proposed any; else none.
+        """Returns the drafts written for a request, and records which drafts were computed. If the
+        model proposed any, all drafts except the last were computed. Otherwise none were.
         """
         row, count = want.row, len(want.forced) + num_own
         known = batch.num_tokens[row]

@@ -9,11 +9,12 @@ from services.worker.core.step import Int32Array, NewRequest, StepInput
 from services.worker.speculation.proposer import Proposer
 
 
-@dataclass(slots=True)  # see StepInput
+@dataclass(slots=True)  # not frozen, see StepInput
 class WantedDrafts:
-    """A request for up to `most` drafts. `index`: of the request in the step; `row`: in the batch.
+    """Asks for up to `most` drafts of one request. `index`: the request's index in the step. `row`:
+    its row in the batch.
 
-    `forced`: first drafts, which a grammar forces; at most `most`.
+    `forced`: tokens that a grammar forces to come next. They are the first drafts; at most `most`.
     """
 
     index: int
@@ -22,7 +23,9 @@ class WantedDrafts:
     forced: list[int]
 
     def possible(self, proposed: Sequence[int]) -> Sequence[int]:
-        """The proposed drafts if they begin with the forced ones; otherwise the forced drafts."""
+        """Returns the proposed drafts if they begin with the forced drafts, and otherwise only the
+        forced drafts.
+        """
         forced = self.forced
         begins_so = not forced or list(proposed[: len(forced)]) == forced
         return proposed if begins_so else forced
@@ -39,9 +42,10 @@ class DraftSource(Protocol):
     ) -> Sequence[Sequence[int]]:
         """Returns up to `most` drafts for each entry of `wanted`, in its order.
 
-        Called once for each step that computes tokens, even if `wanted` is empty. `step` is without
-        its drafts: all its tokens are known. For requests in `wanted` it computes the last known
-        token. Entries of `batch.token_ids` after the known tokens may be overwritten.
+        Called once for each step that computes tokens, even if `wanted` is empty. `step` does not
+        contain its drafts, so all its tokens are known. The step computes the last known token of
+        each request in `wanted`. Entries of `batch.token_ids` after the known tokens may be
+        overwritten.
         """
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:

@@ -23,12 +23,12 @@ _NO_DRAFTS = no_ints()
 class Drafter:
     """Proposes the drafts of steps, from a source, for the requests of a batch.
 
-    Each request gets as many drafts as the scheduler has planned. It gets fewer while few are
+    Each request gets as many drafts as the scheduler has planned, or fewer while few drafts are
     accepted.
     """
 
     def __init__(self, source: DraftSource, most: int) -> None:
-        """`most`: maximum of drafts of a request in a step."""
+        """`most`: maximum number of drafts of a request in a step."""
         self.source = source
         self._most = most
         self._lengths: dict[int, DraftLength] = {}
@@ -73,9 +73,9 @@ class Drafter:
         """The step with real token counts and draft ids. The batch must have applied its
         difference.
 
-        `num_computed_tokens`: as `InputBatch.apply` returned them. Drafts with id -1 are replaced
-        by proposals, and removed if there is no proposal. `forced`: by row, tokens that a grammar
-        forces.
+        `num_computed_tokens`: the counts that `InputBatch.apply` returned. Drafts with id -1 are
+        replaced by proposals, or removed if there is no proposal. `forced` returns the tokens that
+        a grammar forces after a row's output.
         """
         known = _without_drafts(step, num_computed_tokens)
         if not len(step.num_draft_tokens):

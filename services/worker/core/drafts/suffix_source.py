@@ -1,4 +1,6 @@
-"""Drafts from suffix trees: tokens that followed the same context in this or earlier responses."""
+"""Drafts from suffix trees. Drafts are tokens that followed the same context in this response or in
+earlier responses.
+"""
 
 from collections.abc import Sequence
 
@@ -9,9 +11,9 @@ from services.worker.core.step import Int32Array, NewRequest, StepInput
 
 
 class SuffixSource:
-    """A DraftSource. A response is the tokens sampled here since its request entered the batch. So
-    tokens are not counted twice when a preempted request enters again. All responses are forgotten
-    when the batch is cleared, so that all ranks have the same trees.
+    """A DraftSource. A response consists of the tokens sampled here since its request entered the
+    batch. So tokens are not counted twice when a preempted request enters the batch again. All
+    responses are forgotten when the batch is cleared, so that all ranks have the same trees.
     """
 
     def __init__(self, trees: SuffixDecoding) -> None:

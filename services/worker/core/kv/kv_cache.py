@@ -1,7 +1,8 @@
 """Computes the number of KV-cache blocks, with a sentence that explains it.
 
-The memory is configured, or is a fraction of what is available once the weights are loaded, less
-the activations of a step. It is never more than the batch can use.
+The cache's memory is a setting. By default it is a fraction of the memory that is available once
+the weights are loaded, less the activations of a step. The cache never has more blocks than the
+batch can use.
 """
 
 from bisect import bisect_right
@@ -18,7 +19,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDemand:
-    """The sequences that must fit in the cache. They bound its number of blocks."""
+    """The sequences that must fit in the cache. They determine its maximum number of blocks."""
 
     bytes_per_block: int
     """Bytes of a block, over all its pages."""
@@ -27,20 +28,25 @@ class KVCacheDemand:
     max_num_batched_tokens: int
     max_model_len: int
     max_model_len_asked: bool
-    """Whether the operator set the length."""
+    """Whether the operator set `max_model_len`."""
     groups: tuple[LayerGroup, ...]
     num_steps_in_flight: int = 2
-    """Steps that are planned or running at once: 2, since an asynchronous scheduler plans a step
-    while another runs, or one for each of more pipeline stages.
+    """The number of steps that are planned or running at once. It is 2, since an asynchronous
+    scheduler plans a step while another step runs. With more than two pipeline stages it is the
+    number of stages.
     """
 
     @property
     def most_blocks(self) -> int:
-        """Blocks of a full batch of longest sequences, plus the null block."""
+        """The number of blocks of a full batch of sequences of maximum length, plus the null
+        block.
+        """
         return self.max_num_seqs * self.blocks_of(self.max_model_len) + _NULL_BLOCKS
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Maximum of blocks that a sequence of `num_tokens` holds at once, over all groups."""
+        """The maximum number of blocks that a sequence of `num_tokens` tokens has at once, summed
+        over all groups.
+        """
         num_steps = self.num_steps_in_flight
         return sum(
             group.kv_cache_group(self.block_size, self.max_model_len).max_held_blocks(
@@ -50,7 +56,9 @@ class KVCacheDemand:
         )
 
     def longest_within(self, num_blocks: int) -> int:
-        """Tokens of the longest sequence that fits, in whole blocks, up to `max_model_len`."""
+        """The length of the longest sequence that fits into `num_blocks`, in tokens: whole blocks,
+        and at most `max_model_len`.
+        """
         lengths = range(self.block_size, self.max_model_len + 1, self.block_size)
         if self.blocks_of(self.max_model_len) <= num_blocks:
             return self.max_model_len
@@ -59,8 +67,8 @@ class KVCacheDemand:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Memory that the cache may use: `utilization` of `of_bytes`, less the bytes in use and the
-    bytes of activations.
+    """Memory that the cache may use: the fraction `utilization` of `of_bytes`, minus the bytes in
+    use and the bytes of activations.
     """
 
     of_bytes: int
@@ -74,7 +82,9 @@ class FreeMemory:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheMemory:
-    """The memory for the cache: a number of blocks or of bytes; else a fraction of free memory."""
+    """The memory for the cache. It is a number of blocks if that is set, or a number of bytes if
+    that is set. If neither is set, it is a fraction of free memory.
+    """
 
     num_blocks: int | None
     kv_cache_memory_bytes: int | None
@@ -83,7 +93,9 @@ class KVCacheMemory:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSizing:
-    """Blocks of the cache, including the null block; the longest sequence; the explanation."""
+    """The number of blocks in the cache, including the null block; the maximum length of a
+    sequence; and a text that explains the number of blocks.
+    """
 
     num_blocks: int
     max_model_len: int
@@ -91,11 +103,11 @@ class KVCacheSizing:
 
 
 def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing:
-    """The number of blocks for this demand.
+    """Computes the number of blocks for this demand.
 
-    If the operator did not set the length, it is lowered to fit. Raises KVCacheTooSmall if one
-    sequence of the configured length, or of a single block, does not fit. Raises NotEnoughMemory if
-    the settings demand more memory than is available.
+    If the operator did not set `max_model_len`, it is lowered until one sequence fits. Raises
+    KVCacheTooSmall if one sequence of the configured length, or of a single block, does not fit.
+    Raises NotEnoughMemory if the settings demand more memory than is available.
     """
     fitting, reason = _fitting_blocks(demand, memory)
     num_blocks = min(fitting, demand.most_blocks)

@@ -1,20 +1,23 @@
-"""KV-cache groups: layers in a group share a block table, and groups share memory.
+"""Divides the layers of a model into KV-cache groups. The layers of a group share a block table.
+All groups share the memory of the cache.
 
-Layers with the same window form a group, since the pool frees their blocks at the same time, when
-the window has passed them. All groups get blocks from one pool, so a block must occupy the same
-memory in each group. Therefore a group has as many layers as the rarest kind of layer, and other
-kinds make several groups. A block has one page for each layer of its group, and the i-th layers of
-all groups share their pages. This is the rule of vLLM's hybrid KV-cache manager.
+Layers with the same window form a group, since the pool frees their blocks at the same time. All
+groups get blocks from one pool, so a block must occupy the same memory in each group. Therefore a
+group has as many layers as the rarest kind of layer, and each other kind of layer forms several
+groups. A block has one page for each layer of its group, and the i-th layers of all groups share
+their pages. This is the rule of vLLM's hybrid KV-cache manager.
 
 If layers with different windows have keys of different shapes, as in Gemma 4, layers with smaller
-keys have more tokens in a block: twice as many if their keys are half as large.
+keys have more tokens in a block. For example, they have twice as many tokens if their keys are half
+as large.
 
-The cost: a group with fewer layers leaves pages of its blocks unused. Gemma 3 27B has 52 layers
-with a window and 10 without. They make groups of 10: one without windows, and six with windows,
-which have 8 or 9 layers each, so that 8 of 70 pages are unused. In return a sequence of n tokens
-holds blocks for n tokens in one group only, and at most a window's blocks in each of the other six.
+A group with fewer layers than the others leaves pages of its blocks unused. For example, Gemma 3
+27B has 52 layers with a window and 10 layers without. Groups have room for 10 layers. The layers
+without windows form one group. The layers with windows form six groups of 8 or 9 layers, so 8 of 70
+pages are unused. In return, a sequence of n tokens has blocks for n tokens in one group only. In
+each of the other six groups it has at most a window's blocks.
 
-Recurrent layers are one more kind. Their blocks store a state of each layer.
+Recurrent layers are one more kind of layer. A block of their group stores one state of each layer.
 """
 
 from collections.abc import Sequence
@@ -25,15 +28,16 @@ from services.worker.backends.attention import AttentionLayer, head_elements
 from services.worker.backends.choices import KVCacheDtype
 
 _PADDED_RATHER_THAN_CUT = 1.5
-"""Kinds of layers whose counts differ by less than this factor each make one group."""
+"""Kinds of layers whose counts differ by less than this factor form one group each."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
     """The common properties of layers that may share a block table.
 
-    `window` None: full attention. `heads`: number and size of key heads, None if all kinds have the
-    same. `block_scale`: see LayerGroup. Recurrent layers have a `mamba_cache_mode`.
+    `window` is None for full attention. `heads` is the number and the size of key heads, or None if
+    all kinds have the same heads. `block_scale`: see LayerGroup. Only recurrent layers have a
+    `mamba_cache_mode`.
     """
 
     window: int | None = None
@@ -44,7 +48,7 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share a block table, in order. `window` None: full attention.
+    """Layers that share a block table, in order. `window` is None for full attention.
 
     A group of recurrent layers has a `mamba_cache_mode`; recurrent layers are numbered separately
     from attention layers. `block_scale`: the tokens of the group's blocks as a multiple of the
@@ -58,14 +62,15 @@ class LayerGroup:
 
     @property
     def holds_states(self) -> bool:
-        """Whether its layers are recurrent."""
+        """Whether the group's layers are recurrent."""
         return self.mamba_cache_mode is not None
 
     def kv_cache_group(self, block_size: int, max_model_len: int) -> KVCacheGroup:
         """The group as the scheduler and the pool see it, without layer indices. `block_size`:
         tokens of the smallest blocks.
 
-        If each step overwrites a state, its block stands for the longest sequence.
+        If each step overwrites the state in place, a sequence has one block, which stands for
+        `max_model_len` tokens.
         """
         count = len(self.layers)
         if self.mamba_cache_mode is not None:
@@ -110,10 +115,10 @@ def group_layers(
     num_state_layers: int = 0,
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALIGN,
 ) -> tuple[LayerGroup, ...]:
-    """The groups of layers of these kinds, in the order of each kind's first layer. Groups of
+    """Groups layers of these kinds. Groups are in the order of each kind's first layer; groups of
     recurrent layers come last.
 
-    The layers of a kind are dealt out to its groups round-robin, as in vLLM.
+    If a kind has several groups, its layers are assigned to them round-robin, as in vLLM.
     """
     kinds: dict[LayerKind, list[int]] = {}
     for layer, kind in enumerate(layers):
@@ -135,7 +140,9 @@ def group_layers(
 
 
 def block_scales(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
-    """The `block_scale` of each group of attention layers; empty if all blocks have one size."""
+    """The `block_scale` of each group of attention layers; empty if all blocks have the same number
+    of tokens.
+    """
     scales = tuple(group.block_scale for group in groups if not group.holds_states)
     return scales if max(scales, default=1) > 1 else ()
 
@@ -143,7 +150,7 @@ def block_scales(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
 def state_block_sizes(
     groups: Sequence[LayerGroup], block_size: int, max_model_len: int
 ) -> tuple[int, ...]:
-    """Tokens that a block stands for, by group of recurrent layers."""
+    """For each group of recurrent layers, the number of tokens that a block stands for."""
     return tuple(
         group.kv_cache_group(block_size, max_model_len).block_size
         for group in groups

@@ -8,8 +8,9 @@ Stores run before a step writes anything, so that a block that is about to be re
 results of earlier steps. A separate thread runs loads while steps run. No step uses the target
 blocks before the load has ended; if they must be cleared, the step that begins the load does so.
 
-Each block of the tier has a key of its contents and a checksum of its bytes. A load compares both.
-A block that fails is reported, and its tokens are computed again.
+Each block of the tier has a key that identifies its contents, and a checksum of its bytes. A load
+compares both. If one differs, the block is reported as not loaded, and its tokens are computed
+again.
 """
 
 import queue
@@ -27,14 +28,14 @@ from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, Tie
 Bytes = npt.NDArray[np.uint8]
 
 _IDLE_WAIT_SECONDS = 0.005
-"""How long an empty step waits for a load to end, so that steps which only poll for ended loads do
-not slow the load down. A request that arrives meanwhile waits this long.
+"""Maximum time that an empty step waits for a load to end, so that steps that only poll for ended
+loads do not slow the load down. A request that arrives meanwhile may wait this long.
 """
 
 
 def tier_memory(num_blocks: int, bytes_per_block: int) -> Bytes:
-    """Memory for blocks, uint8 [num_blocks, bytes_per_block]. It is written once, so that the
-    operating system allocates it now and not while requests run.
+    """Allocates memory for blocks, uint8 [num_blocks, bytes_per_block], and writes to it, so that
+    the operating system allocates it now and not while requests run.
     """
     memory = np.empty((num_blocks, bytes_per_block), np.uint8)
     memory.fill(0)
@@ -60,8 +61,8 @@ class KVTier:
         self.memory = memory
         self._held: list[_Held | None] = [None] * len(memory)
         self._views: list[tuple[Bytes, Bytes]] = []
-        """For each page, views of its bytes: in the tier, [num_blocks, parts, bytes], and in the
-        cache, [parts, num_blocks, bytes].
+        """For each page, a view of its bytes in the tier, [num_blocks, parts, bytes], and a view of
+        its bytes in the cache, [parts, num_blocks, bytes].
         """
         offset = 0
         for page in pages:
@@ -97,8 +98,8 @@ class KVTier:
             self._loads.put(load)
 
     def take_ended(self, *, is_idle: bool) -> tuple[EndedTierLoad, ...]:
-        """The loads that ended since the last call. If the step `is_idle` and none has ended, waits
-        up to _IDLE_WAIT_SECONDS for a running one.
+        """Returns the loads that ended since the last call. If the step computes nothing
+        (`is_idle`) and no load has ended, waits up to _IDLE_WAIT_SECONDS for a running load.
         """
         if not self._num_loading and not self._ended:
             return ()
@@ -109,7 +110,7 @@ class KVTier:
         return ended
 
     def reset(self) -> None:
-        """Waits until no load is running, and forgets the loads that ended."""
+        """Waits until no load is running, and drops the results of ended loads."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_loading)
             self._ended = []

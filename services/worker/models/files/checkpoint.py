@@ -37,7 +37,9 @@ _READABLE = {"F32", "BF16", "F16", "F64", *BLOCK_TYPES}
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All tensors of a model directory, by name. `device`: where tensors are placed."""
+    """All tensors of a model directory. `tensors` maps names to tensors. `device`: the device on
+    which tensors are placed.
+    """
 
     directory: Path
     tensors: dict[str, TensorInfo]
@@ -45,7 +47,7 @@ class Checkpoint:
 
     @property
     def source(self) -> Path:
-        """The file to name in an error about the whole checkpoint."""
+        """The file that errors about the whole checkpoint name."""
         index = self.directory / INDEX_FILE
         single = self.directory / SINGLE_FILE
         if index.exists() or single.exists():
@@ -76,8 +78,8 @@ class Checkpoint:
     ) -> None:
         """Raises ModelTensorError unless the tensors are exactly `expected`.
 
-        `others`: by tensor, data types that are allowed in addition to those of unquantized
-        weights. A scalar may also be stored as a vector of length 1.
+        `others` maps tensors to data types that are allowed in addition to the data types of
+        unquantized weights. A scalar may also be stored as a vector of length 1.
         """
         missing = sorted(expected.keys() - self.tensors.keys())
         if missing:
@@ -117,7 +119,9 @@ class Checkpoint:
 
 
 def check_dtype(tensor: TensorInfo, others: Collection[str] = ()) -> None:
-    """Raises ModelTensorError unless the data type is one of unquantized weights or in `others`."""
+    """Raises ModelTensorError unless the data type is in `others` or is a data type of unquantized
+    weights.
+    """
     if tensor.dtype not in _READABLE and tensor.dtype not in others:
         raise ModelTensorError(
             tensor.file, f"tensor {tensor.name} has data type {tensor.dtype}, which is not read"
@@ -154,7 +158,9 @@ class TensorReader:
         return torch.cat(read) if len(read) > 1 else read[0].clone()
 
     def read_part(self, name: str, index: Index) -> torch.Tensor:
-        """A part of a tensor, in its stored data type, or a view of the file. Thread-safe."""
+        """A part of a tensor, in its stored data type. The result may be a view of the file.
+        Thread-safe.
+        """
         tensor = self._checkpoint.tensors[name]
         handle, stored_name = self._handles[tensor.file], tensor.name
         taken = zip(index, tensor.shape, strict=False)

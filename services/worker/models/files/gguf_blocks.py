@@ -1,8 +1,9 @@
 """Quantized weights in the blocks of GGUF: https://github.com/ggml-org/ggml, docs/gguf.md.
 
-A row is consecutive blocks. A block of 32 numbers has one scale (Q4_0, Q8_0). A block of 256
-numbers is divided into groups, and has one scale for the groups' own scales. Q4_K has eight groups
-of unsigned codes, with a minimum for each group. Q6_K has sixteen groups of codes around 0.
+A row consists of consecutive blocks. In Q4_0 and Q8_0, a block of 32 numbers has one scale. In Q4_K
+and Q6_K, a block of 256 numbers is divided into groups. Each group has a scale, and the block has a
+scale for the scales of its groups. Q4_K has eight groups of unsigned codes, with a minimum for each
+group. Q6_K has sixteen groups of codes around 0.
 """
 
 from collections.abc import Callable
@@ -48,9 +49,10 @@ def _q8_0(blocks: Bytes) -> _Numbers:
 
 
 def _q4_k(blocks: Bytes) -> _Numbers:
-    """Each group's scale and minimum have six bits. Those of the first four groups are the low six
-    bits of bytes 4 to 11. Those of the last four have their low four bits in bytes 12 to 15, and
-    their high two bits in the unused bits of bytes 4 to 11.
+    """Each group's scale and minimum have six bits. The scales and minimums of the first four
+    groups are the low six bits of bytes 4 to 11. The scales and minimums of the last four groups
+    have their low four bits in bytes 12 to 15, and their high two bits in the remaining bits of
+    bytes 4 to 11.
     """
     scale, least = _halves(blocks[:, :2]), _halves(blocks[:, 2:4])
     first, second, rest = np.split(blocks[:, 4:16], 3, axis=1)
@@ -67,7 +69,9 @@ def _q4_k(blocks: Bytes) -> _Numbers:
 
 
 def _q6_k(blocks: Bytes) -> _Numbers:
-    """Each half has the low four bits of 128 codes in 64 bytes, and the high two in 32 bytes."""
+    """Each half of a block has 128 codes. Their low four bits are in 64 bytes, and their high two
+    bits in 32 bytes.
+    """
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     lows = np.concatenate((low & 15, low >> 4), axis=2).reshape(-1, 2, 4, 32)
@@ -88,7 +92,9 @@ BLOCK_TYPES = {
     "Q4_K": BlockType(*BLOCK_SIZES["Q4_K"], 4, _q4_k),
     "Q6_K": BlockType(*BLOCK_SIZES["Q6_K"], 8, _q6_k),
 }
-"""Block types by name. The codes of Q6_K have 6 bits, and are stored in 8."""
+"""Block types by name. The codes of Q6_K have 6 bits; their QuantizedWeight stores them in 8
+bits.
+"""
 
 
 def read_blocks(name: str, rows: Bytes, dtype: torch.dtype) -> QuantizedWeight:

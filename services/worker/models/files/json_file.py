@@ -42,7 +42,9 @@ class JsonReader:
         return len(self._values)
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is present with the value null, for keys whose absence means more."""
+        """Whether the key is present with the value null. For keys where null and absence have
+        different meanings.
+        """
         return key in self._nulls
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -60,7 +62,9 @@ class JsonReader:
         return float(value)
 
     def nullable_float(self, key: str, default: float | None) -> float | None:
-        """A finite number above 0; None if null; `default` if absent."""
+        """A finite number above 0. Returns None if the value is null, and `default` if the key is
+        absent.
+        """
         if self.is_null(key) or (key not in self and default is None):
             return None
         return self.positive_float(key, default)

@@ -1,7 +1,8 @@
 """Names and shapes of the tensors in checkpoints of native architectures.
 
-Experts are stored in one of two forms: a tensor for each expert, under the architecture's names, or
-all experts of a layer stacked in one tensor, as transformers stores them in memory.
+Experts are stored in one of two formats. Either each expert has its own tensors, named as in the
+architecture, or all experts of a layer are stacked in one tensor, as transformers stores them in
+memory.
 """
 
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ EXPERT_NAMES = {
         down="mlp.experts.{}.down_proj.weight",
     ),
 }
-"""Names within a layer, for checkpoints with one tensor for each expert."""
+"""Names of expert tensors within a layer, for checkpoints with separate tensors for each expert."""
 
 
 def norm_names(config: ModelConfig) -> NormNames:
@@ -95,7 +96,7 @@ def expected_tensors(
 def _layer_tensors(
     config: ModelConfig, experts: ExpertsConfig | None, *, stacked_experts: bool
 ) -> Shapes:
-    """Shapes of a layer's tensors, by name within the layer."""
+    """Maps names within a layer to the shapes of the layer's tensors."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
     norms = norm_names(config)
@@ -125,7 +126,7 @@ def _layer_tensors(
 
 
 def _expert_tensors(config: ExpertsConfig, hidden_size: int, *, stacked: bool) -> Shapes:
-    """Shapes of the router's and the experts' tensors, by name within the layer."""
+    """Maps names within a layer to the shapes of the router's and the experts' tensors."""
     count, inner = config.num_experts, config.intermediate_size
     if stacked:
         return {

@@ -1,7 +1,8 @@
 """Reads a checkpoint, or a rank's part of it, into a model of transformers.
 
 transformers' own loader handles names in checkpoints, tied weights, and buffers that no checkpoint
-contains. It receives lazy tensors, which read their data, or a part, when it copies them.
+contains. The loader receives lazy tensors. A lazy tensor reads its data, or this rank's part of it,
+when the loader copies it.
 """
 
 import threading
@@ -23,7 +24,9 @@ from services.worker.models.from_transformers.linear import Part
 from services.worker.models.from_transformers.probe import Refused
 
 _one_at_a_time = threading.Lock()
-"""Held while transformers builds a model, since that changes torch's defaults for all threads."""
+"""Locked while transformers builds a model, since building a model changes torch's defaults for all
+threads.
+"""
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
@@ -39,7 +42,7 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 def load_checkpoint(
     checkpoint: Checkpoint, config: PretrainedConfig, dtype: torch.dtype, division: Division | None
 ) -> PreTrainedModel:
-    """The model, or a rank's part of it, on the CPU. Raises Refused, ModelError."""
+    """Loads the model, or a rank's part of it, on the CPU. Raises Refused or ModelError."""
     directory, cls = checkpoint.directory, model_class(config)
     with replace(checkpoint, device=CPU).open() as reader:
         if division is None:

@@ -4,9 +4,10 @@ Layers, norms and head are transformers' own. Only attention and the states of r
 replaced: see `recurrent`. vLLM's Transformers backend makes the same division.
 
 Models of transformers call the attention function that their configuration names. Stepwell
-registers one as ATTENTION_NAME. It forwards each call to the function that `_computing_with` has
-set for the thread: attention over a paged cache, or a probe. No function that builds masks is
-registered, since the cache determines which tokens each token of a flattened batch attends to.
+registers one as ATTENTION_NAME. This function forwards each call to the function that
+`_computing_with` has set for the thread. That function is either attention over a paged cache or a
+probe, which examines the calls. No function that builds masks is registered, since the cache
+determines which tokens each token of a flattened batch attends to.
 """
 
 import copy
@@ -46,8 +47,8 @@ _attend_function: ContextVar[_AttendFunction] = ContextVar("attend")
 _PROBE_TOKENS = 33
 _TOLERANCE = 1e-3
 _ROUNDED_TOLERANCE = 0.2
-"""Relative difference of logits that counts as rounding. In half precision, rounding can also
-change the choice of experts.
+"""Maximum relative difference of logits that is still attributed to rounding. In half precision,
+rounding can also change the choice of experts.
 """
 
 
@@ -62,8 +63,8 @@ class ProbedLayers:
 class TransformersDecoder:
     """A Model. A flattened batch is computed as one sequence, with the positions of its requests.
 
-    `padded_rows`: see Kernels. The model's products are torch's. Their results depend on the number
-    of rows, so batches are padded as kernels pad them.
+    `padded_rows`: see Kernels. torch computes the model's products, and their results depend on the
+    number of rows. So batches are padded as kernels pad them.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class TransformersDecoder:
         self._padded_rows = padded_rows
         self._recurrent = wrap_recurrent_layers(model)
         self._attention_index: dict[int, int] = {}
-        """By layer number, the index among attention layers."""
+        """Maps layer numbers to the index among attention layers."""
         self._body: nn.Module = model.base_model
         self._embedding: nn.Module = model.get_input_embeddings()
         self._given = _GivenStates(self._body)
@@ -124,11 +125,12 @@ class TransformersDecoder:
         return logits[0, :num_rows].float()
 
     def probe(self, model: PreTrainedModel) -> ProbedLayers:
-        """The parameters of attention layers and the states of recurrent layers. Raises Refused for
-        a model that cannot be served over the cache.
+        """Determines the parameters of attention layers and the states of recurrent layers. Raises
+        Refused for a model that cannot be served over the cache.
 
-        Compares the logits of a few tokens with those of the model's own attention. If they differ,
-        the model changes scores or logits in a way that the arguments of its attention do not show.
+        Compares the logits of a few tokens with the logits that the model's own attention gives. If
+        they differ, the model changes scores or logits in a way that the arguments of its attention
+        do not show.
         """
         longest = min(_PROBE_TOKENS, model.config.max_position_embeddings)
         positions = torch.arange(longest, device=model.device)
@@ -202,7 +204,7 @@ class _GivenStates(nn.Module):
 
     @property
     def decoder(self) -> "_GivenStates":
-        """Itself, for models that call a part of their body, such as OPT."""
+        """Returns this object, for models that call a part of their body, such as OPT."""
         return self
 
     def forward(self, *_: Any, **__: Any) -> _States:
@@ -232,7 +234,7 @@ def _computing_with(attend: _AttendFunction, recur: RecurFunction | None) -> Ite
 
 def _from_cache(attention: LayerAttention, indexes: Mapping[int, int]) -> _AttendFunction:
     """Attention of a flattened batch over a paged cache. Queries and keys are already rotated.
-    `indexes`: by layer number, the index among attention layers.
+    `indexes` maps layer numbers to the index among attention layers.
     """
 
     def attend(

@@ -1,8 +1,8 @@
 """A rank's part of a model that transformers runs.
 
 Divided layers replace whole layers before a checkpoint is read. Only this rank's parts of their
-tensors are then read. Attention is divided by heads, other layers evenly. The head counts that
-attention layers store are corrected.
+tensors are then read. Attention is divided by heads; other layers are divided evenly. Attention
+layers store their head counts, which are corrected.
 """
 
 from collections.abc import Iterable
@@ -32,8 +32,8 @@ _COUNTS_OF_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
 class Division:
-    """One rank's part of a model. `heads`: its number of query heads and of key-value heads; None
-    if attention is not divided.
+    """One rank's part of a model. `heads`: the part's number of query heads and number of key-value
+    heads; None if attention is not divided.
     """
 
     def __init__(self, directory: Path, ranks: Ranks) -> None:
@@ -106,8 +106,8 @@ class Division:
                 return GatheredLinear(layer, self.shard.of(layer.out_features), self._ranks)
 
     def _divide_head(self, head: nn.Linear, *, is_tied: bool) -> DividedLinear | None:
-        """None if its parts would differ in size: then the head stays whole, as in native
-        models.
+        """Divides the head. Returns None if the parts would differ in size. The head then stays
+        whole, as in native models.
         """
         if head.out_features % self.shard.size:
             return None
@@ -156,8 +156,8 @@ class Division:
 
 
 def _count_kv_heads(model: PreTrainedModel, plan: Iterable[str], num_heads: int) -> int:
-    """The number of key-value heads, from the widths of a layer's projections. It equals the number
-    of query heads if the model has one projection for queries, keys and values.
+    """Computes the number of key-value heads from the widths of a layer's projections. If the model
+    has one projection for queries, keys and values, returns the number of query heads.
     """
     for name in plan:
         if name.endswith(".k_proj"):

@@ -1,8 +1,8 @@
 """Divided linear layers, each a rank's part of a layer that transformers runs.
 
-Each is constructed from the whole layer that it replaces, without weights. `parts`: the parts of
-the whole layer's tensors that the rank has. Batches may have any shape [..., width]; collectives
-get them as rows.
+A divided layer is constructed from the whole layer that it replaces, without weights. `parts`: the
+parts of the whole layer's tensors that the rank has. Batches may have any shape [..., width]. They
+are reshaped to rows for collectives.
 """
 
 import torch
@@ -43,8 +43,8 @@ class GatheredLinear(DividedLinear):
 
 
 class GatheredTiedLinear(DividedLinear):
-    """A GatheredLinear whose weight is whole, since another layer shares it. It computes with this
-    rank's rows of the weight.
+    """A GatheredLinear whose weight is whole, because another layer shares the weight. Only this
+    rank's rows of the weight are used.
     """
 
     def __init__(self, whole: nn.Linear, rows: slice, ranks: Ranks) -> None:
@@ -59,8 +59,9 @@ class GatheredTiedLinear(DividedLinear):
 
 
 class SummedLinear(DividedLinear):
-    """Some columns of a whole layer; the products are summed over the ranks. Its input is this
-    rank's part. With `takes_part` the input is whole, and is cut here.
+    """Some columns of a whole layer. The products are summed over the ranks. The input is this
+    rank's part of the whole input. With `takes_part`, the input is whole, and this layer selects
+    the part.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class SummedLinear(DividedLinear):
 
 
 def normalize_gathered(norm: nn.Module, own: slice, ranks: Ranks) -> None:
-    """Makes a norm gather its input parts, equally long on each rank, and return part `own`."""
+    """Changes a norm of divided inputs. It then gathers the parts of its input, which are equally
+    long on each rank, and returns the part `own` of its output.
+    """
     norm.register_forward_pre_hook(lambda _, inputs: (_gather(ranks, inputs[0]),))
     norm.register_forward_hook(lambda _norm, _inputs, output: output[..., own])
 

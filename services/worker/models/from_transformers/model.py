@@ -1,8 +1,8 @@
 """Loads decoders without native code: transformers reads them and runs their layers.
 
-A model that cannot be served is refused with one sentence before the worker starts to serve.
-Reasons: it is not a decoder, a layer does not attend, it does not use transformers' attention
-interface, or its cached keys would change later.
+A model that cannot be served is refused with one sentence before the worker starts to serve. This
+happens if the model is not a decoder, if a layer has no attention, if the model does not use
+transformers' attention interface, or if its cached keys would change later.
 """
 
 import inspect
@@ -37,7 +37,8 @@ from services.worker.models.suitability.transformers_rules import CONFIG_KEYS, c
 def read_transformers_config(directory: Path) -> PretrainedConfig:
     """The configuration as transformers reads it.
 
-    Raises UnsupportedModel if transformers has no code for it, or if it is not a decoder.
+    Raises UnsupportedModel if transformers has no code for the model, or if the model is not a
+    decoder.
     """
     path = directory / "config.json"
     raw = read_json_object(path)

@@ -1,8 +1,9 @@
 """The plan that divides a model of transformers over ranks. Model classes define one.
 
-A plan maps layer names to styles. Divided by columns: the output is a part. Divided by rows: the
-input is a part, and the outputs are summed over the ranks. Two further styles gather the output, or
-cut a whole input. This is Megatron-LM's division, as in backends/ranks.py.
+A plan maps layer names to styles. If a layer is divided by columns, its output is a part of the
+whole output. If it is divided by rows, its input is a part, and the outputs are summed over the
+ranks. Two further styles gather the output, or select the part of a whole input. This is
+Megatron-LM's division, as in backends/ranks.py.
 """
 
 import enum
@@ -14,7 +15,9 @@ from services.worker.models.from_transformers.probe import Refused
 
 
 class Style(enum.Enum):
-    """How a layer is divided, named as in transformers' plans; only the last is Stepwell's own."""
+    """How a layer is divided. The styles are named as in transformers' plans; only the last style
+    is Stepwell's own.
+    """
 
     COLUMNS = "colwise"
     ROWS = "rowwise"
@@ -25,8 +28,8 @@ class Style(enum.Enum):
 
 _FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise"})
-"""Styles of layers that are whole on each rank: norms of single heads, and embeddings, since a step
-reads only a few of their rows.
+"""Styles of layers that are whole on each rank. These are norms of single heads, and embeddings,
+because a step reads only a few rows of an embedding.
 """
 
 _SUMMED = {Style.ROWS, Style.ROWS_OF_WHOLE_INPUT}
@@ -53,13 +56,15 @@ _OLMO2 = {
     "lm_head": "colwise_gather_output",
 }
 _OWN = {"opt": _OPT, "olmo2": _OLMO2}
-"""Plans by model type. transformers has no plan for OPT. Its plan for OLMo 2 leaves all heads, and
-therefore the whole cache, on each rank, because norms span all heads.
+"""Plans by model type. transformers has no plan for OPT. In transformers' plan for OLMo 2, each
+rank has all heads, and therefore the whole cache, because norms span all heads.
 """
 
 
 def read_plan(model: PreTrainedModel) -> dict[str, Style]:
-    """The layers to divide, by name. Raises Refused if the plan is not supported."""
+    """Maps the names of layers to divide to their styles. Raises Refused if the plan is not
+    supported.
+    """
     if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):
         raise Refused("compares gates with all others of their layer (activation_sparsity_pattern)")
     styles = _OWN.get(model.config.model_type) or model.tp_plan or {}
@@ -74,7 +79,7 @@ def read_plan(model: PreTrainedModel) -> dict[str, Style]:
             tensors = [tensor for tensor, _ in model.named_parameters()]
             if named := _matching(pattern, modules + tensors):
                 raise Refused(f"divides {named[0]} in a way, {name}, that is not known here")
-    if not _SUMMED & set(plan.values()):  # divides nothing, or only the head
+    if not _SUMMED & set(plan.values()):  # the plan divides nothing, or only the head
         raise Refused("has no plan by which ranks could divide it")
     return plan
 

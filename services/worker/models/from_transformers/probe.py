@@ -1,8 +1,9 @@
-"""Determines how the layers of a model that transformers runs attend, before it is served.
+"""Determines how the attention layers of a model that transformers runs work, before the model is
+served.
 
 A few tokens run through the whole model. The arguments of its attention calls determine the shape
-of the cache. If a call has an option that the paged cache does not implement, the model is refused
-with the option's name, since its results would be wrong.
+of the cache. If a call has an option that the paged cache does not implement, the model's results
+would be wrong. Such a model is refused, and the error names the option.
 """
 
 from collections.abc import Collection
@@ -37,8 +38,9 @@ class Probe:
         self._layers: dict[int, AttentionLayer] = {}
 
     def layers(self, num_layers: int, recurrent: Collection[int] = ()) -> dict[int, AttentionLayer]:
-        """The attention layers, by number in ascending order. Raises Refused unless each of
-        `num_layers` layers attended exactly once. Layers in `recurrent` need not attend.
+        """Maps layer numbers to attention layers, in ascending order. Raises Refused unless each of
+        `num_layers` layers has called attention exactly once. Layers in `recurrent` need not call
+        it.
         """
         if not self._layers:
             raise Refused("does not attend through transformers' attention interface")
@@ -87,7 +89,7 @@ class Probe:
             softcap=softcap,
         )
         attended = _attend(query, key, value, self._layers[index])
-        return attended.transpose(1, 2).contiguous()  # as from a cache: some models call view
+        return attended.transpose(1, 2).contiguous()  # contiguous, since some models call view
 
 
 def _attend(

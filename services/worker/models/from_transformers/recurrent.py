@@ -1,10 +1,11 @@
 """Recurrent layers of models that transformers runs, such as Mamba-2 and gated delta nets.
 
-Such a layer is a module whose `forward` has the parameter `cache_params`. It reads its initial
-states from this object and writes its final states to it: the last inputs of the convolution, and
-the matrix of the recurrence. Here each module is wrapped in a RecurrentLayer. It splits a flattened
-batch into sequences and passes each its own cache, filled from blocks. Sequences of a single token
-with a state are computed in one call; each other sequence has its own call.
+Such a layer is a module whose `forward` has the parameter `cache_params`. The module reads its
+initial states from this object, and writes its final states to it. The states are the last inputs
+of the convolution, and the matrix of the recurrence. Here each module is wrapped in a
+RecurrentLayer. A flattened batch is split into sequences, and each call has a cache object with the
+states from blocks. Sequences of a single token with a state are computed in one call; each other
+sequence has its own call.
 """
 
 import inspect
@@ -21,8 +22,8 @@ from services.worker.backends.hybrid_cache import HybridStep
 from services.worker.models.from_transformers.probe import Refused
 
 _PIECES = (20, 12, 1)
-"""Lengths of the pieces in a probe. A layer must return the same results for the pieces as for the
-whole; the last piece is one token, like a decode.
+"""Lengths of the pieces into which a probe splits a sequence. A layer must return the same results
+for the pieces as for the whole sequence. The last piece is one token, like a decode.
 """
 
 _CONVOLUTION, _RECURRENCE = range(2)
@@ -31,7 +32,9 @@ RecurFunction = Callable[["RecurrentLayer", torch.Tensor], torch.Tensor]
 """Computes a recurrent layer over hidden states [1, n, hidden_size]."""
 
 recur_function: ContextVar[RecurFunction | None] = ContextVar("recur", default=None)
-"""Computes recurrent layers in this thread; None: transformers computes them as one sequence."""
+"""The function that computes recurrent layers in this thread. If None, transformers computes a
+batch as one sequence.
+"""
 
 
 class RecurrentLayer(nn.Module):
@@ -56,7 +59,7 @@ class RecurrentLayer(nn.Module):
 
     def compute(self, hidden_states: torch.Tensor, cache: "SequenceStates | None") -> Any:
         """Computes sequences of equal length, [num_sequences, n, hidden_size], from the states in
-        `cache`, which then has the states after the last token.
+        `cache`. Afterwards `cache` has the states after the last token.
         """
         return self.mixer(hidden_states, cache_params=cache)
 
@@ -96,8 +99,8 @@ class SequenceStates:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Appends new inputs [num_sequences, channels, n] to the last ones, and returns all of
-        them. If there are fewer than the convolution's width, zeros are prepended.
+        """Appends new inputs [num_sequences, channels, n] to the last inputs, and returns all
+        inputs. If there are fewer inputs than the convolution's width, zeros are prepended.
         """
         held, width = self._only(state_idx), conv_kernel_size or conv_states.shape[-1]
         before = held[_CONVOLUTION]
@@ -137,7 +140,7 @@ class RecurrentProbe:
         self._states: dict[int, StateLayer] = {}
 
     def states(self, num_layers: int) -> tuple[StateLayer, ...]:
-        """The states of all `num_layers` layers. Raises Refused unless each was computed."""
+        """The states of all `num_layers` layers. Raises Refused unless each layer was computed."""
         if sorted(self._states) != list(range(num_layers)):
             raise Refused("does not compute all of its recurrent layers")
         return tuple(self._states[index] for index in range(num_layers))

@@ -49,7 +49,9 @@ class PeftConfig:
         return int(self._by_pattern(self.rank_pattern, module, self.r))
 
     def scale(self, module: str) -> float:
-        """The factor of BA: alpha / r, or with rsLoRA alpha / sqrt(r) (Kalajdzievski)."""
+        """The factor of the product BA. It is alpha / r, or alpha / sqrt(r) with rsLoRA
+        (Kalajdzievski).
+        """
         rank, alpha = (
             self.rank(module),
             self._by_pattern(self.alpha_pattern, module, self.lora_alpha),

@@ -37,8 +37,9 @@ _TENSOR = re.compile(
 class _Target:
     """A projection that adapters may add to.
 
-    `shape`: in the model. `rows`, `columns`: this rank's part. `part`: the field of LoraLayer that
-    includes the projection; `first`: the projection's first output column in it.
+    `shape`: the projection's shape in the whole model. `rows` and `columns`: this rank's part.
+    `part`: the field of LoraLayer that includes the projection. `first`: the projection's first
+    output column in this field.
     """
 
     shape: tuple[int, int]
@@ -50,7 +51,9 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class LoraReader:
-    """Reads adapters for a pipeline stage's layers on one rank. `config`: the whole model's."""
+    """Reads adapters for a pipeline stage's layers on one rank. `config` is the configuration of
+    the whole model.
+    """
 
     config: ModelConfig
     shard: Shard
@@ -71,8 +74,8 @@ class LoraReader:
         return self.kernels.pack_lora(layers, self.shapes, self.dtype)
 
     def num_bytes(self, rank: int) -> int:
-        """Approximate memory of an adapter of this LoRA rank that adds to every projection, in
-        bytes.
+        """The approximate number of bytes of an adapter that has this LoRA rank and adds to every
+        projection.
         """
         widths = sum(shape.columns + shape.depth for shape in self.shapes.values())
         hidden, queries = self.config.hidden_size, _length(self._widths[0])
@@ -81,7 +84,7 @@ class LoraReader:
 
     @property
     def shapes(self) -> dict[str, LoraShape]:
-        """The shapes of this rank's projections, by name."""
+        """Maps the names of projections to the shapes of this rank's parts."""
         queries, keys, inner = self._widths
         hidden = self.config.hidden_size
         return {
@@ -100,7 +103,7 @@ class LoraReader:
         return queries, keys, shard.of(config.intermediate_size)
 
     def _targets(self, index: int) -> dict[str, _Target]:
-        """The projections of a layer that adapters may add to, by name within the layer."""
+        """Maps names within a layer to the projections that adapters may add to."""
         config, (queries, keys, inner) = self.config, self._widths
         hidden, width = config.hidden_size, config.intermediate_size
         all_queries, all_keys = (
@@ -126,8 +129,8 @@ class LoraReader:
     def _modules(
         self, checkpoint: Checkpoint, config: PeftConfig, file: Path, max_rank: int
     ) -> dict[int, dict[str, str]]:
-        """By layer, the adapter's modules: from the name within the layer to the full name. Raises
-        ModelError for tensors that do not belong to an adapter of this model.
+        """For each layer, the adapter's modules: a map from the name within the layer to the full
+        name. Raises ModelError for tensors that do not belong to an adapter of this model.
         """
         modules: dict[int, dict[str, str]] = {}
         for name in checkpoint.tensors:

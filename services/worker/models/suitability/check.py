@@ -19,8 +19,9 @@ def check_model(
     num_stages: int = 1,
     runner: RunnerSetting = RunnerSetting.AUTO,
 ) -> None:
-    """Raises ModelError if the directory cannot be served: for the reasons of
-    `check_configuration`, and if weight files are missing, damaged or of another format.
+    """Raises ModelError if the directory cannot be served. It cannot be served if
+    `check_configuration` raises ModelError, or if weight files are missing, damaged or of another
+    format.
     """
     if not (directory / "config.json").exists():
         raise no_configuration(directory)
@@ -62,8 +63,8 @@ def check_configuration(
 
 
 def is_native(name: str, *, pools: bool = False) -> bool:
-    """Whether an architecture has native code. For models that pool, also without a head or with a
-    head for classes.
+    """Whether an architecture has native code. If the model pools, the architecture may also have
+    no head, or a head for classes.
     """
     if pools:
         return native_architecture(name) is not None
@@ -71,11 +72,11 @@ def is_native(name: str, *, pools: bool = False) -> bool:
 
 
 def takes_whole_prompts(directory: Path) -> bool:
-    """Whether transformers computes a model that pools, one whole prompt at a time.
+    """Whether a model that pools is computed by transformers, one whole prompt at a time.
 
-    This is so if tokens attend to later ones, and if the architecture is neither native nor a
-    decoder with a language model's head. Raises ModelError, also if config.json of a native decoder
-    says that its layers attend to later tokens.
+    This is true if config.json sets `use_bidirectional_attention`, or if the architecture is
+    neither native nor a decoder with a language model's head. Raises ModelError, for example if the
+    config.json of a native decoder enables attention to later tokens.
     """
     path, name = directory / "config.json", read_architecture(directory)
     config = read_json_object(path)

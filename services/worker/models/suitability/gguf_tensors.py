@@ -10,7 +10,7 @@ from services.worker.models.errors import ModelFileError, UnsupportedModel
 from services.worker.models.files.tensor_info import TensorInfo
 
 BLOCK_SIZES = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)}
-"""Numbers and bytes in a block, by block type."""
+"""Maps block types to the number of weights and the number of bytes in a block."""
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 12: "Q4_K", 14: "Q6_K", 30: "BF16"}
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _IGNORED = "rope_freqs.weight"
@@ -37,8 +37,8 @@ _LAYER_NAMES = {
 
 
 def read_gguf(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of a file, by their names in Hugging Face checkpoints. Each TensorInfo has the
-    name in the file. Raises ModelFileError, and UnsupportedModel for an unsupported file.
+    """Maps names in Hugging Face checkpoints to the tensors of a file. Each TensorInfo has the
+    tensor's name in the file. Raises ModelFileError, and UnsupportedModel for an unsupported file.
     """
     _, tensors = read_gguf_tensors(file)
     return {_name_of(file, tensor.name): tensor for tensor in tensors if tensor.name != _IGNORED}

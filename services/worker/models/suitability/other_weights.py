@@ -6,7 +6,7 @@ from services.worker.models.config import read_architecture
 from services.worker.models.errors import ModelFileError, UnsupportedModel
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Formats of torch.save."""
+"""Suffixes of files that torch.save writes."""
 _OTHER_FORMATS = (".h5", ".msgpack", ".onnx", ".ot", ".npz", ".mlmodel", ".pdparams")
 _ADAPTER = "adapter_config.json"
 _OTHER_DIRECTORIES = {
@@ -15,13 +15,17 @@ _OTHER_DIRECTORIES = {
     "refs": "a folder of the hub's cache; name the model as OWNER/NAME",
     "snapshots": "a folder of the hub's cache; name the model as OWNER/NAME",
 }
-"""Descriptions of directories without config.json, by a file or folder in them."""
+"""Maps the name of a file or folder to a description of directories that contain it and have no
+config.json.
+"""
 _OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "random_states", "scaler")
 """Prefixes of the names of pickle files that contain no weights."""
 
 
 def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError | UnsupportedModel:
-    """The error for a directory without `single`, without an index, and without one GGUF file."""
+    """The error for a directory that has no file `single`, no index, and not exactly one GGUF
+    file.
+    """
     names = sorted(path.name for path in directory.iterdir())
     gguf = [name for name in names if name.endswith(".gguf")]
     shards = [name for name in names if name.endswith(".safetensors")]

@@ -1,9 +1,9 @@
 """Rules for architectures without native code, from config.json and transformers' source files.
 
 transformers is not imported, since that imports torch and takes seconds. The class of an
-architecture is looked up in the package's tables of names. The source of its module is searched for
-the attention that it uses. Problems that only a computation shows are found later, by
-`services.worker.models.from_transformers.probe`.
+architecture is looked up in the package's tables of names. The source of the class's module is
+searched for the kind of attention that it uses. Problems that appear only in a computation are
+found later, by `services.worker.models.from_transformers.probe`.
 """
 
 import ast
@@ -20,11 +20,15 @@ from services.worker.models.layer_config import FULL, SLIDING
 
 RECURRENT = "linear_attention"
 BOTH = "hybrid"
-"""Layer types in addition to FULL and SLIDING: recurrent; both recurrent and attention."""
+"""Layer types in addition to FULL and SLIDING: recurrent layers, and layers that are both recurrent
+and attention.
+"""
 
 OTHER_INPUTS = ("vision_config", "audio_config")
 _LATENT_KEYS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""Widths of keys without positions, keys with positions, and values (DeepSeek's attention)."""
+"""Keys of config.json for DeepSeek's attention: the widths of keys without positions, of keys with
+positions, and of values.
+"""
 CONFIG_KEYS = (
     "alibi",
     "architectures",
@@ -159,7 +163,9 @@ def _source_of(model_type: str, name: str) -> str | None:
 
 @cache
 def _tables() -> dict[str, dict[str, tuple[str, ...]]]:
-    """transformers' tables from model type to class names, by the name of the table."""
+    """Maps the names of transformers' tables to the tables. A table maps model types to class
+    names.
+    """
     file = _package() / "models" / "auto" / "modeling_auto.py"
     return dict(_read_tables(ast.parse(file.read_text(encoding="utf-8"))))
 
