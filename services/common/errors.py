@@ -23,7 +23,7 @@ from typing import ClassVar
 
 
 class StepwellError(Exception):
-    """One sentence for people, a `reason` for programs, and optionally the invalid field."""
+    """Has one sentence for people, a `reason` for programs, and optionally the invalid field."""
 
     reason: ClassVar[str] = "UNKNOWN"
     may_retry: bool | None = None
@@ -112,7 +112,9 @@ class QuotaExceeded(ResourceExhausted):
 
 
 class FailedPrecondition(StepwellError):
-    """The state forbids it: a stale generation, a number out of sequence, blocks in use."""
+    """The current state forbids the call: a stale generation, a wrong sequence number, blocks in
+    use.
+    """
 
     reason = "FAILED_PRECONDITION"
 
@@ -124,7 +126,8 @@ class Aborted(StepwellError):
 
 
 class Unavailable(StepwellError):
-    """A required component is down or draining. `retry_after_seconds` is the time to wait."""
+    """A required component is down or draining. `retry_after_seconds` is the delay before a retry.
+    """
 
     reason = "UNAVAILABLE"
 

@@ -1,4 +1,4 @@
-"""API keys: their text, and the stored records of keys and tenants.
+"""API keys: their format, and the stored records of keys and tenants.
 
 A key is `sk-<id>-<32 random bytes>`. Only its SHA-256 is stored. Keys are random, so no slower hash
 is needed. A record is found by the id, which is not secret.
@@ -72,7 +72,7 @@ class TenantRecord:
     """The tenant's weight when requests of several tenants compete for capacity."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Limit of generated tokens and of prompt tokens that are not cached."""
+    """Limit on the generated tokens plus the prompt tokens that are not cached."""
     max_concurrent_requests: int | None = None
     priority_ceiling: int | None = None
     """The smallest `priority` that the tenant's requests can have. Smaller values run earlier."""
@@ -167,7 +167,7 @@ def tenant_from_json(tenant_id: str, value: object) -> TenantRecord:
 
 
 def why_wrong(tenant: TenantRecord) -> str | None:
-    """Describes the first invalid number of a record by its name, or returns None."""
+    """Returns a sentence about the record's first invalid number, or None if all are valid."""
     if isinstance(tenant.weight, bool) or not isinstance(tenant.weight, int | float):
         return "weight must be a number"
     if not 1 / MAX_WEIGHT <= tenant.weight <= MAX_WEIGHT:

@@ -1,4 +1,4 @@
-"""A key book: all keys and tenants of one store, and its text in a file."""
+"""A key book: the records of all keys and tenants of one store, and their JSON text."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from services.common.keys.api_keys import (
 
 @dataclass(frozen=True, slots=True)
 class KeyBook:
-    """Records of keys and tenants by id. A tenant without a record has no limits."""
+    """Maps ids to the records of keys and tenants. A tenant without a record has no limits."""
 
     keys: Mapping[str, KeyRecord] = field(default_factory=dict)
     tenants: Mapping[str, TenantRecord] = field(default_factory=dict)

@@ -16,7 +16,7 @@ def read_book(path: Path) -> KeyBook:
 
 
 def change_book(path: Path, change: Callable[[KeyBook], KeyBook]) -> None:
-    """Replaces the book by the result of `change`. A missing file counts as an empty book.
+    """Replaces the book with the result of `change`. A missing file counts as an empty book.
 
     Readers see either the old or the new file. Concurrent changes are applied one after the other.
     Raises OSError or DamagedRecord.
@@ -26,7 +26,7 @@ def change_book(path: Path, change: Callable[[KeyBook], KeyBook]) -> None:
 
 
 def version_of(path: Path) -> tuple[int, int, int] | None:
-    """Returns a value that changes when the file is replaced or written; None without a file."""
+    """Returns a value that changes with the file's contents, or None if there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -58,7 +58,7 @@ class ChangedMeanwhile(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Records of some keys by id, each with its tenant's record.
+    """The result of a look-up. `found` maps key ids to the records of the key and its tenant.
 
     `version` is empty if nothing has ever been written. `damaged` counts the invalid records, which
     `found` excludes.

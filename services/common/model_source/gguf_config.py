@@ -17,14 +17,14 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-"""Class and model type in config.json, by the architecture's name in GGUF files."""
+"""Maps an architecture's name in GGUF files to the class and model type in config.json."""
 
 _F32, _F16 = 0, 1
 _CONTROL = 3
 _ENDS = frozenset(
     {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 )
-"""Control tokens that end answers, besides the EOS token of the file. As in llama.cpp."""
+"""Control tokens that end answers, in addition to the file's EOS token. The list is llama.cpp's."""
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _LOW, _HIGH, _LENGTH = 1.0, 4.0, 8192
 """Llama 3's low_freq_factor, high_freq_factor and original_max_position_embeddings."""
@@ -154,9 +154,10 @@ def _llama3(file: Path, tensor: GgufTensor, theta: float, head_dim: int) -> dict
 
 
 def _original_length(factor: float, divisor: float, wave: float) -> int | None:
-    """The context length for which a model was trained before its frequencies were scaled.
+    """The context length for which a model was trained before its RoPE frequencies were scaled.
 
-    It follows from a divisor between 1 and the factor. Returns None for any other divisor.
+    The length is computed from one frequency's divisor, which must be between 1 and the factor. For
+    any other divisor the result is None.
     """
     smooth = (1 / divisor - 1 / factor) / (1 - 1 / factor) if factor > 1 else 0.0
     is_between = 1e-3 < smooth < 1 - 1e-3

@@ -52,7 +52,8 @@ def gguf_directory(file: Path) -> Path:
 
 
 def single_gguf(directory: Path) -> Path | None:
-    """The only GGUF file of a directory. None if there are several, none, or a config.json."""
+    """Returns a directory's GGUF file. None if it has no or several such files, or a config.json.
+    """
     if (directory / "config.json").exists():
         return None
     files = list(directory.glob(f"*{SUFFIX}"))

@@ -15,7 +15,9 @@ _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MOST_AXES = 4
 _FORMATS = ("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")
-"""The `struct` format of each value type, by the type's number. None for strings and arrays."""
+"""The `struct` format of each value type, at the index of the type's number. The entries of strings
+and arrays are None.
+"""
 _STRING, _ARRAY = 8, 9
 
 
@@ -31,7 +33,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata by key, and the tensors in file order."""
+    """The metadata (a mapping of keys to values), and the tensors in file order."""
 
     metadata: dict[str, Any]
     tensors: list[GgufTensor]

@@ -36,13 +36,15 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
     "tekken": (_TEKKEN,),
 }
-"""The expressions that split a text, applied in order, by the value of tokenizer.ggml.pre."""
+"""Maps a value of tokenizer.ggml.pre, which names a splitting rule, to the rule's regular
+expressions. They are applied in this order.
+"""
 _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
-"""Rules that first normalize texts to Unicode's composed form (NFC)."""
+"""Splitting rules that first normalize texts to Unicode's composed form (NFC)."""
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
-"""Rules that keep a word that is a token whole, without merging it from its parts."""
+"""Splitting rules that encode a word as one token, without merges, if the vocabulary has it."""
 _WITH_BOS = _WHOLE_WORDS | {"smaug-bpe"}
-"""Rules that start texts with the BOS token, except if the file disables it."""
+"""Splitting rules that start each text with the BOS token, unless the file disables this token."""
 _SPACE = "▁"
 
 
@@ -190,7 +192,7 @@ def _added(token_id: int, token: str, *, is_special: bool) -> dict[str, Any]:
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
-    """The texts of special tokens, by their names in tokenizer_config.json."""
+    """Maps names of special tokens in tokenizer_config.json to the tokens' texts."""
     keys = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {ours: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, ours in keys.items()}
     return {

@@ -19,7 +19,7 @@ _NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*(?:@[\w./-]+)?")
 _LINKS = ("https://huggingface.co/", "https://hf.co/", "hf.co/", "hf://")
 _ANSWER_SECONDS = 5.0
 _CONFIGURATION = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|\d+_[A-Za-z]+/[^/]+\.json")
-"""Files of a model other than weights. Those in a folder such as 1_Pooling belong to
+"""Matches a model's files other than weights. The files in a folder such as 1_Pooling belong to
 sentence-transformers.
 """
 _WEIGHTS = (
@@ -99,9 +99,10 @@ def fetch_snapshot(name: HubName, *, with_weights: bool) -> Path:
 
 
 def needed_files(names: Collection[str], *, with_weights: bool) -> list[str]:
-    """The files of a model that are read.
+    """Selects the files of a model that are read.
 
-    Weights are the files of one pattern: Hugging Face's names, else other safetensors, else GGUF.
+    Of the weights, only files of the first pattern that matches are read. The patterns are Hugging
+    Face's names, other safetensors files, and GGUF files, in this order.
     """
     chosen = [file for file in names if _CONFIGURATION.fullmatch(file)]
     for kind in _WEIGHTS if with_weights else ():

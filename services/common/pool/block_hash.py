@@ -1,4 +1,5 @@
-"""Hashes of full KV-cache blocks, by which prefixes are found. They are equal on all machines.
+"""Hashes of full KV-cache blocks, which identify cached prefixes. All machines compute equal
+hashes.
 
     hash(block) = SHA-256( parent digest | token ids, int32 little-endian | extra keys )
 
@@ -43,10 +44,10 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 
 def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
-    """Extra keys of a first block.
+    """The extra keys of a sequence's first block.
 
-    A salt adds a tag, its length and the salt. An adapter adds a tag and the 32-byte digest of its
-    files. Without both the result is empty.
+    A salt adds a tag, the salt's length, and the salt. An adapter adds a tag and the 32-byte digest
+    of its files. Without both the result is empty.
     """
     extra_keys = b""
     if cache_salt:
@@ -65,7 +66,7 @@ def cache_key(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
 
 
 def encode_items(encoder_inputs: Sequence[EncoderInput], start: int, end: int) -> bytes:
-    """Extra keys of the block with tokens `start` up to `end`.
+    """The extra keys of a block that has the tokens from `start` to `end`, `end` excluded.
 
     Each item that overlaps the block adds a tag, the length of its identifier, the identifier, and
     the item's position relative to the start of the block, as a signed int32.
@@ -89,7 +90,7 @@ def hash_full_blocks(
     encoder_inputs: Sequence[EncoderInput] = (),
     known: Sequence[BlockHash] = (),
 ) -> list[BlockHash]:
-    """Hashes of the full blocks of `token_ids` that follow the `known` ones, in order.
+    """Hashes, in order, of the full blocks of `token_ids` whose hashes are not in `known` yet.
 
     `root` is the model's fingerprint.
     """

@@ -37,9 +37,9 @@ class KVCacheGroup:
     """
     num_layers: int = 1
     is_eagle_group: bool = False
-    """Whether a draft head reads the hidden states at the end of a hit, so that a hit's last block
-    is dropped in this group. If no group has this flag, the block is dropped in all groups
-    (`PoolConfig.drop_last_hit_block`).
+    """Whether a draft head (EAGLE) reads the hidden states at the end of a prefix hit in this
+    group. The last block of such a hit is dropped, so that it is computed again. If no group has
+    this flag, `PoolConfig.drop_last_hit_block` applies to all groups.
     """
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.NONE
     """Which states a state-space group keeps."""
@@ -63,7 +63,7 @@ class KVCacheGroup:
         )
 
     def first_seen_block(self, num_tokens: int) -> int:
-        """The first block that a query from position `num_tokens` on can see.
+        """The index of the first block that a query at position `num_tokens` or later can see.
 
         State-space layers need only the block of the last token.
         """
@@ -80,11 +80,11 @@ class KVCacheGroup:
     def max_held_blocks(
         self, num_slots: int, max_in_flight_tokens: int, num_steps_in_flight: int
     ) -> int:
-        """The most blocks that a request of `num_slots` has at one time.
+        """Limit on the blocks that a request with `num_slots` token slots has at one time.
 
         `max_in_flight_tokens` is the number of tokens in steps that are planned but not processed.
-        A sliding window may begin inside a block and then needs one block more. Each step in flight
-        may store a state.
+        A sliding window may begin inside a block and then needs one block more. In a state-space
+        group, each step in flight may store one state.
         """
         num_blocks = -(-num_slots // self.block_size)
         match self.attention_type:
@@ -99,7 +99,7 @@ class KVCacheGroup:
                 return min(1 + num_steps_in_flight, num_blocks) + self.num_speculative_blocks
 
     def max_admission_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """The most blocks that an admission counts for a request. None means all that it needs.
+        """Limit on the blocks that an admission counts for a request. None means no limit.
 
         A window frees blocks only after a step has been processed. The limit therefore includes
         the tokens of all batches in flight. As in vLLM, it does not depend on the request.
@@ -116,7 +116,7 @@ class KVCacheGroup:
 
 
 def hit_block_size(groups: Sequence[KVCacheGroup]) -> int:
-    """The least number of tokens that are whole blocks in every group.
+    """The smallest number of tokens that is a multiple of every group's block size.
 
     Hit lengths are multiples of this number, except if hits may end inside a block.
     """
@@ -124,7 +124,7 @@ def hit_block_size(groups: Sequence[KVCacheGroup]) -> int:
 
 
 def chain_block_size(groups: Sequence[KVCacheGroup]) -> int:
-    """Tokens per block in the chains that measure how deep a prompt is cached.
+    """Tokens per block in the hash chains that measure a prompt's cached prefix.
 
     This is the greatest common divisor of the block sizes of all groups with prefix caching.
     """
@@ -135,11 +135,11 @@ def chain_block_size(groups: Sequence[KVCacheGroup]) -> int:
 def hash_block_size(
     groups: Sequence[KVCacheGroup], prefix_match_unit: int | None, *, enable_prefix_caching: bool
 ) -> int:
-    """Tokens per hash of a chain.
+    """The number of tokens that each hash of a chain adds.
 
-    With one group this is its block size. With several it is `prefix_match_unit`, or by default the
-    greatest common divisor of all block sizes. Without prefix caching, or with a group whose states
-    are overwritten, it is the hit block size.
+    With one group, the result is the group's block size. With several groups, it is
+    `prefix_match_unit`, or by default the greatest common divisor of all block sizes. Without
+    prefix caching, or with a group whose states are overwritten, it is `hit_block_size`.
     """
     if len(groups) == 1:
         return groups[0].block_size

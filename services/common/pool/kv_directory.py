@@ -1,8 +1,9 @@
 """Types of the directory of cached prefixes, which pools write and gateways read.
 
-A *node* is the pool of one scheduler process. A node begins a new *epoch* when its earlier entries
-are void: entries of another epoch are ignored. Blocks are identified by keys, which are shortened
-hashes. `services.common.redis.directory_layout` defines the schemas in Redis.
+A *node* is the pool of one scheduler process. When a node's earlier entries become invalid, the
+node begins a new *epoch*, and readers ignore entries of other epochs. Blocks are identified by
+keys, which are shortened hashes. `services.common.redis.directory_layout` defines the schemas in
+Redis.
 """
 
 from collections.abc import Iterable, Sequence
@@ -60,13 +61,13 @@ class KeyBatch:
 
     epoch: int
     sequence: int
-    """Grows by one with each entry of an epoch. Entry 0 begins the epoch. A snapshot has the keys
-    of the node at that time, except if the digest of entry 0 is empty.
+    """The entry's number in its epoch. Entry 0 begins the epoch. If its digest is not empty, a
+    snapshot has the keys that the node had at that time.
     """
     added: Sequence[int] = ()
     removed: Sequence[int] = ()
     digest: Digest | None = None
-    """The digest of all keys after this entry, or None in entries without a digest."""
+    """The digest of all keys of the node after this entry, or None if the entry has no digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,16 @@ class NodeRecord:
     node: str
     epoch: int
     generation: int
-    """The pool's generation, by which the node's scheduler identifies it."""
+    """The generation with which the node's scheduler identifies the pool."""
     groups: tuple[KVCacheGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLease:
-    """Shows that a node runs, with its digest after entry `sequence`. Expires unless renewed."""
+    """Shows that a node runs. Expires unless renewed.
+
+    `digest` is the digest of the node's keys after entry `sequence`.
+    """
 
     epoch: int
     sequence: int
@@ -91,9 +95,9 @@ class NodeLease:
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """The head of a snapshot, which has all keys of an epoch after entry `sequence`.
+    """The header of a snapshot. A snapshot has all keys that a node has after entry `sequence`.
 
-    Later entries follow `log_id` in the log.
+    Later entries follow the entry with the id `log_id` in the log.
     """
 
     epoch: int

@@ -29,13 +29,14 @@ class Holder:
 
 
 class Lease:
-    """Grants `what` to one holder at a time.
+    """Grants a worker or a pool to one holder at a time. `what` is its name in error messages.
 
     A lease lasts from `take` until `grace_seconds` after the last `release`, so that its holder can
     reopen a stream. A later process of the same name takes the lease over at once: it replaces the
     first process, whose connection may not have ended yet. The replaced holder is then refused,
-    even if it appears to have started later because the clock was set back. Leases with fencing are
-    Gray and Cheriton's (1989). Here the generation of each step is the fencing token.
+    even if it appears to have started later because the clock was set back. Leases are Gray and
+    Cheriton's (1989). The generation in each step is the fencing token, by which requests of a
+    replaced holder are recognized.
     """
 
     def __init__(self, what: str, grace_seconds: float, clock: Callable[[], float]) -> None:
@@ -58,7 +59,7 @@ class Lease:
         self._num_uses += 1
 
     def release(self, holder: Holder) -> None:
-        """Ends one use. Does nothing if the lease now belongs to another holder."""
+        """Ends one use of the lease. Does nothing if the lease now belongs to another holder."""
         if holder == self._holder:
             self._num_uses -= 1
             self._free_at = self._clock() + self._grace_seconds

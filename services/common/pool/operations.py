@@ -1,8 +1,9 @@
 """The operations of a pool transaction and their outcome, shared by scheduler and kvpool.
 
-An operation affects several requests and has parallel sequences. stepwell.kvpool.v1 specifies the
-fields. Types with an instance per step or per request are not frozen, since creating a frozen
-instance takes three times as long.
+An operation covers several requests: its fields are parallel sequences with one item for each
+request. An item *fits* if enough blocks are free for it and its planned prefix hit is still the
+current one. stepwell.kvpool.v1 specifies the fields. Types with an instance per step or per request
+are not frozen, since creating a frozen instance takes three times as long.
 """
 
 import enum
@@ -26,19 +27,19 @@ class MalformedTransaction(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class BeginStep:
-    """Starts a step: blocks published before it are stored when the step runs. Always fits.
+    """Starts a step. Blocks published earlier have their contents when the step runs. Always fits.
 
-    Only states need this operation. An admission does not fit if its hit is a state that was
-    published in the current step.
+    Only pools with state-space groups need this operation, because an admission does not fit if its
+    hit is a state that was published in the current step.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseCopies:
-    """Releases the extra references on the blocks of the oldest `num_copies` copies. Always fits.
+    """Removes the extra references that copies (`BlockCopy`) have on their blocks. Always fits.
 
-    If fewer copies have references, all are released. No step that reuses these blocks can precede
-    the step that makes the copies.
+    The oldest `num_copies` copies lose their references, or all copies if there are fewer. A step
+    that reuses these blocks always runs after the step that makes the copies.
     """
 
     num_copies: int
@@ -69,26 +70,30 @@ class RemoveSkippedBlocks:
 
 @dataclass(slots=True)
 class Grow:
-    """Extends block tables to `num_slots` token slots each.
+    """Extends the block table of each request to the request's number of token slots.
 
     Each request gets all missing blocks or none. A table with enough slots stays unchanged.
     """
 
     requests: Sequence[RequestKey]
     num_computed_tokens: Sequence[int]
-    """Tokens that are stored at the start of the step and will not be recomputed. Blocks that no
-    later query can see are freed first. They stay free even if the request does not fit.
+    """For each request, the tokens that are stored at the start of the step and will not be
+    recomputed. Blocks that no later query can see are freed before new blocks are allocated. They
+    stay free even if the request does not fit.
     """
     num_slots: Sequence[int]
     num_tokens: Sequence[int] = ()
-    """Tokens computed at the end of the step, draft tokens included. Empty means equal to
-    `num_slots`, which is the case without lookahead.
+    """For each request, the tokens computed at the end of the step, draft tokens included. An empty
+    sequence means equal to `num_slots`, which is the case without lookahead.
     """
 
 
 @dataclass(slots=True)
 class Commit:
-    """Publishes the blocks that end at or before `num_tokens`. Always fits."""
+    """Publishes blocks, that is, adds them to the prefix index under their hashes. Always fits.
+
+    For each request, these are the blocks that end at or before the request's `num_tokens`.
+    """
 
     requests: Sequence[RequestKey]
     num_tokens: Sequence[int]
@@ -107,7 +112,9 @@ class Lookup:
     max_hit_tokens: Sequence[int]
     new_hashes: Sequence[Sequence[BlockHash]]
     with_divergent_hits: bool = False
-    """Whether to also look up the hit of full attention alone, which states may not cover."""
+    """Whether to also look up the hit of the full-attention groups alone. Other groups may have
+    cached less of it.
+    """
 
 
 @dataclass(slots=True)
@@ -124,11 +131,11 @@ class Admission:
     num_slots: int
     """Token slots in the block tables after the admission."""
     num_commit_tokens: int
-    """Blocks that end at or before this token are published."""
+    """Blocks that end at or before this number of tokens are published."""
     num_reserve_slots: int
-    """Token slots, hits included, for which enough blocks must be free in addition to
-    `num_watermark_blocks`. With 0 only `num_slots` counts. For a request that has blocks they are
-    counted before the blocks outside its windows are freed.
+    """The admission fits only if enough blocks for this number of token slots, hits included, are
+    free in addition to `num_watermark_blocks`. With 0 only `num_slots` counts. If the request has
+    blocks already, free blocks are counted before the blocks outside its windows are freed.
     """
     num_watermark_blocks: int = 0
     new_hashes: Sequence[BlockHash] = ()
@@ -149,7 +156,9 @@ class Admission:
     its tables, nothing is looked up, and `num_hit_tokens` of its tokens are computed.
     """
     num_tokens: int | None = None
-    """Tokens computed at the end of the step (see `Grow.num_tokens`). None: as many as slots."""
+    """Tokens computed at the end of the step (see `Grow.num_tokens`). None means equal to
+    `num_slots`.
+    """
     num_prompt_tokens: int = 0
     """Tokens of the prompt. Later requests are likely to continue at its end."""
     shared_prefix_boundary: int = 0
@@ -157,10 +166,13 @@ class Admission:
     when `diverges` is set.
     """
     diverges: bool = False
-    """Whether this is a hit of full attention alone. Other groups load what they lack of it."""
+    """Whether the hit is a hit of the full-attention groups alone. The other groups load the blocks
+    that they lack.
+    """
     num_stored_tokens: int | None = None
-    """Tokens behind which windows free their blocks, if fewer than the computed tokens: the rest is
-    computed again, or steps in flight still read earlier tokens.
+    """Windows free the blocks that no query after this number of tokens can see. The number is set
+    if it is less than the number of computed tokens. This is so if the other tokens are computed
+    again, or if steps in flight still read earlier tokens.
     """
 
     @property
@@ -244,7 +256,7 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True)
 class AdmitResult:
-    """The complete block tables in each group, hits first, of the admitted requests."""
+    """The complete block tables of the admitted requests, for each group. Hit blocks are first."""
 
     groups: tuple[GroupBlocks, ...]
 
@@ -274,7 +286,9 @@ class Stop:
     item_index: int
     reason: StopReason
     num_hit_tokens: int = 0
-    """Tokens of the current hit if it has changed, else 0. `shared_prefix_boundary` likewise."""
+    """The tokens of the current hit if the hit has changed, else 0. `shared_prefix_boundary`
+    follows the same rule.
+    """
     shared_prefix_boundary: int = 0
 
 
@@ -284,8 +298,8 @@ class Outcome:
 
     num_free_blocks: int
     results: tuple[OperationResult | None, ...] = ()
-    """One result for each started operation, None for operations without a result. With a `stop`
-    the last result is partial.
+    """One result for each started operation, None for operations without a result. If `stop` is
+    set, the last result has only the items before the stop.
     """
     stop: Stop | None = None
     block_ids_to_zero: tuple[BlockId, ...] = ()
@@ -315,7 +329,9 @@ class Outcome:
 
     @property
     def hits(self) -> list[tuple[int, int]]:
-        """For each request that was looked up, its cached tokens and shared prefix boundary."""
+        """For each request that was looked up, its number of cached tokens and its shared prefix
+        boundary.
+        """
         return [
             hit
             for result in self.results
@@ -325,7 +341,9 @@ class Outcome:
 
     @property
     def divergent_hits(self) -> list[int]:
-        """Divergent hits of each request that was looked up, if requested."""
+        """The divergent hits, in tokens, of the requests that were looked up, if they were
+        requested.
+        """
         return [
             num_tokens
             for result in self.results

@@ -1,9 +1,9 @@
 """Packs block keys into bytes: a sequence with 6 bytes per key, or a set with fewer.
 
-Keys have 48 bits. The keys of a set are sorted. The first byte is replaced by a count for each of
-its 256 values. The second byte becomes the difference from the previous key, which is small and
-compresses well. The other four bytes stay unchanged. In a set of twenty thousand keys each key
-takes 4.5 bytes. Numbers are little-endian.
+Keys have 48 bits. The keys of a set are sorted. The first bytes of all keys are replaced by 256
+counts, one for each value of a byte. The second byte becomes the difference from the previous key,
+which is small and compresses well. The other four bytes stay unchanged. In a set of twenty thousand
+keys each key takes 4.5 bytes. Numbers are little-endian.
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""Computes how deep a chain of blocks is cached, by the rules of each attention type."""
+"""Computes the length of a block chain's cached prefix by the rules of each attention type."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +7,9 @@ from itertools import takewhile
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, chain_block_size
 
 IsCached = Callable[[int], bool]
-"""Whether a group has cached its block that ends with chain block `index`."""
+"""Receives the index of a chain block. Returns whether the group has cached its own block that ends
+with this chain block.
+"""
 
 
 def prefix_depth(

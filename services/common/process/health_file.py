@@ -62,7 +62,9 @@ class HealthFile:
             self._try_to_write()
 
     def _try_to_write(self) -> None:
-        """Writes the file. Logs a failure, such as a full disk, if it differs from the last one."""
+        """Writes the file. Logs a failure, such as a full disk, unless the last failure was the
+        same.
+        """
         failure = ""
         try:
             self.write()

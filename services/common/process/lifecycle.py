@@ -21,8 +21,8 @@ Every service is composed in its `__main__.py`, with this structure:
 Tests start `serve`, or a class of the same file, inside their own process on free ports.
 
 Imports create hundreds of thousands of objects and hardly any garbage. Repeated garbage collections
-of this growing heap would take a fifth of the processor time of a start. Ctrl-C during the imports
-ends the process at once, without a traceback.
+of this growing heap would take a fifth of the processor time of a process's startup. Ctrl-C during
+the imports ends the process at once, without a traceback.
 """
 
 import asyncio
@@ -56,12 +56,13 @@ def run_service(
 ) -> NoReturn:
     """Runs a service until it ends, then ends the process.
 
-    Reads the settings, configures logs, calls `prepare(settings)` before there is an event loop,
-    and awaits `serve(settings, stop)`. SIGTERM and SIGINT set `stop`. `serve` then drains and
-    returns, and the process exits with status 0. Another signal sets `stop` again, which ends
-    any work after the drain. A StepwellError of `prepare` or `serve` ends the process with its
-    sentence and exit status 1, a SettingError with status 2. After `serve` the interpreter is not
-    finalized, since that takes seconds with large libraries.
+    Reads the settings and configures logs. Calls `prepare(settings)` before there is an event loop,
+    and then awaits `serve(settings, stop)`. SIGTERM and SIGINT set `stop`. `serve` then drains and
+    returns, and the process exits with status 0. `serve` may clear `stop` and continue to work
+    after the drain. Another signal sets `stop` again. A StepwellError of `prepare` or `serve` ends
+    the process with the error's sentence and exit status 1. A SettingError does the same with
+    status 2. After `serve` the interpreter is not finalized, since that takes seconds with large
+    libraries.
     """
     settings = load_settings(settings_class, service)
     configure_logs(service, settings.log_level, settings.log_format)
@@ -107,7 +108,7 @@ def _on_unhandled_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]
     """Logs an error that no task awaits, except a failed look-up of a host name.
 
     If a connection attempt is cancelled, uvloop does not cancel its look-up and drops the result.
-    The caller that wanted to connect has received an error of its own.
+    The caller that wanted to connect has received another error.
     """
     future = context.get("future")
     is_task = isinstance(future, asyncio.Task)

@@ -126,7 +126,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """The fields of a line: those in `extra`, and those of the request being served.
 
-    Without a trace among them, the ids of the current trace and span are added.
+    If these fields have no trace id, the ids of the current trace and span are added.
     """
     fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
     fields.update(REQUEST_FIELDS.get() or {})

@@ -1,5 +1,5 @@
-"""Settings that every service has: addresses, its certificate for other services, traces, logs, and
-the drain time.
+"""Settings that every service has: addresses, the certificate with which it connects to other
+services, traces, logs, and the drain time.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class ServiceSettings:
 
 
 def allowed_names() -> Any:
-    """Defines this setting for a service that is called by other services."""
+    """Defines the setting `allowed_names` of a service that is called by other services."""
     return setting(
         (),
         doc="subject alternative names, comma-separated, of which one must be in the certificate "
@@ -75,7 +75,7 @@ def allowed_names() -> Any:
 
 
 def server_name() -> Any:
-    """Defines this setting for a service that calls other services."""
+    """Defines the setting `server_name` of a service that calls other services."""
     return setting(
         None,
         doc="name that must be in the certificates of the services called here, where it is not "

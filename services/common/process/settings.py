@@ -1,9 +1,9 @@
 """Settings of a service: a frozen, flat dataclass, filled from flags and environment variables.
 
 The worker's field `max_num_seqs` is the flag `--max-num-seqs` and the variable
-`STEPWELL_WORKER_MAX_NUM_SEQS`. A flag overrides a variable, and a variable overrides the default.
-A value that does not parse or fails its check ends the process with one sentence and exit status
-2, and so does an unknown name. Every variable `STEPWELL_…` must be one that some program reads,
+`STEPWELL_WORKER_MAX_NUM_SEQS`. A flag overrides a variable, and a variable overrides the default. A
+value that does not parse or fails its check ends the process with one sentence and exit status 2.
+An unknown name does the same. Every variable `STEPWELL_…` must be one that some program reads,
 since a misspelled one could leave a server open or a limit unset.
 
 A secret, such as a key, can also be read from a file, so that neither the command line nor the
@@ -88,7 +88,7 @@ def between(low: float, high: float) -> Check:
 
 
 def one_of(names: Collection[str]) -> Check:
-    """Returns a check that a text is one of `names`, as they are at the time of the check."""
+    """Returns a check that a text is one of `names`, which may change until the check runs."""
     return lambda value: None if value in names else f"must be one of {', '.join(names)}"
 
 
@@ -158,7 +158,7 @@ def parse_settings(
 
 
 def _variables(cls: type[IsDataclass], service: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The values of settings in the environment, by field name.
+    """Maps field names to the values that the environment sets.
 
     Raises SettingError for a name that no program reads, or a secret's file that cannot be read.
     """
@@ -190,7 +190,7 @@ def _require_known(service: str, environ: Mapping[str, str], known: Collection[s
 
 
 def _secret(variable: str, path: Path) -> str:
-    """Reads a secret from a file. Each line is one item of a list."""
+    """Reads a secret from a file. If the secret is a list, each word of the file is one item."""
     try:
         return ",".join(path.read_text().split())
     except (OSError, UnicodeDecodeError) as error:

@@ -50,7 +50,8 @@ class RedisConnection:
     """Calls Redis and connects when necessary. Calls may overlap."""
 
     def __init__(self, url: str, *, blocking: bool = False) -> None:
-        """`blocking` is for commands that wait at the server: only the whole call has a time limit.
+        """`blocking` permits commands that wait at the server. Only a whole call has a time limit
+        then.
 
         Raises SettingError if a file that the URL names is missing.
         """
@@ -68,7 +69,9 @@ class RedisConnection:
         self._connecting = asyncio.Lock()
 
     async def call(self, use: Callable[[Client], Awaitable[T]], seconds: float = CALL_SECONDS) -> T:
-        """Returns the result of `use`. Raises RedisUnavailable, after `seconds` at the latest."""
+        """Calls `use` with the client and returns its result. Raises RedisUnavailable after at most
+        `seconds`.
+        """
         try:
             async with asyncio.timeout(seconds):
                 answer = await use(await self._connected())
@@ -98,9 +101,10 @@ class RedisConnection:
         return await self.call(use, seconds)
 
     async def require_usable(self) -> None:
-        """Raises SettingError if there is no Redis at the URL, or password or certificate is wrong.
+        """Raises SettingError if no Redis is at the URL, or if the password or certificate is
+        wrong.
 
-        A server that is unreachable now may become reachable later, so that is only logged.
+        An unreachable server is only logged, because it may become reachable later.
         """
         try:
             await self.call(lambda client: client.ping(), FIRST_CALL_SECONDS)
@@ -134,7 +138,7 @@ class RedisConnection:
 
 
 def why_unusable(error: BaseException) -> str | None:
-    """What is wrong with a URL, password or certificate, judging by the error of a call.
+    """Infers from the error of a call what is wrong with the URL, password or certificate.
 
     Returns None if a later retry may succeed.
     """
@@ -174,7 +178,8 @@ def _raise_if_cancelled() -> None:
 
 
 def _text(error: BaseException) -> str:
-    """An error in one line, without the command with which errors of pipelines begin."""
+    """The text of an error in one line. The command at the start of a pipeline's error is removed.
+    """
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return str(error).rpartition("caused error: ")[2] or repr(error)

@@ -7,8 +7,8 @@
 `kvd:{fp}:snap:N:E`       all keys of node N in its epoch E; expires
 
 `fp` is the model's fingerprint. The braces put all keys of a model into one slot of Redis Cluster.
-Binary values begin with a CRC-32 of the following bytes. Numbers are little-endian. The block keys
-of a log entry are packed with 6 bytes each, the block keys of a snapshot as a set.
+Binary values begin with a CRC-32 of the following bytes. Numbers are little-endian. In a log entry,
+block keys are packed with 6 bytes each. In a snapshot, they are packed as a set.
 """
 
 import json
@@ -53,7 +53,7 @@ class DirectoryKeys:
 
     @classmethod
     def of(cls, fingerprint: bytes) -> "DirectoryKeys":
-        """Returns the names for a model, which contain 64 bits of its fingerprint."""
+        """Returns the names of a model's keys. They contain 64 bits of the model's fingerprint."""
         return cls(f"kvd:{{{fingerprint[:8].hex()}}}")
 
     @property
@@ -76,7 +76,9 @@ class DirectoryKeys:
         return f"{self.prefix}:lease:{node}"
 
     def snapshot(self, node: str, epoch: int) -> str:
-        """The name of an epoch's snapshot. A late snapshot of an older epoch replaces nothing."""
+        """The name of an epoch's snapshot. It differs for each epoch, so no other epoch can
+        overwrite it.
+        """
         return f"{self.prefix}:snap:{node}:{epoch}"
 
 

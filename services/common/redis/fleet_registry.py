@@ -84,7 +84,7 @@ class FleetRegistry:
 
 
 def record_to_bytes(replica: RegisteredReplica) -> bytes:
-    """Encodes a record. One process always has the same bytes."""
+    """Encodes a record. The bytes for a process are always the same."""
     values = {"address": replica.address, "node": replica.node}
     return json.dumps(values, separators=(",", ":")).encode()
 

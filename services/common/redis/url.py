@@ -7,8 +7,8 @@ NEEDS_REDIS = "--redis-url needs the package redis: pip install 'stepwell[redis]
 
 _SCHEMES = ("redis", "rediss")
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-"""Query parameters of a rediss:// URL that name files: the authorities (CA) of the server's
-certificate, by default the system's; and a client certificate with its key.
+"""Query parameters of a rediss:// URL that name files. The first file has the trusted authorities
+(CA), by default the system's authorities. The others are a client certificate and its key.
 """
 _FORM = "must be redis://[user:password@]host:port, rediss://… for TLS, or unix://PATH"
 
@@ -27,7 +27,7 @@ def is_redis_url(value: str) -> str | None:
 
 
 def missing_file(url: str) -> str | None:
-    """What is wrong with the files that a URL names. None if all exist."""
+    """Returns a sentence about a missing file that a URL names, or None if all files exist."""
     for name, value in parse_qsl(urlsplit(url).query):
         if name in _FILES and not url.startswith("rediss:"):
             return f"{name} is for rediss:// URLs"

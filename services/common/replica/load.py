@@ -18,4 +18,5 @@ class ReplicaLoad:
     seconds_per_prompt_token: float = 0.0
     seconds_per_decode: float = 0.0
     num_other_requests: int = 0
-    """The requests in `num_requests` that other gateways sent than the receiver of this report."""
+    """The requests in `num_requests` that were not sent by the gateway that receives this report.
+    """

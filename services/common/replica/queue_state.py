@@ -9,7 +9,7 @@ RETRY_AFTER_SECONDS = 1.0
 
 
 def longest_wait(timeout_seconds: float, service_seconds: float) -> float:
-    """The seconds for which a request with a timeout may wait in the queue.
+    """The number of seconds for which a request with a timeout may wait in the queue.
 
     This is the timeout minus the usual service time. At most half of the timeout is subtracted.
     """
@@ -27,18 +27,19 @@ class QueueState:
     num_waiting: int
     max_num_waiting: int
     max_queue_seconds: float
-    """The longest time that a request without output may wait to be scheduled; 0 for no limit."""
+    """Limit on the time that a request without output waits to be scheduled. 0 means no limit."""
     seconds_per_request: float = 0.0
-    """Delay added by each request ahead that needs another one to finish first. 0 if unknown."""
+    """Seconds that each request ahead adds if it must wait for the end of another. 0 if unknown."""
     service_seconds: float = 0.0
     """Seconds from a request's admission to its end; 0 if unknown."""
     num_running: int = 0
     is_blocked: bool = False
-    """Whether requests wait because the last step had no blocks or no tokens for them."""
+    """Whether requests wait because the last step had no free blocks or no token budget for them.
+    """
     num_free: int = 0
-    """Waiting requests with free slots and blocks, which need no other request to finish."""
+    """The number of waiting requests for which slots and blocks are free already."""
     seconds_per_prompt: float = 0.0
-    """Delay added by each of the `num_free` requests ahead, for its prompt. 0 if unknown."""
+    """Seconds that the prompt of each of the `num_free` requests adds. 0 if unknown."""
 
     def expected_wait(self, num_waiting: int) -> float:
         """Seconds until a request with `num_waiting` requests ahead of it is scheduled."""
@@ -65,14 +66,16 @@ class QueueState:
         has_output: bool = False,
         num_waiting: int | None = None,
     ) -> ResourceExhausted | None:
-        """Why another request is rejected while `num_waiting` wait. None if it is accepted."""
+        """Returns the error that rejects another request while `num_waiting` requests wait, or
+        None.
+        """
         longest = self.longest_wait(timeout_seconds, has_output=has_output)
         return self.refusal_within(longest, num_waiting)
 
     def refusal_within(
         self, longest: float | None, num_waiting: int | None = None
     ) -> ResourceExhausted | None:
-        """Why a request that may wait for `longest` seconds is rejected, or None.
+        """Returns the error that rejects a request that may wait for `longest` seconds, or None.
 
         `longest` is a result of `longest_wait`; None means no limit.
         """

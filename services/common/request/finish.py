@@ -23,8 +23,9 @@ class Finish:
 def ending_token_ids(sampling: SamplingParams) -> frozenset[int]:
     """Tokens that end a sequence: EOS tokens and the client's stop tokens.
 
-    Requests with equal tokens share one set. Each step looks up tokens of each request, and with a
-    thousand different sets most look-ups would miss the processor's caches.
+    Requests with equal tokens share one set object. Each step looks up the new tokens of each
+    request in its set. With a thousand set objects, most look-ups would miss the processor's
+    caches.
     """
     return _token_set((*sampling.eos_token_ids, *sampling.stop_token_ids))
 
@@ -46,7 +47,7 @@ def append_until_end(
 
     Returns how the sequence ends, or None if it continues. `ending` is
     `ending_token_ids(sampling)`. The checks are in vLLM's order: EOS, stop tokens, length,
-    repetition. Before `min_tokens` only the length ends a sequence.
+    repetition. Before `min_tokens` output tokens, only the length limit ends a sequence.
     """
     repetition = sampling.repetition_detection
     for token_id in new_token_ids:

@@ -14,7 +14,7 @@ class FinishReason(enum.Enum):
     REPETITION = "repetition"
     """The output repeated a pattern, by the rule of `repetition_detection`."""
     STEP_FAILED = "step_failed"
-    """The workers failed in every step of the request, also in steps without other requests."""
+    """The workers failed in every step with this request, even in steps without other requests."""
     KV_LOAD_FAILED = "kv_load_failed"
     """Keys and values of the request could not be loaded from external storage, and the request
     does not permit computing them instead.

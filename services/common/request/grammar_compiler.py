@@ -1,6 +1,7 @@
 """Compiles structured outputs for one vocabulary with llguidance.
 
-The gateway compiles a grammar to check it, and workers to enforce it. Both get the same result.
+The gateway compiles a grammar to check it. Workers compile it to enforce it. Both get the same
+result.
 """
 
 import json
@@ -20,7 +21,7 @@ from services.common.request.structured_outputs import (
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Limits of computing a token mask, in llguidance's work units; about 15,000 take a millisecond.
+# Limits on the work for one token mask, in llguidance's units. About 15,000 units take 1 ms.
 _STEP_LEXER_FUEL = 60_000
 _STEP_MAX_ITEMS = 10_000
 _MAX_LEXER_STATES = 20_000
@@ -31,9 +32,10 @@ _SLICES = [
     *(f"{_IN_STRING}{{1,{length}}}" for length in (6, 8, 10, 12, 15, 20, 30)),
     f"{_IN_STRING}+",
 ]
-"""Patterns whose tokens are allowed together if a grammar allows every text of the pattern. All
-other tokens are tested one by one. The lengths 10 and 30 are added to llguidance's own, so that
-most tokens inside a JSON string with `maxLength` are covered too.
+"""If a grammar allows every text that matches one of these patterns, all matching tokens are
+allowed at once. All other tokens are tested one by one. The lengths 10 and 30 are added to
+llguidance's own patterns, so that patterns also match most tokens in a JSON string with
+`maxLength`.
 """
 
 
@@ -46,8 +48,8 @@ class GrammarCompiler:
         """`tokenizer_json` is the text of a tokenizer.json.
 
         Token ids below `vocab_size` that the tokenizer lacks are never allowed. `eos_token_ids` are
-        allowed where an output may end. Takes a second for a large vocabulary. Raises ValueError
-        for a tokenizer whose tokens are not made of bytes.
+        allowed at positions where an output may end. Takes a second for a large vocabulary. Raises
+        ValueError for a tokenizer whose tokens are not made of bytes.
         """
         described = json.loads(tokenizer_json)
         described["truncation"] = described["padding"] = None
@@ -69,7 +71,7 @@ class GrammarCompiler:
 
         Raises InvalidArgument with llguidance's reason if the grammar is invalid or cannot be
         enforced. The decision depends only on the text and the vocabulary, not on the compile time.
-        Size limits on the text bound that time, to about two seconds in the worst known case.
+        Size limits on the text bound the compile time to about two seconds in the worst known case.
         Compiling releases the GIL.
         """
         wanted.validate()

@@ -55,11 +55,13 @@ class Pooler:
     matryoshka_dimensions: tuple[int, ...] = ()
     """The permitted lengths of truncated vectors. Empty permits any length."""
     takes_whole_prompts: bool = False
-    """Whether tokens attend to later tokens. If so, a prompt is computed in one step, uncached."""
+    """Whether tokens attend to later tokens. If so, one step computes a whole prompt, without
+    prefix hits.
+    """
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether prefix hits can be used, which requires that only the last state is needed."""
+        """Whether prefix hits can be used. They can if only the last hidden state is needed."""
         return self.pooling_type is PoolingType.LAST and not self.takes_whole_prompts
 
     def check(self, params: PoolingParams, num_tokens: int) -> None:

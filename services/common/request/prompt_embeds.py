@@ -1,4 +1,4 @@
-"""A prompt given as token embeddings instead of tokens.
+"""A prompt that a client gives as token embeddings instead of tokens.
 
 Services without tensor libraries store the numbers as bytes, check their count, and add their
 digest to the cache salt. Where token ids are required, such a prompt has the token id 0 throughout.
@@ -13,7 +13,7 @@ from services.common.errors import InvalidArgument
 
 PLACEHOLDER_TOKEN = 0
 _CHECKED_BYTES = 2**18
-"""Bytes that are checked at once. A multiple of the size of every number type."""
+"""The number of bytes that are checked at once. It is a multiple of every number type's size."""
 
 
 class EmbedsDtype(enum.Enum):
@@ -37,8 +37,8 @@ class EmbedsDtype(enum.Enum):
 class PromptEmbeds:
     """A matrix [num_tokens, hidden_size] in row-major order, little-endian.
 
-    Raises InvalidArgument if there are no rows or more rows than numbers. The number of tokens is
-    thus bounded by the number of bytes.
+    Raises InvalidArgument if there are no rows, or more rows than numbers. The second check bounds
+    the number of tokens by the number of bytes.
     """
 
     num_tokens: int
@@ -54,7 +54,7 @@ class PromptEmbeds:
 
     @property
     def placeholders(self) -> list[int]:
-        """Token ids that stand for the rows."""
+        """Placeholder token ids, one for each row."""
         return [PLACEHOLDER_TOKEN] * self.num_tokens
 
     def rest(self, num_computed_tokens: int) -> "PromptEmbeds | None":

@@ -1,4 +1,4 @@
-"""Detects answers that repeat the same few tokens, by vLLM's `repetition_detection`."""
+"""Detects answers that repeat the same few tokens: vLLM's `repetition_detection`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from services.common.errors import InvalidArgument
 
 FIELD = "repetition_detection"
 MAX_PATTERN_SIZE = 1024
-"""Limits the work per new token, which is compared with up to this many earlier tokens."""
+"""Limit on the pattern size. A new token is compared with at most this number of earlier tokens."""
 MAX_COUNT = 2**31 - 1
 
 
@@ -23,7 +23,8 @@ class RepetitionDetection:
     def of(
         cls, max_pattern_size: int, min_pattern_size: int, min_count: int
     ) -> "RepetitionDetection | None":
-        """Creates a rule from client values: None if both sizes are 0. A minimum of 0 means 1."""
+        """Creates a rule from a client's values. None if both sizes are 0. A minimum of 0 means 1.
+        """
         if max_pattern_size == min_pattern_size == 0:
             return None
         return cls(max_pattern_size, min_pattern_size or 1, min_count)
@@ -46,7 +47,7 @@ class RepetitionDetection:
     def found_at_end(self, token_ids: Sequence[int], start: int) -> bool:
         """Whether the tokens from `start` on end with such a repetition.
 
-        A comparison of the last token alone excludes most sizes.
+        Comparing only the last token excludes most pattern sizes.
         """
         num_output = len(token_ids) - start
         longest = min(self.max_pattern_size, num_output // self.min_count)
@@ -58,8 +59,8 @@ class RepetitionDetection:
     def _repeats(self, token_ids: Sequence[int], size: int) -> bool:
         """Whether the tokens end with `min_count` patterns of this size.
 
-        If so, the end without one pattern equals itself shifted by one pattern. Increasingly long
-        ends are compared until the first difference.
+        If they do, each token of the repeated part equals the token one pattern earlier.
+        Increasingly long parts at the end are compared until the first difference.
         """
         end, wanted, length = len(token_ids), size * (self.min_count - 1), 1
         while length < wanted:

@@ -65,7 +65,7 @@ _READERS: dict[str, Callable[[Any], object]] = {
         message.begins_inside,
     ),
 }
-"""Readers of the fields that are not plain numbers."""
+"""Maps each field that is not a plain number to the function that reads it."""
 
 _WRITERS: dict[str, Callable[[Any], object]] = {
     "bad_words": lambda words: [common_pb2.TokenIds(ids=word) for word in words],
@@ -73,4 +73,4 @@ _WRITERS: dict[str, Callable[[Any], object]] = {
     "structured_outputs": structured_outputs_to_proto,
     "thinking_budget": lambda budget: common_pb2.ThinkingBudget(**asdict(budget)),
 }
-"""Writers of the fields that consist of messages."""
+"""Maps each field that consists of messages to the function that writes it."""

@@ -7,15 +7,15 @@ from services.common.request.schema_refs import find_ref, with_encoded_refs
 from services.common.request.structured_outputs import invalid
 
 _MAX_PARTS = 10_000
-"""The most schema parts that are examined for an instance. Above it an instance is assumed."""
+"""Limit on the schema parts that are examined to find an instance. Above it, one is assumed."""
 _ALTERNATIVES = ("anyOf", "oneOf")
 
 
 def held_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the schema with its references encoded as URIs.
 
-    Raises InvalidArgument for a schema that llguidance would not enforce correctly: llguidance
-    counts a repeated name several times, and follows endless references.
+    Raises InvalidArgument for a schema that llguidance would not enforce correctly. This can happen
+    because llguidance counts a repeated name several times and follows endless references.
     """
     checks = _Checks(schema)
     try:

@@ -13,8 +13,8 @@ MAX_DEPTH = 64
 MAX_NODES = 10_000
 MAX_CHOICES = 4096
 KEPT_GRAMMARS = 32
-"""The number of recently used grammars that a worker keeps compiled. Of grammars that compile
-slowly, it keeps more.
+"""The number of recently used grammars that a worker keeps compiled. It keeps additional grammars
+that compile slowly.
 """
 JSON_OPTIONS = {
     # Whitespace between two JSON tokens. Without a limit a model could generate it forever.
@@ -49,8 +49,8 @@ class StructuredOutputs:
     def validate(self) -> None:
         """Raises InvalidArgument if the text is empty or exceeds a size limit.
 
-        The limits apply to its bytes and, for JSON, to the number and the depth of its values.
-        Every service validates every request, so recent results are cached.
+        The limits apply to the number of bytes and, for JSON, to the number of values and their
+        depth. Every service validates every request, so recent results are cached.
         """
         _validate(self)
 

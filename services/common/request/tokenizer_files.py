@@ -1,4 +1,4 @@
-"""The fingerprint of a model's tokenizer, by which gateway and worker are compared."""
+"""The fingerprint of a model's tokenizer, which gateway and worker compare."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -15,8 +15,8 @@ def has_tokenizer(directory: Path) -> bool:
 def tokenizer_fingerprint(directory: Path) -> bytes:
     """32 bytes that are equal for equal tokenizers; empty without tokenizer files.
 
-    They depend on `tokenizer.json` alone if it exists, since it is complete. Otherwise they depend
-    on the files from which it would be built.
+    If `tokenizer.json` exists, the bytes depend on this file alone, since it is complete. Otherwise
+    they depend on the files from which it would be built.
     """
     present = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not present:

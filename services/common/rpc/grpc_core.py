@@ -16,7 +16,7 @@ def tune_grpc(environ: MutableMapping[str, str]) -> None:
     an additional thread on each side. With the older poller a message and its answer on a stream
     between two processes take 0.6 of the time and of the processor time (grpcio 1.85.1, 2 kB, Unix
     socket). A later grpc without these experiments logs one line. With fork support grpc logs a
-    line for each started process. Below the level of errors it logs each failed TLS handshake, and
+    line for each started process. At levels below error, grpc logs each failed TLS handshake, and
     strangers can cause many of these.
     """
     environ.setdefault(EXPERIMENTS, OLDER_POLLER)

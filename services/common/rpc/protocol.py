@@ -2,8 +2,8 @@
 
 A client sends its protocol and version with its first call: a gateway when it opens a session, a
 scheduler when it opens its pool and queries its workers. A service with another protocol rejects
-this call. The answer contains the service's own protocol, which the client compares. So neither
-side misinterprets a message.
+this call. The answer contains the service's own protocol, which the client compares. Because of
+these checks, neither side misinterprets a message.
 """
 
 from functools import cache
@@ -14,10 +14,10 @@ from stepwell.common.v1 import common_pb2
 from services.common.errors import FailedPrecondition
 
 PROTOCOL = 2
-"""Increased with each change of the contracts that makes a service without the change compute,
-answer or store something wrong. Examples are a field that must be honoured, a field with a new
-meaning or encoding, and a message that must be answered. Changes that can be ignored without harm,
-such as a new statistic, do not increase it.
+"""Increased with each incompatible change of the contracts, that is, if a service without the
+change would compute, answer or store something wrong. Examples are a field that must be honoured, a
+field with a new meaning or encoding, and a message that must be answered. Changes that can be
+ignored without harm, such as a new statistic, do not increase it.
 """
 
 

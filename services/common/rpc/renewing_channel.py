@@ -13,10 +13,10 @@ _MOST_TIMEOUTS = 2
 class RenewingChannel(ForwardingChannel):
     """A channel whose new calls use the current certificate and a working connection.
 
-    A grpc channel keeps the certificate with which it was created, and its connection while that
-    seems intact. This class creates a new channel for the next call after a change of the
-    certificate, after `renew`, or after two consecutive calls that timed out. Running calls
-    continue on their connection, which is closed when the last of them has ended.
+    A grpc channel keeps the certificate with which it was created. It also keeps its connection
+    while the connection seems intact. This class creates a new channel for the next call after a
+    change of the certificate, after `renew`, or after two consecutive calls that timed out. Running
+    calls continue on their connection, which is closed when the last of them has ended.
     """
 
     def __init__(

@@ -5,8 +5,8 @@ import random
 from services.common.errors import StepwellError
 
 JITTER = 0.25
-"""The largest random addition to a retry hint, as a fraction of it. It keeps clients that were
-rejected together from returning together.
+"""Limit on the random addition to a retry hint, as a fraction of the hint. The addition keeps
+clients that were rejected together from returning together.
 """
 
 

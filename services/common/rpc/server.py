@@ -33,11 +33,11 @@ Check = Callable[[Context], None]
 logger = logging.getLogger(__name__)
 
 LIVENESS = ""
-"""The liveness service in grpc.health.v1. A process that is not SERVING must be replaced."""
+"""The liveness service in grpc.health.v1. If not SERVING, the process must be replaced."""
 READINESS = "ready"
 """The readiness service in grpc.health.v1. If SERVING, requests can be served now."""
 _MAX_HEALTH_RPCS = 64
-"""Concurrent calls on an address that serves only health."""
+"""Limit on the concurrent calls on an address that serves only health."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -58,10 +58,10 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 class GrpcServer:
     """Several services on one port. Call `add` for each, then `start`, and finally `drain`.
 
-    Health has the liveness service "", and for readiness the service "ready" and each service's
-    name. `max_concurrent_rpcs` limits the running calls, long streams included. Further calls are
-    rejected with RESOURCE_EXHAUSTED. `options` extend or replace SERVER_OPTIONS. Handlers that
-    `interceptors` return may raise StepwellError.
+    The health service reports liveness under the name "", and readiness under "ready" and under
+    each service's name. `max_concurrent_rpcs` limits the running calls, long streams included.
+    Further calls are rejected with RESOURCE_EXHAUSTED. `options` extend or replace SERVER_OPTIONS.
+    Handlers that `interceptors` return may raise StepwellError.
     """
 
     def __init__(
@@ -201,7 +201,8 @@ def _status(serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
 def _bind(server: grpc.aio.Server, address: str, tls: "Tls | None") -> int:
     """Binds an address and returns its port. Raises Unavailable.
 
-    A Unix socket of another process that listens is also an error, since grpc would remove it.
+    A Unix socket at which another process listens is also an error, since grpc would remove the
+    socket.
     """
     if is_unix_address(address):
         path = Path(unix_path(address))

@@ -44,7 +44,7 @@ _CONNECTION_ENDS = (
     (r"Connection reset", "closed the connection"),
     (r"Socket closed", "closed the connection"),
 )
-"""Patterns of grpc's messages about connections, with their meaning. The first match counts."""
+"""Patterns of grpc's messages about connections, each with its meaning. The first match counts."""
 _WRITE_FAILED = "Internal error from Core"
 """grpc.aio's message, with INTERNAL, for a connection that ended during a write."""
 
@@ -124,7 +124,8 @@ RpcError = grpc.aio.AioRpcError | grpc.Call
 
 
 def from_rpc_error(rpc_error: RpcError) -> errors.StepwellError:
-    """Returns the error that a server raised, or for other failures one by the status code."""
+    """Returns the error that a server raised. Other failures become an error for the status code.
+    """
     kind = _KIND_OF.get(rpc_error.code(), errors.InternalError)
     message = rpc_error.details() or rpc_error.code().name
     reason = field = retry_after_seconds = None
@@ -157,6 +158,6 @@ def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
 
 
 def _connection_end(details: str) -> str:
-    """What happened to a connection. Unknown grpc messages are quoted."""
+    """Describes what happened to a connection. Unknown grpc messages are quoted."""
     meanings = (meaning for words, meaning in _CONNECTION_ENDS if re.search(words, details))
     return next(meanings, f"is gone: {details}")

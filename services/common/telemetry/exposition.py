@@ -1,8 +1,9 @@
 """Metrics of one or several processes in Prometheus' text format 0.0.4 or in OpenMetrics.
 
-This module writes both formats itself. Client libraries write `vllm_` for `vllm:` in OpenMetrics
-and in version 1.0.0 of the text format, except if names may be UTF-8. Texts between processes have
-format 0.0.4, with exemplars if requested. `open_metrics` converts such a text to OpenMetrics.
+This module writes both formats itself, because client libraries replace `vllm:` by `vllm_` in
+OpenMetrics and in version 1.0.0 of the text format, unless names may be UTF-8. Processes exchange
+texts in format 0.0.4, with exemplars if requested. `open_metrics` converts such a text to
+OpenMetrics.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -21,7 +21,7 @@ class Histogram:
     __slots__ = ("_bounds", "_counts", "_exemplars", "sum")
 
     def __init__(self, name: str) -> None:
-        """`name` is the name of a metric, whose specification has the buckets."""
+        """`name` is the name of a metric. The metric's specification has the buckets."""
         self._bounds = SPECS[name].buckets
         self._counts = [0] * (len(self._bounds) + 1)
         self._exemplars: dict[int, Exemplar] = {}

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _CONNECTION_SECONDS = 10.0
 
 Render = Callable[[bool], bytes]
-"""Returns the metrics as text of format 0.0.4. The argument selects exemplars."""
+"""Returns the metrics as text of format 0.0.4. The argument is whether to add exemplars."""
 
 
 @contextmanager

@@ -11,10 +11,14 @@ from services.common.rpc.server import GrpcServer
 from services.common.telemetry.exposition import Exposition, is_exposition
 
 COLLECT_TIMEOUT_SECONDS = 1.0
-"""A process that takes longer is omitted, so that a scrape does not wait for a hung process."""
+"""Limit on the time for one process. A slower process is omitted, so that a hung process does not
+block a scrape.
+"""
 
 Collect = Callable[[Mapping[str, str], bool], Awaitable[bytes]]
-"""Returns the metrics as text, with these labels added to each series, and optional exemplars."""
+"""Returns the metrics as text. The arguments are labels that are added to each series, and whether
+to add exemplars.
+"""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 

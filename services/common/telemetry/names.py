@@ -1,7 +1,7 @@
 """Stable names of spans, attributes and metrics, on which dashboards and queries depend.
 
-Spans of the gateway follow the OpenTelemetry GenAI conventions. Metrics have vLLM's names where
-their meaning is vLLM's, and the prefix `stepwell_` elsewhere.
+Spans of the gateway follow the OpenTelemetry GenAI conventions. A metric with the meaning of a vLLM
+metric has vLLM's name. All other metrics have the prefix `stepwell_`.
 """
 
 # Spans. A request's trace has the gateway's server span and its parts. For each replica that the
@@ -87,8 +87,9 @@ ATTR_WAITED_FOR = "stepwell.waited_for"
 ATTR_SESSION_WAIT_SECONDS = "stepwell.session_wait_seconds"
 ATTR_WAIT_SECONDS = "stepwell.wait_seconds"
 ATTR_TIME = "stepwell.time"
-"""The parts of a request's time in one line. With `.NAME` added it is the seconds of one part.
-`.NAME.request_id` and `.NAME.step` identify what was waited for.
+"""The attribute with all parts of a request's time, in one line. The attribute with the suffix
+`.NAME` has the seconds of the part NAME. The suffixes `.NAME.request_id` and `.NAME.step` identify
+the request and the step that caused this part.
 """
 ATTR_NUM_AHEAD = "stepwell.num_ahead"
 ATTR_PREEMPTED_FOR = "stepwell.preempted_for"

@@ -9,7 +9,7 @@ from services.common.telemetry.tracing import configure_tracing
 
 
 class SpanCollector(SpanExporter):
-    """Has its own Tracing object, and stores the ended spans until `take`."""
+    """Has its own Tracing object. Stores ended spans until `take` is called."""
 
     def __init__(self, service: str) -> None:
         self.tracing = configure_tracing(service, "", 1.0, exporter=self)

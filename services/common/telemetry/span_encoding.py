@@ -104,7 +104,7 @@ def _event(event: Event) -> trace_pb2.Span.Event:
 
 @lru_cache(_MANY)
 def _link(link: Link) -> bytes:
-    """The encoded message of a span with only this link. Links compare equal by identity."""
+    """The encoded message of a span with only this link. Two links are equal only if identical."""
     context = link.context
     message = trace_pb2.Span.Link(
         trace_id=context.trace_id.to_bytes(16),

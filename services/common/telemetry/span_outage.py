@@ -29,9 +29,9 @@ class SpanOutage:
 
     def __init__(self) -> None:
         self._num_dropped: Counter[DropReason] = Counter()
-        """Drops as of the last export."""
+        """The counts of dropped spans at the last export."""
         self._before: Counter[DropReason] | None = None
-        """Drops as of the last export before the outage. None if there is no outage."""
+        """The counts at the last export before the outage. None if there is no outage."""
 
     def exported(
         self, num_dropped: Counter[DropReason], failure: str | None, *, is_caught_up: bool
@@ -39,7 +39,7 @@ class SpanOutage:
         """Must be called after each export with the total drops and the batch's failure, if any.
 
         `is_caught_up` means that the batch was accepted and less than one batch waits. An outage
-        ends when this is so and no span was dropped since the previous batch.
+        ends when `is_caught_up` is set and no span was dropped since the previous batch.
         """
         before, self._num_dropped = self._num_dropped, num_dropped.copy()
         if self._num_dropped != before:

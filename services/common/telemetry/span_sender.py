@@ -1,8 +1,9 @@
 """Sends spans to a collector from a separate thread, and counts the spans that are lost.
 
-A collector that is down, slow or full costs only spans: the queue is bounded, and spans that do not
-fit are dropped at once. Spans that the collector could not accept are sent again until it has been
-unavailable for a minute. During this minute spans are lost only if the queue is full.
+A collector that is down, slow or full causes only a loss of spans, because the queue is bounded and
+spans that do not fit are dropped at once. Spans that the collector could not accept are sent again
+until it has been unavailable for a minute. During this minute spans are lost only if the queue is
+full.
 """
 
 import contextlib

@@ -40,7 +40,7 @@ EXPLANATIONS: Mapping[str, str] = {
     CLIENT: "The client sent its body, or read the rest of its answer.",
     GATEWAY: "The gateway tokenized, checked, routed and sent.",
 }
-"""Explanations by the part's name, in the order of display."""
+"""Maps the name of each part to its explanation, in the order of display."""
 
 _OF_REASONS: Mapping[str, str] = {
     "max_seqs": "slots",
@@ -58,7 +58,7 @@ _OF_REASONS: Mapping[str, str] = {
     "idempotency_key": "retry",
     "body_budget": GATEWAY,
 }
-"""The part of each wait reason whose name differs from the reason."""
+"""Maps a wait reason to the name of its part, if the two names differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,9 @@ def parts_of_attributes(attributes: Mapping[str, Any]) -> tuple[TimePart, ...]:
 
 
 def _unit(nanos: int) -> tuple[int, str, int]:
-    """Returns the nanoseconds per last digit, the unit's name, and the number of decimals."""
+    """Returns the value of the last digit in nanoseconds, the unit's name, and the number of
+    decimals.
+    """
     if nanos >= 950_000_000:
         return 100_000_000, "s", 1
     if nanos >= 9_500_000:

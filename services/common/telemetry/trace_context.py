@@ -11,7 +11,7 @@ _TRACEPARENT = re.compile(
 )
 """Versions after 00 may have additional fields at the end."""
 _MAX_TRACESTATE_CHARACTERS = 512
-"""A longer `tracestate` is dropped. W3C requires no more than this."""
+"""A longer `tracestate` is dropped. W3C does not require longer ones to be kept."""
 
 
 def new_trace_id() -> int:

@@ -10,7 +10,8 @@ _MAX_ENTRIES, _MAX_SHOWN_CHARACTERS = 16, 256
 
 @dataclass(frozen=True, slots=True)
 class TraceHeaders:
-    """A request's headers. `traceparent` is empty without sampling, the others if absent."""
+    """A request's trace headers. An absent header is empty, and so is `traceparent` if unsampled.
+    """
 
     traceparent: str = ""
     tracestate: str = ""

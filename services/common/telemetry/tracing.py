@@ -44,7 +44,7 @@ _SCOPE = InstrumentationScope("stepwell")
 _UNSET = Status()
 
 MAX_LINKS = 1024
-"""The most links of a span. A span with more omits some and has their number as an attribute."""
+"""Limit on the links of a span. Further links are omitted, and an attribute has their number."""
 _LIMITS = SpanLimits(
     max_span_attributes=128,
     max_events=128,
@@ -84,11 +84,11 @@ class Tracing:
     """Receives every ended span. More processors may be added to it."""
     sample_ratio: float = 0.0
     root_sampler: Sampler | None = None
-    """If set, decides about new traces instead of `sample_ratio`."""
+    """If set, it decides which new traces are sampled. If not, `sample_ratio` decides."""
     senders: tuple[SpanSender, ...] = ()
     """Span senders, one for each collector."""
     resource: Resource | None = None
-    """If set, the resource of spans made by `record`, instead of the provider's resource."""
+    """If set, the resource of spans made by `record`. If not, they have the provider's resource."""
 
     @property
     def enabled(self) -> bool:
@@ -110,7 +110,8 @@ class Tracing:
     ) -> Span:
         """Starts a span, which the caller must end.
 
-        Its parent is the span of `traceparent`. Without a valid one it begins a new trace.
+        Its parent is the span of `traceparent`. Without a valid `traceparent` the span begins a new
+        trace.
         """
         if self.provider is None:
             return INVALID_SPAN
@@ -256,7 +257,7 @@ def _resource(service: str) -> Resource:
 
 @contextmanager
 def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing]:
-    """Yields tracing according to the settings. Sends remaining spans at the end."""
+    """Yields a Tracing object for the settings. Sends remaining spans at the end."""
     tracing = configure_tracing(service, settings.otlp_endpoint, settings.trace_sample_ratio)
     try:
         yield tracing

@@ -19,7 +19,7 @@ _LAST_SHARE = 0.1
 
 
 class CertificateWatch:
-    """The certificate in its files, as of the last time at which they were valid.
+    """The certificate that its files contained when they were last valid.
 
     Any thread may read `current`. A new certificate is a new object. Damaged, half-written or
     expired files change nothing and are logged once.

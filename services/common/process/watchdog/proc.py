@@ -1,4 +1,4 @@
-"""Reads process and machine times from /proc. Values of missing files are left empty or 0."""
+"""Reads process and machine times from /proc. The values of missing files are empty or 0."""
 
 import os
 import socket
@@ -45,12 +45,12 @@ def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float],
 
 
 def watch_self() -> Callable[[float], Reading]:
-    """Returns a function that reads this process as the watched one, without a watcher."""
+    """Returns a function that reads this process. Its readings have no watcher."""
     return partial(_reading, pids=(os.getpid(),), watcher=False)
 
 
 def processor_times(pid: int) -> ProcessTimes:
-    """The threads of a process. Empty if it has ended, or outside Linux.
+    """The threads of a process. The result is empty if the process has ended or outside Linux.
 
     The reading thread itself always runs during a reading. It is reported as sleeping.
     """

@@ -24,12 +24,12 @@ from math import inf
 CONFIRM_SECONDS = 0.25
 """Seconds between two readings of a silent process."""
 _THREADS_PER_PROCESSOR = 2
-"""The machine is not overloaded up to this number of runnable threads per processor."""
+"""A machine with more runnable threads per processor than this is overloaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """A thread's state as in proc(5), and times in seconds since the thread's start.
+    """A thread's state, a letter as in proc(5), and its times in seconds since its start.
 
     `ran` is its running time, `waited` the time in which it was runnable and waited for a
     processor.
@@ -42,7 +42,7 @@ class ThreadTimes:
 
 @dataclass(frozen=True, slots=True)
 class ProcessTimes:
-    """The threads of a process, by thread id."""
+    """Maps thread ids to the times of a process's threads."""
 
     threads: Mapping[int, ThreadTimes] = field(default_factory=dict)
 
@@ -90,10 +90,11 @@ class Reading:
 
 
 class Silence:
-    """The silence of a process since time `began`. `seconds` is the part that counts.
+    """The silence of a process since time `began`. `seconds` is the time that counts as silence.
 
-    Time above `longest_turn_seconds` between two readings is the watcher's delay and does not
-    count. The same holds for time above `longest_first_seconds` before the first reading.
+    If two readings are more than `longest_turn_seconds` apart, the excess is the watcher's delay
+    and does not count. If the first reading is more than `longest_first_seconds` after `began`, the
+    excess does not count either.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class Silence:
         self._last: Reading | None = None
         self._began = began
         self._unjudged = 0.0
-        """Seconds before the first reading, until a second reading shows which part counts."""
+        """Seconds from `began` to the first reading. Reset to 0 by the second reading, which shows
+        what fraction of them counts.
+        """
 
     def look(self, reading: Reading) -> float:
         """Adds the time since the last reading. Returns `seconds`."""
@@ -145,7 +148,7 @@ def _is_stopped(reading: Reading) -> bool:
 
 
 def _counted(before: Reading, after: Reading, elapsed: float) -> float:
-    """Seconds of an interval in which the watched processes and the watcher could run."""
+    """The number of seconds in which both the watched processes and the watcher could run."""
     excused = _waited(before.watcher, after.watcher, elapsed, 0.0)
     if _is_stopped(after):
         pass

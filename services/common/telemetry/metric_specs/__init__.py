@@ -21,7 +21,7 @@ SPECS: dict[str, MetricSpec] = {
     for specs in (vllm.SPECS, replica.SPECS, edge.SPECS, shared_state.SPECS, process.SPECS)
     for spec in specs
 }
-"""Specifications by the metric's name, without a counter's suffix `_total`."""
+"""Maps metric names, without a counter's suffix `_total`, to the metrics' specifications."""
 
 ValueFamily: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 

@@ -29,9 +29,10 @@ class Source(enum.Enum):
 
     @property
     def added_labels(self) -> tuple[str, ...]:
-        """Labels that are added to the metric's own.
+        """Labels that are added to the metric's own labels.
 
-        EVERY metrics of a replica's processes also have the labels of the replica.
+        Metrics of source EVERY also have the labels of a replica if they describe one of its
+        processes.
         """
         return _ADDED_LABELS[self]
 
