@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 SERVICE = "kvpool"
 RPCS_PER_POOL = 16
-"""Concurrent calls, long streams included, for each pool that may be open: the stream of its
-scheduler, streams of watchers, and some short calls.
+"""Limit on the concurrent calls for each pool that may be open. It includes the stream of the
+pool's scheduler, the streams of watchers, and some short calls.
 """
 
 logger = logging.getLogger(__name__)

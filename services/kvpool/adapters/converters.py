@@ -66,7 +66,8 @@ def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
 
 
 def pool_matches_to_proto(matches: Iterable[PoolMatch]) -> kvpool_pb2.MatchPrefixResponse:
-    """Converts the number of cached blocks of a chain in each pool."""
+    """Converts the result of MatchPrefix: for each pool, how many blocks of a chain it has cached.
+    """
     return kvpool_pb2.MatchPrefixResponse(
         matches=[kvpool_pb2.PoolMatch(**asdict(match)) for match in matches]
     )
@@ -115,7 +116,7 @@ def event_to_proto(event: Event) -> kvpool_pb2.Event:
 
 
 def block_map_to_proto(blocks: BlockMap) -> common_pb2.BlockMap:
-    """Converts a map of blocks. States have the same numbers on the wire."""
+    """Converts a map of blocks. Block states have the same numbers in the message."""
     return common_pb2.BlockMap(
         blocks_per_cell=blocks.blocks_per_cell,
         states=map(common_pb2.BlockState.ValueType, blocks.states),

@@ -62,7 +62,8 @@ class EventFeed:
 
 
 class _Watcher:
-    """The unread batches of one reader. With too many it has none and is marked as lagging."""
+    """The unread batches of one reader. If they are too many, they are dropped and it is lagging.
+    """
 
     def __init__(self, max_hashes: int) -> None:
         self._max_hashes = max_hashes

@@ -43,7 +43,7 @@ Command = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class WriterTimes:
-    """When a node's task writes, in seconds, and how many unwritten keys it keeps."""
+    """When a node's task writes (times in seconds), and limits on the number of changes."""
 
     flush_seconds: float = 0.005
     """How long changes are collected before they are written as one entry."""
@@ -53,8 +53,8 @@ class WriterTimes:
     """The time after which an unrenewed lease expires."""
     snapshot_seconds: float = 30.0
     snapshot_changes: int = 50_000
-    """A snapshot is written after `snapshot_seconds` or `snapshot_changes`, whichever is first. The
-    log keeps the entries of two snapshot periods.
+    """A snapshot is written after `snapshot_seconds` seconds or `snapshot_changes` changes,
+    whichever is first. The log keeps the entries of two snapshot periods.
     """
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
@@ -64,7 +64,7 @@ class WriterTimes:
 
 @dataclass(slots=True)
 class WriterCounts:
-    """Counts of writes and failures of all pools since the start."""
+    """Counts the writes and failures for all pools since the process started."""
 
     entries: int = 0
     """Entries appended to the log."""
@@ -130,7 +130,7 @@ class NodeWriter:
         self._news.set()
 
     async def stop(self) -> None:
-        """Ends the task without removing the node, since another task takes over the node."""
+        """Ends the task without removing the node, because another task will write for the node."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -196,7 +196,9 @@ class NodeWriter:
             self._counts.nodes_connected.add(self.node)
 
     async def _follow(self) -> None:
-        """Writes changes when they occur, and heartbeats and snapshots, until something fails."""
+        """Writes changes when they occur, and periodic heartbeats and snapshots, until a write
+        fails.
+        """
         loop = asyncio.get_running_loop()
         while True:
             if await self._changes_before(min(self._heartbeat_at, self._snapshot_at)):
@@ -206,7 +208,8 @@ class NodeWriter:
                 raise _Superseded
             if self.changes.must_restart:
                 raise _LifeLost
-            # There is no await until the keys are copied, so they are the keys after this entry.
+            # No other task runs until the keys are copied, so the copy has the keys after this
+            # entry.
             entries = self._take_entries(with_digest=is_heartbeat)
             cached = self.changes.keys() if self._is_snapshot_due(loop.time()) else None
             commands = [self._entry(entry) for entry in entries]
@@ -228,7 +231,9 @@ class NodeWriter:
         return len(self.changes) > 0
 
     def _is_snapshot_due(self, now: float) -> bool:
-        """Whether a snapshot is due. Large pools need more changes, since theirs cost more."""
+        """Whether a snapshot is due. A large pool must have more changes, since its snapshot costs
+        more.
+        """
         bound = max(self._times.snapshot_changes, self._digest.count // 2)
         return now >= self._snapshot_at or self._num_changes_since_snapshot >= bound
 
@@ -262,8 +267,8 @@ class NodeWriter:
     def _entry(self, batch: KeyBatch) -> Command:
         """Returns the command that appends a batch to the log.
 
-        The log keeps two snapshot periods. Ages are measured by the server's clock, which is in
-        the entry ids.
+        The log keeps the entries of two snapshot periods. The ages of entries follow from their
+        ids, which contain the time of the server's clock.
         """
         kept_millis = int(2_000 * self._times.snapshot_seconds)
         oldest = max(0, int(self._log_id.partition("-")[0]) - kept_millis)

@@ -1,6 +1,6 @@
 """Writes the pools' cached keys to the directory in Redis, for gateways to read.
 
-Pools never wait for Redis: events are recorded at once, and each pool has a task that writes them.
+Pools never wait for Redis, because each pool has a task that writes the recorded events.
 """
 
 import asyncio

@@ -27,11 +27,12 @@ from services.kvpool.core.pool_host import HostedPool, PoolHost
 from services.kvpool.core.ports import Directory
 
 LEASE_GRACE_SECONDS = 2.0
-"""The time in which the scheduler that opened a pool must open a stream. It also applies after its
-stream of transactions ends. After this time another scheduler may take the pool.
+"""After opening a pool, its scheduler must open a stream of transactions within this time. When the
+stream ends, it must open another one within the same time. Otherwise another scheduler may take
+over the pool.
 """
 MAX_CELLS = 65_536
-"""The most cells of a block map. GetBlocks rejects larger values."""
+"""Limit on the number of cells in a block map. GetBlocks rejects larger values."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Host = PoolHost[kvpool_pb2.TransactResponse]

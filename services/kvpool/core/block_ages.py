@@ -1,4 +1,4 @@
-"""How long cached blocks live, stay idle before eviction, and wait until they are reused.
+"""Measures how long cached blocks live, stay idle before eviction, and wait until their reuse.
 
 These are vLLM's samples `kv_block_lifetime`, `kv_block_idle_before_evict` and `kv_block_reuse_gap`,
 kept as sums and counts over all cached blocks. The unit of time is one transaction.

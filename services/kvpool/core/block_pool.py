@@ -16,10 +16,11 @@ from services.kvpool.core.prefix_index import PrefixIndex
 class BlockPool:
     """Blocks 1 .. num_blocks-1. Block 0 is the null block and is never allocated.
 
-    A block is either free or in one or more block tables (its holders). A published block keeps its
-    hash when it is freed, and can be found until it is allocated again, which is its eviction.
-    Reference counts are stored only for blocks with several holders, so a block of one request
-    costs no counting. The caller counts transactions in `ages.now`.
+    A block is either free or in one or more block tables (its holders). A block is published when
+    its hash enters the prefix index. A published block keeps its hash when it is freed. It can be
+    found until it is allocated again, which is its eviction. Reference counts are stored only for
+    blocks with several holders, so a block with one holder needs no counting. The caller counts
+    transactions in `ages.now`.
     """
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
@@ -41,16 +42,18 @@ class BlockPool:
 
     @property
     def num_cached_hashes(self) -> int:
-        """The number of hashes that can be found, over all groups."""
+        """The number of hashes in the prefix indexes of all groups."""
         return sum(map(len, self.indexes))
 
     @property
     def num_index_changes(self) -> int:
-        """How often hashes were added or removed, over all groups."""
+        """The number of additions and removals of hashes in the prefix indexes of all groups."""
         return sum(index.num_changes for index in self.indexes)
 
     def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
-        """The number of leading blocks with exactly `num_holders` holders. None may be free."""
+        """The number of leading blocks that have exactly `num_holders` holders. Blocks must be in
+        use.
+        """
         ref_cnt = self._shared.get
         return sum(1 for _ in takewhile(lambda block: ref_cnt(block, 1) == num_holders, blocks))
 
@@ -116,8 +119,8 @@ class BlockPool:
     ) -> None:
         """Records that the workers must copy a block of a group.
 
-        Until `release_copies`, both blocks have one holder more than there are tables with them.
-        This method adds the extra holder of `adds_holder_of`. The other block has its extra holder
+        Until `release_copies`, the copy counts as one more holder of both blocks. This method adds
+        the holder to the block `adds_holder_of`. The other block must have its extra holder
         already.
         """
         self._shared[adds_holder_of] = self._shared.get(adds_holder_of, 1) + 1
@@ -164,7 +167,7 @@ class BlockPool:
     def publish_part(
         self, group: int, block_hash: BlockHash, block: BlockId, num_tokens: int
     ) -> None:
-        """Publishes a block in use also under the hash of a sequence's first `num_tokens` tokens.
+        """Adds the hash of a sequence's first `num_tokens` tokens to the hashes of a block in use.
 
         These tokens end inside the block. If the block was published with fewer tokens before, its
         old hashes are removed.
@@ -185,8 +188,8 @@ class BlockPool:
     def evict(self, blocks: Sequence[BlockId]) -> set[BlockId]:
         """Removes the hashes of blocks in use and returns the blocks that had one.
 
-        Free blocks keep their hashes. Blocks that a load failed to fill are never free: the request
-        that waits for the load has them in its table.
+        Free blocks keep their hashes. Blocks that a load failed to fill are never free, because the
+        request that waits for the load has them in its table.
         """
         evicted: set[BlockId] = set()
         held = [block for block in dict.fromkeys(blocks) if not self._free.is_cached(block)]
@@ -199,7 +202,7 @@ class BlockPool:
     def reset(self) -> bool:
         """Removes every hash and returns True. If any block is in use, returns False instead.
 
-        The order of the free queue stays.
+        The order of the free queue does not change.
         """
         if len(self._free) < self.num_blocks - 1:
             return False
@@ -227,7 +230,7 @@ class BlockPool:
         self._free = ObservedFreeQueue(self._free, observer)
 
     def free_block_ids(self) -> list[BlockId]:
-        """The free queue, the next block to be allocated first."""
+        """The blocks of the free queue. The block that is allocated next comes first."""
         return self._free.order()
 
     @property

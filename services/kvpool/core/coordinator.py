@@ -81,7 +81,8 @@ class Coordinator:
         return self._agree(chain, max_tokens)
 
     def find_divergent_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """Returns the hit of full attention, with each other group's own hit, which may be shorter.
+        """Returns the hit of the full-attention groups. The tables of other groups may be shorter
+        hits.
 
         If another group's hit is longer, or all hits are equally long, the result is the hit of
         `find_longest_cache_hit`. A connector that transfers states together with the tokens after
@@ -112,7 +113,7 @@ class Coordinator:
         A hit of one group may be too long for another one. The next shorter hit of the second group
         may then be no hit of the first, since a window must be cached as a whole. Therefore each
         kind shortens the hit in turn, and the rounds end when one leaves the length unchanged. One
-        round suffices for full attention with one other kind.
+        round suffices if there are only full attention and one other kind.
         """
         num_known = len(chain) * self._hash_block_size
         candidate = _Candidate(chain, num_known, max_tokens, [[] for _ in self.groups])
@@ -136,7 +137,7 @@ class Coordinator:
             group.remove_skipped_blocks(table, num_computed_tokens)
 
     def admit(self, hits: Sequence[GroupHit], need: Need, num_computed_tokens: int) -> Tables:
-        """Creates tables with the hits, followed by new blocks for the need.
+        """Creates tables with the hits, followed by new blocks for `need`.
 
         Enough blocks must be free. Computed tokens after the hits are loaded from elsewhere. All
         hits leave the free queue before new blocks are allocated, so that no hit is evicted. Then
@@ -152,7 +153,7 @@ class Coordinator:
         return tables
 
     def extend(self, tables: Tables, need: Need) -> None:
-        """Adds the blocks that each group's table lacks for the need. Enough must be free."""
+        """Adds the blocks that each group's table lacks for `need`. Enough blocks must be free."""
         for group, table in zip(self.groups, tables, strict=True):
             group.extend(table, need)
 
@@ -166,14 +167,16 @@ class _Candidate:
     num_tokens: int
     tables: list[list[BlockId]]
     longest: int = 0
-    """Tokens of the longest hit of any kind."""
+    """The number of tokens in the longest hit that any kind has found."""
     full_lengths: dict[int, int] = field(default_factory=dict)
-    """Hit lengths of the full-attention kinds, by their first group.
+    """Maps the first group of each full-attention kind to the kind's hit length in tokens.
 
     Full attention is searched once, since each prefix of its hit is a hit too.
     """
     verified: set[int] = field(default_factory=set)
-    """Kinds, by their first group, that found the block to drop after the current length."""
+    """First groups of the kinds that have cached the block after the current length. A hit drops
+    it.
+    """
 
     def shorten(self, kind: _Kind) -> None:
         """Shortens the prefix to a hit of one kind."""
@@ -209,7 +212,8 @@ class _Candidate:
 
 
 def _kinds(config: PoolConfig, pool: BlockPool) -> list[_Kind]:
-    """Returns the kinds, full attention first: its left-to-right search bounds the other hits."""
+    """Returns the kinds. Full attention is first, because its hit bounds the hits of other kinds.
+    """
     alike: dict[KVCacheGroup, list[int]] = {}
     for group, spec in enumerate(config.groups):
         alike.setdefault(_seen_alike(spec), []).append(group)
@@ -225,7 +229,7 @@ def _kinds(config: PoolConfig, pool: BlockPool) -> list[_Kind]:
 
 
 def _seen_alike(spec: KVCacheGroup) -> KVCacheGroup:
-    """Keeps the fields that decide which groups are searched together, and resets the rest."""
+    """Copies only the fields that decide which groups are searched together. Others are reset."""
     return KVCacheGroup(
         spec.attention_type,
         spec.block_size,

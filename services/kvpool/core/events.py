@@ -1,9 +1,9 @@
 """Events of hashes that enter or leave the prefix index.
 
-MatchPrefix, WatchEvents and the directory in Redis are based on these events. Gateways use
+MatchPrefix, WatchEvents and the directory in Redis are computed from these events. Gateways use
 WatchEvents or the directory to choose replicas. The vocabulary is vLLM's for KV events. An event
-does not name a block's parent: hashes are chained, so the hashes of a prompt suffice to find how
-deep it is cached.
+does not name a block's parent, because hashes are chained. The hashes of a prompt therefore suffice
+to find its cached prefix.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class EventBatch:
 
 
 class EventLog:
-    """Events in order, until `take`. Consecutive events of one kind and group are merged."""
+    """Stores events in order until `take`. Consecutive events of one kind and group are merged."""
 
     __slots__ = ("_cleared", "_runs")
 

@@ -3,7 +3,7 @@
 vLLM keeps one intrusive list with two parts that never mix. Blocks without a hash enter at the
 front and blocks with a hash at the back. Only blocks with a hash are removed from the middle. So
 here the front part is a stack, and the back part an ordered map, least recently used first. Each
-operation is O(1) per block, and the stack changes in slices.
+operation takes O(1) time per block. Slices of blocks are added to and removed from the stack.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ class FreeQueue:
         """Starts with `blocks`, all blank. The first one is reused first."""
         self._blank = list(reversed(blocks))
         self._cached: OrderedDict[BlockId, int] = OrderedDict()
-        """Cached blocks, each with the time at which it was freed."""
+        """Maps each cached block to the time at which it was freed."""
 
     def __len__(self) -> int:
         return len(self._blank) + len(self._cached)
@@ -37,7 +37,8 @@ class FreeQueue:
         return blocks
 
     def pop_cached(self, num_blocks: int) -> tuple[list[BlockId], list[int]]:
-        """Removes the `num_blocks` least recently used cached blocks; there must be that many.
+        """Removes the `num_blocks` least recently used cached blocks. The queue must have that
+        many.
 
         Returns the blocks, and the time at which each was freed. The caller removes the blocks from
         the prefix index.
@@ -89,11 +90,11 @@ class FreeQueue:
         self._cached.clear()
 
     def order(self) -> list[BlockId]:
-        """All free blocks, the next to be reused first."""
+        """All free blocks. The block that is reused next comes first."""
         return [*reversed(self._blank), *self._cached]
 
     def cached(self) -> list[BlockId]:
-        """The free blocks with a hash, the next to be reused first."""
+        """The free blocks with a hash. The block that is reused next comes first."""
         return list(self._cached)
 
 

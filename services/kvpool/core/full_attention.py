@@ -52,8 +52,8 @@ class FullAttentionManager(GroupManager):
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
         """Publishes the block in which a prompt ends, under the hash of its last full hash block.
 
-        An equal prompt hits all tokens except the last one. With a draft head the look-up includes
-        the last token, and the hit is then cut.
+        An equal prompt can hit all tokens except the last one. With a draft head, the look-up
+        includes the last token, and the hit is shortened afterwards.
         """
         unit = self._hash_block_size
         longest = chain.num_prompt_tokens - (not self._uses_eagle)

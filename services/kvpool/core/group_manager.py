@@ -5,9 +5,9 @@ see, and therefore which blocks a request needs, which are freed while it runs, 
 prefix hit. Each attention type has a manager and a search (`prefix_search`), and the coordinator
 calls all of them. vLLM's hybrid KV-cache manager divides the work in the same way.
 
-Everything follows from one rule of the type: `KVCacheGroup.first_seen_block` returns the first
-block that a request with n computed tokens still needs. Earlier blocks are freed while the request
-runs, and their table entries become the null block.
+Each type has one rule: `KVCacheGroup.first_seen_block` returns the first block that a request with
+n computed tokens still needs. Earlier blocks are freed while the request runs, and their table
+entries become the null block.
 """
 
 from collections.abc import Iterable, Sequence
@@ -47,7 +47,8 @@ class BlockTable:
     requests can find this block by a prefix that ends inside it.
     """
     has_state: bool = False
-    """Whether the last blocks store states that this request computed, not states of a hit."""
+    """Whether the last blocks store states that this request computed. False for states of a hit.
+    """
     evicted: frozenset[int] = frozenset()
     """Positions of published blocks whose hash was removed."""
 
@@ -104,12 +105,12 @@ class GroupManager:
         self._hit_block_size = hit_block_size(config.groups)
         self._alignment = config.cache_hit_alignment
         self._rounds_published = len(config.groups) > 1 and not config.has_partial_hits
-        """Whether only blocks up to a possible end of a hit are published."""
+        """Whether only blocks before a possible end of a hit are published."""
         self._retention_interval = config.prefix_cache_retention_interval
         self._drops_last_hit_block = bool(config.eagle_groups)
         """Whether the last block of a hit is dropped in any group."""
         self._max_admission_blocks: int | None = None
-        """The most blocks that an admission counts for a request; None for no limit."""
+        """Limit on the blocks that an admission counts for a request. None means no limit."""
         self._zeroes = spec.attention_type is not AttentionType.STATE_SPACE and any(
             other.attention_type is AttentionType.STATE_SPACE for other in config.groups
         )
@@ -120,7 +121,7 @@ class GroupManager:
                 config.max_in_flight_tokens, config.max_model_len
             )
 
-    # What fits
+    # Counts of blocks, to decide what fits
 
     def num_missing(self, table: BlockTable, need: Need) -> int:
         """The number of blocks that a request's table lacks for a step."""
@@ -131,11 +132,12 @@ class GroupManager:
         return self._num_behind(hit, -(-need.num_slots // self._block_size))
 
     def num_reserved(self, table: BlockTable, num_slots: int) -> int:
-        """The number of blocks an admission counts for a whole sequence, minus the table's."""
+        """The blocks that an admission counts for a whole sequence, minus the blocks in the table.
+        """
         return max(0, self._num_counted(num_slots) - len(table.blocks))
 
     def num_reserved_behind(self, hit: GroupHit, num_slots: int) -> int:
-        """The number of blocks an admission counts for a whole sequence, minus the hit's."""
+        """The blocks that an admission counts for a whole sequence, minus the blocks of the hit."""
         return self._num_behind(hit, self._num_counted(num_slots))
 
     def held_hits(self, hit: GroupHit) -> Sequence[BlockId]:
@@ -150,8 +152,8 @@ class GroupManager:
     def is_stored(self, hits: Sequence[BlockId]) -> bool:  # noqa: ARG002
         """Whether a request of this step can read the hit blocks.
 
-        Each layer writes keys and values before it reads them. The same step may therefore compute
-        the hit.
+        The same step may compute these blocks, because each layer writes keys and values before it
+        reads them.
         """
         return True
 
@@ -190,7 +192,8 @@ class GroupManager:
             self._new_blocks += entries
 
     def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
-        """Adds and returns the blocks that a table lacks for the need. Enough must be free."""
+        """Adds and returns the blocks that a table lacks for the need. Enough blocks must be free.
+        """
         if table.shared_tail is not None:
             self._copy_shared_tail(table)
         num_blocks = -(-need.num_slots // self._block_size) - len(table.blocks)
@@ -213,7 +216,9 @@ class GroupManager:
             self._pool.free_in_order(self._group, freed[::-1])
 
     def publish(self, fillings: Iterable[Filling]) -> None:
-        """Publishes the blocks that the fillings' tokens fill completely and that have a hash."""
+        """Publishes, for each filling, the blocks that its tokens fill completely and that have a
+        hash.
+        """
         for tables, chain, num_tokens in fillings:
             self._publish_one(tables[self._group], chain, self._num_publishable(num_tokens))
 
@@ -246,7 +251,7 @@ class GroupManager:
     # Hooks and helpers of subclasses
 
     def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:  # noqa: ARG002
-        """Which blocks at these positions to publish, as flags. None means all of them.
+        """For each position, whether its block is published. None means that all are published.
 
         `boundaries` are token counts at which later requests are likely to continue.
         """

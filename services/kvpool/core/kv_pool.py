@@ -32,7 +32,7 @@ from services.kvpool.core.validation import TransactionValidator
 
 
 class KVPool:
-    """One generation of a pool: memory without a policy. Not thread-safe.
+    """One generation of a pool. It allocates blocks but decides no priorities. Not thread-safe.
 
     Only `transact` changes the pool. The rules are those of vLLM V1's KV-cache manager.
     """
@@ -57,8 +57,8 @@ class KVPool:
 
         All items before that one are applied. That item and all later ones are not, with one
         exception: a Grow item that does not fit still frees blocks outside the request's window.
-        Raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted; nothing is
-        changed then.
+        Raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted, and then changes
+        nothing.
         """
         TransactionValidator(self._tables.keys(), self.config.num_blocks).validate(operations)
         self._blocks.ages.now += 1
@@ -80,7 +80,7 @@ class KVPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of blocks without a request, cached blocks included."""
+        """The number of blocks that no request uses, cached blocks included."""
         return self._blocks.num_free_blocks
 
     @property
@@ -89,7 +89,7 @@ class KVPool:
         return self._blocks.num_cached_hashes
 
     def free_block_ids(self) -> list[BlockId]:
-        """The free queue, the next block to be allocated first."""
+        """The blocks of the free queue. The block that is allocated next comes first."""
         return self._blocks.free_block_ids()
 
     def observe_frees(self, observer: Callable[[Sequence[BlockId]], None]) -> None:

@@ -1,4 +1,4 @@
-"""Applies each transaction once: a sequence number is either the next one or the last one again."""
+"""Ensures that each transaction is applied only once, although a client may send it twice."""
 
 from typing import Generic, TypeVar
 
@@ -8,7 +8,7 @@ Answer = TypeVar("Answer")
 
 
 class TransactionLedger(Generic[Answer]):
-    """The transaction numbers of one generation: 1, 2, 3 and so on.
+    """Checks the transaction numbers of one generation, which are 1, 2, 3 and so on.
 
     A client whose stream broke does not know whether its last transaction was applied. It sends
     that transaction again and receives the stored answer.
@@ -22,7 +22,7 @@ class TransactionLedger(Generic[Answer]):
         self._answer: Answer | None = None
 
     def find(self, generation: int, sequence: int) -> Answer | None:
-        """Returns the stored answer if this is the last transaction again; None for the next one.
+        """Returns the stored answer if the last transaction is repeated, or None for the next one.
 
         Raises StaleGeneration for another generation and OutOfSequence for any other number.
         """

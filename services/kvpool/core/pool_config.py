@@ -26,23 +26,25 @@ class PoolConfig:
     scheduler process. Directories use both to tell pools apart.
     """
     drop_last_hit_block: bool = False
-    """Whether the last block of a prefix hit is computed again, for a draft head (EAGLE) that reads
-    the hidden states at its end. No worker has such a head, but recorded scenarios use this.
+    """Whether the last block of a prefix hit is computed again, because a draft head (EAGLE) needs
+    the hidden states at the end of the hit. No worker has such a head, but recorded scenarios use
+    this.
     """
     node: str = ""
     prefix_match_unit: int | None = None
     """Tokens per hash. None selects the default of `kv_cache_groups.hash_block_size`."""
     prefix_cache_retention_interval: int | None = None
-    """Tokens between two published windows or states. Those at the end of a prompt and where
-    prompts diverge are published in addition, since later requests are likely to continue there.
-    With 0 only these are published, with None all windows and states.
+    """The distance in tokens between two published windows or states. Windows and states at the end
+    of a prompt and where prompts diverge are published in addition, since later requests are likely
+    to continue there. With 0 only these additional ones are published. With None all windows and
+    states are published.
     """
     max_model_len: int | None = None
     """The longest sequence in tokens. Together with `max_in_flight_tokens` it limits the blocks
     that an admission counts for windows. None means no limit.
     """
     max_in_flight_tokens: int | None = None
-    """The most tokens of all steps that are in flight at once."""
+    """Limit on the total number of tokens in all steps that are in flight at once."""
 
     @property
     def hash_block_size(self) -> int:
@@ -70,7 +72,8 @@ class PoolConfig:
         return frozenset(marked or range(len(self.groups)))
 
     def validate(self) -> None:
-        """Checks the configuration. Raises InvalidPool or UnsupportedGroup with the field."""
+        """Checks the configuration. Raises InvalidPool or UnsupportedGroup, which name the field.
+        """
         if self.num_blocks < 2:
             raise InvalidPool(
                 f"a pool of {self.num_blocks} blocks has only the null block", field="num_blocks"
@@ -88,7 +91,9 @@ class PoolConfig:
         self._validate_units()
 
     def _group_conflicts(self, group: KVCacheGroup) -> Iterator[tuple[str, str | None]]:
-        """For each field, one sentence on why the group cannot have this value, or None."""
+        """Yields each field with a sentence on why its value is impossible, or None if it is
+        possible.
+        """
         yield "window", _window_conflict(group)
         is_chunked = group.attention_type is AttentionType.CHUNKED_LOCAL
         is_state = group.attention_type is AttentionType.STATE_SPACE
@@ -129,7 +134,7 @@ class PoolConfig:
 
 
 def _window_conflict(group: KVCacheGroup) -> str | None:
-    """One sentence on why a group cannot have its window, or None."""
+    """Returns one sentence on why a group cannot have its window, or None if it can."""
     window, size = group.window, group.block_size
     match group.attention_type:
         case AttentionType.FULL if window:

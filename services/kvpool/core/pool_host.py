@@ -33,11 +33,12 @@ class HostedPool(Generic[Answer]):
 
 
 class PoolHost(Generic[Answer]):
-    """Opens pools and publishes their events. A block costs the process about a hundred bytes.
+    """Opens pools and publishes their events. Each block takes about a hundred bytes of memory.
 
-    `clock_micros` returns wall-clock time in microseconds. Generations start at this time, so they
-    grow over restarts of the process although nothing is stored. They grow even if the clock was
-    set back, because each is greater than the newest generation that the scheduler has seen.
+    `clock_micros` returns wall-clock time in microseconds. A new generation is at least this time,
+    so generations grow over restarts of the process although nothing is stored. They grow even if
+    the clock was set back, because a new generation is greater than the newest generation that the
+    scheduler has seen.
     """
 
     def __init__(

@@ -14,17 +14,18 @@ class PrefixIndex:
 
     Several blocks may store the same tokens, since two requests can compute them at the same time.
     All of these blocks stay: a block in a table is never exchanged, so tables only grow. A look-up
-    returns the block that was inserted first. The length counts hashes, not blocks.
+    returns the block that was inserted first. `len` counts hashes, not blocks.
 
     If prefixes may end inside a block, a block can have further hashes besides its first one, for
-    shorter prefixes that end in the block. The number of tokens of the first hash is stored then.
+    shorter prefixes that end in the block. For such a block, the index stores the number of tokens
+    of its first hash.
     """
 
     __slots__ = ("_block_of", "_duplicates", "_end_of", "_further", "_hash_of", "num_changes")
 
     def __init__(self) -> None:
         self.num_changes = 0
-        """Counts additions and removals. Look-ups repeat their results while it is unchanged."""
+        """The number of additions and removals. Look-ups repeat their results until it changes."""
         self._block_of: dict[BlockHash, BlockId] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._duplicates: dict[BlockHash, OrderedDict[BlockId, None]] = {}
@@ -120,7 +121,7 @@ class PrefixIndex:
         return self._hash_of.get(block)
 
     def hashes_of(self, block: BlockId) -> list[BlockHash]:
-        """All hashes of a block, the first one first."""
+        """All hashes of a block. Its first hash comes first."""
         first = self._hash_of.get(block)
         return [] if first is None else [first, *self._further.get(block, ())]
 
@@ -137,7 +138,7 @@ class PrefixIndex:
         return list(self._hash_of)
 
     def check(self) -> None:
-        """Checks that both directions and the duplicates agree. Raises AssertionError."""
+        """Checks that both mappings and the list of duplicates agree. Raises AssertionError."""
         found = set(zip(self._block_of.values(), self._block_of, strict=True))
         for block_hash, others in self._duplicates.items():
             assert others, "a hash is listed with no duplicates"

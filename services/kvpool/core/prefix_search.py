@@ -1,4 +1,4 @@
-"""Searches for prefix hits, one for each set of groups with equal attention.
+"""Searches for prefix hits. There is one search for each set of groups with equal attention.
 
 Groups of equal attention and parameters are searched together. A hash counts only if each of these
 groups has it. A search returns a table for each group and the number of hit tokens. Entries that
@@ -100,7 +100,7 @@ class FullSearch(PrefixSearch):
         tables: list[list[BlockId]],
         num_tokens: int,
     ) -> int:
-        """Appends the block after the whole ones if a prefix that ends inside it is cached.
+        """Appends the block after the whole blocks if a prefix that ends inside it is cached.
 
         Returns the number of hit tokens.
         """
@@ -181,7 +181,7 @@ class ChunkSearch(PrefixSearch):
 
 
 class StateSearch(PrefixSearch):
-    """States: a hit is one state, the last one. A draft head has no states, so none is dropped."""
+    """State-space layers: a hit needs only the last state. No state is dropped for a draft head."""
 
     def find(
         self,

@@ -29,7 +29,7 @@ from services.kvpool.core.pool_config import PoolConfig
 
 @dataclass(frozen=True, slots=True)
 class _KnownHit:
-    """The result of a look-up. It is valid for one `max_hit_tokens` until the index changes."""
+    """The result of a look-up with `max_hit_tokens`. It is valid until the prefix index changes."""
 
     hit: PrefixHit
     max_hit_tokens: int
@@ -114,7 +114,7 @@ class RequestBlocks:
     def _distribute(
         self, blocks: list[BlockId], growing: Sequence[tuple[Tables, int]]
     ) -> tuple[GroupBlocks, ...]:
-        """Appends to each request's tables the number of blocks that they lack, in order."""
+        """Distributes `blocks` in order: each table receives the number of blocks that it lacks."""
         groups, end = self._no_blocks(), 0
         for tables, missing in growing:
             for index, table in enumerate(tables):
@@ -186,7 +186,8 @@ class RequestBlocks:
         return result, None
 
     def _hit(self, admission: Admission) -> PrefixHit:
-        """The prefix hit of a request: its look-up's result if the index is unchanged since."""
+        """Returns the hit of a request. A look-up is repeated only if the index has changed since.
+        """
         limit, known = admission.max_hit_tokens, self._hits.pop(admission.request, None)
         if not (admission.new_hashes or admission.diverges) and known is not None:
             is_current = known.num_index_changes == self._blocks.num_index_changes
@@ -199,8 +200,8 @@ class RequestBlocks:
     def _fits(self, admission: Admission, hits: Sequence[GroupHit]) -> bool:
         """Whether there are enough free blocks and all hit blocks are stored.
 
-        A free block that is hit is no longer free. These blocks are counted only when the count
-        decides the result.
+        A hit block that was free is no longer available for allocation. Such blocks are counted
+        only if their number decides the result.
         """
         need = _need(admission)
         now = reserved = admission.num_watermark_blocks
@@ -253,7 +254,7 @@ class RequestBlocks:
         self.publish([admission.request], [admission.num_commit_tokens], [admission.new_hashes])
 
     def _num_missing(self, tables: Tables, need: Need) -> int:
-        """The number of blocks that tables lack for the slots of a need."""
+        """The number of blocks that a request's tables lack for the slots of a need."""
         return sum(
             group.num_missing(table, need)
             for group, table in zip(self._groups, tables, strict=True)
@@ -289,7 +290,8 @@ class RequestBlocks:
             group.publish(fillings)
 
     def _chain(self, request: RequestKey) -> Chain:
-        """The hash chain of a request. An empty one is created if there is none."""
+        """Returns the hash chain of a request. An empty chain is created if the request has none.
+        """
         chain = self.chains.get(request)
         if chain is None:
             chain = self.chains[request] = Chain()
@@ -309,7 +311,7 @@ class RequestBlocks:
 
 
 def _has_changed(hit: PrefixHit, admission: Admission) -> bool:
-    """Whether a hit differs from the one that was looked up."""
+    """Whether a hit differs from the hit that the admission was planned with."""
     if hit.num_tokens != admission.num_hit_tokens:
         return True
     boundary = admission.shared_prefix_boundary
@@ -323,7 +325,7 @@ def _need(admission: Admission) -> Need:
 
 
 def _num_stored(admission: Admission) -> int:
-    """The number of tokens behind which windows free their blocks."""
+    """Windows free the blocks that no query after this number of tokens can see."""
     num_stored = admission.num_stored_tokens
     return admission.num_computed_tokens if num_stored is None else num_stored
 

@@ -1,4 +1,4 @@
-"""Sparse retention: which windows and states are published when not all of them are."""
+"""Sparse retention: decides which windows and states are published if only some of them are."""
 
 
 def replay_boundaries(
@@ -8,7 +8,8 @@ def replay_boundaries(
 
     The same prompt hits all tokens except the last one, which is computed again. If the last block
     of a hit is dropped, the hit is one block shorter. A longer prompt then continues one block
-    before the end of this prompt. This is another position only if the end is aligned.
+    before the end of this prompt. The two positions differ only if the prompt's length is a
+    multiple of `hit_block_size`.
     """
     if not drops_last:
         return [num_prompt_tokens - 1]

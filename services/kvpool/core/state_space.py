@@ -18,7 +18,8 @@ from services.kvpool.core.pool_config import PoolConfig
 
 
 class OverwrittenStateManager(GroupManager):
-    """One block stores the state, which each step overwrites. Further blocks store draft states.
+    """One block stores the state, which each step overwrites. Other blocks store states after
+    drafts.
 
     A block stands for as many tokens as a sequence may have. Prefix caching is not supported.
     """
@@ -51,9 +52,10 @@ class AlignedStateManager(GroupManager):
 
     A step reads the state of the previous step and writes the block of its last token. The blocks
     between them have no state, and their entries are null. A block can be found by the hash at its
-    end only if its state is the state there. Therefore only a step that ends there leaves a hit for
-    other requests. For this reason the scheduler cuts the steps of a prompt at block boundaries and
-    where a later request is likely to continue (the "align" mode of vLLM's Mamba cache).
+    end only if its state covers all tokens up to its end. Therefore only a step that ends at the
+    end of a block leaves a hit for other requests. For this reason the scheduler cuts the steps of
+    a prompt at block boundaries and where a later request is likely to continue (the "align" mode
+    of vLLM's Mamba cache).
 
     A request can hit keys and values that are computed in its own step, since each layer writes
     before it reads. A state exists only after the step. A request that hits a state published in
@@ -114,7 +116,7 @@ class AlignedStateManager(GroupManager):
         return not hits or self._index.hash_of(hits[-1]) not in self._published_in_step
 
     def end_of_load(self, hit: GroupHit, num_computed_tokens: int) -> int:  # noqa: ARG002
-        """The loaded state is the one from which the request continues."""
+        """Returns the request's computed tokens, because it continues from the loaded state."""
         return hit.num_computed_tokens
 
     def begin_step(self) -> None:

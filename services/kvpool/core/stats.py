@@ -7,8 +7,9 @@ from dataclasses import dataclass
 class PoolStats:
     """The current occupancy, and counts of the prefix cache since the pool was opened.
 
-    `num_query_tokens` counts the tokens that admissions looked up, `num_hit_tokens` their hits.
-    Requests that resume after a preemption are in neither count.
+    `num_query_tokens` is the number of tokens that admissions looked up. `num_hit_tokens` is the
+    number of these tokens that were hits. Requests that resume after a preemption are in neither
+    count.
     """
 
     num_usable_blocks: int

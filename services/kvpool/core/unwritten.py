@@ -8,7 +8,7 @@ from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksS
 
 
 class UnwrittenChanges:
-    """The keys that are cached now, and the keys added or removed since the last `take`.
+    """Stores the keys that are cached now, and the keys added or removed since the last `take`.
 
     A key that was added and removed in between is in neither list. With more than `max_keys`
     changes, all changes are dropped and `must_restart` is set: the log must begin a new epoch with

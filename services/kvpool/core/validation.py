@@ -22,8 +22,8 @@ from services.kvpool.core.errors import RequestAlreadyAdmitted, RequestNotAdmitt
 class TransactionValidator:
     """Checks a transaction as if all of it fitted, and tracks which requests would have blocks.
 
-    A transaction that stops early applies only a part of its operations. A transaction that passes
-    these checks therefore cannot fail half-way. The pool is only read.
+    A transaction that passes these checks cannot fail half-way. This also holds if it stops early
+    and only a part of its operations is applied. The pool is only read.
     """
 
     def __init__(self, admitted: AbstractSet[RequestKey], num_blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""Sliding windows and chunked local attention: blocks that no later query can see are freed."""
+"""Sliding windows and chunked local attention, which free blocks that no later query can see."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,9 @@ from services.kvpool.core.group_manager import GroupManager
 class SlidingWindowManager(GroupManager):
     """Manages the tables of a group in which a request keeps the blocks of the last window.
 
-    Only blocks in the window before a possible end of a hit are published. If groups have different
-    block sizes, some blocks are not published. With sparse retention, few blocks are published.
+    A block is published only if it is in the window before a possible end of a hit. If groups have
+    different block sizes, some blocks are in no such window. With sparse retention, most blocks are
+    in none.
     """
 
     def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:
