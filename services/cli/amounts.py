@@ -25,5 +25,5 @@ def count_text(number: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits."""
+    """Formats a value with three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

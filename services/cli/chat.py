@@ -133,7 +133,7 @@ def _answer(conversation: Conversation, message: str) -> None:
 
 
 def _read_message() -> str | None:
-    """A line, empty after Ctrl-C; None at the end of the input."""
+    """Returns a line of input. The line is empty after Ctrl-C and None at the end of the input."""
     try:
         return input(_PROMPT).strip()
     except KeyboardInterrupt:

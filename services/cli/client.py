@@ -1,4 +1,4 @@
-"""The HTTP API as the commands use it: JSON answers and server-sent events."""
+"""A client of the HTTP API: requests, JSON answers and server-sent events."""
 
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -18,8 +18,8 @@ _ANY_HOST = "http://localhost"
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
 _STREAM_TIMEOUT = httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS, read=None)
-"""The time limits of a stream. A request may be queued for long, so the time between two tokens is
-not limited.
+"""The time limits of a stream. A request may be queued for a long time, so the time until data
+arrives is not limited.
 """
 
 
@@ -40,7 +40,7 @@ class Client:
         *,
         served_by: str = "stepwell up",
     ) -> None:
-        """`served_by`: the command that starts such a server, named in the error if nothing
+        """`served_by` is the command that starts such a server. The error names it if nothing
         answers.
         """
         self._url = url.rstrip("/")
@@ -71,11 +71,12 @@ class Client:
         self._http.close()
 
     def get(self, path: str) -> Any:
-        """The JSON at a path."""
+        """Returns the JSON answer to a GET of a path."""
         return self._answer("GET", path)
 
     def post(self, path: str, query: Mapping[str, Any]) -> Any:
-        """Posts a call without a body and returns the JSON answer. The server limits the time."""
+        """Posts a call without a body and returns the JSON answer. Only the server limits the time.
+        """
         return self._answer("POST", path, params=query, timeout=_STREAM_TIMEOUT)
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> Any:

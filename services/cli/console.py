@@ -19,7 +19,7 @@ class Console:
     `quiet` drops lines of the services and of normal progress. With `raw` the services' JSON lines
     get their name as a field, `process`, and the command's own lines are JSON too. Lines that
     cannot be written are dropped; their number is written once the stream accepts lines again.
-    `name_width`: characters of the longest service name.
+    `name_width` is the number of characters of the longest service name.
     """
 
     def __init__(

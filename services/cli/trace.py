@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[str]:
     """A table of requests; `now` is in Unix seconds. The output tokens of a running request are not
-    shown: without streaming the gateway has received few of them.
+    shown, because without streaming the gateway has received few of them.
     """
     if not traces:
         which = "that failed " if order == "failed" else ""

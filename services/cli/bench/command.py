@@ -57,7 +57,7 @@ def _measure(settings: BenchSettings) -> Outcome:
 
 
 def _vocabulary(settings: BenchSettings, client: Client, model: str) -> Vocabulary | None:
-    """Returns words with their token counts; None if unneeded or if nothing can count tokens."""
+    """Returns words with token counts. None if they are not needed or nothing can count tokens."""
     if settings.dataset is not None:
         return None
     if settings.tokenizer is not None:
@@ -71,7 +71,7 @@ def _vocabulary(settings: BenchSettings, client: Client, model: str) -> Vocabula
 
 
 def _require_directory(path: Path | None) -> None:
-    """Checks before the load that a file can be written there afterwards."""
+    """Raises CommandError if the directory of an output file does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         raise CommandError(f"cannot write {path}: its directory does not exist", exit_status=2)
 

@@ -59,7 +59,7 @@ class Outcome:
 class BenchRun:
     """Sends the load of `settings` to the server.
 
-    With `vocabulary` None the tokens of a word are estimated from the server's `usage`.
+    If `vocabulary` is None, the number of tokens per word is estimated from the server's `usage`.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class BenchRun:
         progress = Progress(settings.num_expected)
         load = LoadRun(server, self._clock, budget, progress, is_chat=settings.api == CHAT)
         sending = self._sending(load)
-        # A full collection over the objects of the start would delay the load. Frozen objects are
-        # never collected, but the process ends after the run.
+        # A full garbage collection over the objects created at startup would delay the load. Frozen
+        # objects are never collected, which does not matter because the process ends after the run.
         gc.collect()
         gc.freeze()
         async with progress, LoopLag() as lag:

@@ -1,12 +1,12 @@
-"""The check of a deployment: streams go on, with the same text, while its containers are broken.
+"""The check of a deployment: streams must continue unchanged while its containers are broken.
 
 For each fault and each role of a container:
 
-1. Streams begin, the same ones as in the undisturbed run before all faults.
-2. A container of that role is broken, in the replica where most of them run.
-3. A fault that lasts is undone after a while.
-4. The streams end, each with the text of the undisturbed run.
-5. All containers are healthy, and as many replicas are ready as before.
+1. Streams begin. An undisturbed run before all faults has had the same streams.
+2. A container of that role is broken. It is in the replica that serves most of the streams.
+3. If the fault does not end by itself, it is undone after a while.
+4. The streams end. Each must have the text of its stream in the undisturbed run.
+5. All containers must become healthy, and as many replicas must be ready as before.
 """
 
 import time
@@ -22,8 +22,8 @@ _POLL_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Time limits. `hold_seconds`: duration of a fault that is undone. `heal_seconds`: longest time
-    until all containers are healthy.
+    """Times in seconds. A fault that does not end by itself is undone after `hold_seconds`. Then
+    all containers must be healthy within `heal_seconds`.
     """
 
     hold_seconds: float
@@ -31,7 +31,7 @@ class Times:
 
 
 class Check:
-    """One check. `say` receives a line for each observation."""
+    """Runs one check. `say` is called with a line of text for each observation."""
 
     def __init__(
         self, deployment: Deployment, fleet: Fleet, times: Times, say: Callable[[str], None]

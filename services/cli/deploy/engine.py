@@ -61,7 +61,9 @@ class ComposeProject:
 
     @contextmanager
     def broken(self, container: Container, fault: Fault) -> Iterator[None]:
-        """Breaks a container. Leaving the context undoes a fault that lasts."""
+        """Breaks a container. At the end of the context, a fault that does not end by itself is
+        undone.
+        """
         with ExitStack() as scope:
             try:
                 victim = self._client.containers.get(container.id)

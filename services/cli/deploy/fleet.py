@@ -26,7 +26,7 @@ class GatewayFleet:
         max_tokens: int = 1,
         stream_seconds: float = 60.0,
     ) -> None:
-        """`stream_seconds`: the time after which an unfinished stream counts as failed."""
+        """An unfinished stream counts as failed after `stream_seconds`."""
         self._url, self._api_key = url, api_key
         self._num_streams, self._max_tokens = num_streams, max_tokens
         self._stream_seconds = stream_seconds
@@ -89,8 +89,8 @@ class GatewayStreams:
 
 
 class _Stream(Thread):
-    """One request, read in a thread. `begun` is set after the first events or at the end of the
-    stream. `answer` is None until the stream has ended.
+    """Sends one request and reads its stream in a thread. `begun` is set after the first events or
+    at the end of the stream. `answer` is None until the stream has ended.
     """
 
     def __init__(self, client: Client, body: dict[str, object]) -> None:

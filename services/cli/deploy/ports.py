@@ -20,9 +20,9 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container of the deployment. `role`: the service that it runs, such as `worker`. `replica`:
-    empty for a container outside the replicas. `problem`: why it is not healthy, or empty.
-    `started_at`: its start time as the engine's text.
+    """A container of the deployment. `role` is the service that it runs, such as `worker`.
+    `replica` is empty for a container outside the replicas. `problem` is the reason why the
+    container is not healthy, or empty. `started_at` is the engine's text for its start time.
     """
 
     id: str

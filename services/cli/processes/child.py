@@ -30,13 +30,13 @@ class ChildSpec:
     team: str | None = None
     """Children of one team start together. When one ends, the others are ended."""
     liveness_address: str | None = None
-    """The address of liveness checks, host:port or unix:PATH. None: only the end of the process is
-    detected.
+    """The address of liveness checks, host:port or unix:PATH. With None, the process is restarted
+    only when it ends.
     """
     silence_seconds: float = 2.0
     """Time without an answer to liveness checks after which the program counts as hung."""
     niceness: int = 0
-    """The niceness added to the supervisor's: a higher value lowers the priority."""
+    """This number is added to the supervisor's niceness. A higher niceness is a lower priority."""
     prepare: Callable[[], object] = lambda: None
     """Called before each start."""
     until_drained: Callable[[], Awaitable[None]] | None = None

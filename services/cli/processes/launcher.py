@@ -2,14 +2,15 @@
 
     python -I -S launcher.py SUPERVISOR_PID NICENESS PROGRAM [ARGUMENT]...
 
-On Linux that is PR_SET_PDEATHSIG, which an exec keeps and which works while the program is stuck in
-native code; elsewhere the program just runs. The signal is bound to the supervisor's thread that
-forked, so children are started from its main thread. NICENESS is added to that of the supervisor,
-as nice(1) does it. Imports nothing of the project, to start fast.
+On Linux this uses PR_SET_PDEATHSIG. The setting survives an exec, and the kill works even if the
+program is stuck in native code. On other systems the program is not killed. The kernel sends the
+signal when the thread that forked ends, so the supervisor starts children from its main thread.
+NICENESS is added to the supervisor's niceness, as by nice(1). For a fast start, this file imports
+nothing of the project.
 
-Where Linux groups processes by session (sched(7), "The autogroup feature"), a process's niceness
-counts only within its session. A program that leads a session of its own gives that group its
-niceness, too.
+Linux may group processes by session (sched(7), "The autogroup feature"). A process's niceness then
+counts only within its session. If the program leads a session, this file therefore sets the
+niceness of the session's group, too.
 """
 
 import ctypes
@@ -21,7 +22,8 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _AUTOGROUP = Path("/proc/self/autogroup")
-# The kernel accepts ten changes a second from all unprivileged processes together.
+# The kernel accepts only ten changes of a group's niceness a second from all unprivileged processes
+# together.
 _TRIES, _TRY_AGAIN_SECONDS = 20, 0.1
 _CANNOT_EXECUTE = 127
 

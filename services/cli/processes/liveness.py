@@ -13,21 +13,21 @@ from services.common.rpc.channel import open_channel
 
 @dataclass(frozen=True, slots=True)
 class LivenessPolicy:
-    """How long a child may be silent, in seconds as `Silence` counts them: only time in which the
-    child could have answered. Silence has no limit before the child's first answer to a liveness or
-    readiness check.
+    """Limits on a child's silence, in seconds. Only time in which the child could have answered
+    counts as silence (`Silence`). Silence has no limit before the child's first answer to a
+    liveness or readiness check.
     """
 
     factor: float = 2.0
-    """Multiplies the limit for each consecutive hang after the second hang. On a slow machine,
-    killing and restarting children adds load.
+    """The limit is multiplied by this factor at each consecutive hang from the second one on. The
+    reason is that killing and restarting children adds load to a slow machine.
     """
     longest_seconds: float = 60.0
     """The upper bound of the multiplied limit, unless a child's own limit is higher."""
     loading_seconds: float = 60.0
-    """The lowest limit of a child that is not ready yet."""
+    """The minimum of the limit for a child that is not ready yet."""
     stopped_share: float = 0.5
-    """The share of a child's limit that suffices if the system reports the process as stopped."""
+    """If the system reports a process as stopped, its limit is multiplied by this factor."""
     pause_seconds: float = 0.6
     """Time between an answer and the next check."""
     period_seconds: float = 0.2
@@ -39,8 +39,8 @@ class LivenessPolicy:
         return 2 * self.pause_seconds
 
     def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:
-        """The limit of a child's silence after `num_hangs` consecutive hangs; `usual_seconds` is
-        its limit before.
+        """The limit of a child's silence after `num_hangs` consecutive hangs. `usual_seconds` is
+        the limit without hangs.
         """
         longest = max(self.longest_seconds, usual_seconds)
         return float(min(usual_seconds * self.factor ** max(0, num_hangs - 1), longest))

@@ -22,7 +22,7 @@ _GATEWAY_DRAIN_SECONDS, _GATEWAY_STOP_SECONDS = 4.0, 6.0
 _SCHEDULER_DRAIN_SECONDS, _SCHEDULER_STOP_SECONDS = 0.5, 1.5
 _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
 _GATEWAY_LINGER_SECONDS = _SCHEDULER_STOP_SECONDS + _CACHES_STOP_SECONDS + 1
-"""How long a gateway that keeps traces accepts spans while the other services stop."""
+"""How long a stopping gateway that keeps traces still accepts spans of the other services."""
 
 _RESUBMIT = env_prefix("gateway") + "RESUBMIT_TIMEOUT_SECONDS"
 _LOOPBACK = "127.0.0.1"
@@ -31,8 +31,8 @@ _LOOPBACK = "127.0.0.1"
 _EXPORT_DELAY, _EXPORT_DELAY_MILLISECONDS = "OTEL_BSP_SCHEDULE_DELAY", "500"
 
 _RESTART_SECONDS = 600.0
-"""How long requests wait for a replica. Services that end are restarted, and loading may take
-minutes.
+"""Limit on the time for which requests wait for a replica. A service that ended is restarted, and
+its loading may take minutes.
 """
 _GATEWAY_PATIENCE = 5
 """Multiplies the gateway's liveness timeout. Killing a gateway breaks its clients' streams; streams
@@ -52,12 +52,14 @@ class Addresses:
     run_directory: Path
     """The directory of the sockets."""
     master_ports: tuple[int, ...] = ()
-    """For each replica, the port where the ranks of its model meet; empty without ranks."""
+    """For each replica, the port where the ranks of its model connect. Empty if there are no ranks.
+    """
     vllm_grpc_ports: tuple[int, ...] = ()
-    """For each replica, the port where its scheduler serves vllm.grpc.engine; empty if it does not.
+    """For each replica, the port where its scheduler serves vllm.grpc.engine. Empty if schedulers
+    do not serve it.
     """
     admin_port: int | None = None
-    """The loopback port of operator calls; None: not served."""
+    """The loopback port of operator calls. None if they are not served."""
 
     def socket(self, service: str) -> str:
         """The internal address of a service. The gateway answers only health checks there."""
@@ -70,7 +72,7 @@ class Addresses:
 
     @property
     def admin(self) -> str | None:
-        """The address of operator calls, host:port; None: not served."""
+        """The address of operator calls, host:port. None if they are not served."""
         return None if self.admin_port is None else join_host_port(_LOOPBACK, self.admin_port)
 
     @property
@@ -243,8 +245,8 @@ class _Replica:
 def _membership(
     rank: int, replica: int, settings: UpSettings, addresses: Addresses
 ) -> dict[str, Any]:
-    """Settings of a worker's rank in its group. A single worker gets sizes of 1, which override
-    WORLD_SIZE and RANK in the environment of the command.
+    """Settings of a worker's rank in its group. A single worker gets group sizes of 1, which
+    override WORLD_SIZE and RANK in the environment of the command.
     """
     sizes = {
         "tensor_parallel_size": settings.tensor_parallel_size,

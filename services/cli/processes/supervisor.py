@@ -1,11 +1,12 @@
 """Keeps child processes running, and stops them in order.
 
 All children start at once, so that they load in parallel. If a child ends before its first
-readiness, the supervisor ends too. A child that ends later, or hangs and is killed, is restarted
-with its team: at once the first time, then after growing delays (as by Erlang's supervisors and
-systemd, but without a limit of restarts). At the end the stages stop one after the other, each with
-its own time limit. After the last stage, drained children that still serve others are stopped.
-Remaining children are killed.
+readiness, the supervisor ends too. A child that ends later is restarted with its team. So is a
+child that hangs, after it is killed. The first restart is immediate, and later restarts have
+growing delays. This follows Erlang's supervisors and systemd, except that the number of restarts is
+not limited. At the end of the run, the stages stop one after the other, each with its own time
+limit. After the last stage, drained children that still serve others are stopped. Remaining
+children are killed.
 """
 
 import asyncio
@@ -69,7 +70,8 @@ class Observer(Protocol):
     ) -> None:
         """A child that was ready before has ended by itself. It is restarted after the delay.
 
-        `num_deaths`: consecutive deaths without `steady_seconds` of readiness in between.
+        `num_deaths` is the number of consecutive deaths without `steady_seconds` of readiness in
+        between.
         """
 
     def stopping(self, name: str) -> None:

@@ -19,7 +19,7 @@ LARGEST = 2**31 - 1
 
 
 class FieldError(ValueError):
-    """An invalid value. `path` leads to it from the top of its document."""
+    """An invalid value. `path` is the value's position in its document."""
 
     def __init__(self, path: FieldPath, complaint: str) -> None:
         super().__init__(f"{field_name(path)} {complaint}")

@@ -70,8 +70,8 @@ class GroupRecord:
             self._groups_to_zero += [group] * len(of_group)
 
     def _by_group(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
-        """The blocks that a step zeroes, sorted by group as in vLLM. The pool reports them by
-        transaction.
+        """The blocks that a step zeroes, sorted by group as in vLLM. In the pool's reports they are
+        ordered by transaction.
         """
         groups, self._groups_to_zero = self._groups_to_zero, []
         pairs = zip(groups, block_ids, strict=True)

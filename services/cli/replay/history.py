@@ -51,9 +51,9 @@ previous output.
 
 
 class History:
-    """Events by step (the number of steps planned before), and the tokens of each request. Events
-    between a plan and the next update are stored with the plan's own step, to be applied after the
-    plan.
+    """The events before each step and the tokens of each request. A step's key is the number of
+    steps planned before it. Events between a plan and the next update are stored with the plan's
+    own step, to be applied after the plan.
     """
 
     def __init__(self) -> None:
@@ -63,19 +63,20 @@ class History:
         self.requests: dict[RequestKey, Request] = {}
         """All requests. Their token ids are complete once the whole log has been read."""
         self.accepted: dict[RequestKey, dict[int, int]] = defaultdict(dict)
-        """The number of accepted draft tokens of each request, by its number of tokens before the
-        verifying step. For sessions the key is the number of output tokens before that step.
+        """For each request, maps its number of tokens before a verifying step to the number of
+        draft tokens accepted by that step. For sessions the key is the number of output tokens
+        before that step.
         """
         self.num_drafts: dict[RequestKey, dict[int, int]] = defaultdict(dict)
-        """The number of proposed draft tokens of each request, by its number of tokens at that
-        time. What-if runs use it only for requests that are not sessions.
+        """For each request, maps its number of tokens to the number of draft tokens proposed at
+        that time. What-if runs use this mapping only for requests that are not sessions.
         """
         self.turns: dict[RequestKey, list[list[int]]] = {}
         """The output tokens of each turn of a session, including the last token of the turn."""
         self.throttled: set[int] = set()
-        """Steps whose caller throttled prefills."""
+        """The numbers of the steps whose caller throttled prefills."""
         self.without_tokens: set[int] = set()
-        """Steps without scheduled requests. They still count as time."""
+        """The numbers of the steps without scheduled requests. These steps still count as time."""
         self._follows_plan = False
 
     def add(self, event: Event) -> None:

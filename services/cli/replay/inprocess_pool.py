@@ -20,7 +20,7 @@ class InProcessPool:
         self._config = pool_config_of(config)
         self.num_transactions = 0
         self.num_answers_left: int | None = None
-        """The number of transactions before the pool raises PoolLost; None: no limit."""
+        """The number of transactions before the pool raises PoolLost. None means no limit."""
         self.reopen()
 
     def reopen(self) -> None:

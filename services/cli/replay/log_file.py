@@ -58,8 +58,8 @@ class StepLogFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cut_line: int | None = None
-        """The number of the line within which the file ends; None if it has not been read to the
-        end or ends with a complete line.
+        """The number of the incomplete line at the end of the file. None if the last line is
+        complete, or if the file has not been read to its end.
         """
         self._lines = self._parsed_lines()
         first = next(self._lines, None)

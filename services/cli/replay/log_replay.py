@@ -66,7 +66,7 @@ class LogReplay(SchedulerRun):
         self.history = History()
         self.requests = self.history.requests
         self.is_complete = False
-        """Whether the entry `end` was read."""
+        """Whether the log's entry `end` was read."""
 
     async def replay_entry(self, entry: Field) -> list[Difference]:
         """Makes the call of an entry; returns the fields whose values differ.
@@ -182,8 +182,8 @@ class LogReplay(SchedulerRun):
         )
 
     def _read_chunk(self, entry: Field) -> InputChunk | None:
-        """The next input of a session; None ends the session. Its length is not checked here:
-        planning limits it.
+        """The next input of a session. None ends the session. The input's length is not checked
+        here, because planning limits it.
         """
         if "tokens" not in entry.members():
             return None

@@ -40,7 +40,7 @@ class LoggedConnector(StorelessConnector):
     def update_state_after_alloc(
         self, request: Request, blocks: BlockTables, num_external_tokens: int
     ) -> None:
-        """Does nothing: a replay loads no blocks."""
+        """Does nothing, because a replay loads no blocks."""
 
     def request_finished(
         self,

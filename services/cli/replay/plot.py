@@ -16,10 +16,10 @@ MAX_COLUMNS = 600
 
 
 class Columns:
-    """Samples of a run in at most MAX_COLUMNS columns. In a longer run, a column combines several
-    steps.
+    """Samples of a run in at most MAX_COLUMNS columns. If a run has more steps, a column combines
+    several of them.
 
-    `edges`: the first step of each column, followed by the end of the last column.
+    `edges` has the first step of each column, followed by the end of the last column.
     """
 
     def __init__(self, samples: Sequence[StepSample]) -> None:

@@ -11,7 +11,7 @@ from services.scheduler.core.request import Request, TurnEnd
 class RecordedRequest:
     """A request, the steps of its first plan and of its end, and its delivered tokens.
 
-    `turn`: the end of a session's last turn. `stop_token_id`: the last stop token, which vLLM
+    `turn` is the end of a session's last turn. `stop_token_id` is the last stop token, which vLLM
     repeats in later turns of a session.
     """
 

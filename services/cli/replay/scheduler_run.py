@@ -22,11 +22,11 @@ class SchedulerRun:
         self.statistics = RunStatistics(scheduler)
         self.requests: dict[RequestKey, Request] = {}
         self.in_flight: dict[int, SchedulerOutput] = {}
-        """Plans whose output has not arrived yet, by step number."""
+        """Maps step numbers to the plans whose output has not arrived yet."""
 
     async def apply(self, event: Event, now: int) -> None:
-        """Makes the call of an event that occurred after `now` steps had been planned. Aborting a
-        request that was not added does nothing.
+        """Makes the scheduler call of an event that occurred after `now` steps had been planned.
+        Aborting a request that was not added does nothing.
         """
         if isinstance(event, Request):
             request = as_added(event)

@@ -19,7 +19,7 @@ from services.scheduler.core.request import Request
 
 @dataclass(slots=True)
 class StepSample:
-    """One step: the state after planning, and the scheduled tokens by kind."""
+    """One step: the state after planning, and the number of scheduled tokens of each kind."""
 
     num_running: int
     num_waiting: int
@@ -57,11 +57,12 @@ class RunStatistics:
         """The number of requests that were refused as too long for the configuration."""
         self.num_hit_tokens = 0
         self.num_query_tokens = 0
-        """Tokens of requests at their first admission: the denominator of the hit rate."""
+        """The number of tokens that requests had at their first admission. It is the denominator of
+        the hit rate.
+        """
         self.num_generated_tokens = 0
         self.wait_steps: Counter[WaitReason] = Counter()
-        """For each wait reason, the number of waiting requests, summed over the steps with that
-        reason.
+        """Maps a wait reason to the number of requests that waited for it, summed over all steps.
         """
         self._scheduler = scheduler
         self._made_at: dict[int, int] = {}
@@ -70,7 +71,7 @@ class RunStatistics:
     @property
     def num_preemptions(self) -> int:
         """The number of preemptions of running requests: for another request, after a lost pool or
-        worker, or by an operator. The sum over all samples is the same.
+        worker, or by an operator. This number equals the sum over all samples.
         """
         return self._scheduler.num_preemptions
 
@@ -154,8 +155,8 @@ class RunStatistics:
 
 
 def percentile(values: Sequence[int], share: float) -> int | None:
-    """The smallest value that at least `share` of the values do not exceed; None if there are no
-    values.
+    """The smallest value that at least the fraction `share` of the values do not exceed. None if
+    there are no values.
     """
     if not values:
         return None

@@ -14,8 +14,8 @@ from services.scheduler.core.transfers.kv_connector import KVTransferResults
 
 
 def begun_loads(plan: SchedulerOutput, config: SchedulerConfig) -> list[Any]:
-    """The loads that a plan starts: for each the request, the number of tokens, whether it runs
-    between steps, and the full block table.
+    """The loads that a plan starts. For each load this is the request, the number of tokens,
+    whether the load runs between steps, and the full block table.
     """
     return [
         [load.request.request_id, load.num_tokens, load.is_async, _listed(load.blocks, config)]

@@ -1,10 +1,11 @@
 """What-if runs: schedules the arrivals of a log with other settings.
 
 Time is counted in steps, including steps of the log that scheduled nothing. Requests arrive and are
-aborted at the steps of the log. A request gets the same tokens as in the log, whenever a step
-computes its last known token. The number of accepted draft tokens is the logged number at the same
-number of tokens. If the log aborts a request, it gets arbitrary tokens after its logged tokens
-until the abort. If a request does not end in the log, it is aborted at its last logged token.
+aborted at the steps of the log. Whenever a step computes a request's last known token, the request
+gets its next token of the log. The number of accepted draft tokens is the number logged when the
+request had the same number of tokens. If the log aborts a request, the request gets arbitrary
+tokens after its logged tokens until the abort. If a request does not end in the log, it is aborted
+at its last logged token.
 """
 
 from collections import Counter
@@ -72,7 +73,7 @@ class WhatIf(SchedulerRun):
         self._depth = config.num_steps_in_flight
         self._now = 0
         self._turns: Counter[RequestKey] = Counter()
-        """The number of turns that have ended, for each session."""
+        """Maps each session to the number of its turns that have ended."""
 
     async def run(self) -> RunStatistics:
         """Runs until no request is left that can continue."""
@@ -168,7 +169,7 @@ class WhatIf(SchedulerRun):
         return turns[turn][request.num_output_tokens :] if turn < len(turns) else []
 
     def _num_tokens(self, request: Request) -> int:
-        """The number of tokens that is the key of accepted drafts in the history."""
+        """The number of tokens with which accepted drafts are looked up in the history."""
         if not request.resumable:
             return request.num_tokens
         turns = self._history.turns.get(request.key, [])[: self._turns[request.key]]

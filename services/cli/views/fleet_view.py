@@ -33,8 +33,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica as labelled rows. `problem`: the reason why it cannot serve, or empty. `state`: one
-    word, such as running or paused, the same as on /ui and in `stepwell top`.
+    """A replica as labelled rows. `problem` is the reason why it cannot serve, or empty. `state` is
+    one word, such as running or paused, the same as on /ui and in `stepwell top`.
     """
 
     address: str
@@ -80,7 +80,7 @@ def replica_state(replica: Mapping[str, Any]) -> str:
 def _rates(
     replica: dict[str, Any], earlier: dict[str, Any], sample: Sample, before: Sample | None
 ) -> dict[str, float]:
-    """The growth of each total per second. Empty after a restart, as totals restart at 0."""
+    """The growth of each total per second. Empty after a restart, because totals restart at 0."""
     new = replica["stats"]
     old = earlier.get(replica["address"], {}).get("stats")
     if before is None or new is None or old is None or old["incarnation"] != new["incarnation"]:

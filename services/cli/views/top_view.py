@@ -13,7 +13,7 @@ from services.cli.views.fleet_view import replica_state, waits_for
 Document = Mapping[str, Any]
 
 _TWO_COLUMNS = 96
-"""The screen width from which a replica's rows are laid out in two columns."""
+"""The minimum screen width at which a replica's rows are laid out in two columns."""
 _LABEL = 10
 _FULL, _EMPTY = "█", "░"
 _LEAST_ROWS = 3
@@ -50,8 +50,8 @@ _COLUMNS = (
 
 
 def screen(look: Look, before: Look | None, width: int, height: int) -> list[Text]:
-    """Lines of at most `width` characters. Rates need the look before. Each replica shows as many
-    requests as fit into `height` lines, but at least three.
+    """Returns lines of at most `width` characters. Rates are shown only if `before` is given. Each
+    replica shows as many requests as fit into `height` lines, but at least three.
     """
     activity = look.activity
     lines = [_headline(activity)]
@@ -109,7 +109,7 @@ def _rows_of(replica: Document, look: Look, before: Look | None, width: int) -> 
 
 
 Row = tuple[str, str, float | None]
-"""A label, a text, and the share of a bar, or None without a bar."""
+"""A label, a text, and the filled fraction of a bar. The fraction is None if there is no bar."""
 
 
 def _row(label: str, text: str, share: float | None, width: int) -> Text:
@@ -140,7 +140,8 @@ def _capacities(replica: Document) -> Iterator[Row]:
 
 
 def _budget(steps: Sequence[Document], budget: int) -> tuple[str, float | None]:
-    """The average number of tokens that steps used of their budget, and its share of the budget."""
+    """The average number of tokens that a step used, and the fraction of the budget that this is.
+    """
     if not steps:
         return f"no step of {budget} tokens", 0.0
     prefill = sum(step["num_prefill_tokens"] for step in steps) / len(steps)
@@ -166,7 +167,7 @@ def _speeds(replica: Document, look: Look, before: Look | None) -> Iterator[Row]
 
 
 def _rates(replica: Document, look: Look, before: Look | None) -> dict[str, float]:
-    """The growth of each total per second. Empty after a restart, as totals restart at 0."""
+    """The growth of each total per second. Empty after a restart, because totals restart at 0."""
     earlier = [] if before is None else before.activity["replicas"]
     old = next((one["stats"] for one in earlier if one["address"] == replica["address"]), None)
     new = replica["stats"]

@@ -43,5 +43,6 @@ class Address:
         return f"{host}:{self.port}"
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Returns a context that trusts the system's authorities, or SSL_CERT_FILE's."""
+        """Returns a context that trusts the authorities in SSL_CERT_FILE, by default the system's.
+        """
         return ssl.create_default_context() if self.is_https else None

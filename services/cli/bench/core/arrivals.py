@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 def unit_arrivals(burstiness: float, draw: random.Random) -> Iterator[float]:
-    """Yields arrival times without end, at an average of one arrival a second.
+    """Yields arrival times in seconds without end, at an average rate of one arrival a second.
 
     The first arrival is after the first gap. With constant gaps it is at 0.
     """

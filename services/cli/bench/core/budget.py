@@ -17,7 +17,8 @@ class Budget:
         self._num_taken = 0
 
     def take(self, intended: float) -> int | None:
-        """Returns the number of a request for that time, or None if a limit is reached."""
+        """Returns the number of the request to send at time `intended`. None if a limit is reached.
+        """
         if self._num_taken == self._num_warmups:
             self._end = intended + self._seconds
         if self._num_taken >= self._limit or intended >= self._end:

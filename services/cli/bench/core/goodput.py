@@ -8,7 +8,9 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def parse_objective(text: str) -> tuple[str, float]:
-    """Parses `ttft:200` into figure and milliseconds; `e2e` means `e2el`. Raises ValueError."""
+    """Parses `ttft:200` into a figure's name and milliseconds. `e2e` means `e2el`. Raises
+    ValueError.
+    """
     name, _, value = text.partition(":")
     name = "e2el" if name == "e2e" else name
     try:
@@ -26,7 +28,7 @@ def parse_objective(text: str) -> tuple[str, float]:
 def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
     """Whether a request succeeded and met every objective.
 
-    A figure that does not exist meets its objective, such as TPOT of an answer with one token.
+    A figure that does not exist, such as TPOT of an answer with one token, meets its objective.
     """
     if not record.is_ok:
         return False

@@ -1,8 +1,8 @@
 """The rate of an open loop over time: constant, in steps, or as a linear ramp.
 
 `8` is 8 arrivals a second for the whole load. `2:30,8:30` is 2 a second for 30 s, then 8 for 30 s.
-`2-8:60` rises linearly from 2 to 8 within 60 s. The load ends after the last piece, except if that
-piece has no seconds. `inf` sends all requests at once.
+`2-8:60` rises linearly from 2 to 8 within 60 s. The load ends after the last piece. Without a
+length, the last piece does not end. `inf` sends all requests at once.
 """
 
 import math

@@ -57,7 +57,7 @@ class Conversation:
         return {"prompt": self._text()}
 
     def answered(self, text: str) -> None:
-        """Adds the server's answer."""
+        """Adds the server's answer to the history."""
         self._messages.append(Message("assistant", text))
 
     def _text(self) -> str:

@@ -41,7 +41,7 @@ _SAMPLE_WORDS = 256
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Words, the average number of tokens per word, and a description of how it was counted."""
+    """Words, the average number of tokens per word, and the source of this number."""
 
     words: tuple[str, ...]
     tokens_per_word: float

@@ -22,8 +22,8 @@ class ConnectorScript:
         return StandInConnector(block_size, self.sources, self.send_steps, self.frees_are_awaited)
 
     def read_request(self, add: Field, key: RequestKey) -> None:
-        """Reads the externally stored tokens of an added request, and how long its blocks
-        are sent.
+        """Reads the externally stored tokens of an added request, and how long sending its blocks
+        takes.
         """
         members = add.members()
         if "external" in members:

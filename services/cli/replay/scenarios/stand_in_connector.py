@@ -20,15 +20,15 @@ class ExternalTokens:
     num_steps: int = 1
     """The duration of an asynchronous load, in steps."""
     num_undecided: int = 0
-    """The number of first queries that are answered with "not known yet" (None)."""
+    """The first `num_undecided` queries are answered with None, which means "not known yet"."""
     max_loads: int | None = None
-    """The number of loads after which no stored tokens are left; None: no limit."""
+    """The number of loads after which no stored tokens are left. None means no limit."""
     failing_blocks: tuple[int, ...] = ()
-    """Blocks that a load reports as not loaded, as indices among the blocks that it fills."""
+    """The indices of blocks that a load reports as not loaded, among the blocks that it fills."""
     fails_whole: bool = False
     """Whether a failed load is reported without naming blocks."""
     num_failing_loads: int = 1
-    """The number of first loads that fail."""
+    """The first `num_failing_loads` loads fail."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class StandInConnector(StorelessConnector):
     block_size: int
     sources: Mapping[RequestKey, ExternalTokens]
     send_steps: Mapping[RequestKey, int]
-    """How many steps it takes to send the blocks of a request that ended by itself."""
+    """Maps a request that ended by itself to the number of steps in which its blocks are sent."""
     frees_are_awaited: bool = False
     """Whether requests that lack blocks wait while blocks are being sent."""
     step: int = 0

@@ -16,14 +16,14 @@ class StandInGrammar:
     ready: int
     """The step before which the compilation ends."""
     length: int | None = None
-    """The number of output tokens after which only the end-of-sequence token is allowed; None: the
-    end of the sequence is never allowed.
+    """The number of output tokens after which only the end-of-sequence token is allowed. With None,
+    this token is never allowed.
     """
     error: bool = False
     """Whether the compilation fails."""
     break_at: int | None = None
-    """An output position at which the sampler returns a token that the grammar refuses; None:
-    never.
+    """An output position at which the sampler returns a token that the grammar refuses. None means
+    that this never happens.
     """
 
     def allows(self, token_id: int, position: int) -> bool:

@@ -12,9 +12,9 @@ from services.scheduler.core.request import Request
 class StandInModel:
     """The simulated workers of one run. They store the tokens of each request.
 
-    `num_drafts`: the number of draft tokens proposed for each request in a step that samples.
-    `pooling`: prompts are pooled and no tokens are sampled. `grammars`: the grammars of requests,
-    by request id.
+    `num_drafts` is the number of draft tokens proposed for each request in a step that samples. If
+    `pooling` is set, prompts are pooled and no tokens are sampled. `grammars` maps request ids to
+    grammars.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ class StorelessConnector:
         """Does nothing: there is no storage."""
 
     def blocks_released(self, request: Request) -> None:
-        """Does nothing: no state is kept for a request."""
+        """Does nothing, because no state is kept for a request."""
 
     def build_connector_meta(self, step: int) -> None:
         """Returns None: workers get no message."""
