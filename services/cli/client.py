@@ -75,8 +75,7 @@ class Client:
         return self._answer("GET", path)
 
     def post(self, path: str, query: Mapping[str, Any]) -> Any:
-        """Posts a call without a body and returns the JSON answer. Only the server limits the time.
-        """
+        """Posts a call without a body. Returns the JSON answer. Only the server limits the time."""
         return self._answer("POST", path, params=query, timeout=_STREAM_TIMEOUT)
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> Any:

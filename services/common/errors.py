@@ -126,8 +126,7 @@ class Aborted(StepwellError):
 
 
 class Unavailable(StepwellError):
-    """A required component is down or draining. `retry_after_seconds` is the delay before a retry.
-    """
+    """A required component is down or draining. A client may retry after `retry_after_seconds`."""
 
     reason = "UNAVAILABLE"
 

@@ -140,8 +140,7 @@ def _capacities(replica: Document) -> Iterator[Row]:
 
 
 def _budget(steps: Sequence[Document], budget: int) -> tuple[str, float | None]:
-    """The average number of tokens that a step used, and the fraction of the budget that this is.
-    """
+    """The average number of tokens that a step used, and its ratio to the budget."""
     if not steps:
         return f"no step of {budget} tokens", 0.0
     prefill = sum(step["num_prefill_tokens"] for step in steps) / len(steps)

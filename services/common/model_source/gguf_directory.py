@@ -52,8 +52,7 @@ def gguf_directory(file: Path) -> Path:
 
 
 def single_gguf(directory: Path) -> Path | None:
-    """Returns a directory's GGUF file. None if it has no or several such files, or a config.json.
-    """
+    """Returns a directory's only GGUF file. None if it has several, none, or a config.json."""
     if (directory / "config.json").exists():
         return None
     files = list(directory.glob(f"*{SUFFIX}"))

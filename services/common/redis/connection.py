@@ -178,8 +178,7 @@ def _raise_if_cancelled() -> None:
 
 
 def _text(error: BaseException) -> str:
-    """The text of an error in one line. The command at the start of a pipeline's error is removed.
-    """
+    """The text of an error in one line. A command at the start (from a pipeline) is removed."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return str(error).rpartition("caused error: ")[2] or repr(error)

@@ -124,8 +124,7 @@ RpcError = grpc.aio.AioRpcError | grpc.Call
 
 
 def from_rpc_error(rpc_error: RpcError) -> errors.StepwellError:
-    """Returns the error that a server raised. Other failures become an error for the status code.
-    """
+    """Returns the error that a server raised, or an error for the status of another failure."""
     kind = _KIND_OF.get(rpc_error.code(), errors.InternalError)
     message = rpc_error.details() or rpc_error.code().name
     reason = field = retry_after_seconds = None

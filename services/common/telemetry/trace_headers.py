@@ -10,8 +10,7 @@ _MAX_ENTRIES, _MAX_SHOWN_CHARACTERS = 16, 256
 
 @dataclass(frozen=True, slots=True)
 class TraceHeaders:
-    """A request's trace headers. An absent header is empty, and so is `traceparent` if unsampled.
-    """
+    """A request's trace headers, empty if absent. `traceparent` is also empty if unsampled."""
 
     traceparent: str = ""
     tracestate: str = ""

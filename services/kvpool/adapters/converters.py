@@ -66,8 +66,7 @@ def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
 
 
 def pool_matches_to_proto(matches: Iterable[PoolMatch]) -> kvpool_pb2.MatchPrefixResponse:
-    """Converts the result of MatchPrefix: for each pool, how many blocks of a chain it has cached.
-    """
+    """Converts the result of MatchPrefix: the number of cached blocks in each pool."""
     return kvpool_pb2.MatchPrefixResponse(
         matches=[kvpool_pb2.PoolMatch(**asdict(match)) for match in matches]
     )

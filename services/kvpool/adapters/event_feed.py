@@ -62,8 +62,7 @@ class EventFeed:
 
 
 class _Watcher:
-    """The unread batches of one reader. If they are too many, they are dropped and it is lagging.
-    """
+    """The unread batches of one reader. Too many batches are dropped, and it is marked lagging."""
 
     def __init__(self, max_hashes: int) -> None:
         self._max_hashes = max_hashes

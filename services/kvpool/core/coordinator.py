@@ -212,8 +212,7 @@ class _Candidate:
 
 
 def _kinds(config: PoolConfig, pool: BlockPool) -> list[_Kind]:
-    """Returns the kinds. Full attention is first, because its hit bounds the hits of other kinds.
-    """
+    """Returns the kinds, full attention first, because its hit bounds the other kinds' hits."""
     alike: dict[KVCacheGroup, list[int]] = {}
     for group, spec in enumerate(config.groups):
         alike.setdefault(_seen_alike(spec), []).append(group)

@@ -132,12 +132,11 @@ class GroupManager:
         return self._num_behind(hit, -(-need.num_slots // self._block_size))
 
     def num_reserved(self, table: BlockTable, num_slots: int) -> int:
-        """The blocks that an admission counts for a whole sequence, minus the blocks in the table.
-        """
+        """The blocks that an admission counts for a whole sequence, minus the table's blocks."""
         return max(0, self._num_counted(num_slots) - len(table.blocks))
 
     def num_reserved_behind(self, hit: GroupHit, num_slots: int) -> int:
-        """The blocks that an admission counts for a whole sequence, minus the blocks of the hit."""
+        """The blocks that an admission counts for a whole sequence, minus the hit's blocks."""
         return self._num_behind(hit, self._num_counted(num_slots))
 
     def held_hits(self, hit: GroupHit) -> Sequence[BlockId]:
@@ -192,8 +191,7 @@ class GroupManager:
             self._new_blocks += entries
 
     def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
-        """Adds and returns the blocks that a table lacks for the need. Enough blocks must be free.
-        """
+        """Adds and returns the blocks that a table lacks for `need`. Enough blocks must be free."""
         if table.shared_tail is not None:
             self._copy_shared_tail(table)
         num_blocks = -(-need.num_slots // self._block_size) - len(table.blocks)

@@ -72,8 +72,7 @@ class PoolConfig:
         return frozenset(marked or range(len(self.groups)))
 
     def validate(self) -> None:
-        """Checks the configuration. Raises InvalidPool or UnsupportedGroup, which name the field.
-        """
+        """Checks all fields. Raises InvalidPool or UnsupportedGroup, which name the field."""
         if self.num_blocks < 2:
             raise InvalidPool(
                 f"a pool of {self.num_blocks} blocks has only the null block", field="num_blocks"

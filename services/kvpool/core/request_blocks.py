@@ -186,8 +186,7 @@ class RequestBlocks:
         return result, None
 
     def _hit(self, admission: Admission) -> PrefixHit:
-        """Returns the hit of a request. A look-up is repeated only if the index has changed since.
-        """
+        """Returns the hit of a request. Repeats its look-up only if the index has changed."""
         limit, known = admission.max_hit_tokens, self._hits.pop(admission.request, None)
         if not (admission.new_hashes or admission.diverges) and known is not None:
             is_current = known.num_index_changes == self._blocks.num_index_changes
@@ -290,8 +289,7 @@ class RequestBlocks:
             group.publish(fillings)
 
     def _chain(self, request: RequestKey) -> Chain:
-        """Returns the hash chain of a request. An empty chain is created if the request has none.
-        """
+        """Returns the hash chain of a request. Creates an empty chain if the request has none."""
         chain = self.chains.get(request)
         if chain is None:
             chain = self.chains[request] = Chain()

@@ -43,6 +43,5 @@ class Address:
         return f"{host}:{self.port}"
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Returns a context that trusts the authorities in SSL_CERT_FILE, by default the system's.
-        """
+        """Returns a context that trusts the authorities in SSL_CERT_FILE or else the system's."""
         return ssl.create_default_context() if self.is_https else None

@@ -41,8 +41,7 @@ def distribution(values: Sequence[float]) -> Distribution | None:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolates linearly between the two values nearest to the rank, as numpy does by default.
-    """
+    """Interpolates linearly between the two values nearest to the rank (numpy's default)."""
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)
