@@ -1,4 +1,4 @@
-"""Command-line options that several benchmarks have."""
+"""Command-line options that several benchmarks share."""
 
 import argparse
 import shutil
@@ -17,7 +17,7 @@ def make_parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds --model: a directory."""
+    """Adds the option --model, a model directory."""
     parser.add_argument(
         "--model", type=model_directory, default=DEMO, help=f"directory (default: {DEMO})"
     )
@@ -68,6 +68,6 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments at the first `--`: the program's own, and those for another program."""
+    """Splits arguments at the first `--`. Those after it are meant for another program."""
     own = list(takewhile(lambda argument: argument != "--", argv))
     return own, list(argv[len(own) + 1 :])

@@ -22,7 +22,7 @@ _EVENT, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
 
 
 class GrpcClient:
-    """Calls the gateway's `Inference.Generate`, all requests over one channel."""
+    """Calls the gateway's `Inference.Generate`. All requests use one channel."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
@@ -47,12 +47,12 @@ class GrpcClient:
 
 
 class HttpClient:
-    """Calls the gateway's `POST /v1/completions`, streamed, with one connection for each concurrent
-    request.
+    """Sends streamed `POST /v1/completions` to the gateway. Each concurrent request has its own
+    connection.
     """
 
     def __init__(self, address: str, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """`fields` are added to each body."""
+        """`fields` are added to the body of each request."""
         self._host, _, port = address.rpartition(":")
         self._port, self._fields = int(port), fields
         self._idle: list[_Connection] = []
@@ -130,7 +130,7 @@ async def _expect_stream(reader: asyncio.StreamReader) -> None:
 
 
 async def read_chunk(reader: asyncio.StreamReader) -> bytes:
-    """The next chunk of a chunked body; empty at its end."""
+    """Reads the next chunk of a chunked body. Empty at the end of the body."""
     size = int(await reader.readuntil(b"\r\n"), 16)
     return (await reader.readexactly(size + 2))[:-2]
 
@@ -149,7 +149,7 @@ def _count_tokens(events: bytes) -> int:
 
 
 class SessionClient:
-    """A session with the scheduler, as a gateway opens one."""
+    """A client that opens a session with the scheduler, as a gateway does."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)

@@ -1,4 +1,4 @@
-"""Converts requests, steps and outputs between the services' own types, without messages."""
+"""Converts requests, steps and outputs between the services' own types without protobufs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ _GENERATION = 1
 
 
 def to_request(asked: EngineRequest, key: int) -> Request:
-    """Converts the gateway's request to the scheduler's. `key` is its number at the pool."""
+    """Converts the gateway's request to the scheduler's. `key` identifies it at the pool."""
     return Request(
         request_id=asked.request_id,
         key=RequestKey(key),
@@ -60,7 +60,7 @@ def to_step(plan: SchedulerOutput) -> StepInput:
 
 
 def _drafts(plan: SchedulerOutput) -> dict[str, Any]:
-    """The draft tokens of a plan as fields of the worker's step."""
+    """The fields of the worker's step that contain the plan's draft tokens."""
     drafts = plan.draft_token_ids
     if not drafts:
         return {}
@@ -72,7 +72,7 @@ def _drafts(plan: SchedulerOutput) -> dict[str, Any]:
 
 
 def _tier_transfers(metadata: KVConnectorMetadata | None) -> dict[str, Any]:
-    """The blocks that a step stores in the offloading tier and loads from it."""
+    """The fields of the worker's step that list the blocks to store in and load from the tier."""
     if metadata is None:
         return {}
     return {

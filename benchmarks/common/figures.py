@@ -12,11 +12,12 @@ from benchmarks.common.load import RequestTimes
 class Figures:
     """The figures of one run. Latencies are in milliseconds.
 
-    * ttft: from sending a request to its first token;
-    * itl: between tokens of a request; k tokens that arrive together share the wait equally;
-    * tpot: time from a request's first token to its last per token after the first, which is the
-      mean of its ITLs;
-    * e2e: from sending a request to its last token;
+    * ttft: time from sending a request to its first token;
+    * itl: time between two tokens of a request. If k tokens arrive together, each counts as one
+      k-th of the time since the previous arrival;
+    * tpot: time from a request's first token to its last token, divided by the number of tokens
+      after the first. This is the mean of the request's ITLs;
+    * e2e: time from sending a request to its last token;
     * tokens_per_second: all output tokens, divided by the time from the first request to the last
       token.
     """
@@ -44,12 +45,14 @@ def percentile(values: Iterable[float], percent: float) -> float:
 def percentile_interval(
     values: Iterable[float], percent: float, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """The confidence interval of a percentile: two of the values, or 0 and infinity as bounds. In
-    `confidence` of samples the true percentile lies between them, whatever the distribution, if the
-    values are independent. Their ranks follow from the binomial distribution (Thompson, 1936).
+    """The confidence interval of a percentile. Both bounds are values of the sample.
 
-    A bound is 0 or infinite if there are too few values: at least 368 values are needed for an
-    upper bound of a 99th percentile with a confidence of 95 %.
+    If the values are independent, the interval contains the true percentile with a probability of
+    at least `confidence`. This holds for every distribution. The ranks of the bounds follow from
+    the binomial distribution (Thompson, 1936).
+
+    If there are too few values, the lower bound is 0 or the upper bound is infinite. An upper bound
+    of a 99th percentile with a confidence of 95 % needs at least 368 values.
     """
     ordered, tail = sorted(values), (1 - confidence) / 2
     low, below = 0.0, 0.0
@@ -66,8 +69,8 @@ def percentile_ratio_interval(
     these: Iterable[float], those: Iterable[float], percent: float, confidence: float = 0.95
 ) -> tuple[float, float]:
     """The confidence interval of the ratio of a percentile of `these` to the percentile of `those`.
-    Its confidence is at least `confidence`: it combines two intervals that each fail half as often
-    (Bonferroni).
+    Its confidence is at least `confidence`, because it combines two intervals that each miss the
+    true value half as often (Bonferroni).
     """
     each = 1 - (1 - confidence) / 2
     least, most = percentile_interval(these, percent, each)
@@ -107,8 +110,9 @@ def median_figures(rounds: Sequence[Figures]) -> Figures:
 
 
 def median_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
-    """The throughput ratio of `these` to `those`: the median over pairs of rounds that are adjacent
-    in time.
+    """The ratio of the throughput of `these` to the throughput of `those`.
+
+    The i-th elements are runs of the same round. The result is the median of the rounds' ratios.
     """
     return statistics.median(
         this.tokens_per_second / that.tokens_per_second
@@ -117,8 +121,10 @@ def median_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
 
 
 def median_tpot_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
-    """The ratio of mean TPOTs of `these` to `those`: the median over pairs of rounds that are
-    adjacent in time. It is 1 for requests of one token.
+    """The ratio of the mean TPOT of `these` to the mean TPOT of `those`.
+
+    The i-th elements are runs of the same round. The result is the median of the rounds' ratios. It
+    is 1 for requests of one token.
     """
     return statistics.median(
         this.tpot_mean / that.tpot_mean if that.tpot_mean else 1.0
@@ -127,8 +133,9 @@ def median_tpot_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> flo
 
 
 def interleaved(names: Sequence[str], num_rounds: int) -> list[list[str]]:
-    """The order of the names in each round. Each round contains every name once and begins with the
-    next name.
+    """The order of the names in each round.
+
+    Each round contains every name once. The names are rotated by one from round to round.
     """
     return [
         [names[(start + index) % len(names)] for index in range(len(names))]

@@ -1,4 +1,4 @@
-"""Additional gateways for the replicas of a first gateway."""
+"""Starts additional gateways for the replicas of a first gateway."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -28,9 +28,11 @@ class GatewayProgram:
     grpc: str
 
     def another(self, name: str, settings: Mapping[str, Any] | None = None) -> "GatewayProgram":
-        """A gateway for the same replicas on other ports, with some other values of
-        GatewaySettings. With the same name it replaces this one. With another name it has its own
-        sockets, and the services still send their spans to this one.
+        """A gateway for the same replicas with other ports. `settings` are values of
+        GatewaySettings that differ from this gateway's.
+
+        If the name is this gateway's name, the other gateway replaces it. Otherwise it has its own
+        sockets, and the replicas still send their spans to this gateway.
         """
         http, grpc = (
             join_host_port(_HOST, claim_port(_HOST, 0, flag))
@@ -57,8 +59,8 @@ class GatewayProgram:
 
 @asynccontextmanager
 async def running(gateway: GatewayProgram, log: Path) -> AsyncIterator[None]:
-    """Runs a gateway without a supervisor; its output is written to `log`. Enters when
-    it serves.
+    """Runs a gateway without a supervisor. The context is entered when it serves. Its output is
+    written to `log`.
     """
     process = spawn(gateway.spec.command, gateway.spec.environ, log)
     try:

@@ -1,8 +1,10 @@
 """Computes the cost of each hop of a decode step from traces and from the arrival times of tokens.
 
-The services run unchanged. Every step is traced, but only a few requests (the probes). The spans of
-a step time planning, pool and worker, each from both sides. A session with the scheduler receives
-the tokens of a step as a gateway does; the probes receive them as clients do.
+A hop is a part of a step, such as the way of the tokens from the scheduler to the gateway. The
+services run unchanged. Every step is traced, but only a few requests, which are called probes. The
+spans of a step show the durations of planning, of the pool's work and of the worker's work, as seen
+by the caller and by the callee. In addition, the arrival times of tokens are recorded: at a session
+with the scheduler, which receives tokens as a gateway does, and at the clients of the probes.
 """
 
 import statistics
@@ -36,14 +38,14 @@ class HopRun:
     begun: int
     ended: int = 0
     probes: dict[bytes, RequestTimes] = field(default_factory=dict)
-    """HTTP requests by their trace id."""
+    """Maps the trace id of each probe to the times of its HTTP request."""
     session: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of a step and the time at which its tokens arrived at the session."""
 
 
 def median_hops(run: HopRun, spans: Iterable[SpanRecord]) -> dict[str, float | None]:
     """Median microseconds of each hop over the decode steps of a run; None if there are no values.
-    Only steps in which every request gets exactly one token count.
+    Only steps in which every request gets exactly one token are used.
     """
     of_trace: dict[bytes, dict[str, list[SpanRecord]]] = defaultdict(lambda: defaultdict(list))
     steps: list[SpanRecord] = []
@@ -113,10 +115,11 @@ def _deliveries(run: HopRun, steps: Sequence[SpanRecord]) -> list[int]:
 
 
 def _lags(taken: RequestTimes, trace_id: bytes, steps: Sequence[SpanRecord]) -> list[int]:
-    """For one request, the nanoseconds from the end of each step to its token at the client.
+    """The nanoseconds from each step's end to the arrival of its token at a request's client.
 
-    The request's first steps may be prompt chunks, and one step may have been planned before the
-    end was known. The latest assignment is used in which no token arrives before its step ends.
+    Some of the request's steps yield no token: its first steps may be prompt chunks, and its last
+    step may have been planned before its end was known. Therefore tokens are assigned to
+    consecutive steps, as late as possible without a token that arrives before its step ends.
     """
     ends = [step.end for step in steps if trace_id in step.links]
     arrivals = [arrived for arrived, count in taken.arrivals for _ in range(count)]

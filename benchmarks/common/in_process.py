@@ -2,10 +2,10 @@
 
     python -m benchmarks.common.in_process --model models/demo --num-blocks 1000
 
-The real cores of all four services call each other: the gateway's inference and detokenizing, the
-scheduler's policy and engine loop, the pool, the worker's runner in its one compute thread. The
-separation of processes is missing: gRPC, messages, sockets. The program reads loads from standard
-input and writes the results to standard output, one line of JSON each.
+The real cores of all four services call each other directly: the gateway's inference and
+detokenizing, the scheduler's policy and engine loop, the pool, and the worker's runner in its one
+compute thread. There are no gRPC calls, messages and sockets. The program reads loads from standard
+input and writes the results to standard output. Each load and each result is one line of JSON.
 """
 
 import argparse
@@ -63,7 +63,7 @@ from services.worker.settings import WorkerSettings
 
 
 class RunnerExecutor:
-    """The scheduler's `Executor`, which calls a runner in its thread."""
+    """An `Executor` of the scheduler that calls a runner in the runner's compute thread."""
 
     def __init__(self, runner: StepRunner, compute: ComputeThread) -> None:
         self._runner = runner
@@ -79,7 +79,7 @@ class RunnerExecutor:
 
 
 class OneReplica:
-    """The scheduler's `Replica`. Nothing can be lost except the whole process."""
+    """A `Replica` of the scheduler. Since there is one process, pool and worker are never lost."""
 
     workers_were_ended = False
 
@@ -88,7 +88,7 @@ class OneReplica:
 
 
 class Unobserved:
-    """The scheduler's `StepObserver` and `Readiness`, which ignore all events."""
+    """A `StepObserver` and `Readiness` of the scheduler. It ignores all events."""
 
     def ready(self) -> None:
         pass
@@ -131,7 +131,7 @@ class Unobserved:
 
 
 class LocalEngine:
-    """The gateway's `Engine` and the scheduler's `Delivery` in one, connected by function calls."""
+    """The gateway's `Engine` and the scheduler's `Delivery`, connected by function calls."""
 
     def __init__(self, limits: ModelLimits) -> None:
         self.engine: EngineCore
@@ -184,7 +184,7 @@ class LocalEngine:
 
 
 class InProcessClient:
-    """The gateway's core as a client of a load."""
+    """A client that sends a load's requests to the gateway's core."""
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
@@ -211,7 +211,7 @@ class InProcessClient:
 
 
 class _Counts:
-    """A sink that queues the number of tokens of each piece."""
+    """Receives the pieces of an answer, and queues the number of tokens of each."""
 
     is_ready = True
 
@@ -228,7 +228,7 @@ class _Counts:
 
 
 class InProcess:
-    """The composition of all cores. `client` and `engine` exist inside its context."""
+    """The composition of all cores. `client` and `engine` are set inside its context."""
 
     def __init__(
         self, settings: WorkerSettings, loaded: Callable[[Worker], None] | None = None

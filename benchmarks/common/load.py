@@ -1,8 +1,8 @@
-"""The load: the number and length of requests, and their measured times.
+"""A load: the number and the lengths of its requests, and their measured times.
 
-It is a closed loop: `concurrency` clients each send `requests_each` requests, one after another.
-Prompts are random tokens, so that they share no prefix and nothing is found in the cache. The
-output has a fixed length: end-of-sequence tokens are ignored.
+A load is a closed loop. Each of `concurrency` clients sends `requests_each` requests, one after
+another. Prompts are random tokens, so that they share no prefix and nothing is found in the cache.
+The output has a fixed length, because end-of-sequence tokens are ignored.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The requests of one run. Equal loads have equal tokens."""
+    """The requests of one run. Equal loads have equal prompts."""
 
     concurrency: int
     requests_each: int
@@ -33,8 +33,8 @@ class Load:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """The time at which a request was sent, and the times and counts of arriving tokens. Times are
-    in nanoseconds since the epoch.
+    """The times of one request, in nanoseconds since the epoch. `arrivals` are pairs of the time at
+    which tokens arrived and their number.
     """
 
     sent: int

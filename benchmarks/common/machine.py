@@ -10,7 +10,7 @@ _BUSY_LOAD = 0.5
 
 
 def machine() -> dict[str, str]:
-    """The machine and versions that the figures were measured with."""
+    """The processor, the load and the versions of packages with which figures are measured."""
     return {
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),

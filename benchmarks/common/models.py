@@ -14,8 +14,10 @@ RANDOM_MODELS = ("15m", "135m", "1.1b")
 
 
 def find_model(name: str, num_tokens: int | None = None) -> Path:
-    """The model directory: `name` itself, or a random model of the named size, which is written at
-    first use. `num_tokens`, if given, replaces the size's vocabulary size.
+    """The directory of a model. `name` is a directory, or the size of a random model.
+
+    A random model is written at its first use. If `num_tokens` is given, it is the random model's
+    vocabulary size, instead of the usual one for this size.
     """
     if name not in RANDOM_MODELS:
         return Path(name)

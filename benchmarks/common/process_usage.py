@@ -7,8 +7,8 @@ from pathlib import Path
 
 _KIB = 1024
 _CPUCLOCK_SCHED = 2
-"""Linux's clock ids of processes: the inverted process id, and the kind of clock in the lowest
-bits.
+"""The kind of clock that measures a process's processor time. A clock id in Linux consists of the
+inverted process id and, in the lowest three bits, the kind of clock.
 """
 CLIENT = "client"
 """The name of the benchmark's own process in tables of processor time."""
@@ -16,8 +16,8 @@ CLIENT = "client"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The resource usage of a process at one time. `rss` and `pss` are in bytes. `pss` counts a
-    page that several processes map in proportion.
+    """The resource usage of a process at one time. `rss` and `pss` are in bytes. In
+    `pss`, a page that n processes map counts as one n-th of its size.
     """
 
     rss: int
@@ -53,8 +53,8 @@ def processor_seconds(pid: int) -> float:
 
 
 def processor_wait_seconds(pid: int, proc: Path = Path("/proc")) -> float:
-    """The seconds for which the current threads of a process have been runnable without a
-    processor. They are the second field of each thread's schedstat, in nanoseconds.
+    """The seconds for which a process's current threads have waited for a processor, in total. The
+    second field of a thread's schedstat has them in nanoseconds.
     """
     nanos = 0
     for thread in (proc / str(pid) / "task").iterdir():

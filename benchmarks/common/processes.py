@@ -23,9 +23,11 @@ def spawn(
     directory: Path | None = None,
     niceness: int = 0,
 ) -> subprocess.Popen[bytes]:
-    """Starts a program, in `directory` if given; its output is written to `log`. With `pipes`, its
-    standard input and output are pipes. `niceness` is added to this process's niceness. The kernel
-    ends the program if this process is killed. Must be called from the main thread.
+    """Starts a program. Must be called from the main thread.
+
+    Its working directory is `directory`, if given. Its output is written to `log`. If `pipes` is
+    true, its standard input and output are pipes. `niceness` is added to this process's niceness.
+    The kernel ends the program if this process is killed.
     """
     launch = (sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), str(niceness))
     with log.open("wb") as output:
@@ -42,7 +44,7 @@ def spawn(
 async def watch(
     processes: Mapping[str, subprocess.Popen[bytes]], log: Callable[[str], Path]
 ) -> None:
-    """Watches processes. Raises RuntimeError with the last lines of its log as soon as one ends."""
+    """Waits until a process ends, and raises RuntimeError with the last lines of its log."""
     while True:
         for name, process in processes.items():
             if process.poll() is not None:
@@ -58,8 +60,8 @@ async def until_serving(
     serving: Awaitable[None],
     seconds: float,
 ) -> None:
-    """Waits for `serving`. Raises TimeoutError after `seconds`, and an exception group with a
-    RuntimeError if a process ends earlier.
+    """Waits for `serving`, which returns when the processes serve. Raises TimeoutError after
+    `seconds`, and an exception group with a RuntimeError if a process ends before that.
     """
     async with asyncio.timeout(seconds), asyncio.TaskGroup() as waiting:
         watching = waiting.create_task(watch(processes, log))
@@ -83,8 +85,8 @@ def end(processes: Sequence[subprocess.Popen[bytes]], *, ask: bool = True) -> No
 
 
 def environment() -> dict[str, str]:
-    """The environment of the services: this process's, without variables that set Stepwell's
-    settings.
+    """The environment for services: this process's environment without the variables that change
+    Stepwell's settings.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("STEPWELL_")}
     return {**kept, "GRPC_VERBOSITY": "NONE"}

@@ -11,7 +11,7 @@ from services.common.request.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 
 
 def write_adapter(model: Path, directory: Path, *, rank: int, seed: int) -> None:
-    """Writes the files of an adapter for the model in a directory. Equal seeds give equal bytes."""
+    """Writes an adapter for the model to `directory`. Equal seeds give equal bytes."""
     shape = read_shape(model)
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = (count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.common.random_model --size 135m --out models/random-135m
 
-Writes a Hugging Face directory of a Llama model with a byte-level tokenizer, which every service
-loads like any other model. It costs as much as a trained model of its shape; its text is random.
-Equal sizes and seeds give equal bytes.
+Writes a Hugging Face directory of a Llama model with a byte-level tokenizer. Every service loads it
+like any other model. The model computes as long as a trained model of its shape, and its text is
+random. Equal sizes and seeds give equal bytes.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def read_shape(directory: Path) -> Shape:
 
 
 def random_weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
-    """Every tensor by name. Matrices are normally distributed with deviation 0.02;
-    norms are one.
+    """Maps tensor names to random weights. Matrices are normally distributed with a standard
+    deviation of 0.02, and norms are one.
     """
     generator = np.random.default_rng(seed)
 

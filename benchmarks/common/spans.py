@@ -30,7 +30,7 @@ class SpanRecord:
     events: dict[str, int]
     span_id: bytes = b""
     parent_id: bytes = b""
-    """Empty for the first span of a trace."""
+    """Span id of the parent. Empty for the root span of a trace."""
 
     @property
     def nanos(self) -> int:
@@ -65,8 +65,8 @@ class SpanReceiver:
         self._keeping = True
 
     def take(self) -> list[SpanRecord]:
-        """Returns the stored spans and stops storing. Services send their last spans when they
-        stop.
+        """Returns the stored spans and stops storing. It should be called after the services have
+        stopped, since they send their last spans then.
         """
         exports, self._exports, self._keeping = self._exports, [], False
         return [record for export in exports for record in _records(export)]

@@ -19,7 +19,8 @@ START_SECONDS = 180.0
 class Stack:
     """The services, with their default settings except for the given ones.
 
-    `async with` starts them, enters when they serve, and stops them in their order.
+    `async with` starts the services and is entered when they serve. At its end it stops them in the
+    order in which `stepwell up` does.
     """
 
     def __init__(self, settings: UpSettings) -> None:
@@ -57,7 +58,7 @@ class Stack:
         return {name: process.pid for name, process in self._by_name().items()}
 
     def logs(self) -> dict[str, str]:
-        """The log of each service."""
+        """Maps each service's name to the text of its log."""
         return {name: self._log(name).read_text(errors="replace") for name in self._by_name()}
 
     async def __aenter__(self) -> "Stack":

@@ -1,3 +1,3 @@
-"""Benchmarks of the directory of cached prefixes: its size in Redis, its writes, and the index that
-reads it.
+"""Benchmarks of the directory of cached prefixes in Redis: its size, its writes, and the gateway's
+index, which is built from it.
 """

@@ -3,10 +3,11 @@
     python -m benchmarks.directory [--quick] [--blocks N] [--json FILE]
 
 64 nodes cache prompts of 512 blocks. One node has all blocks of a prompt, and up to five others
-have a part. They are written to Redis servers that this program starts: in Stepwell's layout, a log
-of packed hashes with snapshots, and a fifth of them in llm-d's layout, a hash for each block. A
-separate process reads the log into an index, as a gateway does, and looks up every prompt. Each
-answer is compared with the written data.
+have some of its first blocks. The program starts Redis servers and writes the blocks to them in two
+layouts. Stepwell's layout is a log of packed hashes with snapshots. llm-d's layout has a Redis hash
+for each block, and only a fifth of the prompts is written in it. A separate process reads
+Stepwell's log into an index, as a gateway does, and looks up every prompt. Each answer is compared
+with the written data.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 async def measure(num_blocks: int, num_events: int) -> Figures:
-    """Measures every figure on servers that end afterwards."""
+    """Starts Redis servers, measures every figure, and stops the servers."""
     chains = list(make_chains(num_blocks))
     with tempfile.TemporaryDirectory(prefix="stepwell-directory-") as directory:
         with redis_server(Path(directory) / "log") as server:
@@ -102,7 +103,7 @@ async def _measure_hashes(url: str, chains: Sequence[Chain]) -> HashFigures:
 
 
 def _read_in_child(url: str, num_blocks: int) -> IndexFigures:
-    """The figures of a reader in a separate process. Ends this process if the reader fails."""
+    """Runs a reader in a separate process; returns its figures. Exits if the reader fails."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "gen")))
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.directory.reader_child", url, str(num_blocks)],
@@ -118,7 +119,7 @@ def _read_in_child(url: str, num_blocks: int) -> IndexFigures:
 
 
 def layouts_table(figures: Figures) -> str:
-    """A table of both layouts in Redis. A block counts once for each node that caches it."""
+    """A table of both layouts in Redis. A block is counted once for each node that caches it."""
     ours, theirs, index = figures.log, figures.hashes, figures.index
     return table_text(
         ("in Redis", "log and snapshots", "hash for each block (llm-d)"),
@@ -147,7 +148,7 @@ def layouts_table(figures: Figures) -> str:
 
 
 def index_table(figures: Figures) -> str:
-    """A table of the gateway's index."""
+    """A table of the figures of the gateway's index."""
     index, visibility = figures.index, figures.visibility
     return table_text(
         ("index of a gateway", f"{index.num_keys:,} blocks, 64 nodes"),

@@ -1,4 +1,4 @@
-"""Prompts whose blocks are cached on several nodes. They are equal in every process."""
+"""Random prompts whose blocks are cached on several nodes. Every process draws the same ones."""
 
 import random
 from array import array
@@ -14,7 +14,7 @@ _SEED = 11
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The keys of a prompt's blocks, and the number of leading blocks that each node has."""
+    """The keys of a prompt's blocks. `depths` maps nodes to their numbers of leading blocks."""
 
     keys: Sequence[int]
     depths: dict[int, int]

@@ -4,13 +4,13 @@
     python -m benchmarks.directory.faults --requests [--repetitions 3] [--only TEXT]
                                               [--model DIR] [--quick]
 
-Three pools serve random requests and write their cached blocks to Redis, and a gateway's index
-follows. A lasting fault is held for ten seconds, with --quick for one and a half; other faults are
-over at once. Then the requests pause, and the time is measured until the index gives the pools' own
-answer for every prompt that was ever served.
+Three pools serve random requests and write their cached blocks to Redis. A gateway's index is
+updated from Redis. A lasting fault takes ten seconds, or 1.5 seconds with --quick. Other faults are
+over at once. After a fault the requests pause. The recovery time ends when the index returns the
+same answer as the pools for every prompt that was ever served.
 
-With --requests two gateways and two replicas of a model serve a steady load with Redis. The times
-of their answers during each fault are compared with the times of the same requests without it
+With --requests two gateways and two replicas of a model serve a steady load with Redis. Response
+times during each fault are compared with response times of the same requests without the fault
 (benchmarks/directory/request_faults.py). The exit status is 1 if a request failed.
 """
 
@@ -71,11 +71,11 @@ class FaultRow:
 
     name: str
     states: str
-    """States of the index during the fault."""
+    """States that the index had during the fault."""
     right_seconds: float
-    """Seconds from the fault's end until the index was right."""
+    """Seconds from the fault's end until the index was equal to the pools' contents."""
     longest_pause_millis: float
-    """Longest pause of the event loop that pools, writer and reader share."""
+    """Longest pause of the event loop in which the pools, the writer and the reader run."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 async def measure(hold_seconds: float, only: str) -> list[FaultRow]:
-    """Injects every fault with `only` in its name, on servers that end afterwards."""
+    """Starts Redis servers, and injects every fault whose name contains `only`."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="stepwell-faults-") as directory:
         with redis_server(Path(directory) / "one") as server:
@@ -135,7 +135,7 @@ async def measure(hold_seconds: float, only: str) -> list[FaultRow]:
 
 
 class Load:
-    """Pools under random requests, and a gateway's index of their blocks."""
+    """Pools that serve random requests, and a gateway's index of their blocks."""
 
     def __init__(self, url: str) -> None:
         self.redis = RedisConnection(url)
@@ -182,7 +182,7 @@ class Load:
         return FaultRow(fault.name, ", ".join(self._states), seconds, 1000 * self._longest_pause)
 
     def start(self) -> None:
-        """Starts the reader, the sweep of the index and the watcher."""
+        """Starts the tasks that read from Redis, sweep the index, and watch the event loop."""
         self._tasks = [
             asyncio.create_task(work)
             for work in (
@@ -207,7 +207,7 @@ class Load:
             await asyncio.sleep(_LOAD_PAUSE_SECONDS)
 
     def _request(self, hosted: HostedPool[None], prompt: list[BlockHash]) -> None:
-        """Serves one request from admission to end: publishes its blocks and evicts others."""
+        """Serves one request from admission to end, which caches its blocks and evicts others."""
         self._next_request += 1
         request, tokens = RequestKey(self._next_request), len(prompt) * _BLOCK_SIZE
         found = hosted.pool.transact([Lookup([request], [tokens - 1], [prompt])]).results[0]
@@ -227,8 +227,8 @@ class Load:
         self._host.publish_events(hosted)
 
     async def _until_right(self) -> float:
-        """Waits until the index gives the pools' own answers; returns the seconds. Raises
-        TimeoutError.
+        """Waits until the index returns the same answers as the pools. Returns the seconds of
+        waiting. Raises TimeoutError after _RIGHT_SECONDS.
         """
         began = time.perf_counter()
         while not await self._is_right():
@@ -256,7 +256,7 @@ class Load:
 
 @asynccontextmanager
 async def running(url: str) -> AsyncIterator[Load]:
-    """Runs pools and a gateway's index with a Redis."""
+    """Runs pools and a gateway's index with the Redis at `url`."""
     load = Load(url)
     load.start()
     try:
@@ -266,7 +266,7 @@ async def running(url: str) -> AsyncIterator[Load]:
 
 
 def _prompt(rng: random.Random) -> list[BlockHash]:
-    """The hashes of a prompt. It has one of ten common prefixes and a random tail."""
+    """The block hashes of a prompt with one of ten common prefixes and a random tail."""
     path = f"system {rng.randrange(10)}"
     begin = [f"{path} {number}" for number in range(20)]
     tail = [f"{path} {rng.random()} {number}" for number in range(rng.randrange(1, 60))]

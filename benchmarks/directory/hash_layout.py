@@ -1,6 +1,8 @@
-"""llm-d's layout in Redis, for comparison: a hash for each block with a JSON field for each pod,
-and a sorted set that maps the engine's hash to it (`pkg/kvcache` of llm-d-router). A look-up reads
-every block of a prompt in one pipeline, and the client ends the match at the first miss.
+"""llm-d's layout in Redis, for comparison (`pkg/kvcache` of llm-d-router).
+
+Each block has a Redis hash with a JSON field for each pod, and a sorted set that maps the engine's
+block hash to the Redis hash. A look-up reads every block of a prompt in one pipeline. The client
+then ends the match at the first missing block.
 """
 
 import json
@@ -20,7 +22,7 @@ _NUM_LOOKUPS = 200
 
 @dataclass(frozen=True, slots=True)
 class HashFigures:
-    """The costs of writing and reading. A block counts once for each node that caches it."""
+    """The costs of writing and reading. A block is counted once for each node that caches it."""
 
     num_blocks: int
     bytes_per_block: float

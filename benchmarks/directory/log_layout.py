@@ -35,7 +35,7 @@ _GROUPS = (KVCacheGroup(AttentionType.FULL, 16),)
 
 @dataclass(frozen=True, slots=True)
 class LogFigures:
-    """The costs of writing. A block counts once for each node that caches it."""
+    """The costs of writing. A block is counted once for each node that caches it."""
 
     num_blocks: int
     num_entries: int
@@ -47,7 +47,7 @@ class LogFigures:
 
 @dataclass(slots=True)
 class _Node:
-    """One node's epoch during writing."""
+    """The state of one node whose blocks are being written."""
 
     name: str
     epoch: int
@@ -57,8 +57,10 @@ class _Node:
 
 
 async def write_log(redis: RedisConnection, chains: Sequence[Chain]) -> LogFigures:
-    """Writes all chains in entries of 64 keys, as the pools' writers do. Snapshots are written when
-    nine tenths are in the log, so that a reader needs both.
+    """Writes all chains in log entries of up to 64 keys, as the pools' writers do.
+
+    Snapshots are written when nine tenths of the entries are in the log. A reader therefore needs
+    the snapshots and the rest of the log.
     """
     names = DirectoryKeys.of(FINGERPRINT)
     nodes = [_Node(f"node-{number}", number + 1) for number in range(NUM_NODES)]
@@ -104,7 +106,7 @@ async def used_memory(redis: RedisConnection) -> int:
 
 
 def _entries(chains: Sequence[Chain]) -> list[tuple[int, Sequence[int]]]:
-    """The number of the node and the keys of each entry."""
+    """Lists the log entries. Each is the number of a node and some of its block keys."""
     return [
         (number, chain.keys[at : min(at + KEYS_PER_ENTRY, depth)])
         for chain in chains

@@ -45,7 +45,7 @@ class IndexFigures:
 
 
 async def measure(url: str, num_blocks: int) -> IndexFigures:
-    """Loads all blocks, then looks up every chain and compares the answers with the
+    """Loads all blocks into an index. Then looks up every chain, and compares each answer with the
     written data.
     """
     index = PrefixIndex()
@@ -82,7 +82,7 @@ async def measure(url: str, num_blocks: int) -> IndexFigures:
 
 
 def _look_up(index: PrefixIndex, num_blocks: int) -> tuple[list[float], list[float]]:
-    """The seconds of each look-up, from keys and from hashes."""
+    """Durations of look-ups in seconds: with given block keys, and from block hashes."""
     times, from_hashes = [], []
     for _ in range(_PASSES):
         for chain in make_chains(num_blocks):

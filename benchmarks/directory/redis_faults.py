@@ -10,24 +10,24 @@ from services.common.redis.connection import RedisConnection
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of Redis: an action, and an action that ends the fault."""
+    """A fault of Redis. `begin` causes the fault, and `end` ends it."""
 
     name: str
     begin: Callable[[], Awaitable[object]]
     end: Callable[[], Awaitable[object]]
     is_held: bool = True
-    """Whether the fault lasts until it is ended. Otherwise it is over at once."""
+    """True if the fault lasts until `end` is called. False if it is over at once."""
 
 
 async def _nothing() -> None:
-    """Ends a fault that is over by itself."""
+    """Does nothing, for faults that need no action to begin or to end."""
 
 
 NO_FAULT = Fault("none", _nothing, _nothing)
 
 
 def single_faults(server: RedisServer, redis: RedisConnection) -> list[Fault]:
-    """The faults of one server."""
+    """The faults of a single Redis server."""
 
     async def stop() -> None:
         server.stop()
@@ -62,7 +62,7 @@ def single_faults(server: RedisServer, redis: RedisConnection) -> list[Fault]:
 
 
 def named(text: str, faults: Sequence[Fault]) -> list[Fault]:
-    """The faults with a text in their names."""
+    """The faults whose names contain `text`."""
     return [fault for fault in faults if text in fault.name]
 
 

@@ -1,8 +1,8 @@
 """Measures the effects of Redis faults on requests: two gateways and two replicas share one Redis.
 
-Each fault has a window of requests, and an equal window without the fault; their order alternates.
-The difference is caused by the fault or by the machine's noise. The first row compares two windows
-without a fault, which shows the noise.
+A window is a period of steady load. Each fault is measured in a window with the fault and an equal
+window without it. Their order alternates. A difference between the two is caused by the fault or by
+noise of the machine. The first row compares two windows without a fault, and so shows the noise.
 """
 
 import asyncio
@@ -38,8 +38,9 @@ _EXACT = re.compile(r'^stepwell_prefix_index_state\{state="exact"\} 1\.0$', re.M
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times of a window in seconds: how long a fault is held, and how long the window continues
-    afterwards.
+    """The lengths of a window's two parts, in seconds.
+
+    A lasting fault is in effect for `hold_seconds`. The window continues for `after_seconds`.
     """
 
     hold_seconds: float
@@ -54,7 +55,7 @@ class FaultFigures:
     calm: list[Asked] = field(default_factory=list)
     hit: list[Asked] = field(default_factory=list)
     exact_seconds: list[float] = field(default_factory=list)
-    """Seconds from the end of the fault until every gateway's index was exact."""
+    """For each window, seconds from the fault's end until every gateway's index was exact."""
 
     @property
     def complaints(self) -> list[str]:
@@ -65,9 +66,9 @@ class FaultFigures:
 async def measure_requests(
     model: Path, times: Times, repetitions: int, only: str = ""
 ) -> list[FaultFigures]:
-    """Measures windows without a fault, and every fault with `only` in its name, on servers that
-    end afterwards. Raises RuntimeError if the services do not start, and TimeoutError if an index
-    does not become exact.
+    """Starts Redis servers. Measures windows without a fault, and every fault whose name contains
+    `only`. Raises RuntimeError if the services do not start, and TimeoutError if an index does not
+    become exact.
     """
     with tempfile.TemporaryDirectory(prefix="stepwell-redis-") as directory:
         with redis_server(Path(directory) / "one") as server:
@@ -84,7 +85,7 @@ async def measure_requests(
 async def compare_faults(
     model: Path, url: str, faults: Sequence[Fault], times: Times, repetitions: int
 ) -> list[FaultFigures]:
-    """Starts the services with a Redis, and injects its faults in rotation."""
+    """Starts the services with the Redis at `url`, and injects the faults in rotation."""
     if not faults:
         return []
     settings = UpSettings(model=model, num_threads=1, replicas=NUM_REPLICAS, redis_url=url)
@@ -120,7 +121,7 @@ class _Windows:
         self._times = times
 
     async def compare(self, fault: Fault, figures: FaultFigures, *, calm_first: bool) -> None:
-        """Adds a window with the fault to its figures, and an equally long one without it."""
+        """Runs a window with the fault and an equal one without it. Adds both to `figures`."""
         calm = replace(NO_FAULT, is_held=fault.is_held)
         for happens in (calm, fault) if calm_first else (fault, calm):
             asked, seconds = await self._window(happens)
@@ -131,8 +132,8 @@ class _Windows:
                 figures.exact_seconds.append(seconds)
 
     async def _window(self, fault: Fault) -> tuple[list[Asked], float]:
-        """Runs a window. Returns its requests, and the seconds from the fault's end until the
-        indexes were exact.
+        """Runs a window. Returns the results of its requests, and the seconds from the fault's end
+        until the index of every gateway was exact.
         """
         await self._until_exact()
         hold_seconds = self._times.hold_seconds if fault.is_held else 0.0

@@ -1,4 +1,4 @@
-"""A light, steady load of short requests, and their times."""
+"""Sends a light, steady load of short requests, and measures their times."""
 
 import asyncio
 import random
@@ -23,7 +23,9 @@ ANSWER_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The result of a request: seconds to its complete answer, and its error, if any."""
+    """The result of a request. `seconds` is the time to its complete answer. `complaint` describes an
+    error, and is empty if there was none.
+    """
 
     number: int
     seconds: float
@@ -71,8 +73,8 @@ class RequestLoad:
             await channel.close()
 
     async def _ask(self, number: int) -> Asked:
-        """Sends request n to gateway n modulo their count; every second request of a gateway uses
-        HTTP.
+        """Sends request `number`. Requests go to all gateways in rotation, and every second request
+        of a gateway uses HTTP.
         """
         turn, gateway = divmod(number, len(self._stubs))
         prompt, over_http = (turn // 2) % NUM_PROMPTS, bool(turn % 2)
@@ -115,7 +117,7 @@ def complaints(asked: Iterable[Asked]) -> list[str]:
 
 
 def _prompts(vocab_size: int) -> list[list[int]]:
-    """Prompts in groups of four with a common prefix."""
+    """Random prompts. Each group of four prompts has a common prefix."""
     prompts = []
     for number in range(NUM_PROMPTS):
         system, own = random.Random(f"system/{number // 4}"), random.Random(f"prompt/{number}")

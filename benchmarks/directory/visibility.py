@@ -26,14 +26,14 @@ _SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class VisibilityFigures:
-    """Milliseconds from event to match."""
+    """Milliseconds from a pool's event until the index shows it."""
 
     median_millis: float
     p99_millis: float
 
 
 async def measure_visibility(url: str, num_events: int) -> VisibilityFigures:
-    """Publishes one event after another, each once the previous one is visible."""
+    """Publishes events. Each is published when the previous one is visible in the index."""
     writer = RedisDirectory(RedisConnection(url))
     index = PrefixIndex()
     reader = RedisReader(index, RedisConnection(url), RedisConnection(url, blocking=True))

@@ -4,15 +4,16 @@
     python -u -m benchmarks.gpu correctness attention  # some parts, about five
     python -u -m benchmarks.gpu model                  # about five, 75 GB of GPU memory
 
-* correctness: mixed batches and recorded decodes with xFormers, compared with plain attention;
-  grouped experts and sampling, compared with the host's results.
-* attention: bytes of keys and values that decodes read per second, compared with a plain copy.
-* invariance: whether rows computed with --batch-invariant have the same bits in every batch, and
-  its cost: products compared with cuBLAS's, decode attention compared with attention over split
-  keys.
-* model: a random model of 8 billion parameters with Llama 3.1's shape, in bfloat16: its
-  log-probabilities compared with transformers', the bytes that a decode step reads, and tokens per
-  second compared with transformers' continuous batching.
+* correctness: compares the attention of mixed batches and of recorded decodes with plain attention,
+  and grouped experts and sampling with the host's results.
+* attention: measures how many bytes of keys and values decodes read per second, compared with a
+  plain copy.
+* invariance: checks that rows computed with --batch-invariant have the same bits in every batch. It
+  also measures the cost of this mode: matrix products are compared with cuBLAS's products, and
+  decode attention is compared with attention over split keys.
+* model: runs a random model of 8 billion parameters with Llama 3.1's shape in bfloat16. It compares
+  log-probabilities with transformers', and tokens per second with transformers' continuous
+  batching. It also measures the bytes that a decode step reads.
 
 It needs torch, numpy, xFormers and Triton (`stepwell[gpu]`), and transformers for the last part. It
 needs no other package, no generated contracts and no service. If a case raises an error, its row
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(name: str, platform: CudaPlatform, copy: float) -> bool:
-    """Runs a part. It is imported only now, since other parts do not need its packages."""
+    """Imports and runs a part. Parts are imported late, since they need different packages."""
     return attempt(lambda: import_module(f"benchmarks.gpu.{name}").run(platform, copy), f"\n{name}")
 
 

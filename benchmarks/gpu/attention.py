@@ -14,14 +14,14 @@ from services.worker.backends.cuda.paged_attention import XformersPagedAttention
 from services.worker.platforms.cuda import CudaPlatform
 
 CACHE_BYTES = 512 * 2**20
-"""Bytes of keys and values that one measurement reads: several times a GPU's cache."""
+"""Minimum bytes of keys and values that one measurement reads. They exceed a GPU's cache."""
 BATCHES = (1, 16, 64, 256)
 CONTEXT, BLOCK_SIZE = 4096, 64
 LAYER = AttentionLayer(32, 8, 128, 128**-0.5)
 
 
 def run(_platform: CudaPlatform, copy: float) -> bool:
-    """Prints the read rates of recorded decodes, one layer after another."""
+    """Prints how many bytes per second recorded decodes read, for several batch sizes."""
     print("\n| batch | context | µs a layer | GB/s of keys and values | of copy bandwidth |")
     print("| ---: | ---: | ---: | ---: | ---: |")
     for batch in BATCHES:

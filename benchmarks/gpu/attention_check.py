@@ -1,5 +1,6 @@
-"""Compares attention over a paged cache with plain attention over contiguous keys and values, which
-is computed sequence by sequence in float32.
+"""Compares attention over a paged cache with plain attention over contiguous keys and values.
+
+Plain attention is computed in float32, one sequence after another.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class AttentionCheck:
         return torch.randn(num_tokens, num_heads, case.head_dim, device=there).to(case.dtype)
 
     def store(self, lengths: list[int]) -> None:
-        """Appends `lengths` random keys and values to the sequences, as earlier steps do."""
+        """Appends `lengths[i]` random keys and values to sequence i, like earlier steps."""
         for sequence, length in enumerate(lengths):
             key, value = (self.random(length, self.case.num_kv_heads) for _ in range(2))
             slots = self._grow(sequence, key, value)
@@ -83,9 +84,11 @@ class AttentionCheck:
             self.attention.store(0, self.device.upload(slots), *opened, key, value)
 
     def step(self, counts: list[int]) -> float:
-        """Computes `counts` new tokens of each sequence. Returns the largest difference to plain
-        attention, relative to the expected value, or absolute for values below 1. NaN counts as
-        infinite.
+        """Computes `counts[i]` new tokens of sequence i. Returns the largest difference from plain
+        attention.
+
+        A difference is relative to the expected value if that is at least 1, and absolute if it is
+        below 1. NaN counts as infinite.
         """
         query, key, value = self._new(sum(counts))
         layout = self._layout(counts, key, value)

@@ -1,4 +1,4 @@
-"""The shapes of models and caches for which attention is compared."""
+"""The shapes of models and KV caches with which attention is checked."""
 
 from __future__ import annotations
 

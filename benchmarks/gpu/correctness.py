@@ -54,8 +54,10 @@ def is_right(case: Case) -> bool:
 
 
 def splits(device: CudaDevice) -> bool:
-    """Compares every number of splits with one split, at batch sizes on both sides of the change of
-    the kernel that joins them.
+    """Compares attention with every number of splits of the keys with attention over one split.
+
+    The splits' results are joined by different kernels for small and for large batches. Batch sizes
+    for both kernels are checked.
     """
     print("\n| splits | batch | largest difference to one split | |\n| ---: | ---: | ---: | --- |")
     right = True
@@ -80,7 +82,7 @@ def splits(device: CudaDevice) -> bool:
 
 def operations(kernels: Kernels) -> bool:
     """Prints how sampling and grouped experts differ from the host's results. Returns whether the
-    differences are rounding.
+    differences are small enough to be rounding errors.
     """
     torch.manual_seed(1)
     others, logprobs = sampling_differences(CudaDevice())

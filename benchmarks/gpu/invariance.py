@@ -1,4 +1,4 @@
-"""Checks --batch-invariant on a GPU: whether rows depend on their batch, and its cost."""
+"""Checks --batch-invariant on a GPU: whether rows depend on their batch, and what it costs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear
 from services.worker.platforms.cuda import CudaPlatform
 
 PRODUCTS = ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256))
-"""Input and output widths of the products of a Llama model with 8 billion parameters."""
+"""Pairs (inputs, outputs) of the matrix products of a Llama model with 8 billion parameters."""
 
 
 def run(platform: CudaPlatform, _copy: float) -> bool:
-    """Prints which rows of products and attention change with the other rows of their batch, and
-    the cost of the mode. Returns whether no row changes.
+    """Checks matrix products and attention. Returns whether no row depends on its batch.
+
+    Prints the rows that change with the other rows of their batch, and the cost of the mode.
     """
     return all(
         [
@@ -52,8 +53,9 @@ def invariant_products(device: CudaDevice) -> bool:
 
 
 def invariant_attention(device: CudaDevice) -> bool:
-    """Checks attention of prompts computed whole, in chunks and token by token, in batches with
-    others.
+    """Checks the attention of prompts that are computed whole, in chunks and token by token.
+
+    Batches contain several prompts.
     """
     print("\n| attention | tokens that differ | |\n| --- | --- | --- |")
     right = True

@@ -13,7 +13,7 @@ from services.worker.backends.cuda.paged_attention import XformersPagedAttention
 from services.worker.backends.device import Device
 
 Part = tuple[int, int, int]
-"""A sequence, and the first and end position of its tokens that a step computes."""
+"""A sequence, and the range [first, end) of the positions that a step computes."""
 
 ROWS = (1, 2, 7, 16, 63, 64, 65, 130)
 
@@ -21,7 +21,7 @@ ROWS = (1, 2, 7, 16, 63, 64, 65, 130)
 def products_differ(
     device: Device, dtype: torch.dtype, width: int, out: int, *, bias: bool = False
 ) -> list[int]:
-    """The numbers of rows whose products differ from the products of the largest number."""
+    """The batch sizes in which rows' products differ from their products in the largest batch."""
     from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -34,9 +34,11 @@ def products_differ(
 
 
 class InvarianceCheck:
-    """Sequences of fixed queries, keys and values, with the output of each computed alone in one
-    step. `max_model_len` is the number of tokens in a sequence's block table; it is at least the
-    longest sequence.
+    """Sequences of fixed queries, keys and values. Their attention is first computed alone, in one
+    step for each sequence.
+
+    `max_model_len` is the number of tokens for which a block table has room. It is raised to the
+    length of the longest sequence.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class InvarianceCheck:
         self._whole = [self._step([(row, 0, length)])[0] for row, length in enumerate(lengths)]
 
     def differing(self, steps: list[list[Part]]) -> list[tuple[int, int]]:
-        """Computes the sequences in these steps, in other blocks. Returns (sequence, token) of the
-        first differing token of each differing part. Parts of one token must be first in a step.
+        """Computes the sequences again in these steps, with other blocks.
+
+        Returns, for each part that differs from the first computation, the sequence and its first
+        differing token. In a step, parts of one token must come first.
         """
         self._assign_blocks(seed=1)
         return [

@@ -1,7 +1,7 @@
 """A random model of 8 billion parameters on a GPU: the worker's runner compared with transformers.
 
-Both compute the same weights, prompts and numbers of tokens, greedily. End-of-text tokens are
-ignored.
+Both have the same weights and prompts, and generate the same number of tokens greedily. End-of-text
+tokens are ignored.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from services.worker.platforms.interface import Parts
 from services.worker.platforms.prompt_shapes import run_prompts
 
 TOLERANCE = 0.25
-"""Tolerance of log-probabilities in bfloat16. The log-probabilities of different tokens differ by
-several.
+"""Tolerance for differences of log-probabilities in bfloat16. A wrong token's log-probability would
+differ by much more.
 """
 BATCHES = (1, 16, 64, 256)
 PROMPT, OUTPUT = 512, 128
@@ -58,7 +58,7 @@ SHAPE: dict[str, Any] = {
 
 
 class StateDict:
-    """The tensors of a model in memory, with the interface from which `load_weights` reads a
+    """The tensors of a model in memory. `load_weights` reads them through the same interface as a
     checkpoint.
     """
 
@@ -73,7 +73,7 @@ class StateDict:
 
     @contextmanager
     def open(self) -> Iterator[StateDict]:
-        """Yields itself as the reader."""
+        """Yields this object as the reader."""
         yield self
 
     def read_parts(self, *parts: tuple[str, tuple[Any, ...]], dtype: torch.dtype) -> torch.Tensor:
@@ -83,8 +83,10 @@ class StateDict:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Times of a run in seconds: until every prompt has its first token, of the median step after
-    that, and in total.
+    """The times of a run, in seconds.
+
+    They are the time until every prompt has its first token, the median step time after that, and
+    the total time.
     """
 
     prefill: float
@@ -116,8 +118,9 @@ def run(platform: CudaPlatform, copy: float, shape: dict[str, Any] = SHAPE) -> b
 def our_rate(
     runner: ModelRunner, reference: PreTrainedModel, shape: dict[str, Any], copy: float, batch: int
 ) -> float:
-    """Prints the bytes that decodes of a batch read per second. Returns tokens per second,
-    including the prompts.
+    """Prints the bytes that decode steps of a batch read per second.
+
+    Returns output tokens per second of the whole run, including the time of the prompts.
     """
     weights = sum(parameter.numel() for parameter in reference.parameters())
     weights -= cast(Any, reference).get_input_embeddings().weight.numel()
@@ -207,7 +210,9 @@ def random_prompts(batch: int, vocab_size: int) -> np.ndarray:
 
 
 def run_batch(runner: ModelRunner, prompts: np.ndarray, generation: int) -> Run:
-    """Computes the prompts in steps that fill the token budget, then decodes with two in flight."""
+    """Runs a batch. Prompts are computed in steps that fill the token budget. Then decode steps
+    follow, two of them in flight at a time.
+    """
     batch = len(prompts)
     rows = np.arange(batch, dtype=np.int32)
     width = -(-(PROMPT + OUTPUT) // BLOCK_SIZE)
@@ -244,8 +249,8 @@ def _wait(output: object) -> None:
 
 
 def transformers_rate(reference: PreTrainedModel, prompts: np.ndarray) -> float:
-    """Tokens per second of continuous batching, from the first request's start to the last one's
-    end.
+    """Runs the prompts with transformers' continuous batching. Returns tokens per second, from the
+    start of the first request to the end of the last one.
     """
     make_config: Any = GenerationConfig
     settings = make_config(max_new_tokens=OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)

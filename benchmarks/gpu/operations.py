@@ -1,7 +1,7 @@
-"""Compares operations of a step other than attention on a device with reference results.
+"""Compares a device's expert and sampling operations with reference results.
 
-Recorded grouped experts are compared with single experts. Tokens and log-probabilities are compared
-with the host sampler's.
+Grouped experts in a recorded program are compared with experts that are computed one by one. Tokens
+and log-probabilities are compared with the results of the host's sampler.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def experts_difference(device: Device, dtype: torch.dtype) -> float:
-    """The relative difference of grouped experts to single ones: the largest of several batches
-    through one recorded program. NaN counts as infinite.
+    """The largest relative difference between grouped experts and experts computed one by one.
+
+    Several batches are run through one recorded program. NaN counts as infinite.
     """
     there = device.torch_device
 
@@ -69,9 +70,10 @@ def experts_difference(device: Device, dtype: torch.dtype) -> float:
 
 
 def sampling_differences(device: Device) -> tuple[int, float]:
-    """The number of tokens that differ from the host's, over rows of every kind of sampling, and
-    the largest difference of a log-probability. The latter is infinite if top tokens or ranks
-    differ.
+    """Compares rows of every kind of sampling with the host's sampler.
+
+    Returns the number of tokens that differ, and the largest difference of a log-probability. That
+    difference is infinite if top tokens or ranks differ.
     """
     samplers = _sampler(), _sampler()
     rows = np.arange(NUM_ROWS)

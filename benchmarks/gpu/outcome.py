@@ -1,4 +1,4 @@
-"""Results of comparisons in tables, and errors of comparisons that failed."""
+"""Prints results of comparisons, and errors of comparisons that failed."""
 
 from __future__ import annotations
 

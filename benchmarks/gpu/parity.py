@@ -1,7 +1,7 @@
 """Compares a runner's log-probabilities of given tokens with transformers'.
 
-Each text is entirely prompt, so that nothing depends on sampling. Its first tokens are computed in
-one step, the others one per step, as decodes are.
+Each text is sent as a prompt, so that nothing depends on sampling. Its first tokens are computed in
+one step, and each of the other tokens is computed in a step of its own, like a decode.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ GENERATION = 2**31
 def largest_difference(
     runner: ModelRunner, reference: PreTrainedModel, texts: np.ndarray, num_single: int
 ) -> float:
-    """The largest difference of log-probabilities of `texts` [batch, length]. The last `num_single`
-    tokens are computed one by one. NaN counts as infinite.
+    """The largest difference between both models' log-probabilities of the tokens of `texts`
+    [batch, length]. The runner computes the last `num_single` tokens one by one. NaN counts as
+    infinite.
     """
     ours = torch.from_numpy(log_probabilities(runner, texts, num_single))
     theirs = reference_log_probabilities(reference, texts)
@@ -47,7 +48,7 @@ def log_probabilities(runner: ModelRunner, texts: np.ndarray, num_single: int) -
 
 
 def _of_prompts(output: StepOutput) -> np.ndarray:
-    """The log-probabilities of prompt tokens in a step's output, a row for each request."""
+    """The log-probabilities of prompt tokens in a step's output. Each row is one request."""
     found = [of_request.prompt for of_request in output.logprobs.values()]
     return np.stack([rows.logprobs[:, 0] for rows in found if rows is not None])
 

@@ -11,7 +11,7 @@ COPY_BYTES = 2**30
 
 
 def seconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """The shortest time of several runs on the device, in seconds."""
+    """Runs `work` several times. Returns its shortest time on the device, in seconds."""
     make_event: Any = torch.cuda.Event
     times: list[float] = []
     for _ in range(repeats + 3):

@@ -1,3 +1,3 @@
-"""Tests how services handle wrong messages from each other: a proxy on a link, and a sweep of
-faults.
+"""Tests how services handle wrong messages from each other. A proxy on a link between two services
+injects one fault after another.
 """

@@ -1,4 +1,4 @@
-"""Faults of a link: a message is lost, repeated, late, out of order, cut or changed."""
+"""Faults of a link. A message is lost, repeated, late, out of order, cut or changed."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ WHOLE_MESSAGE = (
     "emptied",
     "call broken",
 )
-"""Faults of a whole message."""
+"""Names of the faults that affect a whole message."""
 
 
 class BrokenCallError(Exception):
@@ -26,7 +26,10 @@ class BrokenCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of one message of a lane: of the whole message, or of one field."""
+    """A fault of one message of a lane. A lane is the messages of one method in one direction.
+
+    If `path` is empty, the fault affects the whole message; otherwise the field at this path.
+    """
 
     lane: Lane
     change: str
@@ -38,7 +41,7 @@ class Fault:
 
 
 def faults_of(lane: Lane) -> Iterator[Fault]:
-    """All faults of a lane: of whole messages, then of each field of its type."""
+    """All faults of a lane: faults of whole messages, then faults of each field of its messages."""
     for change in WHOLE_MESSAGE:
         yield Fault(lane, change)
     kind = message_type(lane)
@@ -69,8 +72,10 @@ class Observed:
 
 
 class Injection:
-    """A rule that injects a fault. The first `num_spared` messages to which it applies are spared;
-    then it is injected `num_times` times.
+    """A rule that injects a fault.
+
+    The first `num_spared` messages to which the fault applies are forwarded unchanged. The fault is
+    injected into the next `num_times` of these messages.
     """
 
     def __init__(self, fault: Fault, num_spared: int = 0, num_times: int = 1) -> None:
@@ -103,7 +108,7 @@ class Injection:
         return wrong
 
     def _wrong(self, message: bytes) -> list[bytes] | None:
-        """The messages that replace a message. None if the fault does not apply to it."""
+        """The messages to send instead of `message`. None if the fault does not apply to it."""
         match None if self.fault.path else self.fault.change:
             case "dropped" | "after the next":
                 return []

@@ -1,4 +1,4 @@
-"""The fields of messages between services, and the changes that are tried on each."""
+"""The fields of messages between services, and the changes that are tried on each field."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 _INVALID_TEXT = "\x01invalid\x02"
-"""Placeholder in a string. After serialization it is replaced by bytes that are not UTF-8."""
+"""Placeholder in a string field. After serialization, bytes that are not UTF-8 replace it."""
 _INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
@@ -77,7 +77,7 @@ def present_paths(message: Message, before: tuple[str, ...] = ()) -> set[tuple[s
 
 
 def change_names(message: Descriptor, path: Sequence[str]) -> list[str]:
-    """The changes of the field at a path."""
+    """Names of the changes that can be tried on the field at a path."""
     field = _field_at(message, path)
     if field.message_type is not None and _message_type(field) is None:
         return ["removed"]
@@ -89,8 +89,10 @@ def change_names(message: Descriptor, path: Sequence[str]) -> list[str]:
 
 
 def changed(message: Message, path: Sequence[str], change: str) -> bytes | None:
-    """The serialized message with one field changed. None if nothing would change. In repeated
-    messages along the path and in a list of values, the last element is changed.
+    """The serialized message with the field at `path` changed. None if nothing would change.
+
+    If a message along the path is repeated, its last element is changed. If the field is a list of
+    values, its last value is changed.
     """
     copy = type(message)()
     copy.CopyFrom(message)
@@ -124,7 +126,7 @@ def _field_at(message: Descriptor, path: Sequence[str]) -> FieldDescriptor:
 
 
 def _values_of(field: FieldDescriptor) -> _Changes:
-    """The changes of one value of a field."""
+    """Maps the names of the changes of one value of a field to functions that make them."""
     if field.cpp_type in _INTEGERS:
         smallest, largest = _INTEGERS[field.cpp_type]
         ends: _Changes = {"smallest": lambda _: smallest, "largest": lambda _: largest}

@@ -9,16 +9,16 @@ from services.common.process.settings import env_prefix
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A service of the first replica that calls another one."""
+    """Two services, of which the caller calls the callee, in the first replica."""
 
     caller: str
     """The calling process."""
     setting: str
-    """The caller's environment variable with the addresses of its callees."""
+    """The environment variable from which the caller reads the addresses of its callees."""
     callee: str
     """The called process."""
     stream: str
-    """The method whose stream is always open between them."""
+    """The method whose stream is always open between caller and callee."""
 
     def through(self, socket: str, proxy: str) -> Callable[[ChildSpec], ChildSpec]:
         """Returns a function that makes the caller call `proxy` instead of `socket`."""

@@ -1,5 +1,5 @@
-"""Concurrent requests of many kinds; each answer is compared with the answer to the same request
-alone.
+"""Sends concurrent requests of many kinds. Each answer is compared with the answer to the same
+request when it was sent alone.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ _NUM_PROMPT_TOKENS, _NUM_TOKENS = 60, 24
 _LOOKS = ("/metrics", "/activity", "/health")
 
 Answer = list[bytes]
-"""A client's answer, in pieces that do not depend on its division into messages."""
+"""A client's answer as pieces. They do not depend on how it was divided into messages."""
 
 
 class Batch:
-    """One request of each kind, through one gateway."""
+    """One request of each kind. All are sent through one gateway."""
 
     def __init__(self, http: str, address: str, vocab_size: int) -> None:
         self._channel = open_channel(address)
@@ -52,12 +52,12 @@ class Batch:
             self._expected[name] = await ask()
 
     async def run(self) -> list[str]:
-        """Sends all requests concurrently; describes failed and changed answers."""
+        """Sends all requests concurrently. Returns descriptions of failed and changed answers."""
         found = await asyncio.gather(*map(self._difference, self._asked), self._look())
         return [difference for difference in found if difference]
 
     async def reset_prefix_caches(self, admin: str) -> None:
-        """Empties the prefix caches of all replicas through `admin`, host:port of operators' calls.
+        """Empties all replicas' prefix caches. `admin` is host:port of the administration API.
         Raises TimeoutError if blocks stay in use.
         """
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -80,8 +80,8 @@ class Batch:
         return "" if answer == self._expected[name] else f"{name} has another answer"
 
     async def _look(self) -> str:
-        """Makes the gateway query its schedulers about their state. The content of the answers is
-        not checked.
+        """Makes the gateway query the state of its schedulers. The content of the answers is not
+        checked. Returns a description of a failed query, or an empty text.
         """
         for path in _LOOKS:
             try:
@@ -116,7 +116,7 @@ class Batch:
 
 
 def _joined(pieces: list[gateway_pb2.GenerateResponse]) -> Answer:
-    """Each sequence as one message, without the fields that depend on the cache."""
+    """Joins the messages of each sequence into one, without the fields that depend on the cache."""
     sequences: dict[int, gateway_pb2.GenerateResponse] = {}
     for piece in pieces:
         whole = sequences.setdefault(piece.index, gateway_pb2.GenerateResponse(index=piece.index))

@@ -44,13 +44,13 @@ METHODS: dict[str, MethodDescriptor] = {
 
 
 def streams_both_ways(method: str) -> bool:
-    """Whether both sides of a method stream messages. False for methods of other contracts."""
+    """Whether both sides of a method stream messages. False for methods of other APIs."""
     known = METHODS.get(method)
     return known is not None and known.client_streaming and known.server_streaming
 
 
 def message_type(lane: Lane) -> Descriptor | None:
-    """The type of a lane's messages; None for methods of other contracts, such as health."""
+    """The type of a lane's messages. None for methods of other APIs, such as the health check."""
     method = METHODS.get(lane.method)
     if method is None:
         return None
@@ -58,6 +58,6 @@ def message_type(lane: Lane) -> Descriptor | None:
 
 
 def decoded(lane: Lane, data: bytes) -> Message | None:
-    """Parses a message of a lane. None for methods of other contracts."""
+    """Parses a message of a lane. Returns None for methods of other APIs."""
     type_of = message_type(lane)
     return None if type_of is None else GetMessageClass(type_of).FromString(data)

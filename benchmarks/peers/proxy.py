@@ -21,22 +21,24 @@ BROKEN = "the proxy ended the call"
 
 
 class Rule(Protocol):
-    """Decides which messages are forwarded."""
+    """Decides which messages are sent in place of each received message."""
 
     async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:
-        """The messages to send instead of a message. Raises BrokenCallError."""
+        """The messages to send in place of `message`. Raises BrokenCallError to end the call."""
 
 
 class PeerProxy:
-    """Accepts the calls of a service instead of `target`, and forwards them to `target`. It
-    forwards every method, over gRPC and, at a Unix socket, over the local streams. Statuses are
-    forwarded unchanged. `rule` receives each message as bytes; it can be replaced at any time.
+    """Accepts the calls that a service makes to `target`, and forwards them to `target`.
+
+    The proxy forwards every method over gRPC. At a Unix socket it also forwards the local streams,
+    which replace gRPC for methods that stream both ways. Statuses are forwarded unchanged. Each
+    message passes through `rule` as bytes. `rule` can be replaced at any time.
     """
 
     def __init__(self, target: str) -> None:
         self.rule: Rule = Clean()
         self.num_messages: dict[Lane, int] = {}
-        """Number of received messages, by lane."""
+        """Maps each lane to its number of received messages."""
         self._target = target
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((_AllMethods(self),))
@@ -44,7 +46,7 @@ class PeerProxy:
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def start(self, address: str) -> str:
-        """Listens at host:port, with port 0 for a free one, or unix:PATH; returns the address."""
+        """Listens at host:port or unix:PATH; returns the address. Port 0 selects a free port."""
         self._channel = open_channel(self._target)
         if is_unix_address(address):
             self._server.add_insecure_port(address)

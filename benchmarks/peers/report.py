@@ -17,13 +17,13 @@ class Effect:
 
     fault: Fault
     ended: tuple[str, ...] = ()
-    """Processes that ended."""
+    """Names of the processes that ended."""
     wrong: tuple[str, ...] = ()
-    """Answers that failed or changed."""
+    """Descriptions of answers that failed or changed."""
     lines: tuple[str, ...] = ()
     """Warnings and errors in the services' logs."""
     heal_seconds: float = 0.0
-    """Seconds from the fault until the link carried its stream again and all answers had ended."""
+    """Seconds from the fault until all answers had ended and the link carried messages again."""
 
     @property
     def is_bad(self) -> bool:
@@ -54,7 +54,7 @@ def _in_short(kind: str, texts: Sequence[str]) -> list[str]:
 
 
 def report(effects: Sequence[Effect], num_unseen: int, num_tried: int) -> str:
-    """A table of all faults by lane, and the faults with forbidden effects one by one."""
+    """A table with a row for each lane, and a list of the faults with forbidden effects."""
     rows = []
     for lane in sorted({str(effect.fault.lane) for effect in effects}):
         of_lane = [effect for effect in effects if str(effect.fault.lane) == lane]

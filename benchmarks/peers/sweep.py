@@ -3,13 +3,13 @@
     python -m benchmarks.peers --link gateway-scheduler [--faults 200] [--seconds 600] [--seed 0]
                                [--only deltas] [--grpc] [--log FILE]
 
-Two replicas serve one gateway, and the proxy is on a link of one of them. Faults are: a message is
-dropped, repeated, late, out of order, cut or emptied, its call is broken, or one of its fields is
-changed (benchmarks/peers/fields.py). Each fault is injected once, during a batch of requests of
-many kinds. Every answer must equal the answer without faults, no process may end, and the link must
-carry messages again within five seconds. Faults that no receiver can detect are listed with their
-reasons in benchmarks/peers/undetectable.py; they may change answers. The exit status is 1 if a
-fault has a forbidden effect.
+One gateway has two replicas, and the proxy is on a link of the first replica. A fault drops,
+repeats, delays, reorders, cuts or empties a message, breaks its call, or changes one of its fields
+(benchmarks/peers/fields.py). Each fault is injected once, during a batch of requests of many kinds.
+Every answer must equal the answer without faults, no process may end, and the link must carry
+messages again within five seconds. Faults that no receiver can detect may change answers. They are
+listed with the reasons in benchmarks/peers/undetectable.py. The exit status is 1 if a fault has a
+forbidden effect.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from services.cli.processes.supervisor import RestartPolicy
 from services.cli.settings import UpSettings
 
 MOST_SPARED = 6
-"""Range of the random number of applicable messages that are spared before a fault."""
+"""Limit on the random number of applicable messages that are forwarded before a fault."""
 _LOOK_AGAIN_SECONDS = 0.02
 _ENDED = re.compile(r"\S+ (ended|hangs): ")
 _WARNING = re.compile(r"\S+: \S+ (warning|error|critical) ")
@@ -66,7 +66,7 @@ class Sweep:
     def __init__(
         self, link: Link, proxy: PeerProxy, batch: Batch, log_file: Path, admin: str
     ) -> None:
-        """`admin` is the host:port of operators' calls."""
+        """`admin` is host:port of the gateway's administration API."""
         self._link = link
         self._proxy = proxy
         self._batch = batch
@@ -75,7 +75,7 @@ class Sweep:
         self._answers = Lane(link.stream, Direction.RESPONSE)
 
     async def observe(self) -> Observed:
-        """Records the fields that the link carries, from the start of its stream."""
+        """Restarts the link's stream, and records which fields its messages have."""
         observed = Observed()
         self._proxy.rule = observed
         self._proxy.break_calls()
@@ -85,8 +85,10 @@ class Sweep:
         return observed
 
     async def inject(self, fault: Fault, num_spared: int) -> Effect | None:
-        """Injects a fault under load. Returns None if no message was found to which it applies. If
-        none is found at first, the stream is restarted, so that its first messages are found, too.
+        """Injects a fault under load. Returns None if it applied to no message.
+
+        If it applies to no message at first, the link's stream is restarted, since the fault may
+        apply only to the first messages of a stream.
         """
         logged = self._log_file.stat().st_size
         injection = self._proxy.rule = Injection(fault, num_spared)
@@ -121,7 +123,7 @@ class Sweep:
         return Effect(fault, ended, tuple(wrong), warnings, seconds)
 
     async def _until_carried(self) -> None:
-        """Waits until the stream of the link carries a message, and sends requests to cause one."""
+        """Sends requests until the link's stream carries a message, or for RECOVERY_SECONDS."""
         before = self._proxy.num_messages.get(self._answers, 0)
         deadline = time.monotonic() + RECOVERY_SECONDS
         while self._proxy.num_messages.get(self._answers, 0) == before:
@@ -189,7 +191,7 @@ async def _try_all(run: Sweep, options: Options) -> tuple[str, bool]:
 
 
 def _may_be_found(fault: Fault, observed: Observed) -> bool:
-    """Whether messages contain the message that the changed field belongs to."""
+    """Whether observed messages contain the nested message to which the changed field belongs."""
     above = fault.path[:-1]
     return not above or above in observed.present[fault.lane]
 

@@ -1,4 +1,4 @@
-"""Faults that no receiver can detect: one valid value of a field replaces another."""
+"""Faults that no receiver can detect, because one valid value of a field replaces another."""
 
 from stepwell.common.v1.common_pb2 import SamplingParams
 
@@ -40,14 +40,15 @@ UNDETECTABLE: dict[str, str] = {
         )
     },
 }
-"""The reasons why a receiver cannot detect a change. Keys are `Lane: path: change`, or `Lane: path`
-for every change of a field.
+"""Maps changes to the reason why no receiver can detect them. A key `Lane: path: change` is one
+change of a field. A key `Lane: path` is every change of the field.
 """
 
 
 def why_undetectable(fault: Fault) -> str:
-    """The reason why a fault is undetectable. Empty for a fault that must be detected, or have no
-    effect.
+    """The reason why a fault is undetectable.
+
+    Empty for all other faults, which must be detected or have no effect.
     """
     place = f"{fault.lane}: {'.'.join(fault.path)}"
     known = UNDETECTABLE | UNDETECTABLE_BELOW

@@ -20,7 +20,7 @@ _LOGPROBS = ("token_ids", "logprobs", "ranks")
 
 
 def _below(prefix: str, kind: object, reason: str) -> Iterator[tuple[str, str]]:
-    """The paths of a field and of all nested fields, each with the reason."""
+    """Pairs of a path and the reason: one for the field, and one for each nested field."""
     yield prefix, reason
     for path in field_paths(kind.DESCRIPTOR):  # type: ignore[attr-defined]
         yield ".".join((prefix, *path)), reason
@@ -75,4 +75,4 @@ UNDETECTABLE_BELOW: dict[str, str] = {
     "OpenPool request: drop_last_hit_block": _SHAPE,
     **dict(_below("OpenPool request: groups", common_pb2.KVCacheGroup, _SHAPE)),
 }
-"""The reasons why a receiver cannot detect a change, with the keys of UNDETECTABLE."""
+"""Maps changes to the reason why no receiver can detect them, with keys as in UNDETECTABLE."""

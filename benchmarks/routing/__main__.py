@@ -4,14 +4,14 @@
                                  [--pool-shares 0.25,0.5] [--rounds 1] [--json FILE]
     python -m benchmarks.routing --only decisions
 
-Four replicas with a thread and a small pool each serve conversations of several turns that share
-system prompts (benchmarks/routing/conversations.py). Each policy runs with few and with many
-concurrent requests. Many more conversations are open than run. The blocks of all open conversations
-are the working set. Each value of --pool-shares is the size of one replica's pool, as a fraction of
-the working set. If the pools of four replicas exceed the working set together, all of it can be
-cached as long as each conversation stays at its replica. Then decisions of the cache-aware policy
-are timed, with 4 and 64 replicas and an index of a million blocks. Tables go to standard output,
-progress to standard error.
+Each of the four replicas has one compute thread and a small pool. The load is conversations of
+several turns that share system prompts (benchmarks/routing/conversations.py). Each policy runs with
+few and with many concurrent requests. Many more conversations are open than run at the same time.
+The working set is the blocks of all open conversations. Each value of --pool-shares is the size of
+one replica's pool, as a fraction of the working set. If the four pools together are larger than the
+working set, the whole working set can be cached, provided that each conversation stays at its
+replica. Afterwards decisions of the cache-aware policy are timed with 4 and with 64 replicas and an
+index of a million blocks. Tables go to standard output, progress to standard error.
 """
 
 import argparse
@@ -64,7 +64,9 @@ class Options:
     json_file: Path | None
 
     def workload(self) -> Workload:
-        """The conversations, of at most 48 + 15 * 64 tokens: the demo model's limit is 1024."""
+        """The conversations. They have at most 48 + 15 * 64 = 1008 tokens, since the demo model's
+        limit is 1024.
+        """
         return Workload(
             num_conversations=8 if self.quick else 96,
             num_turns=3 if self.quick else 15,
@@ -136,7 +138,10 @@ def workload_text(workload: Workload) -> str:
 
 
 def policies_table(found: Sequence[PolicyFigures]) -> str:
-    """A table with a row for each policy, load and pool size; the policies are adjacent."""
+    """A table with a row for each policy, load and pool size.
+
+    Rows that differ only in the policy are adjacent.
+    """
     return table_text(
         (
             "policy",

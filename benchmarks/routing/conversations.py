@@ -1,10 +1,11 @@
 """Conversations of several turns that share system prompts, sent over the gateway's gRPC API.
 
-All conversations are open at the same time, each at another turn, and `at_once` of them run. After
-an answer a conversation rests while others run. The rest models a user who reads and writes: it is
-the sum of two exponentially distributed times. It is counted in turns of other conversations, so
-that the load and the order do not depend on the machine. The prompt is the whole conversation as
-token ids. After its last turn a conversation is replaced by a new one.
+All conversations are open at the same time and have had different numbers of turns. `at_once` of
+them have a running request. After an answer a conversation pauses while others run. The pause
+models a user who reads the answer and writes the next question, so it is the sum of two
+exponentially distributed times. Its unit is turns of other conversations, so that the load and the
+order of turns do not depend on the machine's speed. The prompt of a turn is the whole conversation
+as token ids. After its last turn a conversation is replaced by a new one.
 """
 
 import asyncio
@@ -23,7 +24,9 @@ from services.common.rpc.channel import open_channel
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The requests. Equal workloads have equal system prompts, turns and orders of turns. The
+    """The parameters of the requests.
+
+    Equal workloads have the same system prompts and the same user turns in the same order. The
     answers depend on the model.
     """
 
@@ -34,15 +37,15 @@ class Workload:
     user_tokens: int
     answer_tokens: int
     num_warm_up: int
-    """Number of first requests, which fill the caches and are not measured."""
+    """Number of requests that are sent first, to fill the caches. They are not measured."""
     num_requests: int
     """Number of measured requests."""
     vocab_size: int
     seed: str
 
     def num_blocks(self, block_size: int) -> int:
-        """The average number of blocks of all open conversations after a turn. Each system prompt
-        counts once.
+        """The average number of blocks in which all open conversations fit. Each system prompt is
+        counted once.
         """
         turn = self.user_tokens + self.answer_tokens
         own = self.num_conversations * turn * (self.num_turns + 1) / 2
@@ -68,7 +71,7 @@ class Conversation:
 
 
 class OpenConversations:
-    """The open conversations, and the number of turns that were sent."""
+    """The open conversations, and the number of turns that have been sent."""
 
     def __init__(self, workload: Workload, at_once: int) -> None:
         self.num_sent = 0
@@ -82,7 +85,7 @@ class OpenConversations:
             self.begin(number % workload.num_turns)
 
     def begin(self, num_turns_before: int = 0) -> None:
-        """Opens a conversation that already has `num_turns_before` turns."""
+        """Opens a conversation as if it already had `num_turns_before` turns."""
         load = self._workload
         system = random.Random(f"{load.seed}/system/{self._num_begun % load.num_system_prompts}")
         draw = random.Random(f"{load.seed}/conversation/{self._num_begun}")
@@ -92,7 +95,7 @@ class OpenConversations:
         self._rest(Conversation(tokens, load.num_turns - num_turns_before, draw))
 
     def take(self) -> Conversation:
-        """Returns the conversation whose rest ends next, with its user's next turn appended."""
+        """Returns the conversation whose pause ends next, with the user's next turn appended."""
         _, _, chosen = heapq.heappop(self._resting)
         chosen.token_ids += self.tokens(chosen.draw, self._workload.user_tokens)
         chosen.num_turns_left -= 1
@@ -100,7 +103,7 @@ class OpenConversations:
         return chosen
 
     def answered(self, conversation: Conversation, answer: Sequence[int]) -> None:
-        """Records the answer of a turn."""
+        """Appends an answer. The conversation then pauses, or is replaced after its last turn."""
         conversation.token_ids += answer
         if conversation.num_turns_left:
             self._rest(conversation)
@@ -112,12 +115,12 @@ class OpenConversations:
         heapq.heappush(self._resting, (until, next(self._numbers), conversation))
 
     def tokens(self, draw: random.Random, count: int) -> list[int]:
-        """Random token ids."""
+        """Draws `count` random token ids."""
         return draw.choices(range(self._workload.vocab_size), k=count)
 
 
 class ConversationClient:
-    """Calls the gateway's `Inference.Generate`, all requests over one channel."""
+    """Calls the gateway's `Inference.Generate`. All requests use one channel."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
@@ -126,8 +129,8 @@ class ConversationClient:
     async def run(
         self, workload: Workload, at_once: int, cache_salt: str = ""
     ) -> list[TurnFigures]:
-        """Sends the workload with `at_once` concurrent requests; returns the figures of the
-        measured ones. With another salt, blocks of an earlier run are not found in the cache.
+        """Sends the workload with `at_once` concurrent requests. Returns the measured requests'
+        figures. Runs with different salts do not find each other's blocks in the cache.
         """
         conversations = OpenConversations(workload, at_once)
         total = workload.num_warm_up + workload.num_requests

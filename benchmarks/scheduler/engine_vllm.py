@@ -1,7 +1,7 @@
-"""vLLM's scheduler and KV-cache manager under the loads of the comparison.
+"""Measures vLLM's scheduler and KV-cache manager under the comparison's loads.
 
-`benchmarks.scheduler` starts it in a separate interpreter that has vLLM. It prints the figures as
-one line of JSON, the last of its output.
+`benchmarks.scheduler` starts this program in a separate interpreter that has vLLM. The last line of
+its output contains the figures as JSON.
 """
 
 import json
@@ -129,7 +129,7 @@ def make_request(name: str, tokens: list[int]) -> Request:
 
 
 def answer(scheduled: Any, requests: dict[str, Request]) -> ModelRunnerOutput:
-    """One token for each request whose prompt is computed."""
+    """The runner's output for a step: one token for each request whose prompt is computed."""
     names = list(scheduled.num_scheduled_tokens)
     tokens = [
         [5] if requests[name].num_computed_tokens >= requests[name].num_prompt_tokens else []
@@ -202,7 +202,7 @@ def pool_micros(count: int) -> Figures:
 
 
 def eviction_nanos(count: int) -> list[int]:
-    """Times allocating blocks that each have a hash to evict."""
+    """Times allocating `count` cached blocks, whose hashes must be evicted, in nanoseconds."""
     pool = BlockPool(count + 1, enable_caching=True, hash_block_size=BLOCK_SIZE)
     taken = []
     for turn in range(REPEATS):

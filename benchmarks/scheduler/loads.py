@@ -1,5 +1,6 @@
-"""The sizes of the comparison of schedulers, and the timing of their work. It needs only the
-standard library, since vLLM runs it in a separate interpreter.
+"""The loads and the timing of the comparison of schedulers.
+
+This module needs only the standard library, because it is also imported in vLLM's interpreter.
 """
 
 import statistics
@@ -12,14 +13,14 @@ CONTEXT = 512
 """Approximate tokens of each request."""
 BLOCK_SIZE = 16
 PROMPT = 8192
-"""Tokens of the prompt that is hashed and found in the cache."""
+"""Length, in tokens, of the prompt that is hashed and found in the cache."""
 STEPS = 160
 REPEATS = 30
 BLOCK_COUNTS = (1, 64, 1024)
 """Numbers of blocks that are allocated and freed at once."""
 
 Figures = dict[str, float]
-"""Processor microseconds by the name of the figure."""
+"""Maps names of figures to processor microseconds."""
 
 
 def step_name(num_running: int, *, async_scheduling: bool) -> str:
@@ -41,17 +42,17 @@ def long_prompt() -> list[int]:
 
 
 def median_step_micros(nanos: list[int]) -> float:
-    """The median over steps, without the first tenth."""
+    """The median step time in microseconds. The first tenth of the steps is ignored."""
     return statistics.median(nanos[STEPS // 10 :]) / 1e3
 
 
 def median_micros(nanos: list[int]) -> float:
-    """The median of repeats."""
+    """The median of repeated measurements, in microseconds."""
     return statistics.median(nanos) / 1e3
 
 
 def time_repeats(work: Callable[[], object]) -> float:
-    """The median processor time of repeated work."""
+    """Runs `work` repeatedly. Returns its median processor time in microseconds."""
     nanos: list[int] = []
     for _ in range(REPEATS):
         begun = time.thread_time_ns()

@@ -4,16 +4,19 @@
                                  [--json FILE]
                                  [--baseline DIR | --tracing | --stages | --structured]
 
-For each model the same load is sent to the four services (over gRPC, and over HTTP with server-sent
-events) and to everything in one process. They alternate, so that other work on the machine affects
-all of them. Then the hops of a step are measured, and with the first model the cost of tracing.
+For each model the same load is sent to three targets: the four services over gRPC, the four
+services over HTTP with server-sent events, and one process that contains the code of all services.
+Runs on the targets alternate, so that other work on the machine affects all of them. Then the
+durations of a step's hops between services are measured. The cost of tracing is measured with the
+first model.
 Tables go to standard output, progress to standard error.
 
-With --baseline the services are compared with the services of another checkout, each run by its own
-`stepwell up`. With --tracing only the cost of tracing is measured, in longer and more runs that
-alternate: off, at a ratio of 1 % and at 100 %. With --stages one worker is compared with two
-pipeline stages, each of which computes with one thread. With --structured, requests run beside as
-many requests with a schema, and beside as many without one.
+With --baseline the services are compared with the services of another checkout. Each checkout's
+services are started by its own `stepwell up`. With --tracing only the cost of tracing is measured,
+in longer and more runs. They alternate between no tracing, a trace ratio of 1 % and one of 100 %.
+With --stages one worker is compared with two pipeline stages, each of which computes with one
+thread. With --structured, a load is measured while as many requests with a schema run at the same
+time, and while as many requests without a schema do.
 """
 
 import json
@@ -106,7 +109,7 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints the tables and writes the figures."""
+    """Runs the measurements, prints the tables and writes the figures to a file if requested."""
     options = parse_options(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begun = time.monotonic()

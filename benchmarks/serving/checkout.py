@@ -18,9 +18,9 @@ _ASK_AGAIN_SECONDS = 0.2
 class Checkout:
     """Runs `stepwell up` in a checkout whose `gen/` is built, during a measurement.
 
-    The interpreter and its packages are this process's: only Stepwell's own code differs. No
-    request is traced, since the cost of tracing is measured separately. `async with` starts the
-    services, enters when they serve, and stops them.
+    All checkouts run with this process's interpreter and packages, so that only Stepwell's own code
+    differs. No request is traced, since the cost of tracing is measured separately. `async with`
+    starts the services, enters when they serve, and stops them at the end.
     """
 
     def __init__(self, root: Path, model: Path, num_blocks: int) -> None:
@@ -85,8 +85,8 @@ async def _until_healthy(http: str) -> None:
 
 
 def _service(pid: int) -> str:
-    """The service that a process runs, from its command `python -m services.NAME`; empty for
-    others.
+    """The name of the service that a process runs: NAME in its command `python -m services.NAME`.
+    Empty for other processes.
     """
     command = Path(f"/proc/{pid}/cmdline").read_text()
     found = re.search(r"\0services\.(\w+)\0", command)

@@ -1,4 +1,4 @@
-"""Runs the same loads on several targets, which alternate, and compares them."""
+"""Runs the same loads on several targets in alternation, and compares the targets."""
 
 import asyncio
 import time
@@ -20,26 +20,28 @@ from benchmarks.serving.targets import Target
 
 WARM_UP_TOKENS = 4
 RUN_SECONDS = 300.0
-"""The deadline of one run, in seconds."""
+"""Time limit of one run, in seconds."""
 MIN_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The schedule of a comparison. Rounds stop early once a concurrency has taken
+    """The loads of a comparison and their number of rounds.
+
+    After MIN_ROUNDS rounds, a concurrency gets no more rounds once its rounds have taken
     `level_seconds`.
     """
 
     concurrencies: tuple[int, ...]
     num_rounds: int
     requests_each: int
-    """Requests that a single client sends, one after another. Several clients share this number."""
+    """Number of requests of a run. Concurrent clients send equal parts of it."""
     prompt_tokens: int
     output_tokens: int
     level_seconds: float = 60.0
 
     def load(self, concurrency: int, vocab_size: int, seed: str) -> Load:
-        """The load of one run."""
+        """The load of one run at this concurrency."""
         return Load(
             concurrency=concurrency,
             requests_each=max(self.requests_each // concurrency, 1),
@@ -52,8 +54,8 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of a target at one concurrency. `ratio` and `tpot_ratio` are its throughput and
-    its TPOT, relative to the first target.
+    """The figures of a target at one concurrency. `ratio` and `tpot_ratio` are the target's
+    throughput and TPOT, divided by the first target's throughput and TPOT.
     """
 
     concurrency: int
@@ -63,7 +65,7 @@ class Row:
     ratio: float
     tpot_ratio: float
     processor_micros: dict[str, float]
-    """Processor microseconds per output token, by process."""
+    """Maps each process's name to its processor microseconds per output token."""
 
 
 async def compare(
@@ -72,8 +74,9 @@ async def compare(
     vocab_size: int,
     log: Callable[[str], None],
 ) -> list[Row]:
-    """Runs every load on every target; the targets alternate. A short run on each target comes
-    first and does not count.
+    """Runs every load on all targets in alternation.
+
+    Before each load, a short run on each target warms it up. Its results are discarded.
     """
     rows: list[Row] = []
     for concurrency in schedule.concurrencies:

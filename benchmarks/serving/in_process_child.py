@@ -1,4 +1,4 @@
-"""Runs the one-process target as a child process, separate from the load's clients."""
+"""Runs the one-process target as a child process, so that it is separate from this program."""
 
 import asyncio
 import json
@@ -12,8 +12,9 @@ from benchmarks.common.load import Load, RequestTimes
 
 
 class InProcessChild:
-    """Runs `python -m benchmarks.common.in_process` inside `async with`, which enters when it is
-    ready.
+    """Runs `python -m benchmarks.common.in_process` inside `async with`.
+
+    The context is entered when the process is ready.
     """
 
     def __init__(self, model: Path, num_blocks: int) -> None:
@@ -22,7 +23,7 @@ class InProcessChild:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The process id of the child process."""
         return self._process.pid
 
     async def __aenter__(self) -> "InProcessChild":

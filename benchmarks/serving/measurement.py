@@ -31,12 +31,12 @@ SPARE_BLOCKS = 64
 BLOCK_SIZE = 16
 
 PAIRED_ROUNDS = 8
-"""Factor of the rounds in paired comparisons, whose differences are small."""
+"""Comparisons with small differences have this many times the usual number of rounds."""
 ROOT = Path(__file__).parents[2]
 
 
 class Part(enum.Enum):
-    """A measurement that can be requested alone. STAGES and STRUCTURED run only on request."""
+    """A measurement that can be requested alone. STAGES and STRUCTURED run only if requested."""
 
     TRACING = "tracing"
     STAGES = "stages"
@@ -50,26 +50,26 @@ class Options:
     models: tuple[str, ...]
     schedule: Schedule
     trace_ratios: tuple[float, ...]
-    """Fractions of the requests that are traced, with one stack for each."""
+    """Fractions of requests that are traced. Each fraction is measured with its own services."""
     json_file: Path | None
     baseline: Path | None
-    """Another checkout. If given, only the comparison with it is run."""
+    """Directory of another checkout. If it is given, only the comparison with it is run."""
     only: Part | None = None
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The least and the greatest concurrency."""
+        """The lowest and the highest concurrency of the schedule."""
         levels = self.schedule.concurrencies
         return tuple(dict.fromkeys((min(levels), max(levels))))
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks for all requests of the heaviest load, and some more."""
+        """The number of KV-cache blocks: enough for the highest concurrency, and some more."""
         each = -(-(self.schedule.prompt_tokens + self.schedule.output_tokens) // BLOCK_SIZE)
         return max(self.schedule.concurrencies) * each + SPARE_BLOCKS
 
     def load(self, model: Path, concurrency: int, seed: str) -> Load:
-        """A load outside any comparison."""
+        """A load for a measurement that is not a comparison."""
         return self.schedule.load(concurrency, vocab_size(model), seed)
 
 
@@ -100,7 +100,7 @@ async def _measure_wanted(options: Options, model: Path, *, with_tracing: bool) 
 
 
 async def measure_model(options: Options, model: Path, *, with_tracing: bool) -> dict[str, Any]:
-    """Measures one model, the cost of tracing only if `with_tracing`."""
+    """Measures one model. The cost of tracing is measured only if `with_tracing` is true."""
     ratios = options.trace_ratios if with_tracing else (1.0,)
     results: dict[str, Any] = {}
     async with SpanReceiver() as receiver:
@@ -155,7 +155,7 @@ async def measure_serving(
 
 
 async def measure_baseline(options: Options, model: Path, root: Path) -> dict[str, Any]:
-    """Compares the services of this checkout with those of another one, over each API."""
+    """Compares this checkout's services with the services of another checkout, over each API."""
     log(f"starting {model.name} in this checkout and in {root}")
     ours = Checkout(ROOT, model, options.num_blocks)
     theirs = Checkout(root, model, options.num_blocks)
@@ -195,8 +195,10 @@ async def measure_only_tracing(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def measure_stages(options: Options, model: Path) -> dict[str, Any]:
-    """Compares one worker with two pipeline stages, each computing with one thread. A step has room
-    for two prompts, so that concurrent requests are distributed over the steps in flight.
+    """Compares one worker with two pipeline stages. Each process computes with one thread.
+
+    The token budget of a step is two prompts, so that concurrent requests are distributed over
+    several steps in flight.
     """
     log(f"starting {model.name} in one worker and in two stages")
     one = replace(
@@ -221,8 +223,9 @@ async def measure_stages(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def measure_structured(options: Options, model: Path) -> dict[str, Any]:
-    """Measures unconstrained requests beside as many requests with a schema, and beside as many
-    without one. Both alternate on one stack.
+    """Measures a load of unconstrained requests while as many other requests run.
+
+    In alternate runs on the same services, the other requests have a schema or have none.
     """
     log(f"starting {model.name}")
     settings = _settings(options, model, ratio=0.0)
@@ -244,7 +247,7 @@ async def measure_structured(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:
-    """Runs loads that measure the hops of a step, at the least and the greatest concurrency."""
+    """Runs loads that measure the hops of a step, at the lowest and the highest concurrency."""
     await run_hops(stack, options.load(model, 1, "hops/warm-up"))
     runs = []
     for level in options.ends:
@@ -272,7 +275,7 @@ async def measure_tracing(
 
 
 async def measure_span_work(options: Options, endpoint: str) -> dict[str, Any]:
-    """Measures the cost of a step's spans in isolation."""
+    """Measures the processor time of a step's spans in separate processes without a model."""
     log("spans by themselves")
     work = {"off": {level: await span_work("", 1.0, level) for level in options.ends}}
     for ratio in options.trace_ratios:
@@ -287,8 +290,8 @@ async def measure_span_work(options: Options, endpoint: str) -> dict[str, Any]:
 
 
 async def enter_all(scope: AsyncExitStack, *contexts: AbstractAsyncContextManager[Any]) -> None:
-    """Enters several contexts concurrently. Whichever has started is exited with the scope, in
-    reverse order.
+    """Enters several contexts concurrently. `scope` exits them in reverse order of their start. If
+    one fails to start, `scope` still exits the contexts that have started.
     """
     async with asyncio.TaskGroup() as starting:
         for context in contexts:

@@ -13,7 +13,10 @@ _SAMPLED, _UNSAMPLED = 1, 0
 
 
 async def run_hops(stack: Stack, load: Load) -> HopRun:
-    """Sends a load with probes over HTTP, then an equal one directly to the scheduler."""
+    """Sends a load over HTTP, then a similar one over a session with the scheduler.
+
+    Every eighth request of the HTTP load is traced. These requests are the probes.
+    """
     run = HopRun(load.concurrency, time.time_ns())
     total = load.concurrency * load.requests_each
     trace_ids = [secrets.token_bytes(16) for _ in range(total)]

@@ -1,4 +1,4 @@
-"""Measures how much requests with a schema slow down the others in their batch."""
+"""Measures how much requests with a schema slow down the other requests of their batch."""
 
 import asyncio
 from collections.abc import Mapping
@@ -27,16 +27,18 @@ CONSTRAINED: Mapping[str, Any] = {
 
 
 class NeighborTarget(HttpTarget):
-    """Runs a load over HTTP while as many other requests run beside it."""
+    """Runs a load over HTTP while an equal number of other requests run at the same time."""
 
     def __init__(self, services: Services, fields: Mapping[str, Any]) -> None:
-        """`fields` are added to the bodies of the requests beside the load."""
+        """`fields` are added to the bodies of the other requests."""
         super().__init__(services)
         self._fields = fields
 
     async def run(self, load: Load) -> list[RequestTimes]:
-        """Runs a load to its end; returns the times of the load alone. The first failure, beside
-        the load or in it, ends all requests and is raised in an ExceptionGroup.
+        """Runs a load to its end; returns the times of the load's requests.
+
+        The first failure of a request, in the load or outside it, ends all requests and is raised
+        in an ExceptionGroup.
         """
         client = HttpClient(self._services.http, self._fields)
         await client.open(load.concurrency)

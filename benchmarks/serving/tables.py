@@ -12,8 +12,9 @@ HOPS_NOTE = (
 
 
 def serving_table(rows: Sequence[Row], reference: str = "one process") -> str:
-    """Latencies and throughput of each target at each concurrency, relative to a
-    reference target.
+    """A table of each target's latencies and throughput at each concurrency.
+
+    `reference` is the name of the first target, to which throughput is compared.
     """
     return table_text(
         (
@@ -41,7 +42,7 @@ def serving_table(rows: Sequence[Row], reference: str = "one process") -> str:
 
 
 def neighbors_table(rows: Sequence[Row]) -> str:
-    """Latencies and throughput of the measured requests, by the kind of requests beside them."""
+    """A table of the measured requests, with a row for each kind of concurrent other requests."""
     return table_text(
         (
             "at once",
@@ -70,14 +71,14 @@ def neighbors_table(rows: Sequence[Row]) -> str:
 
 
 def rounds_text(rows: Sequence[Row]) -> str:
-    """The number of rounds at each concurrency."""
+    """A sentence with the number of rounds at each concurrency."""
     counts = {row.concurrency: row.num_rounds for row in rows}
     listed = ", ".join(f"{rounds} at {level}" for level, rounds in counts.items())
     return f"Medians of rounds in turns: {listed}."
 
 
 def processor_table(rows: Sequence[Row]) -> str:
-    """Processor time per output token of each process."""
+    """A table of each process's processor time per output token."""
     processes = list(dict.fromkeys(name for row in rows for name in row.processor_micros))
     return table_text(
         ("at once", "through", *processes),
@@ -93,7 +94,7 @@ def processor_table(rows: Sequence[Row]) -> str:
 
 
 def tracing_table(rows: Sequence[Row]) -> str:
-    """Latency and throughput with tracing and without."""
+    """A table of latency and throughput with and without tracing."""
     return table_text(
         ("at once", "tracing", "ITL ms, median", "tokens/s", "tokens/s to off"),
         (
@@ -110,7 +111,7 @@ def tracing_table(rows: Sequence[Row]) -> str:
 
 
 def span_work_table(work: Mapping[str, Mapping[int, Mapping[str, float]]]) -> str:
-    """Processor time of the spans of a step, by service."""
+    """A table of the processor time of a step's spans in each service."""
     levels = list(dict.fromkeys(level for found in work.values() for level in found))
     services = list(dict.fromkeys(name for found in work.values() for name in found[levels[0]]))
     return table_text(

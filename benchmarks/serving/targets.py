@@ -1,4 +1,4 @@
-"""The targets of a load: the services through each of their APIs, and everything in one process."""
+"""The targets of a load: the services through each API, and all code in one process."""
 
 import os
 from typing import Protocol
@@ -13,7 +13,7 @@ class Target(Protocol):
     """Runs loads in one process, or on the services through one of their APIs."""
 
     def pids(self) -> dict[str, int]:
-        """Ids of the processes that take part, by name."""
+        """Maps names of the target's processes to process ids."""
         ...
 
     async def run(self, load: Load) -> list[RequestTimes]:
@@ -40,7 +40,7 @@ class Services(Protocol):
 
 
 class InProcessTarget:
-    """All services and the clients in one process."""
+    """One process that runs the code of all services and the clients."""
 
     def __init__(self, child: InProcessChild) -> None:
         self._child = child

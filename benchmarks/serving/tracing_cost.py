@@ -3,9 +3,9 @@
     python -m benchmarks.serving.tracing_cost --endpoint http://127.0.0.1:4317 --ratio 0.01
                                               --requests 32
 
-Runs the services' tracing code around a decode step that does nothing. Prints, as JSON, processor
-microseconds per step and service: for making the spans, and for encoding and sending them in the
-background. Without an endpoint it measures the cost of disabled tracing.
+Runs the services' tracing code around a decode step that does nothing. Prints, as JSON, each
+service's processor microseconds per step. They include creating the spans, and encoding and sending
+them in the background. Without an endpoint the cost of disabled tracing is measured.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from services.worker.core.step import StepInput
 
 NUM_STEPS = 10_000
 _STEPS_PER_FLUSH = 100
-"""Exporters drop spans that arrive faster than they can send, so they are flushed regularly."""
+"""Steps between two flushes of the exporter, which drops spans if too many are pending."""
 _SAMPLED_STEPS = 1_000
 _STEPS_PER_REQUEST = 64
 
@@ -65,8 +65,8 @@ class _IdleExecutor:
 
 
 def scheduler_steps(tracing: Tracing, num_requests: int) -> Step:
-    """The scheduler's part: the spans of the step, its transaction and its execution, links to its
-    requests, and the requests' spans when they end.
+    """A step of the scheduler. It creates the spans of the step, of its pool transaction and of its
+    execution, with links to its requests. When requests end, it creates their spans.
     """
     pool = TracedPool(_IdlePool(), tracing)
     executor = TracedExecutor(_IdleExecutor(), tracing)
@@ -95,7 +95,7 @@ def scheduler_steps(tracing: Tracing, num_requests: int) -> Step:
 
 
 def kvpool_steps(tracing: Tracing, num_requests: int) -> Step:
-    """The pool's part: one transaction of a traced step."""
+    """A step of the pool: one transaction."""
     answer = kvpool_pb2.TransactResponse(generation=1, num_free_blocks=1)
     apply = traced(lambda _hosted, _request: answer, tracing)
     sampler = _step_sampler(tracing, num_requests)
@@ -108,7 +108,7 @@ def kvpool_steps(tracing: Tracing, num_requests: int) -> Step:
 
 
 def worker_steps(tracing: Tracing, num_requests: int) -> Step:
-    """The worker's part: one execution."""
+    """A step of the worker: one execution."""
     tracer, sampler = WorkerTracer(tracing, 0), _step_sampler(tracing, num_requests)
     ones, rows = np.ones(num_requests, np.int32), np.arange(num_requests, dtype=np.int32)
     now = time.time_ns()
@@ -126,7 +126,7 @@ SERVICES = {"scheduler": scheduler_steps, "kvpool": kvpool_steps, "worker": work
 async def measure(
     service: str, endpoint: str, ratio: float, num_requests: int, num_steps: int
 ) -> float:
-    """Processor microseconds per step."""
+    """Runs steps of a service; returns the processor microseconds per step."""
     tracing = configure_tracing(service, endpoint, ratio)
     step = SERVICES[service](tracing, num_requests)
     await step(0)
@@ -154,7 +154,7 @@ def _request(row: int, traceparent: str) -> Request:
 
 
 def _draw_traceparent(tracing: Tracing) -> str:
-    """The trace context of a request or step, sampled at the ratio."""
+    """A random trace context. It is empty unless the tracer's sampler selects it."""
     if tracing.provider is None:
         return ""
     trace_id = secrets.randbits(128) | 1
@@ -165,8 +165,10 @@ def _draw_traceparent(tracing: Tracing) -> str:
 
 
 def _step_sampler(tracing: Tracing, num_requests: int) -> Callable[[], str]:
-    """Selects each step's trace context from a few thousand that are made in advance. A step is
-    sampled if one of its requests is.
+    """Returns a function that returns the trace context of the next step.
+
+    The contexts are created in advance and reused in rotation. A step is sampled if one of its
+    requests is sampled.
     """
     drawn = [
         max(_draw_traceparent(tracing) for _ in range(num_requests))

@@ -1,4 +1,7 @@
-"""Repeats requests endlessly; compares each answer with the answer to the same request alone."""
+"""Repeats requests concurrently, and compares each answer with an undisturbed one.
+
+The undisturbed answer is the answer to the same request when it was sent alone.
+"""
 
 import asyncio
 import time
@@ -20,8 +23,8 @@ _PREFIX_SHARE = 0.6
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to one request so far. `logprobs` has the log-probabilities of the sampled tokens,
-    if requested.
+    """The part of an answer that has been received. `logprobs` has the log-probabilities of the
+    sampled tokens. It is empty if none were requested.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -36,7 +39,7 @@ class Answer:
             self.logprobs += piece.logprobs.logprobs[:: piece.logprobs.width]
 
     def difference(self, other: "Answer") -> str:
-        """Describes the first difference from another answer; empty if they are equal."""
+        """Describes the first difference from another answer. Empty if the answers are equal."""
         pairs = zip(self.token_ids, other.token_ids, strict=False)
         for index, (ours, theirs) in enumerate(pairs):
             if ours != theirs:
@@ -50,15 +53,15 @@ class Answer:
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of answers by how they ended."""
+    """The numbers of correct, failed and changed answers."""
 
     good: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
     with_gateway: int = 0
-    """Number of answers that ended because a gateway was killed or terminated on purpose."""
+    """Number of answers that failed because the campaign killed or terminated their gateway."""
     silences: list[float] = field(default_factory=list)
-    """For each correct answer, the longest time without a token, in seconds."""
+    """For each correct answer, its longest time without a token, in seconds."""
 
     @property
     def are_good(self) -> bool:
@@ -73,10 +76,11 @@ class Counts:
 
 
 class Streams:
-    """Repeats a set of requests, all concurrently, over one channel to each gateway.
+    """Repeats a set of requests concurrently, over one channel to each gateway.
 
-    Half are greedy, half are sampled with a seed, some with penalties, some with log-probabilities.
-    Many prompts share a prefix.
+    Each request is a stream that is sent again when its answer ends. Half of the requests are
+    greedy, and half are sampled with a seed. Some have penalties, and some ask for
+    log-probabilities. Many prompts share a prefix.
     """
 
     def __init__(
@@ -87,7 +91,9 @@ class Streams:
         num_prompt_tokens: int,
         num_tokens: int,
     ) -> None:
-        """`addresses` are the gateways; the streams are distributed over them in rotation."""
+        """`addresses` are host:port of the gateways. The `count` streams are distributed over them
+        in rotation.
+        """
         self.counts = Counts()
         self.expects_gateway_loss = False
         self._requests = [
@@ -113,13 +119,13 @@ class Streams:
             self._expected.append(answer)
 
     async def run(self) -> None:
-        """Repeats all requests until `stop`; returns when the last answers have ended."""
+        """Repeats all requests until `stop` is called. Returns when the last answers have ended."""
         async with asyncio.TaskGroup() as streams:
             for number in range(len(self._requests)):
                 streams.create_task(self._repeat(number))
 
     def stop(self) -> None:
-        """Stops starting requests."""
+        """Starts no more requests. Running requests continue to their end."""
         self._stopping = True
 
     async def close(self) -> None:
@@ -128,24 +134,24 @@ class Streams:
             await channel.close()
 
     def mark(self) -> None:
-        """Starts a measurement of silences."""
+        """Starts to measure silences and gaps. Earlier ones are discarded."""
         self._since = time.monotonic()
         self._silence = self._longest_gap = 0.0
         self.expect_progress()
 
     def expect_progress(self) -> None:
-        """Clears `all_progressed`, which is set once each stream has received a token since."""
+        """Clears `all_progressed`, which is set when each stream has received another token."""
         self._progressed.clear()
         self.all_progressed.clear()
 
     @property
     def silence_seconds(self) -> float:
-        """The longest time since the mark in which no stream received a token."""
+        """The longest time since `mark` in which no stream received a token, in seconds."""
         return max(self._silence, time.monotonic() - max(self._since, self._last_piece))
 
     @property
     def longest_gap_seconds(self) -> float:
-        """The longest time since the mark between two pieces of one answer."""
+        """The longest time since `mark` between two messages of one answer, in seconds."""
         return self._longest_gap
 
     async def _repeat(self, number: int) -> None:
@@ -168,8 +174,8 @@ class Streams:
                 self.counts.silences.append(silence)
 
     async def _ask(self, number: int, answer: Answer) -> float:
-        """Sends a request and fills in `answer`. Returns the longest time without a piece, in
-        seconds.
+        """Sends request `number` and fills in `answer`. Returns the longest time without a message,
+        in seconds.
         """
         begun, silence, last = False, 0.0, time.monotonic()
         stub = self._stubs[number % len(self._stubs)]
@@ -196,7 +202,7 @@ class Streams:
 def make_request(
     number: int, vocab_size: int, num_prompt_tokens: int, num_tokens: int
 ) -> gateway_pb2.GenerateRequest:
-    """The request of a stream, determined by its number."""
+    """The request of stream `number`. Equal arguments give equal requests."""
     draw, family = Random(f"stream/{number}"), Random(f"family/{number % 4}")
     length = draw.randrange(num_prompt_tokens // 2, num_prompt_tokens)
     common = int(_PREFIX_SHARE * length)

@@ -21,8 +21,8 @@ from services.common.rpc.channel import open_channel
 _SHARED_PREFIXES = 6
 _MOST_PHRASES = 11
 _TOKENS_PER_PHRASE = 120
-"""Tokens of the longest sequence for each phrase of a turn. If every letter of a phrase is a token,
-three turns use half of the sequence.
+"""A turn has at most one phrase for each 120 tokens of the longest sequence. Even if every letter
+of a phrase is a token, three turns use only half of that sequence.
 """
 _PHRASES = ("class Point:", "def read(path):", "import os", "return self.x", "for line in lines:")
 _GOOD, _BAD = 200, 400
@@ -30,8 +30,8 @@ _GOOD, _BAD = 200, 400
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The gateway's addresses and the model's limits. `longest` is the most tokens of a prompt and
-    its answer together.
+    """The gateway's addresses and the model's limits. `longest` is the maximum number of tokens of
+    a prompt and its answer together.
     """
 
     http: str
@@ -40,8 +40,9 @@ class Endpoint:
     longest: int
 
     def prompt(self, draw: Random, share: float | None = None) -> list[int]:
-        """Token ids: often a prefix that other prompts share, then random ids. `share` is the
-        prompt's fraction of the longest sequence; by default it is small.
+        """Token ids of a prompt. It often begins with a prefix that other prompts share, and the
+        rest is random. `share` is the prompt's length as a fraction of `longest`. If it is None, a
+        small fraction is selected at random.
         """
         if share is None:
             share = draw.choice((0.02, 0.1, 0.2, 0.3))
@@ -54,7 +55,7 @@ class Endpoint:
         ]
 
     def num_tokens(self, draw: Random) -> int:
-        """The length of an answer in tokens."""
+        """A random length of an answer, in tokens."""
         return draw.choice((1, 8, 32, 64, max(self.longest // 4, 1)))
 
 
@@ -62,7 +63,7 @@ Ask = Callable[[Endpoint, Random], Awaitable[None]]
 
 
 async def grpc_stream(endpoint: Endpoint, draw: Random) -> None:
-    """A greedy request over gRPC."""
+    """Sends a greedy request over gRPC."""
     wanted = endpoint.num_tokens(draw)
     request = _generate(endpoint.prompt(draw), wanted)
     async with _calling(endpoint, request) as call:
@@ -71,7 +72,7 @@ async def grpc_stream(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def grpc_several(endpoint: Endpoint, draw: Random) -> None:
-    """One request for several sampled answers, with penalties and log-probabilities."""
+    """Sends one request for several sampled answers, with penalties and log-probabilities."""
     wanted, n = endpoint.num_tokens(draw), draw.randrange(2, 5)
     request = _generate(endpoint.prompt(draw), wanted)
     request.n = n
@@ -95,7 +96,7 @@ async def grpc_several(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def grpc_long(endpoint: Endpoint, draw: Random) -> None:
-    """A long prompt, computed in chunks, with a short answer."""
+    """Sends a long prompt, which is computed in chunks, with a short answer."""
     request = _generate(endpoint.prompt(draw, draw.uniform(0.4, 0.9)), 4)
     async with _calling(endpoint, request) as call:
         answers = [answer async for answer in call]
@@ -129,7 +130,7 @@ async def grpc_bad(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def http_stream(endpoint: Endpoint, draw: Random) -> None:
-    """A streamed completion."""
+    """Sends a streamed completion."""
     body = {
         "prompt": endpoint.prompt(draw),
         "max_tokens": endpoint.num_tokens(draw),
@@ -147,7 +148,7 @@ async def http_stream(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def http_chat(endpoint: Endpoint, draw: Random) -> None:
-    """A conversation with stop strings and a penalty, answered in one body."""
+    """Sends a conversation with stop strings and a penalty. The answer is not streamed."""
     most = min(_MOST_PHRASES, max(endpoint.longest // _TOKENS_PER_PHRASE, 1))
     turns = [" ".join(draw.choices(_PHRASES, k=draw.randint(1, most))) for _ in range(3)]
     body = {
@@ -201,7 +202,7 @@ KINDS: dict[str, tuple[int, Ask]] = {
     "HTTP, hung up": (1, http_hang_up),
     "HTTP, refused": (1, http_bad),
 }
-"""The weight of each kind in the random selection, and its function."""
+"""Maps each kind to its weight in the random selection and to its function."""
 
 
 def _generate(prompt: list[int], num_tokens: int) -> gateway_pb2.GenerateRequest:
@@ -214,7 +215,7 @@ def _generate(prompt: list[int], num_tokens: int) -> gateway_pb2.GenerateRequest
 
 @asynccontextmanager
 async def _calling(endpoint: Endpoint, request: gateway_pb2.GenerateRequest) -> AsyncIterator[Any]:
-    """A call on a separate channel, as separate clients have."""
+    """Sends a request on a new channel, as a separate client does; yields the call."""
     channel = open_channel(endpoint.grpc)
     try:
         yield gateway_pb2_grpc.InferenceStub(channel).Generate(request)

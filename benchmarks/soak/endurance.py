@@ -3,15 +3,15 @@
     python -m benchmarks.soak endurance --minutes 20 [--model DIR]
 
 Clients of every kind (benchmarks/soak/clients.py) send requests without pause. There are more
-requests than can run at once, and the pool is too small for the running ones, so that blocks are
-evicted and requests preempted. Each process is sampled every few seconds. At the end, without any
-request, every block must be free again. The table goes to standard output, progress to standard
-error; the exit status is 1
+requests than can run at once, and the pool is too small for the running requests, so that blocks
+are evicted and requests are preempted. Memory, threads and files of each process are sampled every
+few seconds. At the end no request runs, and every block must be free again. The table goes to
+standard output, progress to standard error. The exit status is 1 in these cases:
 
-* if a process's memory grows: by more than GROWN_BYTES after the warm-up, and the 95 % confidence
-  interval of its slope lies above the bound;
-* if it ends with over MORE_HANDLES more threads or files than after the warm-up;
-* if a block or a request is left, an answer is wrong, or a service ends.
+* The memory of a process grows by more than GROWN_BYTES after the warm-up, and the 95 % confidence
+  interval of its growth rate lies above the given bound.
+* A process ends with over MORE_HANDLES more threads, or more files, than after the warm-up.
+* A block or a request is left, an answer is wrong, or a service ends.
 """
 
 import asyncio
@@ -43,12 +43,12 @@ NUM_CLIENTS = 24
 LONGEST_TOKENS = 512
 BLOCK_SIZE = 16
 POOL_SEQUENCES = 3
-"""The number of longest requests that fill the pool."""
+"""Size of the pool: the number of requests of maximum length that fit into it."""
 WARM_UP_SHARE, WARM_UP_SECONDS = 0.25, 120.0
-"""The warm-up does not count: this fraction of the run, at most this many seconds."""
+"""The length of the warm-up: a fraction of the run, but at most WARM_UP_SECONDS."""
 SAMPLES, SAMPLE_SECONDS = 60, 5.0
-"""The seconds between two samples. The interval is shorter in a short run, so that it has at least
-SAMPLES samples.
+"""The minimum number of samples, and the seconds between two samples. In a short run the interval
+is shorter, so that there are at least SAMPLES samples.
 """
 ANSWER_SECONDS, SETTLE_SECONDS = 60.0, 15.0
 SHOWN_ERRORS = 10
@@ -56,7 +56,7 @@ SHOWN_ERRORS = 10
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The parameters of the run, and the accepted growth."""
+    """The parameters of the run, and the limit on memory growth."""
 
     model: Path
     minutes: float
@@ -153,7 +153,7 @@ class _Sampler:
         self._num_done = num_done
 
     async def run(self, seconds: float) -> None:
-        """Takes samples for `seconds`."""
+        """Samples all services at regular intervals for `seconds`."""
         begun = logged = time.monotonic()
         every = min(seconds / SAMPLES, SAMPLE_SECONDS)
         while (passed := time.monotonic() - begun) < seconds:
@@ -164,12 +164,12 @@ class _Sampler:
             await asyncio.sleep(every)
 
     async def status(self) -> dict[str, Any]:
-        """The gateway's status, with its replica's."""
+        """The gateway's status, including the status of its replica."""
         return await read_status(self._http, self._stack.http)
 
     async def settle(self) -> str:
-        """Waits until nothing runs and every block is free. Describes what is left; empty if
-        nothing is.
+        """Waits until no request runs and every block is free. If that takes too long, returns a
+        description of the requests and blocks that are left; otherwise an empty text.
         """
         return await settle(self._http, self._stack.http, SETTLE_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Random faults: services, signals and times."""
+"""Draws random faults. A fault is a set of signals to services at certain times."""
 
 import signal
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ SUDDEN = (signal.SIGKILL, signal.SIGSTOP)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Signals to services, each with its time in seconds after the start of the fault."""
+    """Signals to services. Each of `hits` is (seconds after the fault's start, service, signal)."""
 
     hits: tuple[tuple[float, str, signal.Signals], ...]
 
     @property
     def kind(self) -> str:
-        """The row of the report's table for this fault."""
+        """The kind of this fault in the report's table, which has a row for each kind."""
         names = sorted(name.partition("-")[0] for _, name, _ in self.hits)
         signals = sorted({number.name for _, _, number in self.hits})
         if len(names) == 1:
@@ -30,7 +30,7 @@ class Fault:
 
 
 def draw_fault(draw: Random, names: Sequence[str]) -> Fault:
-    """A fault of one, two or three services. Often all get the same signal at the same time."""
+    """Draws a fault of one to three services. Often all get the same signal at the same time."""
     victims = draw.sample(list(names), min(draw.choice((1, 1, 1, 2, 3)), len(names)))
     first = draw.choice(SIGNALS)
     mixed, apart = draw.random() < 0.25, draw.random() < 0.5
@@ -46,5 +46,5 @@ def draw_fault(draw: Random, names: Sequence[str]) -> Fault:
 
 
 def draw_hit(draw: Random, names: Sequence[str]) -> Fault:
-    """A fault of one service, which is killed or stopped."""
+    """Draws a fault that kills or stops one service."""
     return Fault(((0.0, draw.choice(list(names)), draw.choice(SUDDEN)),))

@@ -14,8 +14,8 @@ _SHOWN_FAILURES = 10
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The effect of a fault: seconds in which no stream received a token, and the longest gap in
-    one answer.
+    """The effect of a fault: the longest time in which no stream received a token, and the longest
+    gap between two tokens of one answer, both in seconds.
     """
 
     fault: Fault
@@ -25,7 +25,7 @@ class Effect:
 
 
 def report(effects: Sequence[Effect], counts: Counts) -> str:
-    """The report on faults that were separated by recoveries."""
+    """The report on faults that were injected one at a time, each after the previous recovery."""
     kinds: dict[str, list[Effect]] = {}
     for effect in effects:
         kinds.setdefault(effect.fault.kind, []).append(effect)
@@ -46,10 +46,10 @@ def report(effects: Sequence[Effect], counts: Counts) -> str:
 
 
 def storm_report(faults: Sequence[Fault], counts: Counts, left_over: str) -> str:
-    """The report on faults at fixed intervals, without waiting for recovery.
+    """The report on faults that were injected at fixed intervals, without waiting for recovery.
 
-    The silence of an answer is its longest time without a token, including the time to its first
-    token.
+    The silence of an answer is the longest time in which its client received no token. The time to
+    the first token is included.
     """
     kinds = Counter(fault.kind for fault in faults)
     lines = ["| fault | times |", "| --- | ---: |"]

@@ -7,16 +7,16 @@
 
 First each request is sent alone. Then all streams run concurrently and without end
 (benchmarks/soak/checked_streams.py) while services get signals; the supervisor of `stepwell up`
-restarts them. Each answer must equal the answer to its request alone: tokens, text and
-log-probabilities.
+restarts them. Each answer must have the same tokens, text and log-probabilities as the answer to
+the same request when it was sent alone.
 
 * By default, faults are separated by recoveries: one, two or three services get SIGKILL, SIGSTOP or
-  SIGTERM, at once or within a second. The next fault follows when all services are ready again and
-  each stream has received a token. The table shows the silences: times in which no stream received
-  a token.
+  SIGTERM, at once or within a second. The next fault is injected when all services are ready again
+  and each stream has received a token. The table shows the silence of each fault, which is the
+  longest time in which no stream received a token.
 * With --every, a random running service gets SIGKILL or SIGSTOP at this interval, for --seconds,
-  without waiting for the recovery of earlier victims. The delays before restarts grow, as always.
-  At the end every block must be free again.
+  without waiting for the recovery of earlier victims. The supervisor's delays before restarts grow
+  as usual. At the end every block must be free again.
 
 Tables go to standard output, progress to standard error; the exit status is 1 if an answer failed,
 changed or stopped, or if a block or request was left. With --gateway the gateways are among the
@@ -53,17 +53,17 @@ from services.cli.settings import UpSettings
 NUM_STREAMS = 28
 NUM_PROMPT_TOKENS, NUM_TOKENS = 160, 200
 CALM_SECONDS = (0.1, 1.0)
-"""The least and most seconds between a recovery and the next fault."""
+"""The minimum and maximum of the random pause between a recovery and the next fault."""
 STEADY_SECONDS = 1.0
-"""Seconds after which a restarted service does not count as crashing repeatedly, if each fault
-waits for the recovery from the previous one.
+"""Seconds after which a restarted service is considered stable, so that its next crash does not
+count as a repeated one. The value is used if faults are separated by recoveries.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The parameters of the run. `every_seconds` is the interval of faults. If it is None, each
-    fault waits for the recovery from the previous one.
+    """The parameters of the run. `every_seconds` is the interval between faults. If it is None, a
+    fault is injected after the recovery from the previous one.
     """
 
     model: Path
@@ -82,7 +82,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The report on a campaign, and whether all answers were correct."""
+    """The report on all faults of a run, and whether all answers were correct."""
 
     report: str
     is_good: bool
@@ -156,8 +156,10 @@ async def _inject(fault: Fault, replicas: Replicas, streams: Streams) -> Effect:
 
 
 async def _all_ready(hit: dict[str, tuple[int, int]], replicas: Replicas) -> bool:
-    """Waits for the victims; returns whether each was ready again in time. A victim that is still
-    the same, stopped process is killed, so that the campaign can continue.
+    """Waits until all victims are ready again. Returns whether they were ready in time.
+
+    A victim that is not ready in time, and is still the same stopped process, is killed, so that
+    the campaign can continue.
     """
     deadline = time.monotonic() + RECOVERY_SECONDS
     record = replicas.record
@@ -220,7 +222,7 @@ def _send(number: signal.Signals, name: str, replicas: Replicas) -> None:
 
 
 async def _end(streams: Streams, load: "asyncio.Task[None]") -> None:
-    """Starts no more requests, and waits for the running answers. Each has a deadline."""
+    """Starts no more requests, and waits for the running answers. Each answer has a deadline."""
     streams.stop()
     await load
 

@@ -3,16 +3,19 @@
     python -m benchmarks.soak hostility --minutes 10 [--key KEY] [--model DIR] [--seed N]
                                         [--attackers N]
 
-With --key the gateway requires that key, and all clients send it. Some attacks then send a wrong
-key, or none.
+With --key the gateway requires that API key, and all clients send it. Some attacks then send a
+wrong key or no key.
 
-A separate process sends attacks of every kind (benchmarks/soak/attack/attacks.py), HTTP and gRPC,
-selected by the seed. It has the lowest priority, so that it uses little of the services' processor
-time. Meanwhile one client streams one answer after another. Before the first measurement every
-block of the KV cache is used, since a worker's memory of a block is resident from its first use on.
-The exit status is 1 if a pause in the client's streams exceeds the longest pause before the attacks
-by more than MOST_PAUSE_SECONDS, a process has grown by more than MOST_GROWTH_BYTES at the end,
-files are left open, or a server error was seen.
+A separate process sends attacks of every kind (benchmarks/soak/attack/attacks.py) over HTTP and
+gRPC. The seed selects the attacks. The process has the lowest priority, so that it takes little
+processor time from the services. Meanwhile one client streams one answer after another. Before the
+first measurement every block of the KV cache is used once, because the memory of a block becomes
+resident at its first use. The exit status is 1 in these cases:
+
+* A pause in the client's streams is longer than the longest pause before the attacks, by more than
+  MOST_PAUSE_SECONDS.
+* A process has grown by more than MOST_GROWTH_BYTES at the end.
+* Files are left open, or a server error was seen.
 """
 
 import argparse
@@ -40,7 +43,7 @@ REFUSED_FOR_LOAD = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILAB
 
 
 async def longest_pauses(http: str, model: str, seconds: float, key: str = "") -> list[float]:
-    """The sorted pauses, in seconds, between events of streams that run one after another.
+    """Streams answers one after another for `seconds`. Returns the sorted pauses between events.
 
     Raises httpx.HTTPStatusError if a request is refused for a reason other than load.
     """
@@ -84,7 +87,7 @@ async def use_every_block(http: str, model: str, key: str = "") -> None:
 
 
 async def attack_for(target: Target, seconds: float, seed: int, num_attackers: int) -> list[str]:
-    """Attacks for `seconds`; returns the server errors that were seen."""
+    """Sends attacks for `seconds`; returns the server errors that were seen."""
     os.nice(19)
     end = time.monotonic() + seconds
 

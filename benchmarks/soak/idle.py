@@ -2,9 +2,9 @@
 
     python -m benchmarks.soak idle --minutes 5 [--model DIR]
 
-A prompt is sent twice, so that its prefix is found in the cache the second time, and once more
-after the given time. The exit status is 1 if the last answer differs, if fewer tokens of its prompt
-were cached, or if a service logged a warning or an error.
+A prompt is sent twice, so that its prefix is found in the cache the second time. After the given
+time it is sent once more. The exit status is 1 if the last answer or its number of cached prompt
+tokens differs from the second answer's, or if a service logged a warning or an error.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The answers before and after, and the warnings logged."""
+    """The answers before and after the idle time, and the logged warnings."""
 
     before: Answer
     after: Answer
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether the answers and their cached tokens are equal, without a warning."""
+        """Whether both answers and their cached tokens are equal, and no warning was logged."""
         return self.before.num_cached_tokens > 0 and self.after == self.before and not self.warnings
 
 
@@ -70,8 +70,8 @@ async def idle(model: Path, minutes: float) -> Outcome:
 
 
 async def _complete(url: str, prompt: list[int]) -> Answer:
-    """Sends a prompt over a new connection: only the connections between the services are to stay
-    idle.
+    """Sends a prompt over a new connection, because the test is about idle connections between the
+    services, not about an idle connection of the client.
     """
     body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_SECONDS) as http:

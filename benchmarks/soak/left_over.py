@@ -10,8 +10,10 @@ _ASK_AGAIN_SECONDS = 0.1
 
 
 async def settle(http: httpx.AsyncClient, gateway: str, seconds: float) -> str:
-    """Waits up to `seconds` until nothing runs and every block is free. Describes what is left
-    then; empty if nothing is. `gateway` is the host:port of its HTTP API.
+    """Waits up to `seconds` until no request runs and every block is free.
+
+    Returns a description of the requests and blocks that are left then, or an empty text. `gateway`
+    is host:port of the gateway's HTTP API.
     """
     given_up = time.monotonic() + seconds
     while left := left_over(await read_status(http, gateway)):
@@ -29,7 +31,7 @@ async def read_status(http: httpx.AsyncClient, gateway: str) -> dict[str, Any]:
 
 
 def left_over(status: dict[str, Any]) -> str:
-    """The requests and blocks that are left according to a gateway's status; empty if none are."""
+    """Describes the requests and blocks that are left by a gateway's status. Empty if none are."""
     replicas = [replica["stats"] for replica in status["replicas"]]
     if None in replicas:
         return "a scheduler does not answer"

@@ -1,9 +1,9 @@
 """Sends completions over HTTP from a separate process, which `overload --tenants` starts.
 
-It reads one line of JSON, the fields of `Sending`. At a second line it begins, and afterwards
-prints a line of JSON with the outcomes, the fields of `Sent`. With `--sink` it is a server that
-refuses every request at once, to measure the cost of sending requests without the cost of serving
-them.
+The process first reads a line of JSON with the fields of `Sending`. It begins to send when it reads
+a second line. At the end it prints a line of JSON with the fields of `Sent`. With `--sink` the
+process is a server that refuses every request at once. Requests to this server show the cost of
+sending requests without the cost of serving them.
 """
 
 import asyncio
@@ -22,15 +22,17 @@ from benchmarks.common.clients import completion_request
 from benchmarks.soak.attack.exchanges import Connections, Ended
 
 VOCAB_SIZE = 256
-"""Token ids of prompts are below this number, which no model's vocabulary is smaller than."""
+"""Token ids of prompts are below this number. Every model's vocabulary is at least as large."""
 _NOT_REFUSED_AT_ONCE = ("queue_timeout", "deadline_exceeded")
 _TICK_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """The requests of one process. They are an open loop of `rate` evenly spaced requests per
-    second, or, if `concurrency` is not 0, a closed loop with that many concurrent requests.
+    """The load that one process sends.
+
+    If `concurrency` is 0, it is an open loop of `rate` evenly spaced requests per second. Otherwise
+    it is a closed loop of `concurrency` concurrent requests.
     """
 
     address: str
@@ -44,7 +46,7 @@ class Sending:
     seed: int = 0
 
     def requests(self) -> Iterator[bytes]:
-        """Endless requests with distinct prompts. The first ones are built in advance."""
+        """Yields requests with random prompts without end. The first ones are built in advance."""
         draw = random.Random(self.seed)
         headers = f"Authorization: Bearer {self.key}\r\n"
         if self.deadline_seconds is not None:
@@ -67,20 +69,21 @@ class Sent:
     num_sent: int = 0
     num_done: int = 0
     num_done_in_time: int = 0
-    """Requests that were done before sending ended. The rate of goodput is computed from them."""
+    """Number of requests that were done before sending ended. Goodput is computed from it."""
     first_token_millis: list[float] = field(default_factory=list)
     refusal_millis: list[float] = field(default_factory=list)
-    """Milliseconds until the answer, for requests that were refused before any work: 429, 503 and
-    504 at once.
+    """Milliseconds from sending to the answer of each request that was refused before any work.
+
+    Refusals have status 429, 503 or an immediate 504.
     """
     other: dict[str, int] = field(default_factory=dict)
-    """Number of other requests, by error."""
+    """Maps each error to the number of requests that were neither done nor refused."""
     processor_seconds: float = 0.0
-    """Processor seconds of the process while it sent."""
+    """Processor seconds that the process used while it sent."""
 
 
 def sum_sent(parts: Sequence[Sent]) -> Sent:
-    """The sum of these parts."""
+    """Adds up the outcomes of several processes or rounds."""
     return Sent(
         num_sent=sum(part.num_sent for part in parts),
         num_done=sum(part.num_done for part in parts),

@@ -2,13 +2,18 @@
 
     python -m benchmarks.soak openapi --minutes 5 [--model DIR] [--seed N]
 
-schemathesis generates requests from the gateway's document: each part of a schema at its limits and
-beyond them, then random ones until the time is over. The exit status is 1 if an answer is a server
-error; if its status, headers, content type or schema are not documented; if a request that the
-document forbids is accepted; or if an undocumented method is not refused as such.
+schemathesis generates requests from the gateway's document. It first tests each part of a schema at
+its limits and beyond them, and then sends random requests until the time is over. The exit status
+is 1 in these cases:
 
-Requests that the document allows may be refused (`positive_data_acceptance` is off): combinations
-of fields, and limits that depend on the model, are checked at run time.
+* An answer is a server error.
+* The status, the headers, the content type or the schema of an answer are not documented.
+* A request that the document forbids is accepted.
+* A request with an undocumented method is not refused with the status for a wrong method.
+
+A request that the document allows may be refused, since some rules are checked only at run time:
+combinations of fields, and limits that depend on the model. Therefore the check
+`positive_data_acceptance` is off.
 """
 
 import argparse
@@ -29,8 +34,8 @@ NOT_COMPARED = "positive_data_acceptance"
 
 
 def command(url: str, seed: int, *options: str) -> tuple[str, ...]:
-    """The command that runs schemathesis against the server at `url`, with `environment`. It leaves
-    files in its working directory.
+    """The command that runs schemathesis against the server at `url`. It must be run with
+    `environment()`, and leaves files in its working directory.
     """
     return (
         *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),

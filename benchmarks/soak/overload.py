@@ -4,12 +4,12 @@
                                        [--api http|grpc] [--tenants N] [--model DIR]
                                        [-- FLAG OF STEPWELL UP...]
 
-1. Capacity: a closed loop of as many clients as requests can run at once. Each sends its next
-   request as soon as the previous one is done.
-2. Overload: an open loop, at a multiple of the capacity's request rate. Each request has a
-   deadline, at which its client cancels it. Goodput is the tokens of the requests that were done by
+1. Capacity: a closed loop. The number of clients is the number of requests that can run at once,
+   and each client sends its next request as soon as the previous one is done.
+2. Overload: an open loop, at a multiple of the request rate measured in part 1. Each request has a
+   deadline, at which its client cancels it. Goodput counts the tokens of requests that were done by
    their deadlines. Refusals are timed from sending to the answer. Requests that were queued and
-   evicted before their first step are counted separately.
+   then evicted before their first step are counted separately.
 
 Services and clients share one machine and its processors. Arguments after `--` are flags of
 `stepwell up`, such as `-- --num-threads 1 --worker-niceness 5`; they apply to every part. With
@@ -38,7 +38,7 @@ from services.cli.settings import UpSettings
 from services.common.process.settings import SettingError, parse_settings
 
 VOCAB_SIZE = 256
-"""Token ids of prompts are below this number, which no model's vocabulary is smaller than."""
+"""Token ids of prompts are below this number. Every model's vocabulary is at least as large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Outcome:
     num_done: int = 0
     refusal_millis: list[float] = field(default_factory=list)
     other: Counter[str] = field(default_factory=Counter)
-    """Number of requests that were neither done nor refused before queueing, by error."""
+    """Maps each error to the number of requests that were neither done nor refused at once."""
 
     def tokens_per_second(self, options: Options) -> float:
         """Output tokens per second of the requests that were done."""

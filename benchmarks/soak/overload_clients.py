@@ -32,12 +32,12 @@ class Sender(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Closes its connections."""
+        """Closes the sender's connections."""
         ...
 
 
 class GrpcSender:
-    """Sends `Inference.Generate`, all requests over one channel, each with a gRPC deadline."""
+    """Calls `Inference.Generate` over one channel. Each request has a gRPC deadline."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
@@ -65,8 +65,8 @@ class GrpcSender:
 
 
 class HttpSender:
-    """Sends streamed `POST /v1/completions` over kept-alive connections, each request with its
-    deadline as X-Request-Timeout.
+    """Sends streamed `POST /v1/completions` over kept-alive connections. Each request has its
+    deadline in the header X-Request-Timeout.
     """
 
     def __init__(self, address: str) -> None:
@@ -102,7 +102,7 @@ class HttpSender:
 
 
 def _refusal(code: str) -> str:
-    """The outcome of a refusal. A request that was queued and not scheduled in time was evicted."""
+    """EVICTED for the error of a request that waited in the queue for too long; else REFUSED."""
     return EVICTED if code == _EVICTION else REFUSED
 
 

@@ -19,7 +19,7 @@ _MEDIAN_AND_P99 = "TTFT ms, median / p99"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A figure, and whether it meets its goal; None if it has no goal."""
+    """A figure, and whether it meets its goal. The latter is None if the figure has no goal."""
 
     name: str
     value: str
@@ -57,8 +57,9 @@ def report(options: TenantOptions, lines: Sequence[Line]) -> str:
 
 
 def _goodput_lines(options: TenantOptions, result: Result) -> list[Line]:
-    """Tokens per second of answers that ended in time. Each peak is measured for half
-    of the time.
+    """Compares goodput, in tokens per second of the answers that ended in time, with the peaks.
+
+    Each peak is measured for half as long as the flood.
     """
     tokens, seconds = options.output_tokens, options.seconds * options.rounds
     peak = result.peak.num_done_in_time * tokens / (seconds / 2)
@@ -122,7 +123,7 @@ def _slowdown(name: str, these: Sequence[float], those: Sequence[float]) -> Line
 
 
 def _recovery_lines(options: TenantOptions, result: Result) -> list[Line]:
-    """The services' memory, and the quiet tenant's times some seconds after the flood."""
+    """The services' memory, and the quiet tenant's times to the first token after the flood."""
     memory = result.memory
     mebibytes = [bytes_ / 2**20 for bytes_ in (memory.before, memory.flooded, memory.after)]
     recovered = result.recovered.first_token_millis
@@ -145,8 +146,10 @@ def _recovery_lines(options: TenantOptions, result: Result) -> list[Line]:
 
 
 def _processor_lines(options: TenantOptions, result: Result) -> list[Line]:
-    """Processor figures during the flood: each process's fraction of the time of all processors,
-    and the mean number of each service's threads that were runnable without a processor.
+    """How the processors were used during the flood.
+
+    The lines show which fraction of all processors' time each process used, and how many threads of
+    each service waited for a processor on average.
     """
     seconds = options.seconds * options.rounds
     processors = usable_processors().num_allowed * seconds
@@ -181,7 +184,7 @@ def _pair_in(millis: Sequence[float]) -> str:
 
 
 def _interval(least: float, most: float, digits: int) -> str:
-    """The interval's ends as text, or a note that there are too few requests for an interval."""
+    """The lower and upper bound as text, or a note that there are too few requests for them."""
     if math.isinf(most):
         return "too few for an interval"
     return f"{least:.{digits}f} to {most:.{digits}f}"

@@ -1,25 +1,30 @@
-"""Measures overload by one of two tenants, the flooding one: the latencies of the other, quiet
-tenant, and the goodput of both.
+"""Measures overload by one of two tenants. The flooding tenant sends more than can be served.
 
-1. Peak: a closed loop of as many requests as can run at once, half of them from each tenant. It
-   runs once alone, and once while the flood is sent to another server, which refuses it at almost
-   no cost. Services and load generators share the processors of one machine, so sending the flood
-   costs processor time in any case.
-2. Unloaded: only the quiet tenant sends, at a steady rate, a fraction of its fair share. The fair
-   share is half of the peak while the flood is sent elsewhere, since no more can be served during
-   the flood. This part, too, runs alone and while the flood is sent elsewhere. The difference is
-   the wait for processors that the load generator causes.
-3. Full: the quiet tenant continues, and the other one runs a closed loop of as many requests as can
-   run at once. Nothing is refused; the quiet tenant is slower only because steps are shared.
-4. Flood: the quiet tenant continues, and the other one sends a multiple of the peak.
-5. Recovery: only the quiet tenant sends again, some seconds after the flood.
+The latencies of the other, quiet tenant and the goodput of both are measured in these parts:
 
-The peaks, Full and Recovery take half as long as the other parts, since their tails have no goals.
-With several rounds all parts are repeated, and the figures cover all rounds together, so that
-changes of the machine's speed affect all parts alike. The first round sets the rates.
+1. Peak: a closed loop of as many requests as can run at once. Each tenant sends half of them. This
+   part runs twice: alone, and while the flood is sent to another server, which refuses it at almost
+   no cost. The second run is needed because services and load generators share the processors of
+   one machine, so that sending a flood always costs processor time.
+2. Unloaded: only the quiet tenant sends requests, at a steady rate, which is a fraction of its fair
+   share. The fair share is half of the peak that was measured while the flood was sent to another
+   server, since the services cannot reach a higher peak during a flood. This part also runs alone
+   and with a flood to another server. The difference between the two runs is the wait for
+   processors that the load generator causes.
+3. Full: the quiet tenant continues, and the flooding tenant runs a closed loop of as many requests
+   as can run at once. No request is refused. The quiet tenant's requests are slower than in part 2
+   only because they share steps with other requests.
+4. Flood: the quiet tenant continues, and the flooding tenant sends a multiple of the peak rate.
+5. Recovery: some seconds after the flood, only the quiet tenant sends requests again.
+
+Peak, Full and Recovery take half as long as the other parts, since no goal depends on their
+slowest requests. With several rounds all parts are repeated, and the figures cover all rounds
+together, so that changes of the machine's speed affect all parts alike. The first round determines
+the request rates of all rounds.
 
 With a few hundred requests the 99th percentile is one of the slowest requests and varies much
-between runs. The report therefore shows its 95 % confidence interval, also for its ratios.
+between runs. Therefore the report shows 95 % confidence intervals of this percentile and of its
+ratios.
 """
 
 import asyncio
@@ -39,7 +44,7 @@ from services.cli.settings import UpSettings
 
 FLOODS, QUIET = "sk-floods", "sk-quiet"
 LEAST_QUIET_REQUESTS = 10
-"""Least requests of the quiet tenant in each part, so that a busy machine has enough to measure."""
+"""Minimum number of the quiet tenant's requests in each part, however slow the machine is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +58,21 @@ class TenantOptions:
     prompt_tokens: int
     output_tokens: int
     quiet_share: float
-    """The quiet tenant's rate, as a fraction of its half of the peak while the flood is sent
-    elsewhere.
+    """The quiet tenant's rate as a fraction of its fair share, which is half of the peak that is
+    measured while the flood is sent to another server.
     """
     recovery_seconds: float
     rounds: int
     services: UpSettings
-    """Settings of the measured services, without the keys of the tenants."""
+    """Settings of the measured services. The tenants' API keys are added to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Resident bytes of all services: before the first flood, the most at the end of a flood, and
-    the most after one.
+    """Resident bytes of all services together.
+
+    `before` is measured before the first flood. `flooded` is the maximum over the ends of all
+    floods, and `after` is the maximum over the measurements after a flood.
     """
 
     before: int
@@ -75,7 +82,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The results of the parts, in their order, of one round or of several."""
+    """The results of one round, or the combined results of several rounds."""
 
     peak: Sent
     peak_beside_flood: Sent
@@ -87,10 +94,10 @@ class Result:
     recovered: Sent
     memory: Memory
     processor_seconds: dict[str, float]
-    """Processor time of each service during the flood."""
+    """Processor seconds that each service used during the flood."""
     processor_wait_seconds: dict[str, float]
-    """Seconds for which the threads of each service were runnable without a processor during the
-    flood.
+    """Seconds for which each service's threads waited for a processor during the flood, summed over
+    its threads.
     """
 
 
@@ -117,7 +124,7 @@ class Flooding:
         return sum_rounds(rounds)
 
     async def _round(self, peak: Sent, beside: Sent, flood: Sending, rate: float) -> Result:
-        """Runs the parts after the peaks. The quiet tenant sends `rate` requests per second."""
+        """Runs parts 2 to 5 of a round. The quiet tenant sends `rate` requests per second."""
         seconds, half = self._options.seconds, self._options.seconds / 2
         (unloaded,) = await generate([self._sending(QUIET, rate=rate)])
         alone, _ = await self._beside_flood(flood, [self._sending(QUIET, rate=rate)], seconds)
@@ -148,8 +155,9 @@ class Flooding:
     async def _beside_flood(
         self, flood: Sending, sendings: Sequence[Sending], seconds: float
     ) -> list[Sent]:
-        """Runs `sendings` while the flood is sent to another server; returns their outcomes, the
-        flood's last.
+        """Runs `sendings` for `seconds` while the flood is sent to another server.
+
+        Returns the outcomes of `sendings`, followed by the outcome of the flood.
         """
         async with sink() as address:
             return await generate([*sendings, replace(flood, address=address, seconds=seconds)])
@@ -162,8 +170,8 @@ class Flooding:
         ]
 
     def _sending(self, key: str, **fields: object) -> Sending:
-        """The parameters of a load generator. Each has its own prompts, so that no prefix of an
-        earlier part is cached.
+        """The parameters of a load generator. Each load generator has other random prompts, so that
+        the cache contains no prefix of them.
         """
         options = self._options
         defaults: dict[str, object] = {
@@ -181,7 +189,7 @@ class Flooding:
         return sum(usage_of(pid).rss for pid in self._stack.pids().values())
 
     def _of_each(self, seconds_of: Callable[[int], float]) -> dict[str, float]:
-        """The seconds of each service, by its name."""
+        """Maps each service's name to `seconds_of` its process id."""
         return {name: seconds_of(pid) for name, pid in self._stack.pids().items()}
 
 

@@ -1,4 +1,4 @@
-"""Gateways and several replicas. Each service is a process that a supervisor restarts."""
+"""Runs gateways and several replicas. Each service is a process that a supervisor restarts."""
 
 import asyncio
 import os
@@ -25,11 +25,10 @@ RECOVERY_SECONDS = 60.0
 class Replicas:
     """Services that are started, watched and restarted as by `stepwell up`.
 
-    `async with` starts them, waits until all serve, and at the end stops them in their order.
-    `names` are the names of the replicas' services. `gateways` are the parallel gateways, which
-    share the replicas. `http` and `grpc` are the addresses of the first gateway. All output is
-    written to services.log in `directory`, which also contains the sockets, so its path must be
-    short.
+    `async with` starts the services, waits until all serve, and at the end stops them in the order
+    of `stepwell up`. `names` are the names of the replicas' services. `gateways` are the parallel
+    gateways, which share the replicas. All output is written to services.log in `directory`. The
+    path of `directory` must be short, because it also contains the sockets.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Replicas:
         admin = claim_port(HOST, 0, "--admin-port") if num_gateways == 1 else None
         addresses = Addresses(HOST, http, grpc, directory, admin_port=admin)
         self.admin = addresses.admin
-        """host:port of operators' calls, if there is one gateway."""
+        """host:port of the administration API. None if there are several gateways."""
         planned = stages(settings, addresses, environment())
         plan = [replace(stage, specs=tuple(map(rewire, stage.specs))) for stage in planned]
         self.first_gateway = GatewayProgram(plan[0].specs[0], addresses.http, addresses.grpc)
@@ -71,7 +70,7 @@ class Replicas:
         return self.first_gateway.grpc
 
     def pid(self, name: str) -> int:
-        """The process id of a service's current or last run."""
+        """The process id of a service's current process, or of its last one if it has ended."""
         return self._supervisor.pid(name)
 
     async def kill(self, name: str) -> None:
@@ -109,9 +108,7 @@ class Replicas:
 
 
 class ServiceRecord:
-    """The supervisor's observer. It logs all output, and counts how often each service
-    was ready.
-    """
+    """Observes the supervisor: logs all output, and counts how often each service became ready."""
 
     def __init__(self, log: Path) -> None:
         self.num_ready: dict[str, int] = {}
@@ -123,7 +120,7 @@ class ServiceRecord:
         self._write(f"{name}: {text}")
 
     def ready(self, name: str, seconds: float, num_restarts: int) -> None:
-        """Counts a start that ended with the service ready."""
+        """Counts that a service became ready."""
         self.num_ready[name] = self.num_ready.get(name, 0) + 1
         self.changed.set()
         self._write(f"{name} is ready after {seconds:.2f} s, restart {num_restarts}")

@@ -3,13 +3,14 @@
     python -m benchmarks.soak schemas --schemas DIR [--count 400] [--kills 6] [--at-once 16]
                                       [--max-tokens 500] [--model DIR] [--seed 1]
 
-DIR contains schemas as .json files, at any depth, such as the directory `data` of JSONSchemaBench
-(https://github.com/guidance-ai/jsonschemabench). --count of them are selected at random, and each
-constrains one sampled answer. Unconstrained requests run beside them. The pool is too small for all
-requests, so that they wait and are preempted. Worker, scheduler and pool are killed in rotation;
-the supervisor of `stepwell up` restarts them. jsonschema-rs, which is independent of the masks,
-validates finished answers. Answers that reached --max-tokens are incomplete and are not validated.
-Schemas that the gateway refuses are counted by the reason.
+The .json files in DIR and its subdirectories are schemas. The directory `data` of JSONSchemaBench
+(https://github.com/guidance-ai/jsonschemabench) can be used. --count schemas are selected at
+random, and each constrains one sampled answer. Unconstrained requests run at the same time. The
+pool is too small for all requests, so that requests wait and are preempted. Worker, scheduler and
+pool are killed in rotation, and the supervisor of `stepwell up` restarts them. Finished answers are
+validated with jsonschema-rs, which does not use the code that constrains answers. Answers that
+reached --max-tokens are incomplete and are not validated. Schemas that the gateway refuses are
+counted, grouped by the reason.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ class Options:
 
     model: Path
     schemas: Sequence[tuple[str, str]]
-    """Names and texts of the schemas."""
+    """Pairs of the file name and the text of a schema."""
     num_kills: int
     num_at_once: int
     max_tokens: int
@@ -65,11 +66,11 @@ class Outcomes:
     valid: int = 0
     incomplete: int = 0
     invalid: list[str] = field(default_factory=list)
-    """Files of schemas, with the errors of their answers."""
+    """File names of the schemas with invalid answers, each with the validation error."""
     failed: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     unjudged: Counter[str] = field(default_factory=Counter)
-    """Number of finished answers whose schema the validator does not support, by its reason."""
+    """Maps each reason to the number of finished answers whose schema the validator rejects."""
     neighbors: int = 0
     num_preemptions: int = 0
     progressed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -86,7 +87,7 @@ class Outcomes:
         return not self.invalid and not self.failed
 
     def text(self) -> str:
-        """A table with the reasons of refusals, and the failures."""
+        """A table of the outcomes, the reasons of refusals, and the failures."""
         rows = [
             ("finished and valid", self.valid),
             ("finished and not valid", len(self.invalid)),
@@ -132,7 +133,7 @@ class SchemaRequests:
             await self.outcomes.progressed.wait()
 
     async def count_preemptions(self) -> None:
-        """Adds the preemptions of the scheduler's current process."""
+        """Adds the preemptions that the scheduler's current process has counted."""
         metrics = (await self._http.get("/metrics")).text
         self.outcomes.num_preemptions += int(sum(map(float, _PREEMPTIONS.findall(metrics))))
 
@@ -204,7 +205,7 @@ class SchemaRequests:
 
 
 async def run(options: Options, directory: Path) -> Outcomes:
-    """Runs everything. Raises RuntimeError if the services do not start."""
+    """Runs the services and all requests. Raises RuntimeError if the services do not start."""
     settings = UpSettings(
         model=options.model, num_threads=1, num_blocks=96, max_num_seqs=32, max_model_len=1024
     )
@@ -225,7 +226,7 @@ async def run(options: Options, directory: Path) -> Outcomes:
 
 
 async def _kill_in_turn(options: Options, replicas: Replicas, requests: SchemaRequests) -> None:
-    """Kills services in rotation, spread evenly over the schemas."""
+    """Kills services in rotation. The kills are spread evenly over the run."""
     each = len(options.schemas) / (options.num_kills + 1)
     for number in range(options.num_kills):
         await requests.until_done(int((number + 1) * each))
@@ -237,12 +238,12 @@ async def _kill_in_turn(options: Options, replicas: Replicas, requests: SchemaRe
 
 
 def _retrieve(uri: str) -> Any:
-    """Refuses to fetch schemas from elsewhere."""
+    """Raises ValueError instead of fetching a schema that another schema refers to."""
     raise ValueError(f"{uri} lies elsewhere")
 
 
 def _kind(message: str) -> str:
-    """The beginning of a message, with numbers masked."""
+    """The beginning of an error message without its numbers, so that equal kinds are grouped."""
     return _NUMBER.sub("…", message.partition("\n")[0])[:_MAX_REASON].strip()
 
 

@@ -15,24 +15,25 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """A rate of growth, and half of the width of its 95 % confidence interval."""
+    """A slope, and half of the width of its 95 % confidence interval."""
 
     value: float
     margin: float
 
     @property
     def at_least(self) -> float:
-        """The interval's lower end."""
+        """The lower end of the confidence interval."""
         return self.value - self.margin
 
 
 def slope_of(points: Sequence[Point]) -> Slope:
-    """The least-squares slope of y over x. It needs at least NUM_BATCHES points in the order of x;
-    fewer raise ValueError.
+    """The least-squares slope of y over x. Points must be in the order of x. Raises ValueError if
+    there are fewer than NUM_BATCHES points.
 
     Consecutive samples of a process's memory are strongly correlated, so the confidence interval of
-    a fit through all of them would be far too narrow. The fit uses means of batches instead (as in
-    simulations: Law and Carson, 1979), which are far enough apart to count as independent.
+    a fit through all samples would be far too narrow. Therefore the samples are divided into
+    batches, and the fit uses the batches' means, which are far enough apart to count as independent
+    (Law and Carson, 1979).
     """
     if len(points) < NUM_BATCHES:
         raise ValueError(f"{len(points)} points are too few for {NUM_BATCHES} batches")

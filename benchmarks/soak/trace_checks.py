@@ -1,4 +1,8 @@
-"""Checks that traces explain the time of requests: sums, reasons, parents, ends."""
+"""Checks that traces explain the time of requests.
+
+The leaf spans of a request must cover its time, each wait must have a reason, and each span must
+have a parent and end within it.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,22 +13,22 @@ from benchmarks.common.tables import table_text
 from services.common.telemetry import names
 
 MAX_UNEXPLAINED = 0.02
-"""Largest fraction of a request's time that its leaf spans may leave out, at the 99th
-percentile.
+"""Limit on the fraction of a request's time that its leaf spans do not cover. The 99th percentile
+over requests must not exceed it.
 """
 SLACK_NANOS = 2_000_000
-"""Allowed difference between the clocks of two processes on one machine."""
+"""Tolerance for differences between the clocks of two processes on one machine."""
 LATE_END_NANOS = 2_000_000_000
-"""Allowed delay of a span's end at a replica after an abort or a move, until the replica is
-notified.
+"""How much later than its parent a replica's span may end after an abort or a move to another
+replica. The replica is notified with this delay.
 """
 LOST_NANOS = 5_000_000_000
-"""Period before a kill in which spans of the killed service may be lost unsent. Other services end
-their calls to the killed service a little later.
+"""Spans that ended in this period before a service was killed may be lost, because the service had
+not exported them.
 """
 
 _WAITING = (names.SPAN_REQUEST_QUEUE, names.SPAN_REQUEST_PREEMPTED, names.SPAN_REQUEST_RECOVERY)
-"""Phases that consist only of waits."""
+"""Spans in which a request only waits."""
 _WAIT = "wait."
 _REASONS = {
     names.SPAN_GATEWAY_WAIT: names.ATTR_WAIT_REASON,
@@ -32,7 +36,7 @@ _REASONS = {
     names.SPAN_REQUEST_PREEMPTED: names.ATTR_CAUSE,
     names.SPAN_REQUEST_RECOVERY: names.ATTR_CAUSE,
 }
-"""The attribute with the reason why the request did not progress, by span name."""
+"""Maps span names to the attribute with the reason why the request did not progress."""
 _BESIDE = (names.SPAN_POOL_ADMIT,)
 """Spans of another service's concurrent work, which are not part of the request's own time."""
 _DECODE_SUMS = (
@@ -42,7 +46,7 @@ _DECODE_SUMS = (
     names.ATTR_OVERHEAD_SECONDS,
 )
 _FINISHED, _REFUSED = "finished", "refused"
-"""Outcomes of a request at a replica, as recorded by the gateway."""
+"""Outcomes of a request at a replica, as the gateway records them in its span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +63,29 @@ class TracedRequest:
 
 @dataclass(slots=True)
 class TraceReport:
-    """The faults of the spans of some requests, and their statistics."""
+    """The faults found in the spans of all checked requests, and statistics of the spans."""
 
     num_requests: int
     unexplained: list[float] = field(default_factory=list)
-    """Fraction of each request's time that no leaf span covers, or that two leaf spans cover."""
+    """For each request, the fraction of its time that no leaf span or more than one covers."""
     elsewhere: list[float] = field(default_factory=list)
-    """Fraction of the time measured by each client that is outside the gateway's span."""
+    """For each request, the fraction of the client's time that is outside the gateway's span."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Number of spans by name, and of interruptions by their cause."""
+    """Maps span names to numbers of spans, and causes of interruptions to their numbers."""
     num_lost: int = 0
-    """Number of spans without their parent, and of stays at a replica without spans, because a
-    service was killed.
+    """Number of spans that are missing because a service was killed: parents of other spans, and
+    replicas' spans of a request's stay.
     """
     faults: list[str] = field(default_factory=list)
 
     @property
     def p99_unexplained(self) -> float:
-        """The unexplained fraction at the 99th percentile; 1 if there is no request."""
+        """The 99th percentile of the unexplained fractions. It is 1 if there is no request."""
         return _percentile(self.unexplained, 99)
 
     @property
     def is_good(self) -> bool:
-        """Whether the time of all requests is explained."""
+        """Whether no fault was found and the unexplained fraction is within its limit."""
         return not self.faults and self.p99_unexplained <= MAX_UNEXPLAINED
 
     def text(self) -> str:
@@ -143,7 +147,7 @@ class _Checks:
         return any(kill - LOST_NANOS < span.end < kill + LATE_END_NANOS for kill in self._kills)
 
     def _check_span(self, span: SpanRecord, clients: set[bytes]) -> None:
-        """Checks a span's end, its parent, and that it lies within its parent."""
+        """Checks that a span does not end before it begins, has a parent, and lies within it."""
         if not 0 < span.start <= span.end:
             self._fault(f"{span.name} begins at {span.start} and ends at {span.end}")
         if not span.parent_id or span.parent_id in clients:
@@ -183,10 +187,11 @@ class _Checks:
             yield from self._below(child)
 
     def _explained(self, span: SpanRecord, start: int, end: int) -> int:
-        """The time between `start` and `end`, in nanoseconds, that the leaf spans below a span
-        cover. If there are several sequences, each has to cover the time, and the one that covers
-        it worst counts. A stay at a replica without the replica's span is a leaf: the replica must
-        have been killed.
+        """Nanoseconds between `start` and `end` that the leaf spans below `span` cover.
+
+        If a request has several sequences, the result is for the sequence whose spans cover the
+        time worst. The gateway's span of a stay at a replica counts as a leaf if it lacks the
+        replica's span. `_check_stay` checks whether the replica was killed.
         """
         start, end = max(start, span.start), min(end, span.end)
         parts = [part for part in self._children[span.span_id] if part.name not in _BESIDE]
@@ -200,7 +205,7 @@ class _Checks:
         return max(sums.values(), key=lambda nanos: abs(end - start - nanos))
 
     def _check_part(self, span: SpanRecord) -> None:
-        """Checks a span's attributes by its kind."""
+        """Checks the attributes that the kind of a span requires."""
         parts = self._children[span.span_id]
         if (attribute := _REASONS.get(span.name)) is not None:
             reason = span.attributes.get(attribute)
@@ -224,8 +229,9 @@ class _Checks:
                     self._fault(f"{span.name} holds a {part.name}, which is no wait")
 
     def _check_stay(self, stay: SpanRecord) -> None:
-        """Checks that a stay has the replica's span. It may be missing if the replica refused the
-        request or was killed.
+        """Checks that a stay, the gateway's span of a request at a replica, has the replica's span.
+
+        The span may be missing if the replica refused the request or was killed.
         """
         made = [span.name for span in self._children[stay.span_id]]
         if names.SPAN_REQUEST in made or stay.attributes.get(names.ATTR_OUTCOME) == _REFUSED:
@@ -243,12 +249,12 @@ class _Checks:
 
 
 def _was_left(span: SpanRecord) -> bool:
-    """Whether the span is a stay that ended for the gateway before the replica was notified."""
+    """Whether the span is a stay that the gateway ended before the replica finished the request."""
     outcome = span.attributes.get(names.ATTR_OUTCOME)
     return span.name == names.SPAN_GATEWAY_ENGINE and outcome != _FINISHED
 
 
 def _percentile(shares: Sequence[float], percent: int) -> float:
-    """The percentile of the fractions; 1 if there are none."""
+    """The percentile of the fractions. It is 1 if there are none."""
     ordered = sorted(shares)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 1.0

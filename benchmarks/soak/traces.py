@@ -3,12 +3,15 @@
     python -m benchmarks.soak traces [--requests 200] [--kills 6] [--pauses 6] [--model DIR]
                                      [--seed 1]
 
-A tenth of the requests are sent alone, the rest sixteen at a time, over HTTP or gRPC. The pool is
-too small for them, so that requests wait and are preempted. Meanwhile the engine is paused, and
-pool, worker and scheduler are killed in rotation; the supervisor of `stepwell up` restarts them.
-Then the spans of all services are checked (benchmarks/soak/trace_checks.py): the leaf spans below
-the gateway's span of a request add up to it, each wait has a reason, and each span has its parent
-and ends within it. The table counts the spans, and compares with the times that clients measured.
+A tenth of the requests are sent alone. The rest are sent sixteen at a time, over HTTP or gRPC. The
+pool is too small for sixteen requests, so that requests wait and are preempted. Meanwhile the
+engine is paused, and pool, worker and scheduler are killed in rotation. The supervisor of
+`stepwell up` restarts them.
+
+Then the spans of all services are checked (benchmarks/soak/trace_checks.py). The durations of the
+leaf spans below the gateway's span of a request must add up to its duration. Each wait must have a
+reason, and each span must have its parent and end within it. The table shows the numbers of spans,
+and compares the gateway's spans with the times that clients measured.
 """
 
 import asyncio
@@ -43,7 +46,10 @@ HTTP_SHARE = 0.5
 PAUSE_SECONDS, POLL_SECONDS = 0.2, 0.01
 REQUEST_SECONDS = 120.0
 EXPORT_DELAY_MILLIS = "100"
-"""Milliseconds between exports of spans. A killed service loses the spans of this time."""
+"""Milliseconds between two exports of spans by a service.
+
+A killed service loses the spans since its last export.
+"""
 VICTIMS = ("kvpool", "worker", "scheduler")
 
 
@@ -60,7 +66,7 @@ class Options:
 
 @dataclass(slots=True)
 class Requests:
-    """Sends random requests, each with a trace of its own."""
+    """Sends random requests. Each request has its own trace."""
 
     grpc: GrpcClient
     http: str
@@ -115,7 +121,7 @@ class Requests:
 
 
 async def run(options: Options, directory: Path) -> TraceReport:
-    """Runs everything. Raises RuntimeError if the services do not start or a request fails."""
+    """Runs the test. Raises RuntimeError if the services do not start or a request fails."""
     os.environ["OTEL_BSP_SCHEDULE_DELAY"] = EXPORT_DELAY_MILLIS
     async with SpanReceiver() as receiver:
         receiver.keep()
@@ -142,7 +148,7 @@ async def run(options: Options, directory: Path) -> TraceReport:
 async def _campaign(
     options: Options, replicas: Replicas, requests: Requests, directory: Path
 ) -> list[int]:
-    """Sends all requests while the services are disturbed. Returns the times of kills, in
+    """Sends all requests while services are paused and killed. Returns the times of the kills, in
     nanoseconds since the epoch.
     """
     num_alone = max(1, options.num_requests // 10)
@@ -166,8 +172,8 @@ async def _campaign(
 async def _disturb(
     options: Options, replicas: Replicas, requests: Requests, directory: Path
 ) -> list[int]:
-    """Pauses the engine and kills services, spread evenly over the requests. Returns the times of
-    kills.
+    """Pauses the engine and kills services in random order, spread evenly over the requests.
+    Returns the times of the kills, in nanoseconds since the epoch.
     """
     events = ["kill"] * options.num_kills + ["pause"] * options.num_pauses
     requests.draw.shuffle(events)

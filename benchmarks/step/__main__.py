@@ -2,11 +2,11 @@
 
     python -m benchmarks.step [--quick] [--running 64,256,1024] [--rounds N] [--json FILE]
 
-A client has one session with the scheduler, as a gateway does, and `--running` requests decode at
-once. In each step one request in sixteen needs a new block. With an empty step, the time between
-steps is only overhead. With a step of 5 ms the overhead should overlap with it, so that the worker
-runs as many steps per second as in a bare loop in the same process and round. Tables go to standard
-output, progress to standard error.
+A client has one session with the scheduler, as a gateway does. `--running` requests decode at the
+same time, and in each step one request in sixteen needs a new block. If the worker's step is empty,
+the time between steps is only overhead. If it takes 5 ms, the overhead should overlap with it. The
+worker should then run as many steps per second as in a bare loop, which runs the same steps in the
+worker's process without requests. Tables go to standard output, progress to standard error.
 """
 
 import json
@@ -47,7 +47,7 @@ class Options:
     json_file: Path | None
 
     def replica(self, *, async_scheduling: bool, otlp_endpoint: str = "") -> ReplicaOptions:
-        """The options of a replica with room for the most requests."""
+        """The options of a replica with room for the largest number of running requests."""
         most = max(self.running)
         return ReplicaOptions(
             max_num_seqs=most,
@@ -82,7 +82,7 @@ async def measure(options: Options, command: str) -> dict[str, Any]:
 async def measure_steps(
     options: Options, replicas: Mapping[str, DummyReplica], step_millis: float
 ) -> list[StepRow]:
-    """Measures every size in every mode, in alternation."""
+    """Measures every number of running requests. The scheduling modes alternate."""
     rows: list[StepRow] = []
     for running in options.running:
         rounds: dict[str, list[Round]] = defaultdict(list)
@@ -96,7 +96,7 @@ async def measure_steps(
 
 
 async def measure_hops(options: Options) -> dict[int, dict[str, float | None]]:
-    """Measures the hops of sequential steps, from the traces of one step in ten."""
+    """Measures the hops of a step without asynchronous scheduling. One step in ten is traced."""
     runs: list[HopRun] = []
     async with SpanReceiver() as receiver:
         traced = options.replica(async_scheduling=False, otlp_endpoint=receiver.endpoint)
@@ -112,7 +112,7 @@ async def measure_hops(options: Options) -> dict[int, dict[str, float | None]]:
 
 
 async def run_hops(replica: DummyReplica, running: int, num_steps: int) -> HopRun:
-    """Runs decodes, and records when the tokens of each step arrived."""
+    """Runs `running` requests, and records when the tokens of each step arrive."""
     run = HopRun(running, time.time_ns())
     async for deltas in decode(replica, running, num_tokens(num_steps)):
         run.session.append((deltas.step, time.time_ns()))

@@ -72,15 +72,16 @@ class DummyReplica:
         await asyncio.to_thread(self._stop)
 
     async def set_step(self, millis: float, num_bare_steps: int) -> list[int]:
-        """Sets the duration of a step and runs a bare loop; returns when each of its steps ended,
-        in nanoseconds.
+        """Sets the duration of the worker's steps, and runs a loop of bare steps in the worker.
+
+        Returns the end time of each bare step, in nanoseconds of the monotonic clock.
         """
         ended: list[int] = await self._ask({"step_millis": millis, "bare_steps": num_bare_steps})
         return ended
 
     async def served(self) -> list[tuple[int, int]]:
-        """The decode steps since the last call or `set_step`: the end time of each, and its number
-        of requests.
+        """The end time and the number of requests of each decode step since the last call or
+        `set_step`. Times are in nanoseconds of the monotonic clock.
         """
         return [(ended, count) for ended, count in await self._ask({})]
 
@@ -109,8 +110,8 @@ class DummyReplica:
         return f"unix:{self._directory.name}/{name}.sock"
 
     def _stop(self) -> None:
-        """Stops the services. The worker ends when its input is closed, and sends its remaining
-        spans.
+        """Stops the services. The worker ends when its standard input is closed. It then sends its
+        remaining spans.
         """
         end([self._processes["scheduler"]])
         end([self._processes["kvpool"]])

@@ -3,11 +3,15 @@
     python -m benchmarks.step.dummy_worker --address unix:PATH --max-num-seqs 256
                                            --num-blocks 10000
 
-It answers each step with made-up tokens after a set time, one step after another, so that the rest
-of a step's time is overhead. Commands are lines of JSON on standard input. `{"step_millis": 5,
-"bare_steps": 100}` sets the time and runs `bare_steps` in the compute thread without requests; the
-answer is the times at which they ended. The answer to `{}` is the steps that were served since the
-last command. Times are nanoseconds of the monotonic clock.
+The worker runs one step after another. It answers a step with made-up tokens after a set time, so
+that the rest of a step's time is overhead. Commands are lines of JSON on standard input:
+
+* `{"step_millis": 5, "bare_steps": 100}` sets the time of a step, and runs 100 steps without
+  requests in the compute thread. The answer lists the times at which they ended.
+* `{}` asks for the steps since the last command. The answer lists their end times and numbers of
+  requests.
+
+Times are nanoseconds of the monotonic clock.
 """
 
 import argparse
@@ -42,8 +46,8 @@ _MADE_UP_TOKEN = 5
 
 
 class DummyRunner:
-    """Replaces a `ModelRunner`. Records the end time and the number of requests of each step in
-    which every request has one token.
+    """Replaces a `ModelRunner`. It records the end time and the number of requests of each step in
+    which every request computes one token.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -70,7 +74,7 @@ class DummyRunner:
         return output
 
     def run_bare(self, num_steps: int) -> list[int]:
-        """Waits repeatedly; returns when each wait ended, in nanoseconds."""
+        """Waits for the time of a step, repeatedly. Returns each wait's end, in nanoseconds."""
         ended = []
         for _ in range(num_steps):
             self._wait_since(time.perf_counter())
@@ -84,7 +88,7 @@ class DummyRunner:
             time.sleep(left)
 
     def take(self) -> list[tuple[int, int]]:
-        """Returns the steps since the last call."""
+        """Returns and forgets the recorded steps."""
         served, self.served = self.served, []
         return served
 

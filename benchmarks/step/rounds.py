@@ -18,10 +18,10 @@ from services.common.rpc.channel import open_channel
 
 PROMPT_TOKENS = 96
 WARM_UP_STEPS = 16
-"""Steps with all requests that do not count."""
+"""Number of first steps with all requests. They are not measured."""
 SPARE_STEPS = 32
-"""Steps after the steps that count, since the prompts of many requests are computed in several
-steps.
+"""Number of steps after the measured steps. They are needed because the prompts of many requests
+are computed in several steps, so that some requests start to decode later than others.
 """
 RUN_SECONDS = 120.0
 _LOOK_AGAIN_SECONDS = 0.01
@@ -29,29 +29,29 @@ _LOOK_AGAIN_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One run of one size: the times between steps, and processor time per step by process."""
+    """The results of one run. `processor_micros` maps processes to processor time per step."""
 
     step_micros: Sequence[float]
     processor_micros: Mapping[str, float]
     bare_micros: float | None
-    """Mean step of the bare loop just before the run. None if a step takes no time."""
+    """Mean step time of the bare loop just before the run. None if the worker's step is empty."""
 
     @property
     def ratio(self) -> float | None:
-        """Ratio of steps per second to the bare loop's. None without a bare loop."""
+        """Steps per second, relative to the bare loop's. None without a bare loop."""
         return self.bare_micros and self.bare_micros / statistics.mean(self.step_micros)
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """The figures of one size in one mode: medians over rounds, and the best round."""
+    """Figures for one number of running requests in one scheduling mode, over all rounds."""
 
     running: int
     mode: str
     step_millis: float
     num_rounds: int
     median_micros: float
-    """Time between steps: the median over rounds of each round's median."""
+    """Time between steps. It is the median of the rounds' medians."""
     best_median_micros: float
     mean_micros: float
     processor_micros: dict[str, float]
@@ -61,12 +61,12 @@ class StepRow:
 
 
 def num_tokens(num_steps: int) -> int:
-    """Output tokens of each request if `num_steps` steps count."""
+    """Number of output tokens of each request if `num_steps` steps are measured."""
     return num_steps + WARM_UP_STEPS + SPARE_STEPS
 
 
 def num_blocks(running: int, num_steps: int) -> int:
-    """The number of blocks for `running` requests, and some more."""
+    """The number of KV-cache blocks: enough for `running` requests, and some more."""
     longest = PROMPT_TOKENS + BLOCK_SIZE + num_tokens(num_steps)
     return running * (-(-longest // BLOCK_SIZE) + 1) + 64
 
@@ -74,8 +74,9 @@ def num_blocks(running: int, num_steps: int) -> int:
 async def run_round(
     replica: DummyReplica, running: int, num_steps: int, step_millis: float
 ) -> Round:
-    """Runs `running` requests to their end. The middle ones of the steps with all requests count.
-    Raises RuntimeError if a token is missing.
+    """Runs `running` requests to their end. Raises RuntimeError if a token is missing.
+
+    Of the steps that contain all requests, `num_steps` steps after a warm-up are measured.
     """
     bare = await replica.set_step(step_millis, num_steps if step_millis else 0)
     meter = _Meter({**replica.pids(), CLIENT: os.getpid()}, running, num_steps)
@@ -98,8 +99,9 @@ async def run_round(
 async def decode(
     replica: DummyReplica, running: int, num_tokens: int
 ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
-    """Yields deltas of `running` requests that begin together: the scheduler is paused until all
-    wait.
+    """Runs `running` requests; yields the deltas of each step.
+
+    The scheduler is paused until all requests wait, so that they start together.
     """
     client = SessionClient(replica.scheduler)
     async with open_channel(replica.scheduler) as channel:
@@ -113,7 +115,7 @@ async def decode(
 
 
 def row(running: int, mode: str, step_millis: float, rounds: Sequence[Round]) -> StepRow:
-    """Combines the rounds of one size and mode."""
+    """Combines the rounds of one number of running requests and one scheduling mode."""
     medians = [statistics.median(found.step_micros) for found in rounds]
     ratios = [found.ratio for found in rounds if found.ratio is not None]
     bare = [found.bare_micros for found in rounds if found.bare_micros is not None]
@@ -136,7 +138,7 @@ def row(running: int, mode: str, step_millis: float, rounds: Sequence[Round]) ->
 
 
 class _Meter:
-    """Measures the processor time of processes over the steps that count."""
+    """Measures the processor time of processes during the measured steps."""
 
     def __init__(self, pids: Mapping[str, int], running: int, num_steps: int) -> None:
         self._pids = pids
@@ -147,7 +149,7 @@ class _Meter:
         self._ended: tuple[int, dict[str, float]] | None = None
 
     def saw(self, deltas: scheduler_pb2.StepDeltas) -> None:
-        """Records the arrival of a step's deltas."""
+        """Reads processor times when the deltas of the first and the last measured step arrive."""
         if self._full_since is None:
             self._full_since = deltas.step if len(deltas.handles) == self._running else None
         elif self._begun is None:

@@ -1,4 +1,4 @@
-"""Tables of the steps around a worker that computes nothing."""
+"""Tables of the overhead of steps, measured with a worker that computes nothing."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def overhead_table(rows: Sequence[StepRow]) -> str:
 
 
 def hidden_table(rows: Sequence[StepRow]) -> str:
-    """A table of steps with a duration: the throughput, relative to the worker alone."""
+    """A table of steps with a duration. Throughput is relative to the worker's bare loop."""
     processes = list(rows[0].processor_micros)
     spent = (f"{name}, processor µs" for name in processes)
     return table_text(

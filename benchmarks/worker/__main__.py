@@ -5,20 +5,26 @@
                                 [--rounds N] [--load-seconds N] [--json FILE]
 
 All loads use random weights in bfloat16 and greedy sampling, ignore end-of-text tokens, and send
-all requests at once. They are: prefill of 512 tokens; decode of 1, 8 and 32 requests (prompts of
-128 tokens, 64 output tokens, timed from when all have their first token); and 32 requests that
-share 384 of their 416 tokens, with 32 output tokens each, timed from the first prompt to the last
-token. Stepwell runs runner, scheduler and pool in one process. transformers is always measured;
-vLLM and llama.cpp are measured if interpreters that have them are given. With --baseline the only
-other engine is another checkout of Stepwell with a built gen/.
+all requests at once. The loads are:
 
-A processor's clock frequency changes within minutes. All engines therefore run throughout, and each
-load is measured on one engine after another, round by round, with the same prompts. Figures are
-medians of rounds. The last column is the median ratio of Stepwell's rounds to the rounds of the
-fastest peer. A load that takes less than three seconds is repeated for three seconds in each round,
-and the median counts. An engine must not compute while another one is measured; its processor time
-is checked. The limits are a large multiplication in bfloat16 and a streaming read of memory, both
-measured before each round; the column has the best measurement of each.
+* prefill of one prompt of 512 tokens;
+* decode of 1, 8 and 32 requests with prompts of 128 tokens and 64 output tokens. The time starts
+  when every request has its first token;
+* 32 requests with prompts of 416 tokens, of which they share the first 384, and 32 output tokens.
+  The time starts when the requests are sent and ends at the last token.
+
+Stepwell runs the runner, the scheduler and the pool in one process. transformers is always
+measured. vLLM and llama.cpp are measured if interpreters that have them are given. With --baseline
+the only other engine is another checkout of Stepwell with a built gen/.
+
+A processor's clock frequency changes within minutes. Therefore all engines stay running, and each
+round measures a load on one engine after another with the same prompts. Figures are medians of
+rounds. The last column is the ratio of Stepwell's speed to the fastest other engine's, as the
+median over rounds. A load that takes less than three seconds is repeated for three seconds, and the
+round's result is the median. An engine must not compute while another one is measured, so its
+processor time is checked. The machine's limits are the speeds of a large multiplication in bfloat16
+and of a streaming read of memory. Both are measured before each round, and the limit column is
+computed from the best measurements.
 
 Tables go to standard output, progress to standard error.
 """
@@ -46,7 +52,7 @@ from benchmarks.worker.rounds import Schedule, compare
 from benchmarks.worker.tables import caption, limits_text, table
 
 LEFT_OUT = {("1.1b", "transformers"): (decode_name(32), PREFIX)}
-"""Loads that are skipped, by model and engine, since they take minutes per round."""
+"""Maps (model, engine) to the loads that are skipped, because they take minutes per round."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -151,7 +157,7 @@ def _measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engines(arguments: argparse.Namespace) -> list[tuple[str, str, Path]]:
-    """The module of each engine, its interpreter and its checkout. Stepwell is the first."""
+    """Lists (engine name, interpreter, checkout directory) of each engine, Stepwell first."""
     ours = ("stepwell", sys.executable, ROOT)
     if arguments.baseline is not None:
         return [ours, ("stepwell", sys.executable, arguments.baseline)]

@@ -3,11 +3,11 @@
     python -m benchmarks.worker.adapter_price --model 135m --threads 2 --rounds 9
 
 One runner has 16 adapters of random weights in memory, on every projection. It repeats the same
-steps with requests that use no adapter, the same one, or several in rotation: decodes of 1 and of
-32 requests after prefixes of 128 tokens, and a prompt of 512. A turn is a few steps, whose median
-counts. The price is the median over rounds of the ratio of a turn's time to the time of the turn
-without adapters. On a machine with other load, --processor-time with one thread excludes the other
-programs' time.
+steps with requests that use no adapter, the same adapter, or several in rotation. The steps are
+decodes of 1 and of 32 requests after prefixes of 128 tokens, and a prompt of 512 tokens. A turn
+runs a few steps, and its result is their median time. The price is the ratio of a turn's time to
+the time of the turn without adapters, as the median over rounds. On a machine with other load, use
+--processor-time with one thread, which excludes the other programs' time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOADS = (
     (StepsLoad("decode, 32 at once", 32, 128), (1, 4, 16)),
     (StepsLoad("prompt of 512 tokens", 1, 0, 512), (1,)),
 )
-"""The loads, each with the numbers of adapters to measure."""
+"""Pairs of a load and the numbers of adapters with which it is measured."""
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def table(timer: StepTimer, digests: Sequence[bytes], num_rounds: int) -> str:
-    """Measures every load; the first round does not count."""
+    """Measures every load. The first round is a warm-up and is discarded."""
     lines = ["| load | adapters | without, ms | with, ms | price |"]
     lines.append("| --- | ---: | ---: | ---: | ---: |")
     for load, numbers in LOADS:
@@ -87,8 +87,8 @@ def table(timer: StepTimer, digests: Sequence[bytes], num_rounds: int) -> str:
 def turn(
     timer: StepTimer, load: StepsLoad, numbers: Sequence[int], digests: Sequence[bytes]
 ) -> list[float]:
-    """Step times in milliseconds: of a turn without adapters, and of a turn with each number of
-    adapters.
+    """Runs a turn without adapters, then a turn with each of `numbers` adapters. Returns their step
+    times in milliseconds.
     """
     return [
         timer.turn(load),

@@ -46,7 +46,7 @@ _ERROR_LEVEL = 4
 
 
 class Context:
-    """A KV cache for the requests of the largest load. Several contexts share one model."""
+    """A llama.cpp context with a KV cache for the largest load. Contexts can share a model."""
 
     def __init__(self, model: object, vocab_size: int, threads: int, *, unified: bool) -> None:
         params = llama_cpp.llama_context_default_params()
@@ -61,8 +61,8 @@ class Context:
         self._batch = llama_cpp.llama_batch_init(MAX_BATCH_TOKENS, 0, 1)
 
     def generate(self, prompts: Prompts, num_tokens: int, num_shared: int) -> Times:
-        """A `Generate` whose prompts share their first `num_shared` tokens, which are computed
-        once.
+        """Generates tokens as a `Generate` does. The prompts share their first `num_shared` tokens,
+        which are computed once.
         """
         llama_cpp.llama_memory_clear(self._memory, False)
         if num_shared:
@@ -80,7 +80,10 @@ class Context:
         return times
 
     def _forward(self, pieces: list[tuple[int, int, list[int]]]) -> list[int]:
-        """Computes pieces of (sequence, first position, tokens). Samples after each piece."""
+        """Computes `pieces`, each a tuple of a sequence, its first position and its tokens.
+
+        Returns the token that is sampled after each piece.
+        """
         batch, count = self._batch, 0
         for sequence, first, tokens in pieces:
             for offset, token in enumerate(tokens):
@@ -102,8 +105,8 @@ class Context:
 
 
 class LlamaCpp:
-    """A model with two caches. A separate cache for each sequence is faster unless sequences share
-    a prefix.
+    """A model with two KV caches: a unified one, and one that is split by sequence. The split cache
+    is faster, but only the unified one lets sequences share a prefix.
     """
 
     def __init__(self, path: Path, vocab_size: int, threads: int) -> None:
@@ -115,7 +118,7 @@ class LlamaCpp:
         self._unified = Context(model, vocab_size, threads, unified=True)
 
     def generate(self, prompts: Prompts, num_tokens: int) -> Times:
-        """A `Generate`."""
+        """Generates tokens as a `Generate` does."""
         num_shared = _num_shared(prompts)
         context = self._unified if num_shared else self._apart
         return context.generate(prompts, num_tokens, num_shared)
@@ -181,7 +184,7 @@ def _log_errors(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
 
 
 _LOG_ERRORS = llama_cpp.llama_log_callback(_log_errors)
-"""This reference keeps the callback alive, since llama.cpp has none."""
+"""Keeps the callback from being garbage-collected, since llama.cpp holds no reference to it."""
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""Runs the engines of a comparison: each is a process that runs throughout and measures one load at
-a time.
+"""Runs the engines of a comparison. Each engine is a process that stays running and measures one
+load at a time.
 """
 
 import contextlib
@@ -19,11 +19,10 @@ class EngineEnded(Exception):
 
 
 class EngineProcess:
-    """Runs `python -m benchmarks.worker.engine_<name>` inside `with`; it is warm after
-    `wait_ready`.
+    """Runs `python -m benchmarks.worker.engine_<name>` inside `with`.
 
-    It runs in the checkout at `root`, with additional `flags`. Lines of output that are no answers
-    are dropped.
+    The engine is warm after `wait_ready`. It runs in the checkout at `root`, with additional
+    `flags`. Output lines that do not begin with a brace are dropped, since they are not answers.
     """
 
     def __init__(
@@ -65,14 +64,14 @@ class EngineProcess:
         return str(self._read()["engine"])
 
     def measure(self, load: str, number: int) -> float:
-        """Measures a load in the round with this number; returns its figure."""
+        """Measures a load in round `number`; returns its figure."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # _read raises EngineEnded
             print(json.dumps([load, number]), file=self._process.stdin, flush=True)
         return float(self._read()["value"])
 
     def processor_seconds(self) -> float:
-        """Processor seconds of its process and of that process's children."""
+        """Processor seconds that the engine's process and all its descendants have used so far."""
         ticks = sum(map(_ticks, _family(self._process.pid)))
         return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -86,8 +85,8 @@ class EngineProcess:
 
 
 def _module(name: str, root: Path) -> str:
-    """The engine's module in a checkout. Older checkouts have no folder `worker` and
-    another name.
+    """The name of the engine's module in a checkout. It has another name in older checkouts, which
+    have no folder benchmarks/worker.
     """
     if (root / "benchmarks" / "worker").is_dir():
         return f"benchmarks.worker.engine_{name}"

@@ -1,7 +1,7 @@
 """transformers' `generate` with a static batch, under the loads of benchmarks.worker.loads.
 
-Its `generate_batch`, which batches continuously, is not measured: on a CPU it was slower at 32
-requests, and no faster with shared prefixes.
+transformers' `generate_batch`, which batches continuously, is not measured. On a CPU it was slower
+than `generate` at 32 requests, and not faster with shared prefixes.
 """
 
 import time

@@ -37,8 +37,9 @@ def main() -> None:
     ids = map(str, itertools.count())
 
     def get_output() -> EngineCoreOutputs:
-        """The outputs of vLLM's core, with the core's timestamps, since the front-end may read them
-        late.
+        """Returns the outputs of vLLM's core, and records the core's timestamps of the tokens.
+
+        The time of reading is not used, since the front-end may read outputs late.
         """
         outputs = read_output()
         for output in outputs.outputs:

@@ -2,14 +2,15 @@
 
     python -m benchmarks.worker.grammar_price --model models/demo --rows 8,32 --rounds 9
 
-One runner decodes requests at temperature 1. Turns alternate: in one, half of the requests are
-constrained to the schema of `benchmarks.serving --structured`; in the other, none. Times are
-processor time of the one compute thread. A turn's time is the median of its steps. The price of a
-row is the median over rounds of the turns' difference, divided by the number of constrained rows.
+One runner decodes requests at temperature 1. Two kinds of turns alternate. In one, half of the
+requests are constrained to the schema of `benchmarks.serving --structured`. In the other, no
+request is constrained. Times are processor time of the one compute thread. A turn's time is the
+median of its steps. The price of a row is the median over rounds of the difference between the two
+turns, divided by the number of constrained rows.
 The outputs are then passed to llguidance's matchers alone, which advance and compute the same
-masks: this part of the price is llguidance's. With warm caches nothing else uses the processor's
-caches. With cold ones 64 MiB are read before each step, as a model's step and other processes do,
-so that code and matchers are read from memory. A token is forced if the grammar allows no other.
+masks. This measures llguidance's part of the price, once with warm and once with cold processor
+caches. For cold caches, 64 MiB are read before each step, as a model's step and other processes do.
+Code and matchers are then read from memory. A token is forced if the grammar allows no other.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ FORM = StructuredOutputs(
 )
 NUM_PREFIX = 128
 _READ_BYTES = 2**26
-"""More bytes than the caches of one core hold."""
+"""Bytes read to clear a core's caches. It exceeds their size."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatcherMicros:
-    """Mean microseconds of matchers per token, and the fraction of forced tokens."""
+    """Mean microseconds that matchers take per token, and the fraction of tokens that are forced.
+
+    A token is forced if the grammar allows no other.
+    """
 
     advance: float
     mask: float
@@ -72,7 +76,7 @@ def main() -> None:
 
 
 def table(worker: Worker, numbers: Sequence[int], num_rounds: int, num_steps: int) -> str:
-    """Measures each number of rows; the first round does not count."""
+    """Measures each number of rows. The first round is a warm-up and is discarded."""
     if worker.grammars is None:
         raise ValueError("the model samples no tokens")
     lines = [

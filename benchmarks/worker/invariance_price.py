@@ -2,10 +2,11 @@
 
     python -m benchmarks.worker.invariance_price --model 135m --threads 2 --rounds 9
 
-Two runners of the same model alternate on the same steps: decodes of 1 and of 32 requests after
-prefixes of 128 and of 600 tokens, and a prompt of 512. A turn is a few steps, whose median counts.
-The price is the median over rounds of the ratio of the two turns' times. Native kernels are not
-measured, since they are always batch-invariant.
+Two runners of the same model, with and without --batch-invariant, alternate on the same steps. The
+steps are decodes of 1 and of 32 requests after prefixes of 128 and of 600 tokens, and a prompt of
+512 tokens. A turn runs a few steps, and its result is their median time. The price is the ratio of
+the two runners' times, as the median over rounds. Native kernels are not measured, since they are
+always batch-invariant.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def table(timers: list[StepTimer], num_rounds: int) -> str:
-    """Measures every load; the first round does not count."""
+    """Measures every load. The first round is a warm-up and is discarded."""
     rows = [
         "| load | not batch-invariant, ms | batch-invariant, ms | price |",
         "| --- | ---: | ---: | ---: |",

@@ -4,8 +4,8 @@
 
 Two workers of the same model, with --kv-cache-dtype auto and int8_per_token_head, alternate on the
 same steps: decodes of one and of many requests after short and long contexts, and a prompt chunk. A
-turn is a few steps, whose median counts. The ratio is the median over rounds of the ratio of the
-two turns' tokens per second. The bytes of a token include all layers.
+turn runs a few steps, and its result is their median time. The last columns compare the two
+workers' tokens per second, as the median ratio over rounds. The bytes per token include all layers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def build(model: Path, dtype: DtypeSetting, kept: KVCacheDtype, num_steps: int) 
 
 
 def sizes(workers: Sequence[Worker]) -> str:
-    """The KV-cache bytes of a token in each worker, and their ratio."""
+    """A sentence with each worker's KV-cache bytes per token, and their ratio."""
     plain, coded = (worker.description.bytes_per_block / BLOCK_SIZE for worker in workers)
     names = [worker.description.kv_cache_dtype for worker in workers]
     return (
@@ -85,7 +85,7 @@ def sizes(workers: Sequence[Worker]) -> str:
 def table(
     workers: Sequence[Worker], loads: Sequence[StepsLoad], num_rounds: int, num_steps: int
 ) -> str:
-    """Measures every load; the first round does not count."""
+    """Measures every load. The first round is a warm-up and is discarded."""
     timers = [StepTimer(worker.runner, num_steps) for worker in workers]
     names = [worker.description.kv_cache_dtype for worker in workers]
     rows = [

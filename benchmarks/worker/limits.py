@@ -18,18 +18,19 @@ _REPEATS = 4
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The machine's limits: operations per second in bfloat16, and bytes read per second.
-    Operations are in float32 if the processor has no bfloat16 instructions.
+    """The machine's limits: arithmetic operations per second, and bytes read per second.
+
+    Operations are in bfloat16, or in float32 if the processor has no bfloat16 instructions.
     """
 
     flops: float
     bytes_per_second: float
 
     def figures(self, shape: Shape) -> dict[str, float]:
-        """The highest tokens per second that the limits allow for a model, without attention and KV
-        cache.
+        """Maps each load to the highest tokens per second that the limits allow for a model.
 
-        A step reads every weight once. A tied embedding is read as the head.
+        The costs of attention and of the KV cache are ignored. A step reads every weight once. A
+        tied embedding is read once, as the output head.
         """
         sizes = {name: math.prod(dims) for name, dims in tensor_dims(shape)}
         embedding = sizes["model.embed_tokens.weight"]
@@ -47,8 +48,8 @@ class Limits:
 class LimitProbe:
     """Measures the limits repeatedly, with torch's current number of threads.
 
-    It times a large multiplication, and streaming reads of memory in three ways, of which the
-    fastest counts: a sum, the dot product of two halves, a matrix times a vector.
+    It times a large multiplication and a streaming read of memory. The read is done in three ways:
+    a sum, the dot product of two halves, and a matrix times a vector. The fastest way is used.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class LimitProbe:
         self._found: list[Limits] = []
 
     def measure(self) -> None:
-        """Adds one measurement, the best of a few repeats."""
+        """Measures both limits a few times, and stores the best values as one measurement."""
         flops = self._operations / _best(self._multiply)
         self._found.append(Limits(flops, _STREAM_BYTES / min(map(_best, self._streams))))
 

@@ -1,6 +1,6 @@
 """Converts the weights of a Llama checkpoint to llama.cpp's names and order.
 
-It needs only numpy, since llama.cpp's interpreter has neither torch nor Stepwell's packages.
+This module needs only numpy, because llama.cpp's interpreter has neither torch nor Stepwell.
 """
 
 import json
@@ -32,8 +32,8 @@ _NAMES = {
 
 
 def read_bfloat16(path: Path) -> Iterator[tuple[str, Array]]:
-    """The names and tensors of a safetensors file. Each bfloat16 is returned as the uint16 of its
-    bits.
+    """Yields the name and the tensor of each entry of a safetensors file. Each bfloat16 is returned
+    as a uint16 with the same bits.
     """
     raw = np.memmap(path, dtype=np.uint8, mode="r")
     header_end = 8 + int(raw[:8].view("<u8")[0])
@@ -53,7 +53,7 @@ def to_float32(tensor: Array) -> Array:
 
 
 def llama_name(name: str) -> str:
-    """The name in llama.cpp of a Hugging Face tensor."""
+    """Converts the Hugging Face name of a tensor to llama.cpp's name."""
     if name in _NAMES:
         return _NAMES[name]
     layer, _, rest = name.removeprefix("model.layers.").partition(".")

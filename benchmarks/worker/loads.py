@@ -1,7 +1,8 @@
 """The five loads of the comparison of engines, and the process that measures them.
 
-It needs only the standard library, since other engines run it in separate interpreters. Each engine
-is a process that measures the loads that are named on its standard input, one after another.
+This module needs only the standard library, because other engines import it in their own
+interpreters. Each engine is a process. It reads names of loads from standard input, and measures
+one after another.
 """
 
 import argparse
@@ -20,7 +21,7 @@ DECODE_LEVELS = (1, 8, 32)
 SHARED_TOKENS, OWN_TOKENS, PREFIX_REQUESTS, PREFIX_OUTPUT = 384, 32, 32, 32
 MAX_REQUESTS = 32
 MAX_TOKENS = MAX_REQUESTS * (SHARED_TOKENS + OWN_TOKENS + PREFIX_OUTPUT)
-"""Tokens of the largest load in a KV cache without prefix sharing."""
+"""Number of tokens that the largest load stores in a KV cache without prefix sharing."""
 
 PREFILL = f"prefill of {PREFILL_TOKENS} tokens, tokens/s"
 PREFIX = f"{PREFIX_REQUESTS} requests that share {SHARED_TOKENS} of 416 tokens, seconds"
@@ -30,18 +31,20 @@ _WARM_UP_REQUESTS, _WARM_UP_OUTPUT = 4, 4
 _WARM_UP_ROUND = -1
 
 LEAST_SECONDS = 3.0
-"""Least seconds of a load in each round. Shorter loads are repeated."""
+"""Minimum time, in seconds, for which a load is repeated in each round."""
 
 Prompts = list[list[int]]
 Times = list[list[float]]
 Generate = Callable[[Prompts, int], Times]
-"""Generates a number of tokens for each prompt, greedily, all prompts at once; end-of-text tokens
-are ignored. Returns the times at which each prompt's tokens were known, by `time.perf_counter`.
+"""Generates the given number of tokens for each prompt. All prompts run at once.
+
+Sampling is greedy, and end-of-text tokens are ignored. The result lists, for each prompt, the
+`time.perf_counter` time at which each of its tokens was known.
 """
 
 
 def decode_name(level: int) -> str:
-    """The name of the figure for a number of requests."""
+    """The name of the decode load with `level` concurrent requests."""
     return f"decode, {level} at once, tokens/s"
 
 
@@ -56,7 +59,7 @@ class WrongTokens(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that begin together. All prompts share their first `shared_tokens` tokens."""
+    """Requests that start together. All prompts share their first `shared_tokens` tokens."""
 
     num_requests: int
     shared_tokens: int
@@ -64,7 +67,7 @@ class Load:
     num_outputs: int
 
     def prompts(self, vocab_size: int, seed: str) -> Prompts:
-        """Random prompts, determined by the seed and equal for all engines."""
+        """Random prompts. Equal seeds give equal prompts, so all engines get the same ones."""
         draw = random.Random(seed)
 
         def tokens(count: int) -> list[int]:
@@ -90,10 +93,10 @@ def measure(
     number: int,
     least_seconds: float = LEAST_SECONDS,
 ) -> float:
-    """The figure of a load in the round with this number. Raises `WrongTokens`.
+    """Measures the load `name` in round `number`; returns its figure. Raises `WrongTokens`.
 
-    A small model takes milliseconds, which vary randomly. The load is repeated with other prompts
-    until `least_seconds` have passed, and the median counts.
+    A small model takes only milliseconds, and they vary randomly. Therefore the load is repeated
+    with other prompts until `least_seconds` have passed. The figure is the median of these runs.
     """
     figures: list[float] = []
     until = time.perf_counter() + least_seconds
@@ -113,8 +116,8 @@ def _figure(name: str, begun: float, times: Times) -> float:
 
 
 def decode_rate(times: Times) -> float:
-    """Tokens per second from the time at which all prompts have their first token. Earlier tokens
-    do not count.
+    """Tokens per second after the time at which every prompt had its first token. Tokens up to that
+    time are not counted.
     """
     begun = max(each[0] for each in times)
     after = [moment for each in times for moment in each if moment > begun]
@@ -146,9 +149,9 @@ class EngineArguments:
     model: Path
     threads: int
     least_seconds: float
-    """Least seconds of one load in one round."""
+    """Minimum time, in seconds, for which a load is repeated in each round."""
     weights: str
-    """Data type of the weights, one of those that the engine supports."""
+    """Data type of the weights. The engine must support it."""
 
     @property
     def vocab_size(self) -> int:

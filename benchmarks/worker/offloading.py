@@ -2,13 +2,14 @@
 
     python -m benchmarks.worker.offloading [--model DIR|135m] [--threads N] [--rounds N]
 
-Gateway's core, scheduler, pool and runner run in one process with random weights, once with a tier
-and once without. The first table has the time to the first token of prompts of 1,024 tokens, each
-alone: with nothing cached, with all full blocks in the tier, and with all in the prefix cache. The
-second table has the time of loads of new prompts, which never hit, with and without the tier in
-alternation. The price is the median over rounds of the ratio of the two turns' times, in wall time
-and in processor time, which other work on the machine disturbs less. These loads store blocks in
-the tier, too, and eventually replace blocks there.
+The gateway's core, the scheduler, the pool and the runner run in one process with random weights.
+One such composition has an offloading tier, another has none. The first table shows the time to the
+first token of a prompt of 1,024 tokens that runs alone. It is measured with nothing cached, with
+all full blocks in the tier, and with all full blocks in the prefix cache. The second table shows
+the times of loads of new prompts, which never hit a cache. Runs with and without the tier
+alternate. The price is the median over rounds of the ratio of the two runs' times. It is given in
+wall time and in processor time, since other work on the machine disturbs processor time less. These
+loads also store blocks in the tier, and replace stored blocks once it is full.
 
 Tables go to standard output, progress to standard error.
 """
@@ -53,14 +54,14 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The wall time and processor time of a load."""
+    """The wall time and the processor time of one run of a load, in seconds."""
 
     seconds: float
     processor_seconds: float
 
 
 class Bench:
-    """One composition of the services in this process, and new prompts for it."""
+    """Runs prompts on one composition of the services in this process."""
 
     def __init__(self, composed: InProcess, seed: int) -> None:
         self._composed = composed
@@ -82,7 +83,7 @@ class Bench:
         await self._composed.engine.reset_prefix_cache(preempt_running=False)
 
     async def turn(self, load: NewPrompts) -> Turn:
-        """Runs a load of new prompts to its end."""
+        """Runs a load of new prompts to its end; returns its times."""
         prompts = [self.new_prompt(load.num_prompt_tokens) for _ in range(load.num_requests)]
         began, used = time.perf_counter(), time.process_time()
         await asyncio.gather(*(self._finish(prompt, load.num_output_tokens) for prompt in prompts))
@@ -94,7 +95,10 @@ class Bench:
 
 
 async def first_tokens(bench: Bench, num_rounds: int) -> str:
-    """The first table; the first round does not count."""
+    """Measures times to the first token; returns the first table.
+
+    The first round is a warm-up and is discarded.
+    """
     rounds: list[tuple[float, float, float]] = []
     for _ in range(num_rounds + 1):
         prompt = bench.new_prompt(NUM_PROMPT_TOKENS)
@@ -119,7 +123,11 @@ async def first_tokens(bench: Bench, num_rounds: int) -> str:
 
 
 async def prices(without: Bench, with_tier: Bench, num_rounds: int) -> str:
-    """The second table; the first round does not count. The order alternates between rounds."""
+    """Measures the loads of new prompts; returns the second table.
+
+    The first round is a warm-up and is discarded. Rounds alternate between measuring the
+    composition without a tier first and measuring the composition with a tier first.
+    """
     rows = [
         "| load of new prompts | without, ms | with a tier, ms | price | in processor time |",
         "| --- | ---: | ---: | ---: | ---: |",

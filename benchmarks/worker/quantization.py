@@ -2,16 +2,23 @@
 
     python -m benchmarks.worker.quantization --model 1.1b [--rounds 9] [--llamacpp-python PATH]
 
-Four runners of one model differ in their weights: as stored, in 8 bits, in 8 bits with inputs of
-projections in 8 bits, too (W8A8), and in 4 bits with groups of 128. Quantized models have heads of
-8 bits. Each repeats the same steps: decodes of 1, 8 and 32 requests after prefixes of 128 tokens,
-and a prompt of 512. A turn is a few steps, whose median counts. The ratio is the median over rounds
-of the time with stored weights to the time with the others. On a machine with other load,
---processor-time with one thread excludes the other programs' time.
+Four runners of one model differ in their weights:
 
-If an interpreter with llama-cpp-python and gguf is given, llama.cpp alternates with them, with the
-same weights in bfloat16, in Q8_0, and in Q4_0 with embeddings and head in Q8_0. It runs the loads
-of benchmarks.worker.loads: decodes of 64 tokens after prompts of 128, and the same prompt of 512.
+* as stored in the checkpoint;
+* in 8 bits;
+* in 8 bits, with the inputs of projections also in 8 bits (W8A8);
+* in 4 bits, with one scale for each group of 128 inputs.
+
+Quantized models have an output head of 8 bits. Each runner repeats the same steps: decodes of 1, 8
+and 32 requests after prefixes of 128 tokens, and a prompt of 512 tokens. A turn runs a few steps,
+and its result is their median time. The speed-up is the ratio of the time with stored weights to
+the time with quantized weights, as the median over rounds. On a machine with other load, use
+--processor-time with one thread, which excludes the other programs' time.
+
+If an interpreter with llama-cpp-python and gguf is given, llama.cpp alternates with the runners. It
+uses the same weights in bfloat16, in Q8_0, and in Q4_0 with embeddings and head in Q8_0. It runs
+the loads of benchmarks.worker.loads: decodes of 64 tokens after prompts of 128 tokens, and a prompt
+of 512 tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +64,7 @@ class Timer(Protocol):
     """Runs loads with one kind of weights."""
 
     def turn(self, load: StepsLoad) -> float:
-        """The time of a step of the load, in milliseconds."""
+        """Runs the load. Returns the time per step in milliseconds."""
 
 
 class LlamaCppTimer:
@@ -68,8 +75,9 @@ class LlamaCppTimer:
         self._rounds = itertools.count()
 
     def turn(self, load: StepsLoad) -> float:
-        """The time per step of the load. A decode step computes one token of each request, a prompt
-        step the whole prompt.
+        """Runs the load. Returns the time per step in milliseconds.
+
+        A decode step computes one token of each request. A prompt step computes the whole prompt.
         """
         is_decode = load.num_tokens == 1
         name = decode_name(load.num_requests) if is_decode else PREFILL
@@ -125,7 +133,7 @@ def main() -> None:
 def start_llamacpp(
     running: ExitStack, python: str, model: Path, num_threads: int
 ) -> dict[str, LlamaCppTimer]:
-    """A timer for each kind of llama.cpp's weights. The processes end with `running`."""
+    """Starts llama.cpp with each kind of weights. The processes end when `running` is closed."""
     timers = dict[str, LlamaCppTimer]()
     for weights in LLAMACPP_WEIGHTS:
         flags = ("--weights", weights, "--least-seconds", "0")
@@ -142,7 +150,7 @@ def build_timers(
     num_threads: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, StepTimer]:
-    """A timer for each kind of weights. `clock` returns seconds."""
+    """Maps each kind of weights to its timer. `clock` returns seconds."""
     with tempfile.TemporaryDirectory(prefix="stepwell-int4-") as directory:
         int4_model = Path(directory) / "int4"
         write_int4_model(model, int4_model)
@@ -180,7 +188,7 @@ def _build_timer(
 
 
 def table(timers: Mapping[str, Timer], num_rounds: int, loads: Sequence[StepsLoad]) -> str:
-    """Measures every load; the first round does not count."""
+    """Measures every load. The first round is a warm-up and is discarded."""
     lines = ["| load | weights | ms | times as fast as stored |", "| --- | --- | ---: | ---: |"]
     for load in loads:
         turns = list[dict[str, float]]()

@@ -1,4 +1,4 @@
-"""Measures the same loads on all engines, which alternate, and compares the medians of rounds."""
+"""Measures the same loads on all engines in alternation, and compares the medians of rounds."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ class Engine(Protocol):
     """An engine that measures one load at a time."""
 
     def measure(self, load: str, number: int) -> float:
-        """Measures a load in the round with this number; returns its figure."""
+        """Measures a load in round `number`; returns its figure."""
         ...
 
     def processor_seconds(self) -> float:
@@ -28,9 +28,10 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The number of rounds of a load.
+    """Limits on the rounds and the time of each load.
 
-    After `MIN_ROUNDS`, an engine that has spent `load_seconds` on a load is not measured further.
+    A load has at most `num_rounds` rounds. After `MIN_ROUNDS` rounds, an engine that has already
+    spent `load_seconds` on the load is skipped.
     """
 
     num_rounds: int
@@ -39,27 +40,28 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The results of a comparison. `rounds[engine][load]` has the figures of rounds 0, 1, ...; the
-    first engine is Stepwell. `idle_cores[engine]` is the mean number of cores that an engine used
-    while others were measured.
+    """The results of a comparison.
+
+    `rounds[engine][load]` lists the figures of all rounds. The first engine is Stepwell.
+    `idle_cores[engine]` is the mean number of cores that the engine used while other engines were
+    measured.
     """
 
     rounds: Mapping[str, Mapping[str, Sequence[float]]]
     idle_cores: Mapping[str, float]
 
     def medians(self) -> dict[str, dict[str, float]]:
-        """The median of each engine and load that was measured."""
+        """The median over rounds of each engine's figure for each measured load."""
         return {
             engine: {load: statistics.median(values) for load, values in loads.items()}
             for engine, loads in self.rounds.items()
         }
 
     def lead(self, load: str) -> float | None:
-        """The ratio of Stepwell's speed to the speed of the fastest peer, the one with the best
-        median.
+        """The ratio of Stepwell's speed to the speed of the fastest peer. None if there is no peer.
 
-        It is the median over the rounds that both have, each compared with the peer's round next to
-        it in time. None if there is no peer.
+        The fastest peer is the engine with the best median. The ratio is computed for each round
+        that both engines have, and the median of these ratios is returned.
         """
         ours, *peers = (loads[load] for loads in self.rounds.values() if load in loads)
         if not peers:
@@ -70,7 +72,7 @@ class Comparison:
 
 
 def is_time(load: str) -> bool:
-    """Whether the figure is a time, so that lower is better."""
+    """Whether the load's figure is a time. If so, lower is better."""
     return load.endswith(SECONDS_UNIT)
 
 
@@ -119,8 +121,9 @@ class _IdleTimes:
         self._used = dict.fromkeys(engines, 0.0)
 
     def settled(self) -> _Moment:
-        """Waits until all engines are idle, at most SETTLE_SECONDS: some threads spin after their
-        work.
+        """Waits until all engines are idle, or until SETTLE_SECONDS have passed.
+
+        Some engines' threads spin for a while after their work.
         """
         moment = self._now()
         deadline = moment.clock + SETTLE_SECONDS
@@ -137,8 +140,8 @@ class _IdleTimes:
         return _Moment(time.perf_counter(), used)
 
     def add(self, busy: str, begun: _Moment) -> float:
-        """Adds the time since `begun`, in which only the engine `busy` was measured; returns its
-        seconds.
+        """Records the processor time that the other engines used since `begun`, while only the
+        engine `busy` was measured. Returns the seconds since `begun`.
         """
         ended = self._now()
         seconds = ended.clock - begun.clock

@@ -2,10 +2,11 @@
 
     python -m benchmarks.worker.sampling --rows 8 --threads 2 --rounds 9
 
-One sampler of each kind samples for the same requests from the same logits. Logits are normal
-numbers times a spread: with 1 many tokens have similar probabilities, with 6 few. A turn is some
-steps, whose median counts. Figures are medians of turns, in microseconds per row, and the ratio is
-the median of the turns' ratios.
+One sampler of each kind samples for the same requests from the same logits. Logits are
+normally distributed numbers, multiplied by a spread. With a spread of 1 many tokens have similar
+probabilities, with a spread of 6 only a few. A turn runs several steps, and its result is their
+median time. Figures are medians of turns, in microseconds per row. The ratio is the median of the
+turns' ratios.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SPREADS = (1, 6)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A vocabulary size, a spread of logits and a kind of sampling."""
+    """A vocabulary size, a spread of the logits, and a kind of sampling (a key of KINDS)."""
 
     vocab_size: int
     spread: int
@@ -70,7 +71,7 @@ def main() -> None:
 def table(
     cases: Sequence[Case], native: NativeRowSampler, num_rows: int, num_rounds: int, num_steps: int
 ) -> str:
-    """Measures every case; the first round does not count."""
+    """Measures every case. The first round is a warm-up and is discarded."""
     lines = [
         "| vocabulary | parameters | spread | NumPy, µs | compiled, µs | times as fast |",
         "| ---: | --- | ---: | ---: | ---: | ---: |",

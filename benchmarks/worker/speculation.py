@@ -4,32 +4,35 @@
     python -m benchmarks.worker.speculation --model 135m --text "random tokens" --rounds 15
     python -m benchmarks.worker.speculation --model 1.1b --draft-model 135m --num-tokens 32
 
-Several compositions of runner, scheduler and pool run in one process: without speculation, with
-n-grams and with suffix trees, or with a draft model. All use one copy of the weights, since the
-memory location of a copy can change a step's time by more than the cost of some drafts. The output
-of a model with random weights is unpredictable, so the model is made to write a given text: the
-logit of the text's next token is raised. Everything else is computed normally. Texts are this
-project's, in tokens of the demo model.
+Several engines run in one process, each with a runner, a scheduler and a pool. One engine runs
+without speculation. The others propose draft tokens with n-grams and with suffix trees; or, if
+--draft-model is given, one other engine proposes them with that model. All engines use one copy of
+the model's weights, because two copies at different memory locations can differ in speed by more
+than the drafts cost. The output of a model with random weights is unpredictable. Therefore the
+model is forced to write a given text: before sampling, the logit of the text's next token is
+raised. Everything else is computed normally. Most texts are files of this project, tokenized for
+the demo model.
 
 Without a draft model, the gain depends on the text:
 
-* an edit of a program: the prompt is a source file, the answer is the file with names changed;
-* an extraction: the prompt is lines of JSON, the answer is some fields of each;
-* a continuation: the prompt is the beginning of a page in prose, the answer is its continuation;
+* an edit of a program: the prompt is a source file, and the answer is the file with names changed;
+* an extraction: the prompt is lines of JSON, and the answer has some fields of each line;
+* a continuation: the prompt is the beginning of a page in prose, and the answer is the next part;
 * random tokens without repetition;
-* a misleading text: two tokens recur, each time followed by another token;
-* a step of an agent: a sentence and a tool call. Earlier requests have steps of the same structure,
-  with other files, names and lines.
+* a misleading text: the same pair of tokens recurs, each time followed by a different token;
+* a step of an agent: a sentence and a tool call. Earlier requests wrote steps of the same
+  structure, with other files, names and lines.
 
-Except for the agent's steps, the outputs of other requests are cleared before a request starts.
+The engines draft from the outputs of earlier requests, too. Before each measurement these outputs
+are cleared, so that only the agent's step can use earlier steps.
 
-With a draft model, the gain depends on how often its tokens are right. It is made to write the same
-text, with some randomly chosen tokens replaced. A size given as the draft model means a random
-model of that shape with the vocabulary of the target model.
+With a draft model, the gain depends on how many of its tokens are right. The draft model is forced
+to write the same text, with some randomly chosen tokens replaced. If the draft model is given as a
+size, a random model of that size with the target model's vocabulary is used.
 
-Figures are medians of rounds, from the first token to the last. Tokens per step are from the runs
-with speculation. On a machine with other load, --processor-time with one thread excludes the other
-programs' time.
+Times are measured from the first token to the last, and figures are medians of rounds. Tokens per
+step are measured in the runs with speculation. On a machine with other load, use --processor-time
+with one thread, which excludes the other programs' time.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ from benchmarks.worker.texts import Text, agent_steps, texts
 from benchmarks.worker.told_engine import MAX_NUM_SEQS, ToldEngine
 
 NUM_AT_ONCE, NUM_TOKENS_EACH = MAX_NUM_SEQS, 64
-"""Concurrent requests, and tokens of each, in the loads for n-grams with several requests."""
+"""Number of concurrent requests, and number of tokens per request, in the loads without a draft
+model that have several requests.
+"""
 NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 6,
@@ -67,8 +72,10 @@ FEW_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A text that `num_at_once` requests write concurrently, after the texts `before` were written
-    one by one. `share_right` is the fraction of a draft model's tokens that are right.
+    """A text that `num_at_once` concurrent requests write.
+
+    The texts in `before` are written first, one after another. `share_right` is the fraction of the
+    draft model's tokens that are right.
     """
 
     text: Text
@@ -79,9 +86,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """The figures of one kind of speculation: milliseconds per token without and with it, their
-    ratio, tokens per step, and milliseconds per step of the draft model and of the target model.
-    The target model's step is measured without speculation.
+    """The figures of one kind of speculation.
+
+    They are the milliseconds per token without and with speculation, their ratio, the tokens per
+    step, and the milliseconds per step of the draft model and of the target model. The target
+    model's step is measured without speculation.
     """
 
     without: float
@@ -144,7 +153,9 @@ async def measure_repetition(
     text: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """The table of n-grams and suffix trees, for answers of `num_tokens`, for one text or all.
+    """Measures n-grams and suffix trees; returns their table.
+
+    Answers have `num_tokens` tokens. If `text` is given, only the text with that name is measured.
     `clock` returns seconds.
     """
     lines = ["| text | at once | without, ms a token |"]
@@ -168,7 +179,10 @@ async def measure_draft_model(
     num_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """The table of a draft model, for answers of `num_tokens`. `clock` returns seconds."""
+    """Measures a draft model; returns its table.
+
+    Answers have `num_tokens` tokens. `clock` returns seconds.
+    """
     lines = ["| right | at once | without, ms a token | with | speed-up | tokens a step |"]
     lines[0] += " step of the draft model, of the model's |"
     lines.append("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
@@ -192,7 +206,10 @@ async def measure(
     num_rounds: int,
     clock: Callable[[], float],
 ) -> list[list[Gain]]:
-    """The gains of each load with each kind of speculation; the first round does not count."""
+    """Measures the gains of each load with each kind of speculation.
+
+    The first round is a warm-up and is discarded.
+    """
     async with AsyncExitStack() as stack:
         engines = [ToldEngine(model, num_threads, config, clock) for config in (None, *configs)]
         for engine in engines:
@@ -229,7 +246,7 @@ def _gain(
 async def _round(
     engines: Sequence[ToldEngine], load: Load, number: int
 ) -> list[tuple[float, float]]:
-    """A turn of each engine. The order is reversed in every second round."""
+    """Runs a load once on each engine. Every second round runs the engines in reverse order."""
     turns = []
     for engine in engines if number % 2 else engines[::-1]:
         engine.forget()
@@ -240,7 +257,7 @@ async def _round(
 
 
 def repetition_loads(num_tokens: int) -> list[Load]:
-    """The loads without a draft model: every text by one request, and some of them by many."""
+    """The loads without a draft model: one request for every text, many requests for some texts."""
     every = texts(num_tokens)
     together = [replace(text, answer=text.answer[:NUM_TOKENS_EACH]) for text in every[::2]]
     *before, step = agent_steps(num_tokens)
@@ -256,8 +273,8 @@ def _names(loads: Sequence[Load]) -> set[str]:
 
 
 def draft_model_loads(num_tokens: int) -> list[Load]:
-    """The loads with a draft model: a continuation of prose by one request and by a few, with
-    different fractions of right drafts.
+    """The loads with a draft model. One request or a few requests continue prose, with different
+    fractions of right draft tokens.
     """
     prose = texts(num_tokens)[2]
     return [Load(prose, count, share) for count in (1, FEW_AT_ONCE) for share in SHARES_RIGHT]

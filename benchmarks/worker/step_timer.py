@@ -1,4 +1,4 @@
-"""Times the steps of a runner without scheduler and pool."""
+"""Times the steps of a runner that runs without a scheduler and a pool."""
 
 import statistics
 import time
@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0)
 
 @dataclass(frozen=True, slots=True)
 class StepsLoad:
-    """Steps of several requests, each with `num_tokens` tokens after a prefix."""
+    """Steps of several requests. Each request has a prefix, and computes `num_tokens` tokens."""
 
     name: str
     num_requests: int
@@ -25,7 +25,7 @@ class StepsLoad:
     num_tokens: int = 1
 
     def num_blocks(self, num_steps: int) -> int:
-        """The number of blocks of one request that runs `num_steps`."""
+        """The number of blocks that one request needs for `num_steps` steps."""
         return -(-(self.num_prefix + self.num_tokens + num_steps) // BLOCK_SIZE)
 
 
@@ -48,7 +48,7 @@ class StepTimer:
         self._adapter_digests: Sequence[bytes] = (b"",)
         self._sampling: Sequence[SamplingParams] = (GREEDY,)
         self.token_ids: list[list[int]] = []
-        """Token ids that the last turn sampled, by step."""
+        """Sampled token ids of each step of the last turn."""
 
     def turn(
         self,
@@ -56,9 +56,11 @@ class StepTimer:
         adapter_digests: Sequence[bytes] = (b"",),
         sampling: Sequence[SamplingParams] = (GREEDY,),
     ) -> float:
-        """The median time of a step in milliseconds. A prompt is a separate step each time. Decode
-        steps follow a prompt step that is not timed. The requests use these adapters and sampling
-        parameters in rotation.
+        """Runs the load's steps. Returns the median time of a step in milliseconds.
+
+        For a prompt load, each step computes the whole prompt anew. For a decode load, the decode
+        steps follow one prompt step that is not timed. The requests use the given adapters and
+        sampling parameters in rotation.
         """
         self._adapter_digests, self._sampling = adapter_digests, sampling
         self.token_ids.clear()
@@ -120,7 +122,10 @@ class StepTimer:
 
 
 def turn_of_each(timers: Sequence[StepTimer], load: StepsLoad, number: int) -> tuple[float, float]:
-    """A turn of each of two timers. The order is reversed in every second round."""
+    """Runs a turn on each of two timers; returns their times in milliseconds.
+
+    Every second round runs the second timer first.
+    """
     if number % 2:
         second, first = timers[1].turn(load), timers[0].turn(load)
     else:

@@ -7,13 +7,13 @@ from benchmarks.worker.limits import LimitProbe
 from benchmarks.worker.rounds import Comparison, is_time
 
 IDLE_CORES = 0.05
-"""Most mean cores of an engine that is not being measured. An engine that uses more slows down the
-others.
+"""Limit on the mean number of cores that an engine may use while it is not measured. An engine
+that uses more slows down the measured one.
 """
 
 
 def limits_text(probe: LimitProbe) -> str:
-    """The machine's limits: the best measurements, and the medians."""
+    """A sentence with the best and the median measurements of the machine's limits."""
     best, median = probe.best(), probe.median()
     return (
         f"Limits, measured before each round: {best.flops / 1e9:.0f} GFLOP/s in bfloat16, "
@@ -23,8 +23,8 @@ def limits_text(probe: LimitProbe) -> str:
 
 
 def caption(compared: Comparison, left_out: Mapping[str, Sequence[str]]) -> str:
-    """Text with the number of rounds, the skipped loads, and the engines that computed while others
-    were measured.
+    """The table's caption: the number of rounds, the skipped loads, and the engines that used
+    processor time while other engines were measured.
     """
     counts = {
         engine: {load: len(values) for load, values in loads.items()}

@@ -15,7 +15,7 @@ LONGEST_PROMPT = 700
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text: the tokens of a prompt, and of an answer to it."""
+    """A prompt and its answer, both as token ids."""
 
     name: str
     prompt: list[int]
@@ -50,8 +50,10 @@ def texts(num_tokens: int) -> list[Text]:
 
 
 def agent_steps(num_tokens: int) -> list[Text]:
-    """Steps of an agent that works on a program, each with a different prompt: a sentence, a tool
-    call, and the next action. About three quarters of the answers' tokens are equal in all steps.
+    """Steps of an agent that works on a program.
+
+    Each step has a different prompt. Its answer is a sentence, a tool call and the next action.
+    About three quarters of an answer's tokens are the same in all steps.
     """
     steps = []
     for number, (path, name, need) in enumerate(zip(_PATHS, _FUNCTIONS, _NEEDS, strict=True)):

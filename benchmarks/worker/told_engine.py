@@ -27,14 +27,16 @@ from services.worker.models.model import Model
 from services.worker.settings import WorkerSettings
 
 RAISED = 1e4
-"""Amount by which the logit is raised, larger than any difference of logits."""
+"""Amount added to the logit of the given next token. It exceeds any difference between logits."""
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 32
 
 
 class ToldModel:
-    """A Model that writes a given text at its normal cost. It measures its steps of few tokens, in
-    seconds of `clock`.
+    """A Model that writes a given text at its normal cost.
+
+    It counts its steps, and times each step with at most one token per request. `clock` returns
+    seconds.
     """
 
     def __init__(self, model: Model, clock: Callable[[], float]) -> None:
@@ -43,15 +45,16 @@ class ToldModel:
         self._next_tokens = torch.zeros(MAX_MODEL_LEN, dtype=torch.int64)
         self.num_steps = 0
         self.seconds: list[float] = []
-        """Seconds of each step with at most one token for each request."""
+        """Duration in seconds of each step that had at most one token per request."""
 
     def share_weights(self, other: ToldModel) -> None:
-        """Uses the weights of another model instead of its own copy of the same weights."""
+        """Uses another model's copy of the same weights, so that the own copy can be freed."""
         self._model = other._model
 
     def tell(self, text: Text, share_right: float = 1) -> None:
-        """Sets the text of all later sequences, and clears the counts of steps. Random tokens are
-        replaced, so that a fraction `share_right` of them is right.
+        """Sets the text that all later sequences write, and resets the step count and step times.
+
+        Randomly chosen tokens are replaced, so that about a fraction `share_right` is right.
         """
         self.num_steps = 0
         self.seconds.clear()
@@ -86,8 +89,10 @@ class ToldModel:
 
 
 class ToldEngine:
-    """A replica in this process, with or without speculation. `model` and `draft_model` (None
-    without one) exist inside the context of `composed`. `clock` returns seconds.
+    """A replica in this process, with or without speculation.
+
+    `model` and `draft_model` are set inside the context of `composed`. `draft_model` is None if the
+    replica has no draft model. `clock` returns seconds.
     """
 
     def __init__(
@@ -122,7 +127,7 @@ class ToldEngine:
             source.model = self.draft_model = ToldModel(source.model, self._clock)
 
     def forget(self) -> None:
-        """Clears the outputs of earlier requests that drafts are made from."""
+        """Clears the stored outputs of earlier requests, from which drafts are made."""
         runner = self._runner
         if runner.drafter is not None:
             runner.drafter.clear()
@@ -130,8 +135,10 @@ class ToldEngine:
     async def turn(
         self, text: Text, num_at_once: int, share_right: float = 1
     ) -> tuple[float, float]:
-        """Returns milliseconds per token of each request, and tokens per step of each request after
-        the first step. `share_right` is the fraction of the draft model's tokens that are right.
+        """Runs `num_at_once` requests that write the text.
+
+        Returns (milliseconds per token, tokens per step) of one request. The first step is not
+        counted. `share_right` is the fraction of the draft model's tokens that are right.
         """
         self.model.tell(text)
         if self.draft_model is not None:
@@ -144,6 +151,6 @@ class ToldEngine:
         return 1000 * seconds / statistics.mean(behind), (len(text.answer) - 1) / num_steps
 
     async def _arrivals(self, text: Text) -> list[tuple[float, int]]:
-        """The times and counts of arriving tokens."""
+        """Runs a request. Returns each arrival's time and number of tokens."""
         pieces = self.composed.client.generate(text.prompt, len(text.answer))
         return [(self._clock(), count) async for count in pieces]

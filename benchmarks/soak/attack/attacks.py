@@ -1,7 +1,7 @@
 """Attacks on the gateway over HTTP and gRPC, for a hostility run and its short version in tests.
 
-Each kind is a function that makes one attack, drawn from a seed, and waits a bounded time for its
-end. Server errors other than 503 are defects; any other answer is accepted.
+Each kind of attack is a function. It makes one attack with random details, and waits for its end
+with a time limit. Server errors other than 503 are defects. Any other answer is accepted.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from services.common.rpc.channel import open_channel
 
 ANSWER_SECONDS = 5.0
 _OWN_ERROR = "Internal error from Core"
-"""The error of grpc's own client if a call ends while its message is being sent."""
+"""Error text of grpc's client for a call that ends while its message is still being sent."""
 
 
 @dataclass(slots=True)
 class Target:
-    """The gateway's addresses, its key if it needs one, and the defects seen."""
+    """The gateway's addresses, its API key (empty if none is needed), and the defects found."""
 
     http: str
     grpc: str
@@ -34,7 +34,7 @@ class Target:
     defects: list[str] = field(default_factory=list)
 
     def head(self, path: str, *headers: str) -> bytes:
-        """The head of a POST."""
+        """The request line and the headers of a POST to `path`."""
         lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
         if self.key:
             lines.append(f"Authorization: Bearer {self.key}")
@@ -49,7 +49,7 @@ Attack = Callable[[Target, Random], Awaitable[None]]
 
 
 async def costly_body(target: Target, draw: Random) -> None:
-    """A body that would take long to serve."""
+    """Sends a body that is costly to serve."""
     name = draw.choice(sorted(BODIES))
     path, made = costly(name)
     body = await asyncio.to_thread(lambda: json.dumps(made).encode())
@@ -57,8 +57,8 @@ async def costly_body(target: Target, draw: Random) -> None:
 
 
 async def streamed_body(target: Target, draw: Random) -> None:
-    """A costly body whose answer is a stream of events. The client reads little or
-    nothing of it.
+    """Sends a costly body whose answer is an event stream. The client reads little or nothing of
+    the stream.
     """
     path, made = costly(draw.choice(("256 short prompts", "logprobs", "stop strings")))
     body = json.dumps(made | {"stream": True}).encode()
@@ -72,7 +72,7 @@ async def streamed_body(target: Target, draw: Random) -> None:
 
 
 async def no_json(target: Target, draw: Random) -> None:
-    """Bodies that are not JSON, are deeply nested, or contain very long values."""
+    """Sends a body that is not JSON, is deeply nested, or contains a very long value."""
     raw = draw.choice(
         (
             b"[" * 1_000_000,
@@ -87,7 +87,7 @@ async def no_json(target: Target, draw: Random) -> None:
 
 
 async def odd_http(target: Target, draw: Random) -> None:
-    """Bytes that are no request, many requests, or one that is too large."""
+    """Sends bytes that are not an HTTP request, very many requests, or a too large request."""
     get = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
     if target.key:
         get += f"Authorization: Bearer {target.key}\r\n".encode()
@@ -106,7 +106,7 @@ async def odd_http(target: Target, draw: Random) -> None:
 
 
 async def slow_http(target: Target, draw: Random) -> None:
-    """Connections that send nothing, or the beginning of a request."""
+    """Opens connections that send nothing, or only the beginning of a request."""
     with _connection() as opened:
         streams = [await opened(target) for _ in range(20)]
         for _, writer in streams:
@@ -115,7 +115,7 @@ async def slow_http(target: Target, draw: Random) -> None:
 
 
 async def wrong_key(target: Target, draw: Random) -> None:
-    """Another attack with a wrong key, or without a key."""
+    """Makes an attack of another kind with a wrong key, or without a key."""
     kind = draw.choice((costly_body, streamed_body, no_json, odd_http, grpc_message))
     keys = ["", "x", target.key + "x", "k" * 60_000]
     if kind is not grpc_message:
@@ -124,7 +124,7 @@ async def wrong_key(target: Target, draw: Random) -> None:
 
 
 async def grpc_message(target: Target, draw: Random) -> None:
-    """A gRPC message that would take long to parse or to serve."""
+    """Sends a gRPC message that is costly to parse or to serve."""
     method, raw = draw.choice(
         (
             ("Generate", b"\x22\xc0\x84\x3d" + b"\x0a\x00" * 500_000),
@@ -162,7 +162,7 @@ async def grpc_message(target: Target, draw: Random) -> None:
 
 
 async def slow_grpc(target: Target, draw: Random) -> None:
-    """Calls that send no message."""
+    """Opens calls that send no message."""
     await asyncio.gather(
         *(_call(target, "Generate", None, seconds=draw.random()) for _ in range(20))
     )
@@ -184,7 +184,7 @@ ATTACKS: tuple[Attack, ...] = (
 
 
 async def attack(target: Target, draw: Random) -> None:
-    """Makes one attack of any kind; `wrong_key` only if the gateway needs a key."""
+    """Makes one attack of a random kind. `wrong_key` is made only if the gateway needs a key."""
     attacks = (*ATTACKS, wrong_key) if target.key else ATTACKS
     await draw.choice(attacks)(target, draw)
 

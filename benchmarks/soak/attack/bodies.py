@@ -9,7 +9,7 @@ _USER = {"role": "user", "content": "a"}
 
 
 def _bodies() -> dict[str, tuple[str, Callable[[], Any]]]:
-    """Costly bodies by name: the path of each, and a function that builds it."""
+    """Maps the name of each costly body to its path and to a function that builds the body."""
     ids, text = list(range(5, 300)) * 400, {"prompt": "a", "max_tokens": 8}
     return {
         "one character": (TEXT, lambda: {"prompt": "a" * 3_900_000}),

@@ -1,4 +1,4 @@
-"""An HTTP client that uses little processor time: a busy client shares the processors with the
+"""An HTTP client that uses little processor time, because it shares the processors with the
 services that it measures.
 """
 
@@ -16,14 +16,14 @@ _ERROR = b'data: {"error"'
 
 @dataclass(slots=True)
 class Ended:
-    """One exchange. Times are in seconds of the monotonic clock."""
+    """The result of one request. Times are in seconds of the monotonic clock."""
 
     sent: float
     first_token: float | None
     ended: float
     status: int
     error: str = ""
-    """The code of an error, from the error answer or the last event."""
+    """The error code in an error answer or in the last event. Empty if there was no error."""
 
     @property
     def is_done(self) -> bool:
@@ -32,7 +32,7 @@ class Ended:
 
 
 class Connection(asyncio.Protocol):
-    """Sends one request after another, each when the previous answer is complete."""
+    """Sends one request at a time. The next one may be sent when the answer is complete."""
 
     def __init__(self) -> None:
         self._transport: asyncio.WriteTransport | None = None
@@ -84,8 +84,9 @@ class Connection(asyncio.Protocol):
         self._end()
 
     def _chunks(self, data: bytes) -> None:
-        """Parses only the first token's event and errors. Rarely, such an event arrives in two
-        pieces and is missed.
+        """Searches a piece of the answer for the first token's event and for errors.
+
+        Nothing else is parsed. An event that arrives in two pieces is missed, which is rare.
         """
         if self._first_token is None and _FIRST_TOKENS in data:
             self._first_token = time.monotonic()
@@ -120,7 +121,7 @@ class Connections:
         self._idle: list[Connection] = []
 
     async def exchange(self, request: bytes) -> Ended:
-        """Sends a request and waits for its answer. Its time includes connecting."""
+        """Sends a request and waits for its answer. The measured time includes connecting."""
         loop, sent = asyncio.get_running_loop(), time.monotonic()
         connection = self._idle.pop() if self._idle else None
         if connection is None or not connection.is_open:

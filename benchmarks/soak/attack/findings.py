@@ -8,18 +8,18 @@ from benchmarks.soak.slope import Slope, slope_of
 
 MB = 1e6
 GROWN_BYTES = 8e6
-"""Smallest growth of memory that counts. Heaps shrink and grow again, and pages are
-touched late.
+"""Memory growth, in bytes, up to which a process is not reported. Heaps shrink and grow again, and
+some pages are first touched late.
 """
 MORE_HANDLES = 16
-"""Number of additional threads, or files, that the load can explain."""
+"""Number of additional threads, or of additional files, that the load can explain."""
 _HOUR = 3600.0
 _EDGE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The resource usage of all processes at one time, in seconds since the load began."""
+    """The resource usage of each process, `seconds` after the load began."""
 
     seconds: float
     usages: Mapping[str, Usage]
@@ -27,8 +27,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One process between the warm-up and the end. Memory is in bytes, the slope in bytes per
-    second. `complaint` describes what grew, and by how much; it is empty if nothing grew.
+    """How one process changed between the end of the warm-up and the end of the run.
+
+    Memory is in bytes, and the slope is in bytes per second. `threads` and `files` are pairs of the
+    number before and the number after. `complaint` states what grew and by how much. It is empty if
+    nothing grew too much.
     """
 
     process: str
@@ -44,10 +47,10 @@ class Finding:
 def findings(
     samples: Sequence[Sample], warm_up_seconds: float, bound_mb_per_hour: float
 ) -> tuple[Finding, ...]:
-    """The finding of each process after the warm-up.
+    """Compares the first and the last samples of each process after the warm-up.
 
-    Memory before and after are means over the first and the last tenth of the samples that count.
-    Threads and files are the maxima there.
+    Samples of the warm-up are ignored. Memory is the mean over the first tenth and the mean over
+    the last tenth of the other samples. Threads and files are the maxima in these tenths.
     """
     counted = [sample for sample in samples if sample.seconds >= warm_up_seconds]
     return tuple(

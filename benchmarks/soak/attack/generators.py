@@ -14,8 +14,9 @@ _LINE_BYTES = 64 * 2**20
 
 
 async def generate(sendings: Sequence[Sending]) -> list[Sent]:
-    """Runs all load generators from the same time on, each in a process; returns the outcomes of
-    each.
+    """Runs a load generator in a process for each of `sendings`. Returns the outcomes of each.
+
+    All load generators begin to send at the same time.
     """
     processes = [await _spawn() for _ in sendings]
     try:
@@ -58,7 +59,7 @@ async def _tell(process: asyncio.subprocess.Process, line: str) -> None:
 
 
 async def _line(process: asyncio.subprocess.Process) -> bytes:
-    """Reads a line. Raises RuntimeError if the process has ended."""
+    """Reads a line of the process's output. Raises RuntimeError if the process has ended."""
     assert process.stdout is not None
     line = await process.stdout.readline()
     if not line:

@@ -1,7 +1,8 @@
-"""Hooks of schemathesis that bound the answers to generated requests.
+"""Hooks of schemathesis that limit the answers to generated requests.
 
-An answer of thousands of tokens takes as long to test as a thousand short ones. A deadline that no
-answer can meet causes the documented 504, which is no defect.
+Answers are shortened, because one answer of thousands of tokens takes as long as a thousand short
+answers. Deadlines are extended, because a deadline that is too short causes a 504. This status is
+documented and no defect.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,12 @@ _LENGTHS = {
     "/v1/messages": ("max_tokens",),
     "/v1/responses": ("max_output_tokens",),
 }
-"""The fields that bound an answer's length, by path."""
+"""Maps each path to the body's fields that limit the length of an answer."""
 
 
 @schemathesis.hook  # type: ignore[untyped-decorator, unused-ignore]
 def before_call(_context: Any, case: Any, _kwargs: dict[str, Any]) -> None:
-    """Bounds the body and the headers of a request before it is sent."""
+    """Limits the answer length and extends the deadline of a request before it is sent."""
     if isinstance(case.body, dict) and case.path in _LENGTHS:
         _bound_answers(case.body, _LENGTHS[case.path])
     if case.headers and _TIMEOUT in case.headers:
@@ -31,7 +32,7 @@ def before_call(_context: Any, case: Any, _kwargs: dict[str, Any]) -> None:
 
 
 def _bound_answers(body: dict[str, Any], names: Sequence[str]) -> None:
-    """Lowers numeric lengths to MOST_TOKENS, and sets the length of requests without one."""
+    """Lowers numeric length limits to MOST_TOKENS. A body without a limit gets MOST_TOKENS."""
     for name in names:
         value = body.get(name)
         if type(value) is int and value > MOST_TOKENS:
