@@ -1,10 +1,10 @@
 """Computes the cost of each hop of a decode step from traces and from the arrival times of tokens.
 
-A hop is a part of a step, such as the way of the tokens from the scheduler to the gateway. The
-services run unchanged. Every step is traced, but only a few requests, which are called probes. The
-spans of a step show the durations of planning, of the pool's work and of the worker's work, as seen
-by the caller and by the callee. In addition, the arrival times of tokens are recorded: at a session
-with the scheduler, which receives tokens as a gateway does, and at the clients of the probes.
+A hop is a part of a step, such as the transfer of its tokens to the gateway. The services run
+unchanged. Every step is traced, but only a few requests are, which are called probes. The spans of
+a step show the durations of planning, of the pool's work and of the worker's work, as seen by the
+caller and by the callee. In addition, the arrival times of tokens are recorded at a session with
+the scheduler, which receives tokens as a gateway does, and at the clients of the probes.
 """
 
 import statistics

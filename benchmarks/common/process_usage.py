@@ -16,8 +16,8 @@ CLIENT = "client"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The resource usage of a process at one time. `rss` and `pss` are in bytes. In
-    `pss`, a page that n processes map counts as one n-th of its size.
+    """The resource usage of a process at one time. `rss` and `pss` are in bytes. In `pss`, a page
+    that n processes map counts as one n-th of its size.
     """
 
     rss: int

@@ -23,8 +23,10 @@ ANSWER_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The result of a request. `seconds` is the time to its complete answer. `complaint` describes an
-    error, and is empty if there was none.
+    """The result of a request.
+
+    `seconds` is the time to its complete answer. `complaint` describes an error, and is empty if
+    there was none.
     """
 
     number: int

@@ -44,7 +44,7 @@ class Workload:
     seed: str
 
     def num_blocks(self, block_size: int) -> int:
-        """The average number of blocks in which all open conversations fit. Each system prompt is
+        """The average number of blocks that all open conversations need. Each system prompt is
         counted once.
         """
         turn = self.user_tokens + self.answer_tokens

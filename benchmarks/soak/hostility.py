@@ -43,7 +43,7 @@ REFUSED_FOR_LOAD = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILAB
 
 
 async def longest_pauses(http: str, model: str, seconds: float, key: str = "") -> list[float]:
-    """Streams answers one after another for `seconds`. Returns the sorted pauses between events.
+    """Streams one answer after another. Returns the sorted pauses between events, in seconds.
 
     Raises httpx.HTTPStatusError if a request is refused for a reason other than load.
     """

@@ -24,7 +24,7 @@ replica. The replica is notified with this delay.
 """
 LOST_NANOS = 5_000_000_000
 """Spans that ended in this period before a service was killed may be lost, because the service had
-not exported them.
+not exported them. Spans of other services' calls to it may end shortly after the kill.
 """
 
 _WAITING = (names.SPAN_REQUEST_QUEUE, names.SPAN_REQUEST_PREEMPTED, names.SPAN_REQUEST_RECOVERY)
@@ -73,8 +73,8 @@ class TraceReport:
     counts: Counter[str] = field(default_factory=Counter)
     """Maps span names to numbers of spans, and causes of interruptions to their numbers."""
     num_lost: int = 0
-    """Number of spans that are missing because a service was killed: parents of other spans, and
-    replicas' spans of a request's stay.
+    """Number of spans that lack their parent, and of requests' stays at a replica that lack the
+    replica's span, because a service was killed.
     """
     faults: list[str] = field(default_factory=list)
 

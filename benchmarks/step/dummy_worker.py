@@ -88,7 +88,7 @@ class DummyRunner:
             time.sleep(left)
 
     def take(self) -> list[tuple[int, int]]:
-        """Returns and forgets the recorded steps."""
+        """Returns the steps that were recorded since the last call."""
         served, self.served = self.served, []
         return served
 

@@ -29,7 +29,9 @@ _LOOK_AGAIN_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The results of one run. `processor_micros` maps processes to processor time per step."""
+    """The results of one run. `step_micros` are the times between steps. `processor_micros` maps
+    processes to their processor time per step.
+    """
 
     step_micros: Sequence[float]
     processor_micros: Mapping[str, float]

@@ -5,12 +5,12 @@
     python -m benchmarks.worker.speculation --model 1.1b --draft-model 135m --num-tokens 32
 
 Several engines run in one process, each with a runner, a scheduler and a pool. One engine runs
-without speculation. The others propose draft tokens with n-grams and with suffix trees; or, if
---draft-model is given, one other engine proposes them with that model. All engines use one copy of
-the model's weights, because two copies at different memory locations can differ in speed by more
+without speculation. By default, one engine drafts tokens with n-grams and one with suffix trees.
+If --draft-model is given, one other engine drafts tokens with that model. All engines use one copy
+of the model's weights, because two copies at different memory locations can differ in speed by more
 than the drafts cost. The output of a model with random weights is unpredictable. Therefore the
 model is forced to write a given text: before sampling, the logit of the text's next token is
-raised. Everything else is computed normally. Most texts are files of this project, tokenized for
+raised. Everything else is computed normally. Texts are part of this project, and are tokenized for
 the demo model.
 
 Without a draft model, the gain depends on the text:
