@@ -4,7 +4,7 @@
 
 The real cores of all four services call each other directly: the gateway's inference and
 detokenizing, the scheduler's policy and engine loop, the pool, and the worker's runner in its one
-compute thread. There are no gRPC calls, messages and sockets. The program reads loads from standard
+compute thread. There are no gRPC calls, messages or sockets. The program reads loads from standard
 input and writes the results to standard output. Each load and each result is one line of JSON.
 """
 
