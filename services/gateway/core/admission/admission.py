@@ -1,4 +1,6 @@
-"""Sends sequences to the replicas while they have free places, by the tenants' fair shares."""
+"""Sends sequences to the replicas while they have free places, so that each tenant gets its fair
+share.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,12 +27,12 @@ from services.gateway.core.tenant import Tenant
 from services.gateway.core.traces.timeline import Part
 
 _SHARE_OF_NEWEST = 0.1
-"""Weight of the newest answer's length in the moving mean of its tenant."""
+"""Weight of the newest answer's length in its tenant's moving mean of answer lengths."""
 _SWEEP_SECONDS = 0.1
 """Time between two searches for sequences that have waited too long."""
 _ENDED_AT_A_TIME = 2
-"""Most sequences that end by timeout in one iteration of the event loop. The sequences of a burst
-time out together, and each error is written to its client in the same iteration.
+"""Limit on the number of sequences that time out in one iteration of the event loop. The sequences
+of a burst time out together, and each error is written to its client in the same iteration.
 """
 
 
@@ -41,9 +43,9 @@ class _Waiter:
     inflight: Inflight
     reason: WaitReason
     num_ahead: int
-    """Waiting sequences of its tenant when it arrived."""
+    """Number of its tenant's waiting sequences when it arrived."""
     began: float
-    """On the event loop's clock, in seconds."""
+    """Time when the wait began, in seconds on the event loop's clock."""
     was_preempted: bool = False
     """Whether it had a place and lost it. If so, the queue's time limit does not apply."""
     has_to_wait: bool = False
@@ -51,8 +53,8 @@ class _Waiter:
 
 
 class Admission:
-    """Queues sequences while the replicas have no place for them. Each tenant has its own queue,
-    bounded in number and time. The replicas' own queues stay short, in order of arrival.
+    """Queues sequences while the replicas have no place for them. Each tenant has its own queue.
+    The length of a queue and the wait in it are limited. The replicas' own queues stay short.
 
     1. `add` queues a sequence. `admit` sends the sequences that may take a place. It is called
        whenever a place may have become free: after a sequence left its replica, or a replica
@@ -98,7 +100,7 @@ class Admission:
         return iter(list(self._waiters))
 
     def waits(self) -> list[tuple[Inflight, WaitReason, float]]:
-        """Each waiting sequence, its wait reason, and its wait so far in seconds."""
+        """Returns each waiting sequence with its wait reason and the seconds it has waited so far."""
         now = self._clock.time()
         waiters = self._waiters.values()
         return [(waiter.inflight, waiter.reason, now - waiter.began) for waiter in waiters]
@@ -157,8 +159,8 @@ class Admission:
 
     def admit(self) -> None:
         """Sends waiting sequences until no tenant with one may take a place. Sequences that are too
-        late end with an error, at most _ENDED_AT_A_TIME per call; `admit` is then called again in
-        the next iteration of the event loop.
+        late end with an error. If more than _ENDED_AT_A_TIME are too late, the next iteration of
+        the event loop calls `admit` again for the others.
         """
         num_late = 0
         while self._waiters and num_late < _ENDED_AT_A_TIME:
@@ -204,7 +206,7 @@ class Admission:
             self.admit()
 
     def _end_start(self, inflight: Inflight) -> bool:
-        """Stops counting a sequence as starting; returns whether it was counted."""
+        """Stops counting a sequence as starting. Returns whether the sequence was counted before."""
         if inflight not in self._starting:
             return False
         self._starting.discard(inflight)
@@ -226,7 +228,7 @@ class Admission:
         return lambda tenant: shares.may_take_place(self.places.usage(tenant))
 
     def _preempt(self) -> FairShares | None:
-        """Preempts sequences until no tenant must return a place; returns the resulting shares.
+        """Preempts sequences until no tenant must return a place. Returns the resulting shares, or
         None while the capacity is not known.
         """
         while (capacity := self._capacity()) is not None:
@@ -239,9 +241,9 @@ class Admission:
         return None
 
     def _victim(self, tenant: Tenant) -> Inflight:
-        """The sequence of a tenant to preempt: by the largest `priority`, then the fewest
-        preemptions so far, then the latest arrival. Its full blocks stay cached, so that only the
-        tokens after them are recomputed.
+        """Returns the tenant's sequence to preempt. It has the largest `priority` number; among
+        equals it has the fewest preemptions so far, then the latest arrival. Its full blocks stay
+        cached, so that only the tokens after them are recomputed.
         """
         running = (one for one in self._charges if one.request.tenant.tenant_id == tenant.tenant_id)
         return max(
@@ -292,8 +294,8 @@ class Admission:
             self._clock.call_at(self._clock.time() + seconds, self._sweep)
 
     def _sweep(self) -> None:
-        """Ends sequences that can no longer start in time: at most _ENDED_AT_A_TIME now, the rest
-        in later iterations of the event loop.
+        """Ends sequences that can no longer start in time. At most _ENDED_AT_A_TIME end now. The
+        rest end in later iterations of the event loop.
         """
         self._is_sweeping = False
         capacity = self._capacity()
@@ -317,7 +319,9 @@ class Admission:
         return latest is not None and latest <= self._clock.time()
 
     def _service_seconds(self, tenant: Tenant, capacity: Capacity | None) -> float:
-        """A running time in seconds that few sequences of the tenant exceed; 0: not known."""
+        """Returns a running time in seconds that few sequences of the tenant exceed; 0 if it is not
+        known.
+        """
         usual = self.places.service_time(tenant).longest_usual
         return usual if capacity is None else max(usual, capacity.service_seconds)
 

@@ -1,4 +1,4 @@
-"""The total number of places of all ready replicas, and their rate of requests."""
+"""The total number of places of all ready replicas, and the rate at which they complete requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ class ReplicaCapacity(Protocol):
 
     @property
     def num_places(self) -> int | None:
-        """Most sequences for this replica at once; None while its `max_num_seqs` is not known."""
+        """Limit on the number of sequences at this replica; None while its `max_num_seqs` is not
+        known.
+        """
 
     @property
     def num_free_places(self) -> int:
@@ -26,15 +28,16 @@ class ReplicaCapacity(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The places of several replicas, and the durations of requests there in seconds."""
+    """The number of places of several replicas, and how fast they complete requests."""
 
     num_places: int
     num_free: int
-    """Negative while sequences wait at the replicas."""
+    """Number of free places; negative while sequences wait at the replicas."""
     seconds_per_request: float = 0.0
-    """Time between the ends of two requests while all places are occupied; 0: not known."""
+    """Mean seconds between the ends of two requests while all places are occupied; 0 if not known.
+    """
     service_seconds: float = 0.0
-    """Time from a request's admission to its end; 0: not known."""
+    """Mean seconds from a request's admission to its end; 0 if not known."""
 
 
 def capacity_of(replicas: Sequence[ReplicaCapacity]) -> Capacity | None:

@@ -23,12 +23,13 @@ _LEAST_STARTING = 2
 _SHARE_PER_STARTING = 8
 """A tenant may have one starting sequence for every 8 places of its share."""
 _SHARE_PER_STARTING_AT_MOST = 2
-"""A tenant may have as many starting sequences as it ends meanwhile, up to its share divided by
-this number. The largest of the three bounds applies.
+"""A tenant may have as many starting sequences as it is expected to end while a sequence starts,
+but at most its share divided by this number. The largest of the three limits on starting sequences
+applies.
 """
 _STEPS_TO_START = 4
-"""Steps from sending a sequence until the gateway receives the report of its first step, with two
-steps in flight.
+"""Number of engine steps between the sending of a sequence and the report of its first step. Two
+steps are assumed to be in flight.
 """
 
 
@@ -48,7 +49,9 @@ class TenantUsage:
     mean_output_tokens: float = 128.0
     service_time: ServiceTime = field(default_factory=ServiceTime)
     lag: float = 0.0
-    """How many tokens it was served less than the most served waiting tenant, by weight."""
+    """Number of tokens by which its service is behind the most served waiting tenant, after
+    division by the tenants' weights and multiplication by its own weight.
+    """
 
     def tokens_of(self, num_answers: float) -> float:
         """The charge in tokens of `num_answers` answers of its mean length, without prompts."""
@@ -62,8 +65,8 @@ class TenantUsage:
 
 
 class FairShares:
-    """Determines at one moment which tenants may take a free place, and which tenant must return
-    one.
+    """Determines which tenants may take a free place, and which tenant must return one. An object
+    is valid for one moment.
 
     1. A tenant's share is its fraction of all places by weight, rounded down, and at least 1. Below
        its share it may take any free place. If none is free, the tenant furthest above its share is
@@ -149,7 +152,7 @@ class Places:
     """The usage of each tenant with recent requests."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        """`now` returns steady seconds."""
+        """`now` returns the time in seconds on a steady clock."""
         self._now = now
         self._usages: dict[str, TenantUsage] = {}
 
@@ -157,7 +160,9 @@ class Places:
         return iter(self._usages.values())
 
     def usage(self, tenant: Tenant) -> TenantUsage:
-        """The usage of a tenant, which callers change in place. It is created for a new tenant."""
+        """Returns the usage of a tenant. Callers modify the returned object. A new tenant gets a
+        new object.
+        """
         usage = self._usages.get(tenant.tenant_id)
         if usage is None:
             usage = self._usages[tenant.tenant_id] = TenantUsage(tenant, asked_at=self._now())
@@ -169,7 +174,9 @@ class Places:
         return 0 if usage is None else usage.num_waiting
 
     def service_time(self, tenant: Tenant) -> ServiceTime:
-        """The service time of a tenant's sequences; without measurements for a new tenant."""
+        """Returns the service time of a tenant's sequences. It has no measurements if the tenant is
+        new.
+        """
         usage = self._usages.get(tenant.tenant_id)
         return ServiceTime() if usage is None else usage.service_time
 

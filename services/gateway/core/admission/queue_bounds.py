@@ -1,4 +1,4 @@
-"""The bounds of a tenant's queue at the gateway in number and time."""
+"""Limits on the length of a tenant's queue at the gateway, and on the wait in it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,15 +23,18 @@ class TenantQueueFull(QuotaExceeded):
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """The bounds of every tenant's queue: its share of `max_total_waiting` sequences, at most
-    `max_num_waiting`, and `max_queue_seconds`; 0 is no time limit.
+    """Limits of every tenant's queue. Its length is limited to the tenant's share of
+    `max_total_waiting` sequences, and to `max_num_waiting`. The wait is limited to
+    `max_queue_seconds`; 0 means no limit.
     """
 
     max_num_waiting: int
     max_total_waiting: int
     max_queue_seconds: float
     max_num_queued_tokens: int | None = None
-    """Most prompt tokens in sequences of all tenants without output; None: no limit."""
+    """Limit on the total number of prompt tokens in sequences without output, over all tenants;
+    None means no limit.
+    """
 
     def check_tokens(self, num_queued_tokens: Callable[[], int]) -> None:
         """Raises ResourceExhausted if the number of queued prompt tokens has reached the limit."""
@@ -76,8 +79,8 @@ class QueueBounds:
     def latest_start(
         self, now: float, deadline: float | None, service_seconds: float
     ) -> float | None:
-        """The latest time for sending a request that arrives at `now`; None: no limit. Times are in
-        seconds on the event loop's clock.
+        """Returns the latest time for sending a request that arrives at `now`; None if there is no
+        limit. Times are in seconds on the event loop's clock.
         """
         bounds = []
         if self.max_queue_seconds:

@@ -6,7 +6,7 @@ from services.gateway.core.fleet.route import Route
 from services.gateway.core.request.inflight import Inflight
 
 OUTPUT_WEIGHT = 2.0
-"""The charge of a generated token, in prompt tokens (Sheng et al., 2024)."""
+"""A generated token is charged like this number of prompt tokens (Sheng et al., 2024)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class ServiceCharge:
     expected_output_tokens: float
     """Expected output tokens after it was sent."""
     sent_at: float
-    """In seconds, on the event loop's clock."""
+    """Time when it was sent, in seconds on the event loop's clock."""
 
     @property
     def num_tokens(self) -> float:
@@ -40,9 +40,10 @@ class ServiceCharge:
 def charge_for(
     inflight: Inflight, route: Route, mean_output_tokens: float, now: float
 ) -> ServiceCharge:
-    """The charge of a sequence that is sent by a route at `now`, in seconds.
+    """Returns the charge of a sequence that is sent to the replica of `route`.
 
-    `mean_output_tokens` is the tenant's mean answer length.
+    `mean_output_tokens` is the tenant's mean answer length. `now` is the sending time in seconds on
+    the event loop's clock.
     """
     request, num_output = inflight.request, len(inflight.output_token_ids)
     num_prompt = 0 if num_output else len(request.prompt_token_ids) - route.num_cached_tokens

@@ -20,7 +20,9 @@ class ServiceTime:
 
     @property
     def longest_usual(self) -> float:
-        """A time that few sequences exceed: the mean plus two deviations; 0: not known."""
+        """A running time in seconds that few sequences exceed: the mean plus two deviations. 0
+        means that it is not known.
+        """
         return self.mean + _DEVIATIONS * self.deviation
 
     def add(self, seconds: float) -> None:

@@ -29,7 +29,7 @@ class Wait:
     began: float
     ended: float
     num_ahead: int
-    """Waiting sequences of its tenant when it arrived."""
+    """Number of its tenant's waiting sequences when it arrived."""
 
     @property
     def seconds(self) -> float:

@@ -41,7 +41,7 @@ Said = Mapping[str, bool | int]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a call at one replica: its answer `said`, or the `error`."""
+    """The result of a call to one replica: either the answer `said`, or the `error`."""
 
     address: str
     said: Said = field(default_factory=dict)

@@ -40,8 +40,8 @@ NO_REPLICA = "no_replica"
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A sequence waiting at this gateway: the reason, and the time so far in
-    seconds if it is known.
+    """A sequence that waits at this gateway. Has the wait's reason and, if known, the seconds
+    waited so far.
     """
 
     inflight: Inflight
@@ -122,7 +122,7 @@ class Fleet:
         return len(self._waiting) + len(self.admission)
 
     def queued(self, most: int) -> list[Queued]:
-        """At most `most` sequences without a replica, with the reason."""
+        """Returns at most `most` sequences without a replica, with the reasons of their waits."""
         kept = [Queued(one, why.value, since) for one, why, since in self.admission.waits()]
         unplaced = [Queued(inflight, NO_REPLICA) for inflight in self._waiting]
         return [*kept, *unplaced][:most]
@@ -247,8 +247,8 @@ class Fleet:
     # Choice of the replica.
 
     def _send(self, inflight: Inflight) -> Replica | None:
-        """Sends a sequence to a ready replica that has not refused it. Returns the replica; None if
-        there is none.
+        """Sends a sequence to a ready replica that has not refused it. Returns the replica, or None
+        if no replica can get the sequence.
         """
         placed = self._placement.place(inflight)
         if placed is None:

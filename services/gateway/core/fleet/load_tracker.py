@@ -34,7 +34,7 @@ _SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """How much each prompt token, and each decoding request, lengthens a step."""
+    """The seconds by which each prompt token, and each decoding request, lengthens a step."""
 
     seconds_per_prompt_token: float
     seconds_per_decode: float
@@ -63,7 +63,7 @@ class _Sent:
     num_output_tokens: int
     """Output tokens when it was sent."""
     num_uncomputed_tokens: int
-    """Tokens not computed yet, by estimate."""
+    """Estimated number of tokens that are not computed yet."""
     num_cached_tokens: int
     """Tokens that were expected to be cached."""
     cached_key: int | None
@@ -80,7 +80,9 @@ class LoadTracker:
 
     def __init__(self) -> None:
         self.trust = 1.0
-        """Moving mean of the fraction of tokens expected to be cached that really were."""
+        """Of the tokens that were expected to be cached, the fraction that really was; a moving
+        mean.
+        """
         self._sent: dict[int, _Sent] = {}
         self._num_sharing: Counter[int] = Counter()
         self._num_uncomputed = 0

@@ -1,4 +1,4 @@
-"""The set of replicas: which of them accept requests, and the limits of requests."""
+"""The set of replicas. Determines which replicas accept requests, and the limits of requests."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ class Membership:
         `patience_seconds`. `update` may then replace the model.
         """
         self.replicas: list[Replica] = []
-        """In order of joining. Each change makes a new list."""
+        """The replicas in order of joining. The list is replaced, not modified, by each change."""
         self.known_limits: ModelLimits | None = None
         """The tightest limits of the ready replicas, or the last known ones; None before any."""
         self.changed = asyncio.Event()
@@ -79,7 +79,7 @@ class Membership:
         return len(self.ready())
 
     def not_ready(self) -> dict[str, str]:
-        """By address, the reasons for which replicas accept no requests now."""
+        """Maps the address of each replica that accepts no requests now to the reason."""
         return {
             replica.address: replica.reason for replica in self.replicas if not replica.is_ready
         }

@@ -61,8 +61,8 @@ class Replica:
     """Sends sequences over its link. The link calls the methods from `opened` on with the
     scheduler's messages.
 
-    Sequences and sessions are identified by handles. A handle is unique within a session of the
-    gateway.
+    Sequences and sessions are identified by integers, called handles. A handle is unique within a
+    session of the gateway.
     """
 
     def __init__(self, address: str, link: Link, clock: Clock, listener: ReplicaListener) -> None:
@@ -136,7 +136,8 @@ class Replica:
 
     @property
     def num_places(self) -> int | None:
-        """Most sequences for this replica at once; None if it did not report `max_num_seqs`.
+        """Limit on the number of sequences at this replica; None if it did not report
+        `max_num_seqs`.
 
         Normally this is `max_num_seqs`. If the queue is blocked, for lack of blocks or of step
         budget, it is the number of running sequences plus half of the waiting ones, so that few

@@ -14,7 +14,7 @@ class ReplicaDescription:
     fingerprint: bytes
     """Fingerprint of the model and its cache layout, 32 bytes. It is the root of block hashes."""
     tokenizer_fingerprint: bytes
-    """32 bytes; empty if the worker has no tokenizer files."""
+    """Fingerprint of the tokenizer files, 32 bytes; empty if the worker has no such files."""
     block_size: int
     cache_node: str = ""
     """The pool's name in the directory; empty if the directory does not know it."""
@@ -23,9 +23,9 @@ class ReplicaDescription:
     pool_id: str = ""
     """The pool's id at that address."""
     max_num_seqs: int = 0
-    """Most sequences that run at once; 0: not reported."""
+    """Limit on the number of running sequences; 0 if it was not reported."""
     hash_block_size: int | None = None
-    """Tokens per block hash if these are fewer than a block's; else None."""
+    """Number of tokens per block hash, if it is smaller than the block size; else None."""
 
 
 @dataclass(frozen=True, slots=True)

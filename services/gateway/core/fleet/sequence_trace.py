@@ -1,4 +1,4 @@
-"""The stays of a sequence at replicas, from its start to its end."""
+"""The stays of a sequence at replicas. A stay lasts from sending to a replica until the end there."""
 
 import enum
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class EngineTimes:
     interrupted: float
     """The part of prefill and decode in which the sequence did not run."""
     queued_unix_nanos: int | None = None
-    """When it arrived at the replica, by the replica's clock."""
+    """Unix time of its arrival at the replica in nanoseconds, by the replica's clock."""
     parts: tuple[TimePart, ...] = ()
     """The whole time divided into parts; empty if the replica did not report them."""
 
@@ -49,7 +49,7 @@ class EngineTimes:
 
     @property
     def nanos(self) -> int:
-        """The time from its arrival at the replica to its end."""
+        """The nanoseconds from its arrival at the replica to its end."""
         return round((self.queue + self.inference) * 1e9)
 
 
@@ -68,7 +68,7 @@ class SequenceTrace:
     first_token: int | None = None
     """When the first token from its current replica arrived; None before."""
     stays: dict[str, int] = field(default_factory=dict)
-    """The replicas' addresses, each with the span number of the last stay there."""
+    """Maps a replica's address to the span number of the last stay there."""
     timeline: Timeline = field(init=False)
 
     def __post_init__(self) -> None:

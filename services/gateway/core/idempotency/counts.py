@@ -30,8 +30,8 @@ class SharingCounts:
     entries: int = 0
     """Entries that were appended to logs."""
     alone: int = 0
-    """Answers that are not shared with other gateways, because Redis or their
-    entries were unavailable.
+    """Answers that are not shared with other gateways, because Redis or the answers' log entries
+    were unavailable.
     """
     fenced: int = 0
     """Answers taken over by another gateway while this one was generating them."""

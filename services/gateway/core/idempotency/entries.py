@@ -64,7 +64,9 @@ class Bring:
     """More output of sequences."""
 
     parts: Sequence[Part]
-    """For each sequence: its index, the extent of its earlier output, and the new output."""
+    """The new output of each sequence. A part has the sequence's index, the number of tokens and
+    prompt rows before the new output, and the new output.
+    """
 
 
 @dataclass(frozen=True, slots=True)

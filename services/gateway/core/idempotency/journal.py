@@ -45,21 +45,24 @@ class Appended(enum.Enum):
 
     DONE = "done"
     FENCED = "fenced"
-    """The log has an entry of another owner at or after that position."""
+    """The log has an entry of another owner at or after the position of the Append."""
     LOST = "lost"
     """The log does not exist any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Entries of a log, all or those after a position, and whether the lease is taken."""
+    """Entries of a log, and whether a gateway has the lease. The entries are all of the log's, or
+    only the later ones after a position.
+    """
 
     entries: Sequence[tuple[Position, bytes]]
     is_leased: bool
 
 
 class Journal(Protocol):
-    """Logs by the scope of their key. A log expires some time after its last entry.
+    """Stores logs. A log is identified by the scope of its key. A log expires some time after its
+    last entry.
 
     Every call raises Unavailable if it cannot be completed in time. The call may still have taken
     effect. An identical append that is repeated takes effect once.

@@ -23,9 +23,7 @@ class Wanted:
     scope: str
     """The id under which its answer is stored; see IdempotencyKey."""
     fingerprint: bytes
-    """Hash of the request's content. A different request with the same key has a
-    different fingerprint.
-    """
+    """Hash of the request's content. It reveals a different request with the same key."""
     num_sequences: int
     identity: Identity
     """The identity that is used if this request is the first with its key."""
@@ -64,9 +62,9 @@ class KeyedRequest:
         self.opening = asyncio.Lock()
         """Locked while the gateway that generates the answer is determined."""
         self.timer: Timer | None = None
-        """Stops or forgets the answer if no client reads it by then."""
+        """At its end the answer is stopped or forgotten if no client reads it."""
         self.num_bytes = 0
-        """Bytes of the answer that are included in the total."""
+        """Bytes of this answer that `KeyedRequests.num_bytes` includes."""
         self._on_left = on_left
         self._on_making_ended: list[Callable[[Made], None]] = []
 

@@ -1,4 +1,6 @@
-"""A gateway's answers with an idempotency key, bounded in number and time."""
+"""A gateway's stored answers with an idempotency key. Their number and their storage time are
+limited.
+"""
 
 import asyncio
 import logging
@@ -20,35 +22,39 @@ from services.gateway.core.request.identity import Identity
 logger = logging.getLogger(__name__)
 
 _FIRST_READER_SECONDS = 5.0
-"""How long an answer is generated before its first reader connects. The reader normally connects at
-once, except if the client disconnects at that moment.
+"""Seconds for which an answer may be generated while it waits for its first reader. The reader
+normally connects at once, except if the client disconnects at that moment.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Bounds of stored answers. An answer is detached while it is generated without a client."""
+    """Limits on stored answers. An answer is detached while it is generated without a client."""
 
     linger_seconds: float
-    """How long an answer continues without a client."""
+    """Seconds for which an answer continues to be generated without a client."""
     max_detached: int
-    """Most detached answers. Beyond that, the answer whose client left first is stopped."""
+    """Limit on the number of detached answers. If it is exceeded, the answer whose client left
+    first is stopped.
+    """
     retention_seconds: float
-    """How long an answer is stored after it has ended or stopped."""
+    """Seconds for which an answer is stored after it has ended or stopped."""
     max_answers: int
     max_bytes: int
-    """Most bytes of ended or stopped answers. The least recently used ones are forgotten first."""
+    """Limit on the total bytes of ended or stopped answers. The least recently used answers are
+    forgotten first.
+    """
 
 
 class KeyedRequests:
-    """Answers by the scope of their key.
+    """Stores answers. Each is identified by the scope of its key.
 
     1. The first request with a key starts the answer. Requests with the same key and content read
        it from its beginning. Requests with other content are refused.
     2. After its last reader has left, the answer continues for `linger_seconds`, then stops. A
        stopped answer is resumed when a request asks for it.
-    3. An answer that ended is stored. If it ended with an error, it is not, and the next request
-       starts it again.
+    3. An answer that ended without an error is stored. After an error, the next request starts the
+       answer again.
 
     With `sharing` the same is true across all gateways.
     """
@@ -90,9 +96,9 @@ class KeyedRequests:
         api: str,
         again: Callable[[Generation, Identity], Generation],
     ) -> Generation:
-        """A generation with the answer of the key; the given generation if it is the first. `api`
-        is the kind of answer. `again` builds the same request with another identity. Raises
-        KeyReused.
+        """Returns a generation that reads the answer of the key. For the first request with the key
+        this is the given generation. `api` is the kind of answer. `again` builds the same request
+        with another identity. Raises KeyReused.
         """
         wanted = Wanted(
             key.scope(self._engine.model_fingerprint()),
@@ -217,8 +223,8 @@ class KeyedRequests:
             self._at(_FIRST_READER_SECONDS, request, self._reader_left)
 
     def _reader_left(self, request: KeyedRequest) -> None:
-        """Decides what happens to an answer without readers: its last reader has left, or its first
-        did not connect.
+        """Decides what happens to an answer without readers, because its last reader has left or
+        its first reader did not connect.
         """
         if request.readers:
             return

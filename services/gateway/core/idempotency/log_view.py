@@ -18,8 +18,9 @@ from services.gateway.core.request.delta import Delta
 class LogView:
     """The recording that results from a log's entries up to `position`.
 
-    An entry may repeat earlier output, for example if the next owner generated it again. Token
-    positions are counted from the start of the sequence.
+    An entry may repeat earlier output, for example because another gateway took over the log and
+    generated the output again. Repeated output is skipped. Token positions are counted from the
+    start of the sequence.
     """
 
     def __init__(self) -> None:
@@ -35,8 +36,8 @@ class LogView:
         return self.begin is not None and self.recording.error is None
 
     def apply(self, entries: Sequence[tuple[Position, bytes]]) -> None:
-        """Applies new entries of the log. Raises DamagedEntry; the entries before
-        the damaged one are applied.
+        """Applies new entries of the log. Raises DamagedEntry at the first damaged entry, after the
+        entries before it were applied.
         """
         for position, value in entries:
             if position <= self.position:

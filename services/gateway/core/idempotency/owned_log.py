@@ -1,4 +1,4 @@
-"""The log of an answer that this gateway generates, and its next entry."""
+"""Writes the log of an answer that this gateway generates."""
 
 from collections.abc import Callable
 
@@ -24,9 +24,9 @@ class OwnedLog:
         begins: bool,
         has_recording: bool,
     ) -> None:
-        """`written` is the position of the log's last entry; fence 0 if there is none. `begins`:
-        the next entry is a Begin with the next fence. `has_recording`: the log already has the
-        current recording.
+        """`written` is the position of the log's last entry. Its fence, the number of the log's
+        owner, is 0 if the log is empty. If `begins`, the next entry is a Begin with the next fence.
+        If `has_recording`, the log already contains the current recording.
         """
         self.request = request
         self._written = written
@@ -46,8 +46,8 @@ class OwnedLog:
         return is_over and self._pending is None and not self._has_lease
 
     def leave(self) -> None:
-        """Stops: writes a last entry and releases the lease, since this gateway no
-        longer generates the answer.
+        """Writes a last entry and releases the lease, because this gateway no longer generates the
+        answer.
         """
         self._is_leaving = True
         self._on_news()
@@ -59,8 +59,8 @@ class OwnedLog:
         self._on_news()
 
     def restart(self) -> None:
-        """Starts the log again after it has disappeared, with a fence above all of
-        the old log's.
+        """Starts the log again after it has disappeared, with a fence higher than all fences of the
+        old log.
         """
         self._cursor.close()
         self._cursor = Cursor(self.request.recording, self._on_news)
