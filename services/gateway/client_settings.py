@@ -178,18 +178,20 @@ class ClientSettings(ServiceSettings):
 
     @property
     def max_logprobs_per_request(self) -> int:
-        """Most log-probabilities of an answer that is not streamed. Each takes 8 bytes."""
+        """Limit on the number of log-probabilities in an answer that is not streamed. Each takes 8
+        bytes.
+        """
         return 32 * self.max_items_per_request
 
     @property
     def max_buffered_body_bytes(self) -> int:
-        """Most bytes of HTTP bodies above 64 KiB that are buffered at once."""
+        """Limit on the total bytes of buffered HTTP bodies. Only bodies above 64 KiB count."""
         return 8 * self.max_body_bytes
 
     @property
     def max_message_bytes(self) -> int:
-        """Most bytes of a message from a gRPC client. It is less than for HTTP, since numbers take
-        fewer bytes than in JSON.
+        """Limit on the bytes of a message from a gRPC client. It is lower than the limit for HTTP,
+        because numbers take fewer bytes than in JSON.
         """
         return self.max_body_bytes // 2
 

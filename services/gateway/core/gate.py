@@ -1,4 +1,4 @@
-"""A limit on concurrent requests, and a wait for the end of the last one."""
+"""Limits the number of concurrent requests, and waits until none is in progress."""
 
 import asyncio
 from collections.abc import Iterator

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from services.gateway.core.fleet.replica import Replica
 
 TIMER_SLACK_SECONDS = 0.001
-"""How much too early an event loop's clock may run a callback, in seconds."""
+"""An event loop may run a callback up to this number of seconds before its time."""
 
 
 class DeltaSource(Protocol):
@@ -37,8 +37,8 @@ class DeltaSource(Protocol):
     """The trace of each sequence; empty if another gateway runs the sequences."""
 
     def take(self) -> list[tuple[int, Delta]]:
-        """The output since the last call: (index of the sequence, its delta), each
-        index at most once.
+        """Returns the output since the last call as pairs of a sequence's index and its delta. Each
+        index occurs at most once.
         """
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
@@ -62,7 +62,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """How much of an answer was generated so far."""
+    """The number of tokens of an answer that were generated or found in the cache so far."""
 
     num_tokens: int
     """Generated tokens of all sequences."""
@@ -74,8 +74,8 @@ class KeptSource(Source, Protocol):
     """A source that may continue after its reader has left."""
 
     def when_making_ends(self, call: Callable[[Made], None]) -> None:
-        """Calls `call` once, when the answer has ended or stopped; at once if it is
-        not being generated.
+        """Calls `call` once when the answer has ended or stopped. If the answer is not being
+        generated, calls it at once.
         """
 
 
@@ -133,8 +133,8 @@ class Link(Protocol):
         """
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
-        """Ends a sequence at the scheduler. No more results follow. `was_stopped`:
-        a stop string ended it.
+        """Ends a sequence at the scheduler. No more results follow. `was_stopped` is true if a stop
+        string ended the sequence.
         """
 
 
@@ -189,8 +189,8 @@ class Grammars(Protocol):
 
 
 class TextTooLong(Exception):
-    """The text with index `number` is too long. It has `num_tokens` tokens, or at
-    least so many if not exact.
+    """The text with index `number` is too long. It has `num_tokens` tokens, or at least that many
+    if the number is not exact.
     """
 
     def __init__(self, num_tokens: int, number: int, *, is_exact: bool) -> None:
@@ -214,7 +214,7 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     """The tokenizer's end-of-sequence token; None if it has none."""
     max_token_bytes: int
-    """Most bytes of one token."""
+    """Number of bytes of the longest token."""
     has_chat_template: bool
     """Whether conversations can be rendered."""
 
@@ -234,8 +234,8 @@ class Tokenizer(Protocol):
     async def encode_truncated(
         self, prompts: Sequence[tuple[str, ...]], kept: Truncation, *, add_special_tokens: bool
     ) -> list[tuple[list[int], int]]:
-        """Token ids of prompts of one or two texts, truncated to the kept part, and the number of
-        tokens before the second text; 0 if not known.
+        """For each prompt of one or two texts, the token ids of the kept part, and the number of
+        tokens before the second text; 0 if that is not known.
         """
 
     async def token_starts(

@@ -12,9 +12,9 @@ class ReaderCounts:
     damaged: int = 0
     """Entries, records, leases and snapshots that could not be decoded, and were skipped."""
     gaps: int = 0
-    """How often entries of a node were missing."""
+    """Number of times that entries of a node were missing."""
     drifts: int = 0
-    """How often the digest of a node differed."""
+    """Number of times that the digest of a node differed from its view's."""
     loads: int = 0
     """Snapshots that were loaded."""
     failures: int = 0

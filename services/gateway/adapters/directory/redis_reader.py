@@ -49,11 +49,11 @@ class ReaderTimes:
     refresh_seconds: float = 1.0
     """Interval between two reads of records and leases."""
     urgent_seconds: float = 0.05
-    """The same interval while a node needs to be loaded."""
+    """Interval between two reads of records and leases while a node needs to be loaded."""
     lease_seconds: float = 3.0
     """Time without contact after which leases may have expired."""
     watchdog_seconds: float = 0.5
-    """How much longer a read may take than its waiting time at the server."""
+    """A read may take this much longer than its waiting time at the server."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
 
@@ -79,7 +79,9 @@ class RedisReader:
         self._refresh_at = 0.0
         self._contact_at = 0.0
         self._behind: dict[str, int] = {}
-        """The sequence number of each view that was behind its lease at the last check."""
+        """Maps a node whose view was behind its lease at the last check to the view's sequence
+        number.
+        """
         self._loaded: dict[str, tuple[int, int]] = {}
         """Epoch and sequence number of the last snapshot of each node."""
         self._is_at_end = False
@@ -251,7 +253,7 @@ class RedisReader:
         return leases
 
     def _must_load(self, record: NodeRecord, lease: NodeLease) -> bool:
-        """Whether the view of a node is missing, of another epoch, or wrong."""
+        """Returns whether the view of a node is missing, belongs to another epoch, or is wrong."""
         view = self._index.view(record.node)
         if view is None or view.epoch != record.epoch:
             # Keys of another epoch are invalid, even if the new epoch cannot be loaded.
@@ -307,7 +309,9 @@ class RedisReader:
             self._cursor = snapshot.log_id
 
     def _decode(self, value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]] | None:
-        """A snapshot and its keys in parts; None if it is damaged."""
+        """Returns a snapshot, and its keys divided into parts. Returns None if the snapshot is
+        damaged.
+        """
         try:
             return snapshot_from_bytes(value)
         except DamagedValue:

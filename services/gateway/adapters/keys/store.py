@@ -1,4 +1,4 @@
-"""The port to stores of API keys."""
+"""The interface of stores of API keys."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -31,7 +31,7 @@ SLOT_LEASE_MILLIS = 15_000
 _SLOTS_PER_CALL = 500
 _MAX_UNRELEASED = 10_000
 _MAX_CALLS = 32
-"""Most concurrent calls, and so most connections."""
+"""Limit on the number of concurrent calls, and so of connections."""
 _QUOTAS = (None, Quota.REQUESTS, Quota.TOKENS, Quota.CONCURRENCY)
 
 logger = logging.getLogger(__name__)

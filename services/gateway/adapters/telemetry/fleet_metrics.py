@@ -47,8 +47,8 @@ class FleetMetrics:
         self._links = links
 
     async def collect(self, *, shows_tenants: bool, exemplars: bool) -> bytes:
-        """The metrics as text, with exemplars if wanted. A replica's series have its address as the
-        label `replica`, since addresses are unique and engine names may repeat.
+        """Returns the metrics as text, with exemplars if requested. A replica's series have its
+        address as the label `replica`, since addresses are unique and engine names may repeat.
         """
         hidden_labels = () if shows_tenants else ("tenant",)
         links = self._links.all()

@@ -1,4 +1,6 @@
-"""Observes a request without taking part in it: its latencies, its counts, its record."""
+"""Observes requests without affecting them. Measures latencies, counts tokens and outcomes, and
+updates the request's record.
+"""
 
 import asyncio
 import time

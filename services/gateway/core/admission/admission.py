@@ -100,7 +100,7 @@ class Admission:
         return iter(list(self._waiters))
 
     def waits(self) -> list[tuple[Inflight, WaitReason, float]]:
-        """Returns each waiting sequence with its wait reason and the seconds it has waited so far."""
+        """Returns each waiting sequence, its wait reason, and the seconds waited so far."""
         now = self._clock.time()
         waiters = self._waiters.values()
         return [(waiter.inflight, waiter.reason, now - waiter.began) for waiter in waiters]
@@ -206,7 +206,7 @@ class Admission:
             self.admit()
 
     def _end_start(self, inflight: Inflight) -> bool:
-        """Stops counting a sequence as starting. Returns whether the sequence was counted before."""
+        """Stops counting a sequence as starting. Returns whether it was counted before."""
         if inflight not in self._starting:
             return False
         self._starting.discard(inflight)

@@ -1,4 +1,4 @@
-"""The total number of places of all ready replicas, and the rate at which they complete requests."""
+"""The total number of places of all ready replicas, and how fast they complete requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -49,8 +49,8 @@ class TenantUsage:
     mean_output_tokens: float = 128.0
     service_time: ServiceTime = field(default_factory=ServiceTime)
     lag: float = 0.0
-    """Number of tokens by which its service is behind the most served waiting tenant, after
-    division by the tenants' weights and multiplication by its own weight.
+    """Lag in tokens: the highest virtual token counter of the other waiting tenants minus its own
+    counter, times its weight.
     """
 
     def tokens_of(self, num_answers: float) -> float:

@@ -93,7 +93,8 @@ class QueueBounds:
 def expected_wait(
     tenant: Tenant, num_ahead: int, others: Iterable[TenantUsage], capacity: Capacity
 ) -> float:
-    """Seconds until a sequence with `num_ahead` sequences of its tenant before it is sent.
+    """Returns the expected seconds until a sequence is sent. `num_ahead` sequences of its tenant
+    wait before it.
 
     Meanwhile the waiting sequences of other tenants are sent in proportion to the weights, at most
     as many as wait. A tenant without waiting sequences keeps its places.

@@ -1,4 +1,4 @@
-"""The stays of a sequence at replicas. A stay lasts from sending to a replica until the end there."""
+"""The stays of a sequence at replicas. A stay begins when the sequence is sent."""
 
 import enum
 from collections.abc import Callable

@@ -83,8 +83,8 @@ class OwnedLogs:
         return True
 
     def begin_later(self, request: KeyedRequest, written: Position) -> None:
-        """Becomes owner of a log whose start entry is not in the journal. It is
-        written with the next entries.
+        """Becomes owner of a log whose start entry is not in the journal. The start entry is
+        written by the next `write`.
         """
         self._add(request, written, begins=True, has_recording=False)
 

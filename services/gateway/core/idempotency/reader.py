@@ -11,8 +11,8 @@ from services.gateway.core.request.delta import Delta
 
 
 class Reader:
-    """The deltas of a recording from its beginning: the existing output at once, new output as it
-    is recorded. A generation uses it like an engine's mailbox.
+    """Returns the deltas of a recording from its beginning. The existing output is available at
+    once, new output when it is recorded. A generation uses it like an engine's mailbox.
     """
 
     def __init__(

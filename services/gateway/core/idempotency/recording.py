@@ -16,7 +16,7 @@ _SEQUENCE_BYTES = 1024
 
 @dataclass(slots=True)
 class Seen:
-    """How much of a sequence a reader has received."""
+    """The numbers of tokens and prompt rows of a sequence that a reader has received."""
 
     num_tokens: int = 0
     num_prompt_rows: int = 0
@@ -101,8 +101,8 @@ class Cursor:
         self._on_news()
 
     def take(self) -> list[tuple[int, Seen, Delta]]:
-        """The new output since the last call. For each changed sequence: its index, the extent of
-        earlier output, and the new output.
+        """The new output since the last call. Each changed sequence has its index, the extent of
+        its earlier output, and the new output.
         """
         changed, self._changed = sorted(self._changed), set()
         news = []

@@ -6,8 +6,8 @@ time.
 2. Another gateway with a client for that key follows the log. When the lease has expired it
    acquires it, appends an entry with the next fence, and resumes generation from the log's state.
    With the same request id, seed and tokens so far, the remaining output is the same.
-3. If the former owner was only slow, its next append fails, since it is fenced. It stops writing,
-   and continues to generate for its own clients; their tokens are the same.
+3. If the former owner was only slow, it is fenced: its next append fails. It stops writing, and
+   continues to generate for its own clients; their tokens are the same.
 4. Without the journal, an answer is not shared. It is written once the journal is available again.
    No token waits for the journal. Only the start of a request with a key waits, for at most
    `open_seconds`, and not at all while the journal is known to be unavailable.
@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 _FORGOTTEN_AT_A_TIME = 128
 _READS_AT_A_TIME = 128
 _LAST_WRITES = 3
-"""Writes per log at shutdown: the start entry, an unconfirmed entry, and the rest."""
+"""Number of writes per log at shutdown. They are the start entry, an unconfirmed entry, and the
+rest.
+"""
 
 
 class Role(enum.Enum):
@@ -59,7 +61,7 @@ class SharingTimes:
     lease_seconds: float = 3.0
     """Duration of a lease. It is renewed three times as often."""
     open_seconds: float = 1.0
-    """How long a request may wait for the journal."""
+    """Time for which a request may wait for the journal."""
     again_seconds: float = 0.02
     """Interval between reads of a log that another gateway is about to start."""
     first_backoff_seconds: float = 0.05

@@ -1,4 +1,4 @@
-"""Limits counted in this process: used without Redis, and while Redis is unavailable."""
+"""Counts limits in this process. Used if Redis is not configured, and while it is unavailable."""
 
 import asyncio
 from collections.abc import Callable
@@ -103,8 +103,8 @@ class MemoryLimits:
 def _refusal(
     limits: LimitSet, change: Change, requests: int, tokens: int, slots: dict[str, int]
 ) -> tuple[Quota | None, int]:
-    """The limit that refuses a change at these levels, and the wait in milliseconds; None and 0 if
-    no limit does.
+    """Returns the limit that refuses a change at these levels, and the wait in milliseconds.
+    Returns None and 0 if no limit refuses it.
     """
     limit = limits.requests_per_minute
     if limit is not None and change.num_requests > 0:

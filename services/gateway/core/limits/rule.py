@@ -31,7 +31,7 @@ class Quota(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LimitSet:
-    """The limits of one tenant; None is no limit."""
+    """The limits of one tenant. A field that is None means no limit."""
 
     tenant_id: str
     requests_per_minute: int | None = None
@@ -96,7 +96,7 @@ class Change:
 @dataclass(frozen=True, slots=True)
 class Standing:
     """The levels of a tenant's buckets, in units, after a change or a refusal; 0 if there is no
-    limit. `wait_millis` is the time until a refused change would fit; 0: not known.
+    limit. `wait_millis` is the time until a refused change would fit; 0 if it is not known.
     """
 
     refused_by: Quota | None
@@ -108,8 +108,8 @@ class Standing:
 
 
 def refilled(level: int | None, limit: int, elapsed_millis: int) -> int:
-    """The level of a bucket after a time, given its earlier level; None: the bucket
-    is new and full.
+    """Returns the level of a bucket after a time. `None` as the earlier level means a new, full
+    bucket.
     """
     full = limit * UNITS
     if level is None:

@@ -1,4 +1,4 @@
-"""The port to the counting of limits."""
+"""The interface of stores that count limits."""
 
 from typing import Protocol
 

@@ -25,7 +25,7 @@ from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.tenant import ANYONE, Tenant
 
 MAX_RESERVED_OUTPUT_TOKENS = 4096
-"""Most tokens reserved for an answer if the client sets no maximum length."""
+"""Limit on the number of tokens reserved for an answer if the client sets no maximum length."""
 _CONCURRENCY_RETRY_SECONDS = 1.0
 _SHORTEST_RETRY_SECONDS = 0.1
 

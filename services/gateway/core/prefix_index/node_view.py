@@ -14,9 +14,11 @@ class Applied(enum.Enum):
     KNOWN = "known"
     """The view already contains the batch."""
     GAP = "gap"
-    """Batches between the view and this one are missing. The node is degraded."""
+    """Batches before this one are missing in the view. The node is degraded."""
     DRIFTED = "drifted"
-    """The batch was applied, and the digest differs. The node is degraded."""
+    """The batch was applied, but the view's digest differs from the batch's. The node is
+    degraded.
+    """
     AWAITS_SNAPSHOT = "awaits_snapshot"
     """The node is degraded, and needs a snapshot."""
     OTHER_LIFE = "other_life"
@@ -36,7 +38,7 @@ class NodeView:
     count: int = 0
     xor: int = 0
     has_full_prefixes: bool = field(init=False)
-    """Whether lookups may jump, since the only group has full attention."""
+    """Whether lookups may skip blocks, because the only KV-cache group has full attention."""
 
     def __post_init__(self) -> None:
         self.has_full_prefixes = len(self.groups) == 1 and (

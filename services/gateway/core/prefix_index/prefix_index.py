@@ -1,4 +1,5 @@
-"""The blocks that each replica's pool has cached, and the cached depth of a prompt at each.
+"""Index of the blocks that each replica's pool has cached. Finds the number of leading blocks of a
+prompt that each pool has.
 
 One table maps a block's key to the set of nodes that have it, stored as an integer with one bit per
 node. If nodes have a prefix of every chain (full attention; pools evict the tail of a chain first),
@@ -40,7 +41,7 @@ class PrefixIndex:
         self._by_epoch: dict[int, NodeView] = {}
         self._node_of_bit: dict[int, str] = {}
         self._live = 0
-        """Bits of all views."""
+        """The bits of all views' nodes."""
         self._jumping = 0
         """Bits of nodes that have prefixes of chains; see `_match_by_jumps`."""
         self._retired = 0
@@ -160,7 +161,8 @@ class PrefixIndex:
             view.is_exact = False
 
     def compare(self, node: str, lease: NodeLease) -> bool:
-        """Whether a view agrees with a lease of the same epoch. If not, the node is degraded.
+        """Returns whether a view agrees with a lease of the same epoch. If they differ, the node is
+        degraded.
 
         The digests are compared only if view and lease are at the same entry.
         """
@@ -300,7 +302,9 @@ class PrefixIndex:
                 view.xor ^= key
 
     def _intern(self, held: int) -> int:
-        """The shared object for a set of nodes. A million separate objects would take 32 MB."""
+        """Returns the shared integer object for a set of nodes. A million separate objects would
+        take 32 MB.
+        """
         return self._interned.setdefault(held, held)
 
     def _show(self, view: NodeView) -> None:

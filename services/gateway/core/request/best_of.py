@@ -7,8 +7,7 @@ from services.gateway.core.request.request import ClientRequest
 
 
 def best_answers(answers: Sequence[Answer], request: ClientRequest) -> list[Answer]:
-    """The returned answers: for each prompt, the best `n` of the `best_of` generated ones, best
-    first.
+    """Returns, for each prompt, the best `n` of the `best_of` generated answers, best first.
 
     As in OpenAI's definition, the best answer has the highest mean log-probability per token. Among
     equals the first generated is better. Log-probabilities are dropped if the client did not

@@ -23,7 +23,9 @@ class Piece:
     logprobs: LogprobRows | None = None
     """One row per token; None if log-probabilities were not requested."""
     offsets: list[int] | None = None
-    """The start of each token's text within the answer, in characters; None if not computed."""
+    """For each token, the number of characters in the answer before its text; None if not
+    computed.
+    """
     prompt_logprobs: LogprobRows | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -149,8 +151,8 @@ class Choice:
     def _text_token_by_token(
         self, token_ids: list[int], events: list[OutputEvent] | None
     ) -> tuple[str, int, list[int], str | None]:
-        """The visible text, the number of tokens used, the start of each, and the stop string that
-        ended the text.
+        """Returns the visible text, the number of tokens used, the start of each token's text, and
+        the stop string that ended the text.
 
         Parsed events of the text are appended to `events`.
         """

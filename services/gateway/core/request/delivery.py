@@ -13,7 +13,7 @@ from services.gateway.core.request.delta import Delta, parts_of
 from services.gateway.core.request.generation import Answer, Generation
 
 TOKENS_AT_A_TIME = 128
-"""Most tokens converted to text in one iteration of the event loop."""
+"""Limit on the number of tokens that are converted to text in one iteration of the event loop."""
 
 
 class Sink(Protocol):
@@ -31,7 +31,7 @@ class Sink(Protocol):
 
 
 class Delivery:
-    """Runs a generation: its sequences at an engine, with a sink for the output.
+    """Runs a generation's sequences at an engine, and puts their output into a sink.
 
     Pieces are made and put in callbacks of the event loop, since waking a task for each piece would
     cost several times as much. After a drain, and at the start, the task that runs the delivery
@@ -45,8 +45,9 @@ class Delivery:
     def __init__(
         self, generation: Generation, engine: Source, sink: Sink, min_tokens: int = 1
     ) -> None:
-        """After a sequence's first tokens, at least `min_tokens` are put together; fewer if there
-        is other output. With stop strings each token is put separately, since it may be the last.
+        """After a sequence's first tokens, at least `min_tokens` tokens are put together. Fewer are
+        put if there is other output. With stop strings each token is put separately, since it may
+        be the last.
         """
         self._min_tokens = 1 if generation.request.stop else min_tokens
         self._generation = generation

@@ -32,7 +32,9 @@ class Delta:
         return error
 
     def cut(self, max_tokens: int) -> "Iterator[Delta]":
-        """Splits the delta into deltas of up to `max_tokens`. Only the last one has the end."""
+        """Splits the delta into deltas of up to `max_tokens`. Only the last one has the finish
+        reason or error.
+        """
         num_tokens = len(self.token_ids)
         for start in range(0, max(num_tokens, 1), max_tokens):
             stop = start + max_tokens

@@ -35,7 +35,7 @@ from services.gateway.core.text.parsing.special_tokens import SpecialTokens
 _TOKENS_CHECKED_AT_A_TIME = 65_536
 """Prompt tokens that are checked in one iteration of the event loop."""
 _MAX_NAMES = 8
-"""Most models listed in an error."""
+"""Limit on the number of models that an error lists."""
 _ANSWERS_AT_A_TIME = 32
 """For requests with more answers, the event loop runs between two stages of preparation."""
 
@@ -62,8 +62,8 @@ class Inference:
         draw_seed: Callable[[], int],
         unix_nanos: Callable[[], int],
     ) -> None:
-        """Limits for one request: `max_choices` answers, `max_items` values in its lists, and
-        `max_logprobs` log-probabilities in answers that are not streamed. In a stream,
+        """One request may have `max_choices` answers, `max_items` values in its lists, and, if it
+        is not streamed, `max_logprobs` log-probabilities in its answers. In a stream,
         `stream_interval` tokens are sent together. `draw_seed` returns seeds below 2**64.
         """
         self.model_name = model_name
@@ -307,8 +307,8 @@ class Inference:
         self, num_tokens: int | None, side: str | None, max_tokens: int | None = None
     ) -> Truncation | None:
         """The truncation of prompts; None if they are not truncated. `max_tokens` is the answer's
-        maximum length. By default the end is kept for generation, and the beginning for vectors;
-        `side` overrides this.
+        maximum length. By default, the end of a prompt is kept if text is generated, and its
+        beginning if a vector is computed. `side` overrides this.
         """
         if num_tokens is None:
             return None

@@ -15,9 +15,12 @@ from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
 
 MAX_LOSSES_COMPUTED = 5
-"""Most replicas lost while computing a sequence, without a new token."""
+"""Limit on the number of replicas that may be lost while they compute a sequence, without a new
+token in between.
+"""
 MAX_LOSSES_WAITED = 50
-"""Most replicas lost while the sequence waits in their queue. It is unlikely to cause these losses.
+"""Limit on the number of replicas that may be lost while the sequence waits in their queue. A
+waiting sequence is unlikely to cause a loss.
 """
 
 
@@ -67,7 +70,7 @@ class Inflight:
     index: int
     """Its index among the sequences of its client's request."""
     number: int
-    """Increases in order of arrival."""
+    """Arrival number: a sequence that arrived later has a higher number."""
     mailbox: "Mailbox"
     output_token_ids: list[int] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
@@ -78,7 +81,9 @@ class Inflight:
     new request is refused.
     """
     num_times_taken_back: int = 0
-    """How often it was preempted, or taken back from a replica that could not run steps."""
+    """Number of times that it was preempted, or taken back from a replica that could not run
+    steps.
+    """
     was_called_invalid: bool = False
     """Whether a replica refused it as invalid."""
     was_sent: bool = False

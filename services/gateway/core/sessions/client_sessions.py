@@ -1,4 +1,4 @@
-"""The client sessions at this gateway, bounded in number and time."""
+"""The client sessions at this gateway. Their number and their idle time are limited."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator

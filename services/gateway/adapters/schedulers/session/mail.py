@@ -12,12 +12,12 @@ Mail = scheduler_pb2.SessionRequest | tuple[int, Inflight]
 """A message, or a sequence to send with its handle."""
 
 _ADDED_BYTES = 64 * 1024
-"""Most bytes of one message with several sequences."""
+"""Limit on the bytes of a message with several sequences."""
 
 
 def messages_of(outbox: Sequence[Mail]) -> Iterator[scheduler_pb2.SessionRequest]:
-    """The messages to write, in order. Consecutive sequences share a message, since each message
-    waits for the one before for a few iterations of the event loop.
+    """The messages to write, in order. Consecutive sequences share a message, because a message is
+    written only a few iterations of the event loop after the previous one.
     """
     adds: list[scheduler_pb2.AddRequest] = []
     num_bytes, now = 0, asyncio.get_running_loop().time()

@@ -9,7 +9,7 @@ from stepwell.common.v1 import common_pb2
 from services.gateway.adapters.schedulers.session.wrong_message import require
 
 _ROUNDING = 0.01
-"""By how much the logarithm of a probability of 1 may exceed 0, due to rounding."""
+"""Due to rounding, a log-probability may exceed 0 by this much."""
 FLOAT_BYTES = 4
 
 

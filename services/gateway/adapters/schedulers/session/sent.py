@@ -55,8 +55,8 @@ class Sent:
         require(num_cached_tokens <= num_tokens, f"{num_cached_tokens} tokens are cached")
 
     def check_tokens(self, token_ids: list[int], num_output: int, *, has_ended: bool) -> None:
-        """Checks new tokens, and that `num_output` is the count including them. `has_ended`: the
-        message also ends it.
+        """Checks new tokens, and that `num_output` is the count including them. `has_ended` is true
+        if the same message ends the sequence.
         """
         output = self.inflight.output_token_ids
         if len(output) + len(token_ids) != num_output:

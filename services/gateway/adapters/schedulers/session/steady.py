@@ -25,7 +25,7 @@ class SteadySteps:
     def after(
         cls, handles: list[int], totals: list[int], sent: dict[int, Sent]
     ) -> "SteadySteps | None":
-        """None if any request needs more checks."""
+        """Returns None if any request needs more checks."""
         found = [sent[handle] for handle in handles]
         if not found or any(one.needs_more for one in found):
             return None
