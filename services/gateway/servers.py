@@ -51,11 +51,13 @@ from services.gateway.parts import Parts
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
 OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 _ADMIN_CONNECTIONS = 64
-"""Most open connections of operators."""
+"""Limit on the number of open connections of operators."""
 _MAX_EXPORTS = 64
-"""Most concurrent exports of spans."""
+"""Limit on the number of concurrent exports of spans."""
 _OTHER_RPCS = 256
-"""Concurrent calls allowed in addition to generating ones, such as health checks."""
+"""Number of concurrent calls, such as health checks, that are allowed in addition to generating
+calls.
+"""
 _GRPC_IDLE_MILLISECONDS = 300_000
 """A gRPC connection without calls is closed after this time."""
 

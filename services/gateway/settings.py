@@ -267,7 +267,7 @@ class GatewaySettings(ClientSettings):
 
     @property
     def trace_store_max_traces(self) -> int:
-        """Most traces in the store."""
+        """Limit on the number of traces in the store."""
         return self.trace_store_max_bytes // 2**15
 
     def require_admin_key(self) -> None:
@@ -289,8 +289,8 @@ class GatewaySettings(ClientSettings):
 
     @property
     def known_schedulers(self) -> tuple[str, ...]:
-        """The schedulers that need no registry. Raises SettingError if there are
-        none and no registry.
+        """The schedulers that are known without a registry. Raises SettingError if there are
+        neither such schedulers nor a registry.
         """
         if self.schedulers is None:
             return DEFAULT_SCHEDULERS if self.redis_url is None else ()

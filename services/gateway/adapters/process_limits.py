@@ -11,7 +11,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGE_BYTES = 256 * 1024
 _NUM_ARENAS = 2
 _FILES_BESIDES = 128
-"""Open files other than clients' connections: listeners, schedulers, tracing, libraries."""
+"""Number of open files reserved for other purposes than clients' connections, such as listeners,
+schedulers, tracing and libraries.
+"""
 
 
 def give_memory_back() -> None:
@@ -31,8 +33,8 @@ def give_memory_back() -> None:
 
 
 def connections_within_limit(wanted: int) -> int:
-    """Raises the limit of open files to its maximum. Returns how many connections fit below it: so
-    many over HTTP, and as many over gRPC.
+    """Raises the limit of open files to its maximum. Returns the number of connections over HTTP,
+    at most `wanted`, that fit below it together with as many over gRPC.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

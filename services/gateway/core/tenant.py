@@ -21,7 +21,7 @@ class Tenant:
     priority_ceiling: int | None = None
     """Smallest `priority` of its requests. Smaller values are scheduled earlier."""
     models: frozenset[str] | None = None
-    """The models that the request's key may use; None: all."""
+    """The models that the request's key may use; None means all models."""
     cache_salt: str = ""
     """Tenants with different salts do not share cached prompts."""
 

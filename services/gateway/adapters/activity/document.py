@@ -48,7 +48,7 @@ def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) ->
 def step_documents(
     steps: Iterable[scheduler_pb2.StepActivity], done_before_nanos: int
 ) -> Iterable[Document]:
-    """Steps in order. The duration of a step starts at the end of the step before."""
+    """Steps in order. The duration of a step is measured from the end of the previous step."""
     for step in steps:
         began = max(step.begun_unix_nanos, done_before_nanos)
         done_before_nanos = step.done_unix_nanos

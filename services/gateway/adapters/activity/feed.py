@@ -24,9 +24,9 @@ from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 SAMPLE_SECONDS = 0.2
-"""Least time between two samples."""
+"""Minimum time between two samples."""
 LARGE_POOL_SECONDS = 1.0
-"""Least time between two block maps of a pool with more blocks than `MAX_CELLS`."""
+"""Minimum time between two block maps of a pool with more blocks than `MAX_CELLS`."""
 MAX_CELLS = 4096
 MAX_STEPS = 256
 _TIMEOUT_SECONDS = 1.0

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from services.common.request.grammar_compiler import GrammarCompiler
 
 MAX_COMPILE_SECONDS = 2.0
-"""Most processor time of one compilation. Only the gateway has this limit. Measured times vary, so
-a worker with a limit could refuse a grammar that the gateway accepted.
+"""Limit on the processor time of one compilation. Only the gateway has this limit. Measured times
+vary, so a worker with a limit could refuse a grammar that the gateway accepted.
 """
 _MAX_WAITING = 64
 _MAX_KEPT = 256

@@ -44,7 +44,9 @@ async def forced_calls(
     *,
     parallel: bool,
 ) -> StructuredOutputs:
-    """A list of at least one call; of exactly one call if not `parallel`."""
+    """Returns a grammar for a list of calls. The list has at least one call if `parallel`, else
+    exactly one.
+    """
     lark = await make_lark(tokenizer, reasoning_literals(reasoning))
     calls = []
     for tool in tools:

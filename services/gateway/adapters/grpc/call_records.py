@@ -34,9 +34,9 @@ class CallRecords:
     def recording(
         self, method: str, operation: str, context: Context, *, in_trailer: bool = True
     ) -> Iterator[RequestRecord]:
-        """Records a call, or one turn of a session call; CALL_RECORD is set meanwhile. With
-        `in_trailer`, the request id and trace id are sent in the trailing metadata. Calls with
-        several records omit it.
+        """Records a call, or one turn of a session call; CALL_RECORD is the record within the
+        context. With `in_trailer`, the request id and trace id are sent in the trailing metadata.
+        Calls with several records omit it.
         """
         call = Call("grpc", "POST", method, client_of(context))
         record = self._recorder.begin(call, operation, metadata_of(context))

@@ -1,5 +1,5 @@
-"""Reads the request messages of a gRPC server, a few at a time. Each read may use the memory of the
-longest message, and lasts as long as its sender takes.
+"""Reads the request messages of a gRPC server. The number of concurrent reads is limited, because
+each may use the memory of the longest message for as long as its sender takes.
 """
 
 import asyncio

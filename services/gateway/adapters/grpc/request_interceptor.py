@@ -1,4 +1,6 @@
-"""Authenticates gRPC calls before their message is read, and bounds the message's size and time."""
+"""Authenticates gRPC calls before their message is read, and limits the message's size and the time
+to receive it.
+"""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
@@ -55,9 +57,9 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         method with a request stream.
 
         `admissions` and `arriving` are called before the message is read, and raise to refuse the
-        call. The allowance of an admission, and the arrival, are closed at the end of the call. The
-        arrival is CALL_ARRIVAL meanwhile. `operations` has the GenAI operation of each method that
-        generates.
+        call. The allowance of an admission, and the arrival, are closed at the end of the call.
+        During the call CALL_ARRIVAL is the arrival. `operations` has the GenAI operation of each
+        method that generates.
         """
         self._keys = keys
         self._request_types = request_types

@@ -1,4 +1,6 @@
-"""Calls of GenerateSession: one session per call, each turn a request of its own."""
+"""Serves GenerateSession. Each call is one session, and each turn of the session is a separate
+request.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

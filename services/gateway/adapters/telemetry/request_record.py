@@ -1,4 +1,4 @@
-"""One client call while it is served: its ids, its times, its outcome."""
+"""The record of one client call while it is served. It has the call's ids, times and outcome."""
 
 import enum
 import time
@@ -104,7 +104,7 @@ class RequestRecord:
     directory_state: str = ""
     """State of the directory when the request's processing began; see DirectoryState."""
     first_token: int | None = None
-    """When the first token was ready for the client; None before."""
+    """Time when the first token was ready for the client; None before."""
     write_nanos: int = 0
     """Time for which writes to the client were blocked by the client's reading."""
     unix_offset: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
@@ -141,7 +141,7 @@ class RequestRecord:
 
     @property
     def seconds(self) -> float:
-        """Time from arrival to end; before the end, to now. In seconds."""
+        """Seconds from the call's arrival to its end, or to now if it has not ended."""
         return ((self.timeline.ended or self.timeline.now()) - self.timeline.began) / 1e9
 
     def rename(self, request_id: str) -> None:
@@ -176,8 +176,8 @@ def new_record(
 
 
 def is_failure(error: StepwellError) -> bool:
-    """Whether an error is the server's. The client's own errors are not, and refusals by a full
-    server are not. If the request was refused after waiting in a queue, it is.
+    """Whether an error counts as the server's. Errors of the client, and refusals by a full server,
+    do not. A refusal after the request has waited in a queue counts as the server's error.
     """
     if isinstance(error, ResourceExhausted):
         return error.error_reason == _QUEUE_TIMEOUT

@@ -1,4 +1,6 @@
-"""Begins and ends the records of calls: makes their spans and their lines in the access log."""
+"""Begins and ends the records of calls. Makes the calls' spans, and their lines in the access
+log.
+"""
 
 import asyncio
 import secrets
@@ -35,7 +37,9 @@ class RecorderSettings:
 
     model_name: str
     slow_seconds: float
-    """Requests that last at least this long are traced even if not sampled; 0: disabled."""
+    """Requests that last at least this long are traced even if not sampled; 0 disables this
+    rule.
+    """
     num_slowest: int
     """The number of slowest requests per minute that are traced even if not sampled."""
     access_log: bool

@@ -34,11 +34,13 @@ from services.gateway.core.traces.time_parts import EngineParts
 from services.gateway.core.traces.timeline import Part, Stretch, Timeline
 
 MAX_SPANS = 1152
-"""Most spans of one request. Its sequences have equal quotas: with 256 sequences, enough for each
-sequence that is sent to one replica.
+"""Limit on the number of spans of one request. Its sequences have equal quotas. With 256 sequences,
+a quota is enough for a sequence that is sent to only one replica.
 """
 _MAX_STOPS, _MAX_CHARACTERS = 16, 256
-"""Most stop strings in spans, and most characters of each text from a client."""
+"""Limits on the number of stop strings in a span, and on the characters of each text from a
+client.
+"""
 
 Values = dict[str, str | int | float | bool | Sequence[str]]
 
@@ -98,7 +100,7 @@ class RequestSpans:
     def _make_sequence(
         self, trace: SequenceTrace, share: int, parent: SpanContext, began: int, ended: int
     ) -> int:
-        """Makes at most `share` spans of a sequence; returns how many."""
+        """Makes at most `share` spans of a sequence. Returns the number of spans made."""
         stretches, num_sent, num_ways = list(stretches_of(trace.timeline, self._end)), 0, 0
         kept = stretches[:share]
         num_left_out = len(stretches) - len(kept)

@@ -1,5 +1,5 @@
-"""The time of a call, divided into parts, from its record: for spans, and for
-clients that request it.
+"""Divides the time of a call into parts. Spans use the parts, and they are sent to clients that
+request them.
 """
 
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ class TokenMetrics(Collector):
 
     def came(self, num_tokens: int, seconds: float | None) -> None:
         """Counts tokens of an answer. `seconds` is the time since the answer's previous tokens;
-        None for its first ones.
+        None for the answer's first tokens.
         """
         self._num_generated += num_tokens
         if seconds is not None:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 _INLINE_CHARACTERS = 2048
 """Shorter texts are tokenized on the event loop: a thread switch would cost more."""
 _CHARACTERS_OF_MESSAGE = 128
-"""Characters that cost a template about as much time as one more message."""
+"""A template needs about as much time for this many characters as for one more message."""
 _COUNTED_CHARACTERS_PER_TOKEN = 8
 """A text with more characters per allowed token is first counted in pieces."""
 _PIECE_CHARACTERS = 2**16
@@ -233,8 +233,9 @@ class HfTokenizer:
 
 
 def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """The start of each token in characters. `offsets` are the tokens' spans in the text. An added
-    token has an empty span. Spans have no spaces at their ends if the tokenizer trims them.
+    """For each token, the number of characters before it. `offsets` are the tokens' spans in the
+    text. An added token has an empty span. Spans have no spaces at their ends if the tokenizer
+    trims them.
     """
     starts, end = [], 0
     for first, last in offsets:

@@ -49,7 +49,7 @@ class StoreExporter(SpanExporter):
 def keep(
     store: TraceStore, resource_spans: Iterable[trace_pb2.ResourceSpans], *, is_own: bool
 ) -> None:
-    """Adds spans to the store. `is_own`: this gateway made them."""
+    """Adds spans to the store. `is_own` is true if this gateway made them."""
     for trace_id, span in stored_spans(resource_spans, is_own=is_own):
         store.add(trace_id, span)
 
@@ -57,7 +57,9 @@ def keep(
 def stored_spans(
     resource_spans: Iterable[trace_pb2.ResourceSpans], *, is_own: bool
 ) -> Iterator[tuple[str, StoredSpan]]:
-    """Each span with the id of its trace. `is_own`: this gateway made the spans."""
+    """Returns each span with the id of its trace. `is_own` is true if this gateway made the
+    spans.
+    """
     for group in resource_spans:
         service = text_of(group.resource.attributes, _SERVICE_NAME)
         for scope in group.scope_spans:

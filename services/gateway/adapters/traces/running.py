@@ -28,7 +28,7 @@ from services.gateway.core.traces.timeline import Part
 from services.gateway.core.traces.trace_store import SpanRole, StoredTrace, is_called
 
 MAX_SEQUENCES = 64
-"""Most sequences of a request that are queried at one scheduler."""
+"""Limit on the number of a request's sequences that are queried at one scheduler."""
 _TIMEOUT_SECONDS = 1.0
 
 
@@ -115,7 +115,7 @@ class RunningTraces:
 
 
 def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequest]:
-    """By address, a query for the sequences that are at that scheduler, with their parent spans."""
+    """Maps a scheduler's address to the query for the sequences there, with their parent spans."""
     asked: dict[str, scheduler_pb2.GetRunningSpansRequest] = defaultdict(
         scheduler_pb2.GetRunningSpansRequest
     )

@@ -50,8 +50,8 @@ def gateway_tracing(
 
 
 class AtMostPerMinute(Sampler):
-    """Limits another sampler to `limit` traces per minute, by a token bucket of one minute's
-    traces. 0: no limit.
+    """Limits another sampler to `limit` traces per minute, by a token bucket that holds one
+    minute's traces. 0 means no limit.
     """
 
     def __init__(

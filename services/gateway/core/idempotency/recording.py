@@ -16,7 +16,7 @@ _SEQUENCE_BYTES = 1024
 
 @dataclass(slots=True)
 class Seen:
-    """The numbers of tokens and prompt rows of a sequence that a reader has received."""
+    """The part of a sequence's output that a reader has received."""
 
     num_tokens: int = 0
     num_prompt_rows: int = 0

@@ -141,7 +141,7 @@ class Inflight:
             self._delta().num_cached_tokens = num_cached_tokens
 
     def tokens(self, token_ids: list[int]) -> None:
-        """Appends new tokens. Takes ownership of the list."""
+        """Appends new tokens. The caller must not use the list afterwards."""
         if not token_ids:
             return
         self.was_accepted = True
@@ -152,8 +152,8 @@ class Inflight:
         self.mailbox.add_tokens(self.index, token_ids)
 
     def lost(self, cause: ResubmitCause) -> None:
-        """Records that its replica's session ended. The time limit of its next wait
-        for a replica starts anew.
+        """Records that its replica's session ended. Its next wait for a replica has the full time
+        limit again.
         """
         self.was_accepted = True
         self.wait_until = None
@@ -213,8 +213,8 @@ class Inflight:
 
 
 def ended(inflight: Inflight) -> Finish | None:
-    """How the sequence ends by its tokens; None if it is not finished. Used if the end was lost
-    with the replica.
+    """Derives the sequence's end from its tokens; None if it is not finished. Used if a replica was
+    lost before it reported the end.
     """
     tokens, sampling = inflight.output_token_ids, inflight.request.sampling
     if not tokens:
@@ -298,8 +298,8 @@ class Mailbox:
         self._on_news, self._min_tokens = on_news, min_tokens
 
     def take(self) -> list[tuple[int, Delta]]:
-        """The output since the last call: (index of the sequence, its delta), each
-        index at most once.
+        """Returns the output since the last call as pairs of a sequence's index and its delta. Each
+        index occurs at most once.
         """
         deltas, self._deltas = self._deltas, {}
         for index, delta in deltas.items():

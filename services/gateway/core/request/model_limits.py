@@ -8,10 +8,10 @@ from services.common.request.pooling import Pooler
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits of a request: the tightest over all ready replicas.
+    """The limits of a request. They are the tightest limits of all ready replicas.
 
-    `capacity` is the most tokens of a sequence, prompt plus output, that fit in both model and
-    pool.
+    `capacity` is the largest number of tokens of a sequence, prompt plus output, that fits in both
+    model and pool.
     """
 
     max_model_len: int
@@ -29,7 +29,9 @@ class ModelLimits:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Most prompt tokens. A model that generates needs space for one more token."""
+        """Limit on the number of prompt tokens. A model that generates needs space for one more
+        token.
+        """
         return self.capacity if self.pooler is not None else self.capacity - 1
 
 

@@ -29,7 +29,7 @@ class Prompt:
     text: str | None = None
     """Its text, if the client wants it returned."""
     offsets: list[int] | None = None
-    """The start of each token in `text`, in characters."""
+    """For each token, the number of characters in `text` before it."""
     embeds: PromptEmbeds | None = None
     """Embeddings instead of tokens. The token ids are then placeholders."""
     num_first_text_tokens: int = 0
@@ -55,14 +55,18 @@ class ClientRequest:
     skip_reading_prefix_cache: bool = False
     """Whether the whole prompt is computed even if a part is cached."""
     default_max_tokens: int | None = None
-    """Maximum length if `sampling.max_tokens` is None; None: as many tokens as fit."""
+    """Maximum length of an answer if `sampling.max_tokens` is None. None means as many tokens as
+    fit.
+    """
     prompt_only: bool = False
     """Whether only the prompt is returned (echo with max_tokens 0)."""
     session_id: str = ""
-    """Requests with the same id are expected to share prompt prefixes; empty: not given."""
+    """Requests with the same id are expected to share prompt prefixes. Empty if the client gave no
+    id.
+    """
     tenant: Tenant = ANYONE
     best_of: int | None = None
-    """Answers generated for each prompt, of which the best `n` are returned; None: `n`."""
+    """Number of answers generated for each prompt; the best `n` are returned. None means `n`."""
     pooling: PoolingParams | None = None
     """How prompts are pooled into vectors; None if answers are generated."""
     session: "ClientSession | None" = None
@@ -70,7 +74,7 @@ class ClientRequest:
     turn: int = 0
     """The turn's number, from 0."""
     output_form: OutputForm | None = None
-    """How its answers are parsed; None: they are plain text."""
+    """How its answers are parsed; None if they are plain text."""
     adapter: Adapter | None = None
     """The LoRA adapter that it names in place of the model."""
 

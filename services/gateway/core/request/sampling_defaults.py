@@ -13,9 +13,13 @@ class SamplingDefaults:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The default of each sampling parameter."""
     max_tokens: int | None = None
-    """Maximum answer length if neither client nor API sets one; None: as many tokens as fit."""
+    """Maximum answer length if neither client nor API sets one. None means as many tokens as
+    fit.
+    """
     most_tokens: int | None = None
-    """Upper bound on every answer's length, even if the client asks for more; None: no bound."""
+    """Upper bound on every answer's length, even if the client asks for more; None means no
+    bound.
+    """
 
     def bounded(self, request: ClientRequest) -> ClientRequest:
         """The request with defaults and bounds applied to its length."""

@@ -11,7 +11,9 @@ _AS_MANY_AS_FIT = -1
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Keeps `num_tokens` tokens of a prompt, including special ones: the last or the first."""
+    """Keeps either the last or the first `num_tokens` tokens of a prompt. Special tokens are
+    counted.
+    """
 
     num_tokens: int
     keeps_end: bool
@@ -37,8 +39,9 @@ def truncation(num_tokens: int, most: int, *, keeps_end: bool) -> Truncation:
 
 
 def lengths_kept(lengths: Sequence[int], most: int) -> tuple[int, int]:
-    """How many tokens are kept of two texts with these lengths, `most` in total. The longer one is
-    shortened until both are equal, then both ("longest_first" of the tokenizers package).
+    """Returns the numbers of tokens that are kept of two texts with these lengths. In total `most`
+    tokens are kept. The longer one is shortened until both are equal, then both ("longest_first" of
+    the tokenizers package).
     """
     shorter, longer = sorted(lengths)
     if shorter + longer > most:

@@ -22,9 +22,9 @@ _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_OF_CHARACTER = 4
 """A character has at most four bytes, hence at most four tokens."""
 _CONTEXT_TOKENS = 6
-"""Prompt tokens at the start of a window."""
+"""Number of prompt tokens at the start of a window."""
 _MAX_SILENT_TOKENS = 24
-"""After more consecutive tokens without text than this, the tokens are dropped from the window."""
+"""If more than this many consecutive tokens have no text, they are dropped from the window."""
 _SPACE = 0x20
 
 

@@ -1,5 +1,4 @@
-"""Finds stop strings in a stream of text, independent of how it is split, and never shows a part of
-one.
+"""Finds stop strings in a stream of text. No part of a stop string is shown.
 
 Text that may be the start of a stop string is held back. The match that ends first is used, and
 among equals the longest, so that the result does not depend on how the text was split.
@@ -31,7 +30,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """The text that can be shown, and the stop string that ended it; None if there is none."""
+        """Returns the text that can be shown, and the stop string that ended the text or None."""
         if not self._held and self._stops.first_characters.isdisjoint(text):
             return text, None
         num_before = len(self._held)

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from services.common.telemetry import names
 
 MAX_STRETCHES = 64
-"""Most parts of a timeline. A sequence that is refused repeatedly would have thousands."""
+"""Limit on the number of parts of a timeline. Without it, a sequence that is refused repeatedly
+would have thousands.
+"""
 
 Details = Mapping[str, str | int | float | bool]
 
@@ -27,7 +29,7 @@ class Part(enum.Enum):
     WAIT = names.SPAN_GATEWAY_WAIT
     """The request waits at the gateway. The details have the reason."""
     GENERATE = names.SPAN_GATEWAY_GENERATE
-    """From the start at the fleet to the end of the last sequence."""
+    """The fleet processes the sequences, until the last one ends."""
     ROUTE = names.SPAN_GATEWAY_ROUTE
     """A replica is chosen for a sequence."""
     ENGINE = names.SPAN_GATEWAY_ENGINE
@@ -104,7 +106,9 @@ class Timeline:
             self.ended = self._nanos()
 
     def nanos_of(self, *parts: Part) -> int:
-        """The total time of some parts, up to the end; before the end, up to now."""
+        """The total nanoseconds of the given parts, up to the timeline's end or, before the end, up
+        to now.
+        """
         ends = [*(stretch.began for stretch in self.stretches[1:]), self.ended or self._nanos()]
         pairs = zip(self.stretches, ends, strict=True)
         return sum(end - stretch.began for stretch, end in pairs if stretch.part in parts)

@@ -1,4 +1,4 @@
-"""Traces kept in memory if no collector is configured: the newest ones, within bounds."""
+"""Keeps the newest traces in memory, within limits, if no collector is configured."""
 
 import enum
 from collections.abc import Iterator

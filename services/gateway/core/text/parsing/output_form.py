@@ -19,7 +19,7 @@ class OutputForm:
     """The format of one request's answers."""
 
     tools: ToolFormat | None = None
-    """The model's own call format; None: calls are treated as content."""
+    """The model's own call format; None if calls are treated as content."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """JSON schemas of the tools' parameters by tool name."""
     is_call_list: bool = False
@@ -27,7 +27,7 @@ class OutputForm:
     named: str | None = None
     """The tool whose arguments the answer is, forced by a grammar; None without one."""
     reasoning: ReasoningFormat | None = None
-    """How the model marks its reasoning; None: reasoning is not parsed."""
+    """How the model marks its reasoning; None if reasoning is not parsed."""
     begins_in_reasoning: bool = False
     """Whether the prompt ends inside reasoning."""
     is_harmony: bool = False

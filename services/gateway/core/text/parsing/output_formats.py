@@ -13,9 +13,9 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """Formats chosen by settings named like vLLM's flags; empty: none.
+    """Formats chosen by settings named like vLLM's flags. An empty setting selects no format.
 
-    `auto_tools`: the model may choose to call tools, in its own format.
+    If `auto_tools`, the model may choose to call tools, in its own format.
     """
 
     reasoning_parser: str = ""

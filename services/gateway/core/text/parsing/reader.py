@@ -15,7 +15,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"{}\[\]]+')
 """JSON outside of strings that can be skipped at once: no quotes or brackets."""
 _IN_STRING = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
-"""The same inside strings, by their quote: no such quote and no backslash."""
+"""Maps a quote to the pattern of string content that can be skipped at once: no such quote and no
+backslash.
+"""
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 
 
@@ -216,7 +218,7 @@ def _search(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]]:
 
 
 def _num_held(text: str, at: int, markers: tuple[str, ...], starts: frozenset[str]) -> int:
-    """How many characters at the end of the text may be the start of a marker."""
+    """Returns the number of characters at the end of the text that may be the start of a marker."""
     longest = min(max(map(len, markers)) - 1, len(text) - at)
     for count in range(longest, 0, -1):
         if text[-count:] in starts:

@@ -20,13 +20,13 @@ _IMPLIED: dict[str, frozenset[str]] = {
 _ANY = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _MAX_SCHEMAS = 256
-"""Most schemas that are visited for one value."""
+"""Limit on the number of schemas that are visited for one value."""
 _MAX_LITERAL_CHARACTERS = 65_536
 
 
 def typed_value(schemas: Schemas, tool: str, key: str, text: str) -> str:
-    """The JSON of a value written as plain text. If the text is a value of a type that the schema
-    allows, that value; else a string.
+    """The JSON of a value written as plain text. Returns the value if the text has a type that the
+    schema allows; else a string.
 
     References, alternatives and enumerations are followed. If an enumeration contains the text as a
     string, it is a string. Otherwise other types have precedence over strings. Without a schema for
