@@ -31,18 +31,17 @@ def texts(num_tokens: int) -> list[Text]:
     ]
     lines = "\n".join(map(json.dumps, records))
     found = "\n".join(json.dumps({"name": of["name"], "city": of["city"]}) for of in records)
-    page = (ROOT / "docs/architecture.md").read_text().partition("## What fails how")[2]
+    prose = _tokens((ROOT / "docs/architecture.md").read_text())
     drawn = np.random.default_rng(7).permutation(4000)[:600].tolist()
     misleading = [token for own in drawn[:200] for token in (4001, 4002, own)]
     start = "class SamplingRequests"
     edited = program[program.index(start) :]
     edited = edited.replace("firsts", "beginnings").replace("counts", "numbers")
     prompt = program[program.index("@dataclass(frozen=True, slots=True)\nclass Sampling") :]
-    third = len(page) // 3
     every = [
         Text("edit of a program", _tokens(prompt)[-LONGEST_PROMPT:], _tokens(edited)),
         Text("extraction from JSON", _tokens(lines), _tokens(found)),
-        Text("continuation of prose", _tokens(page[:third]), _tokens(page[third:])),
+        Text("continuation of prose", prose[:LONGEST_PROMPT], prose[LONGEST_PROMPT:]),
         Text("random tokens", drawn[:300], drawn[300:]),
         Text("what misleads", misleading[:300], misleading[300:]),
     ]
