@@ -29,8 +29,8 @@ class RequestHeader:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route and its entry in the OpenAPI document. The handler's docstring is the description;
-    its name is the operation's.
+    """A route and its entry in the OpenAPI document. The entry's description is the handler's
+    docstring, and its operation has the handler's name.
     """
 
     path: str
@@ -54,9 +54,9 @@ class Route:
     `[DONE]`.
     """
     other_answers: Mapping[int, type[BaseModel]] = field(default_factory=dict)
-    """Models of answers with other statuses, if they are no OpenAI errors."""
+    """Maps other statuses to the models of their answers, if these are not OpenAI errors."""
     headers: tuple[RequestHeader, ...] = ()
     is_limited: bool = False
-    """Whether requests count towards their tenant's limits, so that answers have headers with the
-    rest.
+    """Whether requests count towards their tenant's limits. If so, answers have headers with what
+    remains of the limits.
     """

@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from services.common.errors import ResourceExhausted
 
 _SMALL_BYTES = 64 * 1024
-"""Largest body, in bytes, that is not counted. The limit on concurrent requests bounds the small
-ones.
+"""Size in bytes up to which a body is not counted. The total of small bodies is bounded by the
+limit on concurrent requests.
 """
 
 
 class BodyBudget:
-    """A byte budget, granted in the order of the requests for it."""
+    """A budget of bytes. Requests for bytes are granted in the order in which they were made."""
 
     def __init__(self, max_bytes: int, max_wait_seconds: float) -> None:
         self._free = self._max_bytes = max_bytes

@@ -9,7 +9,7 @@ BETWEEN_EVENTS = "between_events"
 """Key in the request's state of an answer of events: whether the last event was sent completely."""
 _COMMENT_CHUNK = b"3\r\n:\n\n\r\n"
 """An empty comment of an event stream, as a complete chunk."""
-# Seconds before the first write to the client, and between later ones.
+# Seconds before the first write to the client, and seconds between later writes.
 _FIRST_SECONDS, _SECONDS = 0.05, 1.0
 
 

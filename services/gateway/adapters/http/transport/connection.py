@@ -37,7 +37,8 @@ MAX_HEADERS = 100
 _MAX_HEADER_BYTES = 64 * 1024
 MAX_PIPELINED = 8
 _KEY_HEADERS = (b"authorization", b"x-api-key")
-# Seconds that a client has to read a refusal, and bytes that it may send in this time.
+# Limits after a refusal: the seconds in which a client can read the refusal, and the bytes that the
+# client may send in this time.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
 _IGNORED_BYTES = 64 * 2**20
 """Bytes beyond the allowed body size that are discarded after an early answer, before the

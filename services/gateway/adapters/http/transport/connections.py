@@ -18,7 +18,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits on what the client of a connection may send, and on its times."""
+    """Limits on what the client of a connection may send, and on how long it may take."""
 
     max_connections: int
     max_body_bytes: int
@@ -33,10 +33,10 @@ class ConnectionLimits:
 
 
 class Connection(Protocol):
-    """A connection, as Connections sees it."""
+    """The methods of a connection that Connections calls."""
 
     def end(self) -> None:
-        """Closes it at once."""
+        """Closes the connection at once."""
 
 
 class Connections:

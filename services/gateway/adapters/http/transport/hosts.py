@@ -18,8 +18,8 @@ ANY = "*"
 
 
 def hosts_for(listen: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """The host names that are served: the allowed ones. If none are given: localhost on a loopback
-    address, every name on other addresses.
+    """Returns the host names that are served. If no names are allowed explicitly, a server at a
+    loopback address serves localhost, and a server at another address serves every name.
     """
     if allowed:
         return tuple(name.lower() for name in allowed)

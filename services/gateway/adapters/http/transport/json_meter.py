@@ -50,8 +50,8 @@ class JsonMeter:
 
 
 def _last_key(parts: list[bytes]) -> str:
-    """The last key whose colon is in these parts, for an error message. Empty if the key is cut or
-    is no identifier.
+    """Returns the last key whose colon is in these parts, for an error message. The result is empty
+    if the key is incomplete or is not an identifier.
     """
     for place in range(len(parts) - 1, 0, -1):
         if parts[place].lstrip()[:1] == b":":

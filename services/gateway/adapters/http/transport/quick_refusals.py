@@ -25,7 +25,7 @@ from services.gateway.core.tenant import Tenant
 
 Header = tuple[bytes, bytes]
 _LEFT = frozenset((FIELD.lower(), "origin"))
-"""Headers whose requests only the application can decide about."""
+"""Headers that only the application can check. Requests with them are not refused here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class QuickRefusals:
         return None
 
     def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> Tenant | None:
-        """The tenant of a request. None if the application must determine it. Raises
-        Unauthenticated.
+        """Returns the tenant of a request, or None if the application must determine the tenant.
+        Raises Unauthenticated.
         """
         hosts = hosts_of(scope)
         declared = headers.get("content-length", "")

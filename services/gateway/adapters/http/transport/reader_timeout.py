@@ -29,12 +29,12 @@ class ReaderTimeout:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Starts the timer: the write buffer is above its limit."""
+        """Starts the timer, because the write buffer is above its limit."""
         self._num_unsent = self._transport.get_write_buffer_size()
         self._timer = self._loop.call_later(self._timeout, self._check)
 
     def stop(self) -> None:
-        """Stops the timer: the buffer is empty, or the connection has ended. Idempotent."""
+        """Stops the timer, because the buffer is empty or the connection has ended. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

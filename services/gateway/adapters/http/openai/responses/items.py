@@ -98,8 +98,8 @@ AnyItem = Annotated[
 
 
 def turns_of(items: list[Item]) -> list[dict[str, Any]]:
-    """The items as turns for chat templates. Consecutive reasoning, message and calls of the
-    assistant become one turn.
+    """Converts the items to turns for chat templates. Consecutive items of the assistant become
+    one turn if they are in the order reasoning, message, function calls.
     """
     turns: list[dict[str, Any]] = []
     for item in items:
@@ -118,7 +118,7 @@ def _goes_on(last: dict[str, Any], turn: dict[str, Any]) -> bool:
 
 
 def _stage(turn: dict[str, Any]) -> int:
-    """The stage of a turn of the assistant: 0 reasoning, 1 content, 2 calls."""
+    """The stage of an assistant's turn: 0 for reasoning, 1 for content, 2 for tool calls."""
     return 2 if "tool_calls" in turn else 1 if any(turn["content"]) else 0
 
 
