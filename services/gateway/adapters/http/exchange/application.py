@@ -81,7 +81,7 @@ class Application:
 
 
 class _Endpoint:
-    """One route: its checks, its handler, and the sending of the handler's response."""
+    """Runs the checks and the handler of one route, and sends the handler's response."""
 
     def __init__(self, handler: Handler, checks: Sequence[Check]) -> None:
         self._handler = handler

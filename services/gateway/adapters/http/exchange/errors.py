@@ -134,7 +134,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Error types by status. Other statuses have the general type for client or server faults."""
+"""Maps statuses to error types. Other statuses have the type of client or server faults."""
 
 _OPENAI, _ANTHROPIC = OpenAiErrors(), AnthropicErrors()
 

@@ -59,14 +59,14 @@ def _by_first_item(value: Any) -> str | None:
 
 
 def text_or_list(value: Any) -> str | None:
-    """The tag of a value that may be a text or a list. None for other values."""
+    """Returns the tag of a value that may be a text or a list, and None for other values."""
     if isinstance(value, str):
         return "<text>"
     return "<list>" if isinstance(value, list) else None
 
 
 def text_or_object(value: Any) -> str | None:
-    """The tag of a value that may be a text or an object. None for other values."""
+    """Returns the tag of a value that may be a text or an object, and None for other values."""
     if isinstance(value, str):
         return "<text>"
     return "<object>" if isinstance(value, dict) else None

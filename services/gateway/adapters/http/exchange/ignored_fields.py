@@ -30,7 +30,7 @@ def field_name(location: Iterable[int | str]) -> str:
 
 
 def header_value(names: Sequence[str]) -> str:
-    """As many names as fit into the header, and the number of omitted ones."""
+    """Lists as many names as fit into the header, and adds the number of omitted names."""
     shown: list[str] = []
     size = 0
     for name in names:

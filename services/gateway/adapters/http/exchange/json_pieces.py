@@ -30,7 +30,7 @@ class LongList:
 
 
 def listed(items: Iterable[Any], num_items: int) -> "list[Any] | LongList":
-    """The items as a list if they are few, else as a LongList."""
+    """Returns the items as a list if they are few, and otherwise as a LongList."""
     return list(items) if num_items <= _SHORT else LongList(items)
 
 

@@ -75,7 +75,7 @@ def names_of(record: RequestRecord) -> tuple[tuple[bytes, bytes], tuple[bytes, b
 
 
 def headers_of(scope: Scope) -> Mapping[str, str]:
-    """The headers of a request by their lower-case names. A repeated header has its first value."""
+    """Maps lower-case header names to values. A repeated header has its first value."""
     state = scope["state"]
     headers: Mapping[str, str] | None = state.get(HEADERS)
     if headers is None:

@@ -3,7 +3,7 @@
 ARRIVED = "arrived"
 """Arrival time of the request, in nanoseconds of `time.perf_counter_ns`."""
 HEADERS = "headers"
-"""The request's headers by their lower-case names, once they were read."""
+"""Maps lower-case names to values of the request's headers. Absent until the headers are read."""
 ARRIVAL = "arrival"
 """The Arrival of a request that was admitted and counted by its headers."""
 CLIENT = "client"

@@ -45,7 +45,8 @@ class Route:
     events: type[BaseModel] | None = None
     """The model of each event, if the answer can be streamed."""
     errors: tuple[int, ...] = ()
-    """Error statuses of this route, besides those that a route, a key or a body causes in general.
+    """Error statuses of this route. The OpenAPI document adds the statuses that every route has,
+    and the statuses of routes that need a key or have a body.
     """
     error: type[BaseModel] = Error
     """The model of all error bodies, in the API's schema."""

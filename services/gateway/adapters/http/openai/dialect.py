@@ -33,7 +33,7 @@ class StreamingDialect(ABC):
     """The GenAI operation, for traces and metrics."""
     id_prefix: str
     keep_alive = b": keep-alive\n\n"
-    """An event without content: a comment."""
+    """An event without content, written as a comment of the event stream."""
 
     @abstractmethod
     def opening(self, usage: Usage) -> list[dict[str, Any]]:

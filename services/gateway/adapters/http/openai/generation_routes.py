@@ -234,7 +234,7 @@ class GenerationRoutes:
 
 
 def _request_id(prefix: str, body: AskingBody, record: RequestRecord) -> str:
-    """The request's id: the client's, from body or header, or a new one."""
+    """Returns the prefix and the client's id from the body or a header, or else a new id."""
     if body.request_id is not None:
         check_request_id(body.request_id)
         record.rename(body.request_id)

@@ -37,7 +37,7 @@ def token_number(_tokenizer: Tokenizer, token_id: int) -> str:
 def chat_logprobs(
     rows: LogprobRows, tokenizer: Tokenizer, token_text: TokenText = token_text
 ) -> Iterator[dict[str, Any]]:
-    """`logprobs.content` of a chat answer: one entry per token."""
+    """Returns `logprobs.content` of a chat answer, which has one entry per token."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token_id)

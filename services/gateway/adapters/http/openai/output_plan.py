@@ -71,7 +71,7 @@ class ToolUse:
 
     @property
     def held_tools(self) -> dict[str, CallableTool]:
-        """The tools whose calls are constrained to their schemas, by the field of the schema."""
+        """Maps schema fields to the tools whose calls are constrained to their schemas."""
         return {
             self.fields.schema.format(number): tool
             for number, tool in enumerate(self.tools)

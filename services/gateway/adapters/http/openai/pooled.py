@@ -160,7 +160,7 @@ def vector_body(values: bytes, *, in_base64: bool) -> str | list[float]:
 
 
 class ScoreDialect:
-    """vLLM's scores: the model's scores of pairs, or cosines of embeddings."""
+    """Scores as vLLM returns them, either the model's scores of pairs or cosines of embeddings."""
 
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "score"

@@ -55,7 +55,7 @@ async def sampling_from_body(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The sampling parameters of a body. Absent ones have the server's defaults."""
+    """The sampling parameters of a body. Absent parameters have the server's defaults."""
     logit_bias = _logit_bias(body.logit_bias)
     sampling = replace(
         inference.default_sampling,

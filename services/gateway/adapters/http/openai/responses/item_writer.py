@@ -27,7 +27,7 @@ _TEXT_OF = {_MESSAGE: "output_text", _REASONING: "reasoning_text"}
 
 @dataclass(slots=True)
 class _Item:
-    """An item that has begun: its constant fields, and the pieces of its text so far."""
+    """The constant fields of an item that has begun, and the pieces of its text so far."""
 
     kind: str
     head: dict[str, Any]

@@ -88,7 +88,7 @@ async def _rendered(
     offsets: Offsets | None,
     inference: Inference,
 ) -> list[dict[str, Any]]:
-    """One body per prompt, validated as if it were to run on this server."""
+    """Returns one body per prompt. Bodies are validated as if they were to run on this server."""
     generation = await inference.prepare(request)
     firsts = generation.sequences[:: request.num_candidates]
     options = body.stream_options if body.stream else None
