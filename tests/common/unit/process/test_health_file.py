@@ -87,16 +87,18 @@ async def test_the_file_of_a_stopped_service_becomes_stale(tmp_path: Path) -> No
     ("starved_seconds", "answer"),
     [(95, (0, "")), (50, (1, "the service has stood still for 100 s"))],
 )
-def test_time_in_which_the_service_waited_for_a_processor_does_not_count(
+async def test_time_in_which_the_service_waited_for_a_processor_does_not_count(
     starved_seconds: int, answer: tuple[int, str], tmp_path: Path
 ) -> None:
-    sleeping = subprocess.Popen(["sleep", "60"])
+    sleeping = await asyncio.create_subprocess_exec("sleep", "60")
+    stat, times = (Path(f"/proc/{sleeping.pid}/{name}") for name in ("stat", "schedstat"))
     try:
-        ran, waited, _ = map(int, Path(f"/proc/{sleeping.pid}/schedstat").read_text().split())
+        await until(lambda: ") S " in stat.read_text())
+        ran, waited, _ = map(int, times.read_text().split())
         waited -= starved_seconds * 10**9
         file = tmp_path / "health"
         file.write_text(f"ready {sleeping.pid} {uptime() - 100} {ran} {waited}\n")
         assert probe(file) == answer
     finally:
         sleeping.kill()
-        sleeping.wait()
+        await sleeping.wait()
