@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from services.cli.client import DEFAULT_URL, Client
-from services.cli.errors import CommandParser
+from services.cli.errors import CommandError, CommandParser
 from services.cli.processes.tls_files import TlsFiles
 
 _HIGH_TEMPERATURE = 2.0
@@ -47,6 +47,20 @@ class ClientParser(CommandParser):
 def client_of(arguments: argparse.Namespace) -> Client:
     """A client of the server named by the flags."""
     return Client(arguments.url, arguments.api_key, TlsFiles.taken_from(vars(arguments)))
+
+
+def add_interval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--interval-seconds", type=float, default=1.0, metavar="X", help="how often (default: 1)"
+    )
+
+
+def interval_of(arguments: argparse.Namespace) -> float:
+    """The value of --interval-seconds. Raises CommandError if it is not above 0."""
+    seconds: float = arguments.interval_seconds
+    if not seconds > 0:
+        raise CommandError("--interval-seconds must be above 0", exit_status=2)
+    return seconds
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,7 @@
 """`stepwell status`: the queues and the pool of each replica."""
 
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -10,53 +9,28 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from services.cli.arguments import ClientParser, client_of
+from services.cli.arguments import ClientParser, add_interval, client_of, interval_of
 from services.cli.client import Client, ServerAway
-from services.cli.errors import CommandError
-from services.cli.views.fleet_view import ReplicaView, Sample, headline, replica_views
+from services.cli.views.fleet_view import ReplicaView, headline, replica_views
+from services.cli.views.samples import Sample, samples
+
+_PATH = "/status"
 
 
 def main(argv: Sequence[str]) -> int:
     parser = ClientParser("status", "Shows the queues and the pool of each replica.")
     parser.add_argument("--watch", action="store_true", help="show it again and again")
-    parser.add_argument(
-        "--interval-seconds", type=float, default=1.0, metavar="X", help="how often (default: 1)"
-    )
+    add_interval(parser)
     arguments = parser.parse_args(argv)
-    if not arguments.interval_seconds > 0:
-        raise CommandError("--interval-seconds must be above 0", exit_status=2)
+    interval_seconds = interval_of(arguments)
     with client_of(arguments) as client:
         if not arguments.watch:
-            _show(_sample(client), None)
+            _show(Sample.take(client, _PATH), None)
         elif sys.stdout.isatty():
-            _watch_in_terminal(client, arguments.interval_seconds)
+            _watch_in_terminal(client, interval_seconds)
         else:
-            _watch(client, arguments.interval_seconds)
+            _watch(client, interval_seconds)
     return 0
-
-
-def _sample(client: Client) -> Sample:
-    return Sample(client.get("/status"), time.monotonic())
-
-
-def _samples(
-    client: Client, interval_seconds: float
-) -> Iterator[tuple[Sample | None, Sample | ServerAway]]:
-    """Yields samples without end, each with the sample before it. If a server that answered before
-    does not answer now, the error is yielded instead. An error of the first call is raised.
-    """
-    before = None
-    while True:
-        try:
-            sample = _sample(client)
-        except ServerAway as error:
-            if before is None:
-                raise
-            yield None, error
-        else:
-            yield before, sample
-            before = sample
-        time.sleep(interval_seconds)
 
 
 def _show(sample: Sample, before: Sample | None) -> None:
@@ -68,7 +42,7 @@ def _show(sample: Sample, before: Sample | None) -> None:
 
 def _watch(client: Client, interval_seconds: float) -> None:
     is_away = False
-    for before, sample in _samples(client, interval_seconds):
+    for before, sample in samples(client, _PATH, interval_seconds):
         if isinstance(sample, Sample):
             _show(sample, before)
         elif not is_away:  # written once
@@ -78,7 +52,7 @@ def _watch(client: Client, interval_seconds: float) -> None:
 
 def _watch_in_terminal(client: Client, interval_seconds: float) -> None:
     with Live(auto_refresh=False) as live:
-        for before, sample in _samples(client, interval_seconds):
+        for before, sample in samples(client, _PATH, interval_seconds):
             shown: RenderableType = (
                 _rendered(sample, before)
                 if isinstance(sample, Sample)
@@ -110,7 +84,5 @@ def _panel(view: ReplicaView) -> Panel:
     table = Table.grid(padding=(0, 2))
     for label, value in view.rows:
         table.add_row(f"[dim]{label}[/dim]", escape(value))
-    serves = view.state in ("idle", "running")
-    colour = "red" if view.problem else "green" if serves else "yellow"
-    state = f"[{colour}]{escape(view.state)}[/{colour}]"
+    state = f"[{view.colour}]{escape(view.state)}[/{view.colour}]"
     return Panel(table, title=f"{escape(view.address)} {state}", title_align="left")

@@ -3,14 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Any
 
 from rich.text import Text
 
 from services.cli.amounts import count_text, seconds_text
-from services.cli.views.fleet_view import replica_state, waits_for
-
-Document = Mapping[str, Any]
+from services.cli.views.samples import (
+    Document,
+    Sample,
+    replica_state,
+    state_colour,
+    waiting_text,
+    waits_for,
+)
 
 _TWO_COLUMNS = 96
 """The minimum screen width at which a replica's rows are laid out in two columns."""
@@ -18,14 +22,6 @@ _LABEL = 10
 _FULL, _EMPTY = "█", "░"
 _LEAST_ROWS = 3
 """The minimum number of request rows of each replica, at any screen height."""
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """An answer of /activity and its arrival time, in monotonic seconds."""
-
-    activity: Document
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +45,17 @@ _COLUMNS = (
 )
 
 
-def screen(look: Look, before: Look | None, width: int, height: int) -> list[Text]:
+def screen(sample: Sample, before: Sample | None, width: int, height: int) -> list[Text]:
     """Returns lines of at most `width` characters. Rates are shown only if `before` is given. Each
     replica shows as many requests as fit into `height` lines, but at least three.
     """
-    activity = look.activity
+    activity = sample.answer
     lines = [_headline(activity)]
     for queued in islice(activity["queued"], _LEAST_ROWS):
         name, why = queued["request_id"] or "(another tenant's)", waits_for(queued["wait_reason"])
         lines.append(Text(f"  waits here: {name} for {why}", style="yellow"))
     replicas = activity["replicas"]
-    rows_of = [_rows_of(replica, look, before, width) for replica in replicas]
+    rows_of = [_rows_of(one, sample.rates(one, before), width) for one in replicas]
     # Each replica also has an empty line, a title, a table header and a line for omitted requests.
     taken = len(lines) + sum(len(rows) + 4 for rows in rows_of)
     room = max(_LEAST_ROWS, (height - taken) // max(1, len(replicas)))
@@ -82,21 +78,16 @@ def _headline(activity: Document) -> Text:
 
 def _title(replica: Document) -> Text:
     line = Text(f"replica {replica['address']}", style="bold")
-    if not replica["ready"]:
-        line.append(f"  {replica['reason'] or 'not ready'}", style="red")
-    elif replica["stats"] is not None:
-        state = replica_state(replica)
-        line.append(f"  {state}", style="green" if state in ("idle", "running") else "yellow")
-    return line
+    return line.append(f"  {replica_state(replica)}", style=state_colour(replica))
 
 
-def _rows_of(replica: Document, look: Look, before: Look | None, width: int) -> list[Text]:
+def _rows_of(replica: Document, rates: Mapping[str, float], width: int) -> list[Text]:
     if replica["stats"] is None:
         return []
     is_wide = width >= _TWO_COLUMNS
     half = (width - 2) // 2 if is_wide else width
     left = [_row(*row, half) for row in _capacities(replica)]
-    right = [_row(*row, half) for row in _speeds(replica, look, before)]
+    right = [_row(*row, half) for row in _speeds(replica["stats"], rates)]
     if not is_wide:
         return left + right
     joined = []
@@ -128,9 +119,7 @@ def _capacities(replica: Document) -> Iterator[Row]:
     stats = replica["stats"]
     running, most = stats["num_running"], stats["max_num_seqs"]
     yield "running", f"{running} of {most}", _share(running, most)
-    reason = stats["wait_reason"].removeprefix("WAIT_REASON_")
-    why = "" if reason == "UNSPECIFIED" else f" for {waits_for(reason)}"
-    yield "waiting", f"{stats['num_waiting']}{why}", None
+    yield "waiting", waiting_text(stats), None
     yield "budget", *_budget(replica["steps"], stats["max_num_batched_tokens"])
     usable = stats["num_usable_blocks"]
     held = usable - stats["num_free_blocks"]
@@ -149,9 +138,7 @@ def _budget(steps: Sequence[Document], budget: int) -> tuple[str, float | None]:
     return text, _share(prefill + decode, budget)
 
 
-def _speeds(replica: Document, look: Look, before: Look | None) -> Iterator[Row]:
-    stats, rates = replica["stats"], _rates(replica, look, before)
-
+def _speeds(stats: Document, rates: Mapping[str, float]) -> Iterator[Row]:
     def rate(name: str) -> str:
         return f"{count_text(rates[name])}/s" if rates else "-"
 
@@ -163,19 +150,6 @@ def _speeds(replica: Document, look: Look, before: Look | None) -> Iterator[Row]
     lost = f", {count_text(stats['num_lost_tokens'])} tokens given up"
     preempted = stats["num_preemptions"]
     yield "preempted", f"{preempted}{lost if preempted else ''}", None
-
-
-def _rates(replica: Document, look: Look, before: Look | None) -> dict[str, float]:
-    """The growth of each total per second. Empty after a restart, because totals restart at 0."""
-    earlier = [] if before is None else before.activity["replicas"]
-    old = next((one["stats"] for one in earlier if one["address"] == replica["address"]), None)
-    new = replica["stats"]
-    if before is None or old is None or old["incarnation"] != new["incarnation"]:
-        return {}
-    seconds = max(look.seconds - before.seconds, 1e-6)
-    return {
-        name: (value - old[name]) / seconds for name, value in new.items() if type(value) is int
-    }
 
 
 def _requests(requests: Sequence[Document], width: int, room: int) -> Iterator[Text]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.cli.status import plain_text
-from services.cli.views.fleet_view import Sample
+from services.cli.views.samples import Sample
 
 STATS: dict[str, Any] = {
     "incarnation": "1234",

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.views.top_view import Look, screen
+from services.cli.views.samples import Sample
+from services.cli.views.top_view import screen
 from tests.cli.unit.test_fleet_view import STATS
 
 
@@ -26,7 +27,7 @@ def step(prefill: int, decode: int) -> dict[str, Any]:
     return {"num_prefill_tokens": prefill, "num_decode_tokens": decode}
 
 
-def look(seconds: float = 1.0, **given: Any) -> Look:
+def look(seconds: float = 1.0, **given: Any) -> Sample:
     replica = {
         "address": "a:1",
         "ready": True,
@@ -43,10 +44,12 @@ def look(seconds: float = 1.0, **given: Any) -> Look:
         "draining": False,
         "replicas": [replica],
     }
-    return Look(activity, seconds)
+    return Sample(activity, seconds)
 
 
-def text(looked: Look, before: Look | None = None, width: int = 80, height: int = 40) -> list[str]:
+def text(
+    looked: Sample, before: Sample | None = None, width: int = 80, height: int = 40
+) -> list[str]:
     return [line.plain.rstrip() for line in screen(looked, before, width, height)]
 
 
@@ -74,7 +77,7 @@ def test_on_a_wide_screen_rows_stand_beside_each_other() -> None:
 
 
 def test_two_looks_give_rates() -> None:
-    later = look(seconds=3.0, stats=look().activity["replicas"][0]["stats"] | {"num_steps": 240})
+    later = look(seconds=3.0, stats=look().answer["replicas"][0]["stats"] | {"num_steps": 240})
     lines = text(later, look(seconds=1.0))
     assert "  steps     100/s, 2.50 ms each" in lines
 

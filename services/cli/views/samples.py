@@ -1,0 +1,112 @@
+"""Samples of the gateway's /status or /activity, and what they say about each replica."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.cli.client import Client, ServerAway
+
+Document = Mapping[str, Any]
+
+_STATE_PREFIX = "ENGINE_STATE_"
+_WAIT_PREFIX = "WAIT_REASON_"
+_WAITS_FOR = {
+    "BUDGET": "tokens of a step",
+    "MAX_SEQS": "max_num_seqs",
+    "NO_BLOCKS": "blocks",
+    "PAUSED": "the end of a pause",
+    "HELD_BACK": "a search for a request that breaks its steps",
+    "ADAPTERS": "a place for its adapter",
+    "GRAMMAR": "its grammar to be compiled",
+    "ENCODER": "the encoder",
+    "RECOVERY": "pool and workers",
+    "NO_PLACE": "a place at a replica",
+    "SHARE": "its tenant's share",
+    "TURN": "others of its tenant",
+    "NO_REPLICA": "a replica that is ready",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """An answer of /status or /activity, and its arrival time in monotonic seconds."""
+
+    answer: Document
+    seconds: float
+
+    @classmethod
+    def take(cls, client: Client, path: str) -> "Sample":
+        """Requests a sample. Raises CommandError, and ServerAway if the server does not answer."""
+        return cls(client.get(path), time.monotonic())
+
+    def rates(self, replica: Document, before: "Sample | None") -> dict[str, float]:
+        """The growth per second of each of a replica's totals since an earlier sample.
+
+        Empty without an earlier sample, and after a restart, because totals restart at 0.
+        """
+        earlier = () if before is None else before.answer["replicas"]
+        old = next((one["stats"] for one in earlier if one["address"] == replica["address"]), None)
+        new = replica["stats"]
+        if before is None or not (old and new) or old["incarnation"] != new["incarnation"]:
+            return {}
+        seconds = max(self.seconds - before.seconds, 1e-6)
+        return {
+            name: (value - old[name]) / seconds for name, value in new.items() if type(value) is int
+        }
+
+
+def samples(
+    client: Client, path: str, interval_seconds: float
+) -> Iterator[tuple[Sample | None, Sample | ServerAway]]:
+    """Yields samples without end, each with the sample before it. If a server that answered before
+    does not answer now, the error is yielded instead. An error of the first call is raised.
+    """
+    before = None
+    while True:
+        try:
+            sample = Sample.take(client, path)
+        except ServerAway as error:
+            if before is None:
+                raise
+            yield None, error
+        else:
+            yield before, sample
+            before = sample
+        time.sleep(interval_seconds)
+
+
+def replica_state(replica: Document) -> str:
+    """The state of a replica in one or two words, such as running or paused, or the reason why it
+    cannot serve.
+    """
+    stats = replica["stats"]
+    if not replica["ready"] or stats is None:
+        return replica["reason"] or ("not ready" if not replica["ready"] else "ready")
+    names = [str(stats["state"].removeprefix(_STATE_PREFIX).lower())]
+    if stats.get("paused") and names[0] != "paused":
+        names.append("pausing")
+    if stats.get("drained"):
+        names.append("drained")
+    return ", ".join(names)
+
+
+def state_colour(replica: Document) -> str:
+    """The colour in which the state of a replica is shown."""
+    if not replica["ready"]:
+        return "red"
+    return "green" if replica_state(replica) in ("idle", "running") else "yellow"
+
+
+def waiting_text(stats: Document) -> str:
+    """How many requests wait at a replica, and what for."""
+    reason = stats["wait_reason"].removeprefix(_WAIT_PREFIX)
+    why = "" if reason == "UNSPECIFIED" else f" for {waits_for(reason)}"
+    return f"{stats['num_waiting']}{why}"
+
+
+def waits_for(name: str) -> str:
+    """The explanation of a wait reason such as NO_BLOCKS. An unknown reason is returned in lower
+    case, with spaces.
+    """
+    return _WAITS_FOR.get(name.upper(), name.lower().replace("_", " "))
