@@ -1,4 +1,4 @@
-"""The configuration of one replica's scheduler: limits, thresholds, policy."""
+"""The configuration of one replica's scheduler, such as limits, thresholds and the policy."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,111 +25,131 @@ class SchedulerConfig:
     num_blocks: int
     """Blocks in the pool, the null block included."""
     fingerprint: bytes = b""
-    """Root of the block-hash chain."""
+    """First input of every chain of block hashes. It identifies the model."""
     policy: str = "fcfs"
-    """A name of `policies.POLICIES`."""
+    """Name of a scheduling policy, as in `policies.POLICIES`."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
-    """The largest number of prompt tokens of one request in a step with other requests; 0: no
-    limit.
+    """Limit on the prompt tokens of one request in a step with other requests. 0 means that there
+    is no limit.
     """
     long_prefill_token_threshold_adaptive: bool = False
-    """Raise a nonzero threshold to `max_num_batched_tokens` divided by the number of requests, if
-    that is larger.
+    """Whether the threshold, unless it is 0, is raised to `max_num_batched_tokens` divided by the
+    number of requests, if the quotient is larger.
     """
     max_num_scheduled_tokens: int | None = None
-    """A token budget below max_num_batched_tokens, the size that the workers are built for."""
+    """The token budget of a step, if it is less than `max_num_batched_tokens`, for which the
+    workers are built. None if it is equal.
+    """
     max_num_active_seqs: int | None = None
-    """A limit of running requests below max_num_seqs, the size of the workers' batch."""
+    """The limit on running requests, if it is less than `max_num_seqs`, the size of the workers'
+    batch. None if it is equal.
+    """
     scheduler_reserve_full_isl: bool = True
-    """Admit a request only if there are free blocks for its whole sequence, not just for its first
-    chunk.
+    """Whether a request is admitted only if there are free blocks for its whole sequence. Otherwise
+    free blocks for its first chunk suffice.
     """
     async_scheduling: bool = False
-    """Plan a step while the one before it runs, with placeholders for its tokens."""
+    """Whether a step is planned while the previous step runs. Placeholders stand for the tokens
+    that the previous step samples.
+    """
     num_speculative_tokens: int = 0
-    """The largest number of drafts that the workers propose for each request and step."""
+    """Limit on the draft tokens that the workers propose for a request in a step."""
     num_speculative_rows: int = 0
-    """The largest number of rows for tokens and drafts of the running requests in a step. All
-    requests get the same number of drafts, as many as fit. 0: each gets `num_speculative_tokens`.
+    """Limit on the tokens and drafts of all running requests in a step. All requests have the same
+    number of drafts, as many as fit. With 0, each request has `num_speculative_tokens` drafts.
     """
     num_lookahead_tokens: int = 0
-    """Slots that a draft model needs beyond a step's tokens. Used by recordings and replays."""
+    """Number of slots that a draft model needs beyond a step's tokens. Only recordings and replays
+    set it.
+    """
     drop_last_hit_block: bool = False
-    """Whether the pool omits the last block of a prefix hit, for a draft head (EAGLE). Set by the
-    description of a worker. No present worker has such a head.
+    """Whether the pool leaves out the last block of a prefix hit, as a draft head (EAGLE) needs it.
+    Set from a worker's description of itself. No present worker has such a head.
     """
     pooling: bool = False
     """Whether the workers answer each prompt with a vector instead of tokens (vLLM's runner type
     "pooling"). A request then ends with the step that computes the last token of its prompt.
     """
     prefill_schedule_interval: int = 1
-    """While requests decode, compute prompts only in one of this many steps."""
+    """While requests decode, prompts are computed only in one of this number of steps."""
     pipeline_parallel_size: int = 1
-    """Number of stages that a model is divided into. Each stage has a step in flight."""
+    """Number of stages into which the layers of the model are divided. Each stage can run another
+    step at the same time.
+    """
     watermark: float = 0.0
     """Fraction of the pool's blocks that must stay free when a request joins running requests."""
     encoder_compute_budget: int = 0
-    """The largest number of embeddings that the encoder computes in one step."""
+    """Limit on the embeddings that the encoder computes in one step."""
     encoder_cache_size: int = 0
-    """Number of embeddings of prompt items that the workers cache; 0: prompts have no items."""
+    """Number of embeddings of prompt items (such as images) that the workers can cache. 0 if
+    prompts have no items.
+    """
     disable_chunked_mm_input: bool = False
-    """End a chunk before an item of the prompt that it would split."""
+    """Whether a chunk ends before an item of the prompt that it would split."""
     max_loras: int | None = None
-    """Number of adapters that running requests may use at once; None: adapters are refused."""
+    """Limit on the number of adapters that running requests use at once. None if requests with
+    adapters are refused.
+    """
     kv_role: KVRole | None = None
-    """The direction in which a connector moves keys and values; None: there is no connector."""
+    """The direction in which a connector transfers keys and values. None if there is no connector.
+    """
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
     """What happens to requests whose load through the connector failed."""
     requires_kv_delivery: bool = False
-    """Whether the output in flight of a preempted request is dropped, because the connector must
-    deliver the blocks from which it was computed.
+    """Whether outputs in flight are dropped when their request is preempted, because the connector
+    must deliver the blocks from which they were computed.
     """
     supports_divergent_local_hybrid_hits: bool = False
     """Whether the connector always loads the states of state-space layers. Then a load may begin
-    where the local hit of full attention ends, even if no state is cached there.
+    where the local hit of the full-attention layers ends, even if no state is cached there.
     """
     groups: tuple[KVCacheGroup, ...] = ()
-    """KV-cache groups, each with a block table. Empty: one group of full attention."""
+    """KV-cache groups (layers that share a block table). Empty if there is one group, of
+    full-attention layers.
+    """
     prefix_match_unit: int | None = None
-    """Number of tokens in a block hash; None: as large as the blocks of all groups allow."""
+    """Number of tokens in a block hash. None for the largest number that the block sizes of all
+    groups allow.
+    """
     prefix_cache_retention_interval: int | None = None
-    """Distance, in tokens, of the windows or states that the pool keeps findable. Positions where
-    later requests are likely to continue are always findable. 0: only these; None: all.
+    """Distance, in tokens, between positions whose windows or states stay in the pool's prefix
+    index. Positions where later requests are likely to continue are always in the index. With 0
+    only these positions are, with None all positions.
     """
 
     @cached_property
     def token_budget(self) -> int:
-        """Number of tokens that a step may compute."""
+        """Limit on the tokens that a step computes."""
         return self.max_num_scheduled_tokens or self.max_num_batched_tokens
 
     @cached_property
     def max_prompt_len(self) -> int:
-        """The length of the longest prompt. A generative model needs space for one more token."""
+        """Limit on the tokens of a prompt. A generative model needs space for one more token."""
         return self.max_model_len if self.pooling else self.max_model_len - 1
 
     @cached_property
     def num_steps_in_flight(self) -> int:
-        """The largest number of steps whose output has not been applied."""
+        """Limit on the number of planned steps whose output has not been applied."""
         return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
 
     @cached_property
     def max_running(self) -> int:
-        """The largest number of requests that run at once."""
+        """Limit on the number of requests that run at once."""
         return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
 
     def num_reserve_slots(self, num_tokens: int) -> int:
         """Number of slots for which free blocks must exist when a request with `num_tokens` tokens
-        is admitted, if its first step needs fewer.
+        is admitted, even if its first step needs fewer slots.
         """
         return num_tokens if self.scheduler_reserve_full_isl else 0
 
     @cached_property
     def fences_frees(self) -> bool:
-        """Whether blocks that a step in flight writes may only be freed after the step's output.
-        Loads are not ordered with the steps, so a load could fill a block before the step
-        overwrites it.
+        """Whether blocks that a step in flight writes may only be freed after the step's output has
+        arrived. The reason is that loads are not ordered with the steps. A load could fill a freed
+        block before the step overwrites it.
         """
         return self.num_steps_in_flight > 1 and self.kv_role in (KVRole.BOTH, KVRole.CONSUMER)
 
@@ -144,12 +164,14 @@ class SchedulerConfig:
 
     @cached_property
     def all_groups(self) -> tuple[KVCacheGroup, ...]:
-        """The KV-cache groups. If `groups` is empty, one group of full attention."""
+        """The KV-cache groups. If `groups` is empty, this is one group of full-attention layers."""
         return self.groups or (KVCacheGroup(AttentionType.FULL, self.block_size),)
 
     @cached_property
     def only_grows(self) -> bool:
-        """Whether all block tables of a request have one length, and only grow while it runs."""
+        """Whether all block tables of a request have the same length, and only grow while the
+        request runs.
+        """
         return all(
             group.attention_type is AttentionType.FULL and group.block_size == self.block_size
             for group in self.groups
@@ -157,8 +179,9 @@ class SchedulerConfig:
 
     @cached_property
     def foretells_hits(self) -> bool:
-        """Whether the prefix hit of a request can be computed from the published hashes alone. That
-        requires groups of full attention only, and hits that end at block boundaries.
+        """Whether the scheduler can compute the prefix hit of a request from the published hashes
+        alone. That requires that all layers have full attention and that hits end at block
+        boundaries.
         """
         return self.only_grows and self.hash_block_size == self.block_size
 
@@ -192,7 +215,9 @@ class SchedulerConfig:
 
     @cached_property
     def hits_may_diverge(self) -> bool:
-        """Whether a hit may count full attention only, because a connector supplies the states."""
+        """Whether a prefix hit may count full-attention layers only, because a connector supplies
+        the states of the other layers.
+        """
         return self.supports_divergent_local_hybrid_hits and self.aligns_states
 
     @cached_property
@@ -201,7 +226,7 @@ class SchedulerConfig:
         return self.enable_prefix_caching and has_partial_hits(self.groups, self.hash_block_size)
 
     def num_drafts(self, num_running: int) -> int:
-        """The largest number of drafts of each request in a step with `num_running` requests."""
+        """Limit on the drafts of each request in a step with `num_running` requests."""
         most, num_rows = self.num_speculative_tokens, self.num_speculative_rows
         if not most or not num_rows or not num_running:
             return most
@@ -209,10 +234,10 @@ class SchedulerConfig:
 
     @cached_property
     def max_in_flight_tokens(self) -> int:
-        """The largest number of tokens in all steps in flight."""
+        """Limit on the total number of tokens of all steps in flight."""
         return self.max_num_batched_tokens * self.num_steps_in_flight
 
     @cached_property
     def num_watermark_blocks(self) -> int:
-        """The watermark in blocks."""
+        """The watermark as a number of blocks."""
         return int(self.watermark * self.num_blocks)

@@ -15,12 +15,12 @@ class InputChunk:
     sampling: SamplingParams
     arrival_time: float = 0.0
     request_id: str = ""
-    """The request id of the session in its next turn; empty: unchanged."""
+    """The session's request id from the next turn on. Empty if it does not change."""
     traceparent: str = ""
     """The caller's trace context, as are `tracestate` and `baggage`."""
     tracestate: str = ""
     baggage: str = ""
     queued_unix_nanos: int = 0
-    """When the chunk arrived at this replica, in Unix nanoseconds."""
+    """Time at which the chunk arrived at this replica, in Unix nanoseconds."""
     block_hashes: Sequence[BlockHash] = ()
     """Hashes of the session's blocks that this chunk fills, if they were computed in advance."""

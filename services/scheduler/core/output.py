@@ -1,4 +1,6 @@
-"""The plan of a step, with the tokens and blocks of each request, and the output of a step."""
+"""The plan of a step, which lists the tokens and blocks of each request, and the output of a
+step.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -20,16 +22,16 @@ from services.scheduler.core.transfers.kv_connector import (
 class WaitReason(Enum):
     """Why a waiting request was not admitted in a step.
 
-    Most reasons stop admission at the first ready request, and so concern the requests behind it as
-    well. The reasons in `OWN_REASONS` concern single requests, which are passed over: other
-    requests may overtake them.
+    Most reasons stop admission at the first ready request, and so also concern all requests behind
+    it. The reasons in `OWN_REASONS` concern single requests, which are passed over: other requests
+    may overtake them.
     """
 
     BUDGET = "budget"
     """The step's token budget was used up, or is too small for a prompt that must not be chunked.
     """
     MAX_SEQS = "max_seqs"
-    """`max_running` requests run."""
+    """As many requests run as may run at once (`max_running`)."""
     NO_BLOCKS = "no_blocks"
     """The request does not fit in the pool, or a running request was preempted in the step."""
     PREFILL_INTERVAL = "prefill_interval"
@@ -57,7 +59,9 @@ class WaitReason(Enum):
     ENCODER = "encoder"
     """The encoder has no budget or cache space in the step for the next item of the prompt."""
     OUTPUT_IN_FLIGHT = "output_in_flight"
-    """A step that was in flight at the request's preemption has not delivered its token yet."""
+    """The request was preempted while a step was in flight, and the step's token has not arrived
+    yet.
+    """
 
 
 OWN_REASONS = frozenset(
@@ -74,7 +78,9 @@ OWN_REASONS = frozenset(
 
 
 def preparation_wait(request: Request) -> WaitReason:
-    """The wait reason of a request for which the workers load an adapter or compile a grammar."""
+    """The wait reason of a request whose adapter the workers still load, or whose grammar they
+    still compile.
+    """
     return WaitReason.ADAPTERS if request.awaits_adapter else WaitReason.GRAMMAR
 
 
@@ -95,11 +101,13 @@ class PreemptionCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """One request was preempted."""
+    """The preemption of one request."""
 
     victim: Request
     cause: Request
-    """The request that needed the blocks. It is the victim itself if the policy chose it."""
+    """The request that needed the blocks. If the policy chose this request itself, it is the victim
+    too.
+    """
     num_lost_tokens: int
     """Number of tokens of the victim that must be computed again."""
 
@@ -120,9 +128,10 @@ class SchedulerOutput:
     appended_blocks: dict[Request, BlockTables] = field(default_factory=dict)
     """New blocks of requests that were running before the step."""
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
-    """Drafts at the end of a request's scheduled tokens, to be verified."""
+    """Draft tokens that the step verifies. They are the last of a request's scheduled tokens."""
     prefill_chunks: frozenset[Request] = frozenset()
-    """Requests with known tokens left to compute after the step, so that it samples none for them.
+    """Requests whose known tokens are not all computed after the step. The step samples no token
+    for them.
     """
     new: list[Request] = field(default_factory=list)
     """Requests that are admitted for the first time."""
@@ -131,11 +140,13 @@ class SchedulerOutput:
     preemptions: list[Preemption] = field(default_factory=list)
     """The preemptions of the step, in the order in which they happened."""
     wait_reason: WaitReason | None = None
-    """Why the requests that still wait were not admitted; None if no request waits. If all of them
-    were passed over, the reason of the first.
+    """Why the requests that still wait were not admitted. None if no request waits. If all of them
+    were passed over, it is the reason of the first request.
     """
     encoder_inputs: dict[Request, list[int]] = field(default_factory=dict)
-    """Items of prompts that the encoder computes, by their index in the request."""
+    """Maps a request to the indexes of the items of its prompt (such as images) that the encoder
+    computes.
+    """
     evicted_encoder_inputs: Sequence[str] = ()
     """Identifiers of items whose embeddings the workers delete before the step."""
     passed_over: dict[Request, WaitReason] = field(default_factory=dict)
@@ -149,7 +160,7 @@ class SchedulerOutput:
     loads: Sequence[KVLoad] = ()
     """Loads of the connector that begin with this step."""
     kv_connector_metadata: KVConnectorMetadata | None = None
-    """The connector's message to its workers' side."""
+    """The message of the connector's scheduler side to its worker side."""
     awaits_transfers: bool = False
     """Whether a transfer is in progress whose end the step's output may report."""
     dropped: AbstractSet[Request] = frozenset()
@@ -160,8 +171,8 @@ class SchedulerOutput:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the step is sent to the workers: it computes tokens, frees rows, contains a
-        connector's message, or awaits transfers.
+        """Whether the step is sent to the workers. It is sent if it computes tokens, frees rows,
+        contains a connector's message, or awaits transfers.
         """
         has_message = self.removed_rows or self.kv_connector_metadata or self.awaits_transfers
         return bool(self.requests or has_message)
@@ -183,28 +194,30 @@ class ModelRunnerOutput:
     num_draft_tokens: Sequence[int] = ()
     """Number of drafts of each request that the workers verified. Empty if there were none."""
     logprobs: Mapping[int, object] = field(default_factory=dict)
-    """Log-probabilities by index of the request. The scheduler does not read them."""
+    """Maps the index of a request to its log-probabilities. The scheduler does not read them."""
     nan_requests: frozenset[int] = frozenset()
     """Indexes of requests whose logits contain NaN."""
     refused_tokens: Mapping[int, int] = field(default_factory=dict)
-    """The position, among the request's sampled tokens, of the first token that its grammar
-    refuses, by index of the request. If the refused token is not in the output, the number of
-    tokens.
+    """Maps the index of a request to the position, among its sampled tokens, of the first token
+    that its grammar refuses. If the refused token is not in the output, the position is the number
+    of tokens.
     """
     grammar_errors: Mapping[int, str] = field(default_factory=dict)
-    """Why the grammar failed, by index of the request. Only for requests with a refused token."""
+    """Maps the index of a request to the reason why its grammar failed. Only for requests with a
+    refused token.
+    """
     pooled: Mapping[int, object] = field(default_factory=dict)
-    """Vectors of the prompts that the step completed, by index of the request. The scheduler does
-    not read them.
+    """Maps the index of a request to the vector of its prompt, which the step completed. The
+    scheduler does not read the vectors.
     """
     execute_nanos: int = 0
     """Compute time of the workers, in nanoseconds; 0 if not measured."""
     slack_seconds: float | None = None
-    """Time from when the step was ready to run until the end of the step before it. Negative if the
-    step was ready later than that. None if not measured.
+    """Seconds from when the step was ready to run until the end of the step before it. Negative if
+    the step was ready only after that end. None if not measured.
     """
     kv_transfers: KVTransferResults = NO_RESULTS
-    """Transfer results of the workers' side of the connector."""
+    """Results of transfers, from the connector's worker side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +230,8 @@ class EngineCoreOutput:
 
 @dataclass(slots=True)  # see ModelRunnerOutput
 class EngineCoreOutputs:
-    """New tokens and ends of a step. Iterates over the requests that have either, in scheduling
-    order.
+    """The tokens that a step appended, and the requests that it ended. Iterates over the requests
+    with new tokens or an end, in scheduling order.
     """
 
     plan: SchedulerOutput
@@ -226,8 +239,8 @@ class EngineCoreOutputs:
     """New tokens, parallel to the plan's requests. None for requests that had already ended."""
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
-    """Requests that ended with the step. Requests whose load failed, and requests that ended in the
-    queue, are last. They may not be part of the step.
+    """Requests that ended with the step. The last of them are requests whose load failed and
+    requests that ended in the queue. These may not be part of the step.
     """
     num_tokens: int
     """Total number of new tokens."""
@@ -236,9 +249,11 @@ class EngineCoreOutputs:
     execute_nanos: int = 0
     """Compute time of the workers, in nanoseconds; 0 if not measured."""
     pooled: Mapping[int, object] = field(default_factory=dict)
-    """Vectors of prompts by index of the request. Includes requests that had already ended."""
+    """Maps the index of a request to the vector of its prompt. Includes requests that had already
+    ended.
+    """
     failed: Sequence[Request] = ()
-    """The requests in `ended` that were found unable to ever run."""
+    """The requests in `ended` that ended because they can never run."""
     num_draft_tokens: Sequence[int] = ()
     """Number of verified drafts, parallel to the plan's requests. Empty if there were none."""
 

@@ -1,4 +1,4 @@
-"""Ports of the engine: a pool of blocks, workers, and consumers of a step's output.
+"""Ports of the engine. They are a pool of blocks, the workers, and consumers of a step's output.
 
 The operations of the pool are in `services/common/pool/operations.py`.
 """
@@ -20,18 +20,22 @@ from services.scheduler.core.request import Request
 
 
 class PoolLost(Unavailable):
-    """The pool's generation has ended: no block table is valid any more."""
+    """The pool has lost its blocks, for example because its process ended. No block table is valid
+    any more.
+    """
 
     reason = "POOL_LOST"
 
     def __init__(self, message: str, *, suspects: Sequence[RequestKey] = ()) -> None:
-        """`suspects`: the requests in a transaction that the pool refused or answered wrongly."""
+        """`suspects` are the requests in a transaction that the pool refused or answered
+        wrongly.
+        """
         super().__init__(message)
         self.suspects = suspects
 
 
 class WorkersLost(Unavailable):
-    """The workers' generation has ended: their keys and values are lost."""
+    """The workers have lost their keys and values, for example because a process ended."""
 
     reason = "WORKERS_LOST"
 
@@ -40,9 +44,10 @@ class KVPool(Protocol):
     """The memory of one replica."""
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
-        """Executes operations in order, exactly once, up to the first one that does not fit.
+        """Executes operations in order, exactly once, up to the first operation for which blocks
+        are missing.
 
-        Raises PoolLost when the generation has ended.
+        Raises PoolLost if the pool's generation has ended.
         """
 
 
@@ -55,13 +60,15 @@ class Executor(Protocol):
         """Sends a step to every rank. Returns a future of the step's output, which the caller may
         cancel.
 
-        Steps run in the order of the calls. The call and the future raise WorkersLost when the
-        generation has ended.
+        Steps run in the order of the calls. The call and the future raise WorkersLost if the
+        workers' generation has ended.
         """
 
 
 class Replica(Protocol):
-    """The pool and the workers. One generation covers both: it ends if either is lost."""
+    """The pool and the workers. A generation begins when both are opened, and ends when one of them
+    is lost.
+    """
 
     @property
     def workers_were_ended(self) -> bool:
@@ -71,7 +78,7 @@ class Replica(Protocol):
 
     async def open(self) -> object:
         """Begins a new generation with an empty pool and empty workers, as soon as both are
-        reachable. Waits without a limit.
+        reachable. Waits without a time limit.
         """
 
 
@@ -96,7 +103,7 @@ class Delivery(Protocol):
 
 
 class StepObserver(Protocol):
-    """Observes the engine, for traces and metrics. Changes nothing, never blocks."""
+    """Observes the engine, for traces and metrics. Changes nothing, and never blocks."""
 
     def arrived(self, requests: Sequence[Request]) -> None:
         """Called after requests were queued."""

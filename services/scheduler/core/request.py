@@ -1,4 +1,6 @@
-"""The scheduler's model of a request: tokens, and the number of tokens that are computed."""
+"""The scheduler's model of a request. Its core is a list of tokens, and the number of tokens that
+are computed.
+"""
 
 import copy
 import enum
@@ -55,34 +57,38 @@ class TurnEnd:
 
 @dataclass(slots=True, eq=False)
 class Request(ComputedTokens):
-    """One sequence: a prompt and one answer. Compared by identity."""
+    """One sequence, which is a prompt and one answer to it. Requests are compared by identity."""
 
     request_id: str
     """The id in logs, traces and aborts."""
     key: RequestKey
     """The request's number in pool operations. One scheduler process never uses a number twice."""
     token_ids: list[int]
-    """Prompt, then output; grows as tokens are sampled."""
+    """The prompt's tokens, followed by the output's tokens. Sampled tokens are appended."""
     num_prompt_tokens: int
     sampling: SamplingParams
     priority: int = 0
     """Requests with a smaller value run earlier under the priority policy. 0 under `fcfs`."""
     arrival_time: float = 0.0
-    """Seconds on any clock that all requests of a replica share."""
+    """Time of arrival, in seconds of any clock that all requests of a replica share."""
     latest_start: float | None = None
-    """The latest time of the first admission, in monotonic seconds; None: no limit."""
+    """The latest time of the first admission, in seconds of the monotonic clock. None if there is
+    no limit.
+    """
     cache_salt: str = ""
     """Requests can hit each other's cached prefixes only if their salts are equal."""
     adapter_digest: bytes = b""
-    """SHA-256 of the files of the request's adapter; empty: no adapter. The digest, not the name,
-    identifies an adapter.
+    """SHA-256 of the files of the request's adapter, which identifies the adapter. Empty if the
+    request has no adapter.
     """
     adapter_name: str = ""
     """The name of the adapter in clients' requests."""
     awaits_adapter: bool = False
     """Whether the workers have not loaded the adapter yet. `grammar` is COMPILING then."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
-    """Items of the prompt whose embeddings an encoder computes, in the order of their offsets."""
+    """Items of the prompt, such as images, whose embeddings an encoder computes. In the order of
+    their offsets.
+    """
     traceparent: str = ""
     tracestate: str = ""
     """The caller's trace context, as are `traceparent` and `baggage`. The scheduler's core does not
@@ -90,37 +96,41 @@ class Request(ComputedTokens):
     """
     baggage: str = ""
     queued_unix_nanos: int = 0
-    """When the request arrived at this replica, in Unix nanoseconds. Used by telemetry only."""
+    """Time at which the request arrived at this replica, in Unix nanoseconds. Used by telemetry
+    only.
+    """
     hashed_unix_nanos: int = 0
-    """When the hashing of the prompt in advance was complete, in Unix nanoseconds; 0 if it was not
-    hashed in advance. Used by telemetry only.
+    """Time at which the prompt's block hashes were complete, in Unix nanoseconds. 0 if they were
+    not computed before the request was queued. Used by telemetry only.
     """
     times: RequestTimes | None = None
-    """How the request's time was spent. Set by telemetry at the request's end."""
+    """The parts of the request's total time. Set by telemetry at the request's end."""
     prompt_embeds: PromptEmbeds | None = None
     """Embeddings that replace the prompt's tokens. The tokens are placeholders then. Used by the
     workers only.
     """
     pooling: PoolingParams | None = None
-    """How the workers pool the prompt; None for generative models."""
+    """How the workers compute one vector from the prompt. None for generative models."""
     num_choices: int = 0
-    """The client's parameter n in the first sequence of a prompt, 0 in its other sequences. Used by
-    metrics only.
+    """The client's parameter `n` in the first sequence of a prompt. 0 in the other sequences of the
+    prompt. Used by metrics only.
     """
     resumable: bool = False
-    """Whether the request is a session: at the end of its output it keeps its blocks and waits for
-    the next chunk of input.
+    """Whether the request is a session. At the end of its output a session keeps its blocks and
+    waits for the next chunk of input.
     """
     turn_ended_unix_nanos: int = 0
-    """When the previous turn of a session ended, in Unix nanoseconds. Used by traces only."""
+    """Time at which the previous turn of a session ended, in Unix nanoseconds. Used by traces only.
+    """
     chunks: deque[InputChunk | None] = field(default_factory=deque)
-    """Input for a session's next turns that has already arrived. None ends the session."""
+    """Input for a session's next turns that has already arrived. An element None ends the session.
+    """
     reads_prefix_cache: bool = True
     """False if every prompt position must be computed, as for prompt log-probabilities."""
 
     grammar: GrammarStatus | None = None
-    """Whether the workers have compiled the grammar and loaded the adapter. None: the request has
-    neither.
+    """Whether the workers have compiled the request's grammar and loaded its adapter. None if the
+    request has neither.
     """
     error: str = ""
     """The error that ended the request, or will end it at its admission. Empty if there is none."""
@@ -129,42 +139,49 @@ class Request(ComputedTokens):
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    """None before the end of the request or of its turn."""
+    """Why the request or its turn ended. None before that."""
     stop_token_id: int | None = None
     """The stop token that ended the request; None if it ended for another reason."""
     ending_token_ids: frozenset[int] = field(init=False, default=frozenset())
-    """Tokens that end the request: end of sequence and stop tokens."""
+    """Tokens that end the request, which are the end-of-sequence tokens and stop tokens."""
     fast_path_end: int = 0
-    """The step before which the request leaves the fast path. Only valid on the fast path."""
+    """Number of the step before which the request leaves the fast path, on which steps schedule it
+    without examining it. Only valid on the fast path.
+    """
     admission_number: int = 0
     """Increases with each admission, and orders the running requests."""
     max_num_tokens: int = 0
     """Number of tokens, prompt and output, at which the request ends. Set when it is queued."""
     is_prefill_chunk: bool = False
-    """Whether the last planned step left tokens that must be computed before one can be sampled."""
+    """Whether known tokens are still to be computed after the last planned step, before a token can
+    be sampled.
+    """
     draft_token_ids: list[int] = field(default_factory=list)
-    """Drafts of the tokens after the last one. -1 for drafts that only the workers know."""
+    """Draft tokens, which follow the last token and must be verified. -1 stands for a draft that
+    only the workers know.
+    """
     num_slots: int = 0
-    """Number of tokens for which the block table has slots."""
+    """Number of slots in the block table. A slot is memory for one token."""
     num_tokens_left_behind: int = 0
-    """The largest number of stored tokens from which windows were computed and blocks freed. The
-    number of computed tokens of a session may be lower after its last tokens were dropped.
+    """The largest number of stored tokens from which sliding windows were computed and blocks
+    freed. A session may have fewer computed tokens after its last tokens were dropped.
     """
     row: int | None = None
     """The request's row in the workers' batch; None while it does not run."""
     awaited_step: int | None = None
-    """The last step in flight that computed tokens of the request at its last preemption. Its
-    output must arrive before the request is admitted again. None if there was no such step.
+    """Number of the last step that was computing tokens of the request when it was last preempted.
+    The step's output must arrive before the request is admitted again. None if there was no such
+    step.
     """
     num_cached_tokens: int | None = None
-    """Prefix hit at the first admission, or at the first one of a session's present turn. None
-    before.
+    """Number of cached tokens at the first admission of the request, or of a session's present
+    turn. None before that admission.
     """
     num_external_tokens: int = 0
     """Number of tokens that the last load through the connector added."""
     num_preemptions: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
-    """Hashes of the full blocks that were hashed so far."""
+    """Hashes of the request's full blocks, as far as they were computed."""
     known_to_pool: bool = False
     """Whether the pool stores hashes or blocks of the request, which a Release must free."""
     num_hashes_sent: int = 0
@@ -174,8 +191,8 @@ class Request(ComputedTokens):
     sizes, the number of published hashes.
     """
     shared_prefix_boundary: int = 0
-    """The end of a prefix, in tokens, that another request computed too but that is no hit, because
-    it is not cached in all groups. 0 if there is none. From the last lookup, as in vLLM.
+    """Length, in tokens, of a prefix that another request has computed but that is no hit, because
+    it is not cached in all groups. 0 if there is no such prefix. From the last lookup, as in vLLM.
     """
 
     def __post_init__(self) -> None:
@@ -211,12 +228,16 @@ class Request(ComputedTokens):
 
     @property
     def max_hit_tokens(self) -> int:
-        """The longest usable prefix hit. One token must remain to be computed for sampling."""
+        """The longest prefix hit, in tokens, that the request can use. At least one token must be
+        computed, so that a token can be sampled.
+        """
         return len(self.token_ids) - 1 if self.reads_prefix_cache else 0
 
     @property
     def unsent_hashes(self) -> Sequence[BlockHash]:
-        """The last of `block_hashes`, which were not sent to the pool yet."""
+        """The block hashes that were not sent to the pool yet. They are the last of
+        `block_hashes`.
+        """
         return self.block_hashes[self.num_hashes_sent :]
 
     @property
@@ -242,7 +263,7 @@ class Request(ComputedTokens):
             self.max_num_tokens = min(longest, max_model_len)
 
     def end_turn(self, block_size: int) -> TurnEnd:
-        """Ends the turn of a session, which then waits for input. The last token is dropped,
+        """Ends the turn of a session, which then waits for input. The last token is removed,
         because it was not computed. The rest of the output becomes part of the prompt.
         """
         if self.finish_reason is None:
@@ -259,7 +280,9 @@ class Request(ComputedTokens):
         return end
 
     def forget_ahead(self) -> None:
-        """Subtracts the tokens that steps in flight compute after the end of a turn."""
+        """Reduces the number of computed tokens by the tokens that steps in flight compute after
+        the end of a turn.
+        """
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def begin_turn(self, chunk: InputChunk, max_model_len: int) -> None:
@@ -279,7 +302,7 @@ class Request(ComputedTokens):
         self.status = RequestStatus.WAITING
 
     def stop_loading(self) -> None:
-        """Returns the request from loading to the status of other waiting requests."""
+        """Sets the status of a request whose load has ended to PREEMPTED or WAITING."""
         preempted, waiting = RequestStatus.PREEMPTED, RequestStatus.WAITING
         self.status = preempted if self.num_preemptions else waiting
 
@@ -291,7 +314,7 @@ class Request(ComputedTokens):
     def hashes_with(
         self, root: bytes, block_size: int, token_ids: Sequence[int]
     ) -> list[BlockHash]:
-        """The further hashes that the request would have if these tokens were appended."""
+        """The additional block hashes that the request would have if these tokens were appended."""
         return self._further_hashes(root, block_size, [*self.token_ids, *token_ids])
 
     def _further_hashes(
@@ -318,7 +341,7 @@ class Request(ComputedTokens):
         self.known_to_pool = True
 
     def forget_blocks(self) -> None:
-        """Resets the request's state in pool and workers: it has no blocks, row or computed tokens.
+        """Records that the request has no blocks, row or computed tokens in pool and workers.
         Tokens of steps in flight may still arrive.
         """
         self.draft_token_ids = []

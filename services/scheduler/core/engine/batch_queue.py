@@ -1,4 +1,4 @@
-"""The batch queue: steps that were sent to the workers and whose answer was not yet received."""
+"""The batch queue. It contains the steps that were sent to the workers and are not answered yet."""
 
 import asyncio
 from collections import deque
@@ -11,7 +11,7 @@ from services.scheduler.core.ports import Executor
 
 
 class BatchQueue:
-    """Sends steps, and waits for their answers, oldest first. Holds at most `depth` steps.
+    """Sends steps, and waits for their answers, oldest first. Contains at most `depth` steps.
 
     `now` returns the time of a monotonic clock, in seconds.
     """
@@ -32,11 +32,11 @@ class BatchQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further step may be sent before the oldest answer is received."""
+        """Whether the oldest step must be answered before another step may be sent."""
         return len(self._steps) >= self._depth
 
     async def until_due(self) -> None:
-        """Waits until the next step should be planned, or the running step is done. Returns at once
+        """Waits until the next step should be planned or the running step is done. Returns at once
         if no step runs.
         """
         now = self._now()

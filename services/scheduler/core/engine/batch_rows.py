@@ -10,7 +10,7 @@ class BatchRows:
 
     def __init__(self, num_rows: int) -> None:
         self.removed: list[int] = []
-        """Rows that were freed since the last step that was sent to the workers."""
+        """Freed rows that no message to the workers has listed yet."""
         self._free = list(range(num_rows - 1, -1, -1))
 
     def take(self, request: Request) -> None:

@@ -1,24 +1,24 @@
-"""Computes deadlines of work from the times that similar work took before.
+"""Computes how long work may take from the times that similar work took before.
 
-Sizes are grouped in classes, one for each power of two. For each class a decaying maximum of the
-recent times is kept, and the deadline is a multiple of it. A fixed timeout that suits the slowest
-machine would detect a hang late. A class without a measured time gets the longest deadline, because
-its first step may compile or allocate. Only time in which the work had processors counts;
-`Silence` measures it.
+The size of work is, for example, its number of tokens. Sizes are grouped in classes, one for each
+power of two. The deadline is a multiple of a decaying maximum of the recent times in the class. A
+fixed timeout that suits the slowest machine would detect a hang late. A class without a measured
+time gets the longest deadline, because its first step may compile or allocate. Callers leave out
+time in which the work had no processor, which `Silence` measures.
 """
 
 IDLE_CHECK_SECONDS = 5.0
-"""Time without work after which a pool or worker is probed."""
+"""Seconds without work after which a pool or worker is probed."""
 _FACTOR = 10.0
 _KEPT_SHARE = 0.98
-"""Decay of the maximum: a shorter time sets it to a weighted mean of both, with this weight for the
-old maximum.
+"""Decay of the maximum. A new time below the maximum replaces it by a weighted mean of the two, in
+which the old maximum has this weight.
 """
 
 
 class Deadlines:
-    """Deadlines of work, by size, between `floor_seconds` and `ceiling_seconds`. With a smaller
-    floor a busy machine would look like one that hangs.
+    """Deadlines for sizes of work, between `floor_seconds` and `ceiling_seconds`. Without a floor,
+    a busy machine could be taken for one that hangs.
     """
 
     def __init__(self, floor_seconds: float, ceiling_seconds: float) -> None:
@@ -27,7 +27,7 @@ class Deadlines:
         self._longest: dict[int, float] = {}
 
     def seconds(self, size: int) -> float:
-        """How long work of this size may take."""
+        """The deadline of work of this size, in seconds."""
         longest = self._longest.get(size.bit_length())
         if longest is None:
             return self.ceiling_seconds

@@ -33,13 +33,13 @@ from services.scheduler.core.request import Request, RequestStatus
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 0.01
-"""Delay before the blocks and rows of the last requests are freed in a step of their own. If a
-request arrives meanwhile, as from a client that sends one after another, its first step frees them
-without an additional step and transaction.
+"""Delay before the blocks and rows of the last requests are freed in a separate step. If a client
+sends one request after another, the next request arrives during the delay. Its first step then
+frees the blocks and rows without an additional step and transaction.
 """
 RETRY_SECONDS = 0.001
-"""Delay before planning is tried again if no request was scheduled and no step is in flight: the
-requests wait for an external event, such as a connector's answer. As in vLLM.
+"""Delay before planning is tried again if no request was scheduled and no step is in flight. Then
+the requests wait for an external event, such as a connector's answer. As in vLLM.
 """
 
 
@@ -55,9 +55,9 @@ class EngineState(enum.Enum):
 class EngineCore:
     """Drives one scheduler: accepts requests, sends steps to the workers, and delivers tokens.
 
-    The scheduler is changed only by iterations of `run` and in a `standstill` between them. The
-    other methods record changes to be applied later. They may be called at any time from the same
-    event loop.
+    Only iterations of `run`, and code in a `standstill` between them, change the scheduler. The
+    other methods record changes that are applied later. They may be called at any time from the
+    same event loop.
     """
 
     def __init__(
@@ -98,12 +98,14 @@ class EngineCore:
 
     @property
     def planning(self) -> PlanningClock:
-        """The clock that delays planning."""
+        """The clock that decides when the next step is planned."""
         return self._batch_queue.planning
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that do not run: not scheduled yet, or preempted."""
+        """Number of requests that do not run because they were not scheduled yet or were
+        preempted.
+        """
         return self.scheduler.num_waiting + len(self._changes.arrivals)
 
     def add(self, request: Request) -> None:
@@ -112,9 +114,9 @@ class EngineCore:
         self._wake.set()
 
     def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends running or waiting requests: at once while the loop waits for a step's answer,
-        otherwise before the next step is planned. A step in flight is not delayed. QUEUE_TIMEOUT
-        ends only requests that were never scheduled by then.
+        """Ends running or waiting requests. They end at once if the loop waits for a step's answer,
+        otherwise before the next step is planned. A step in flight is not delayed. With the reason
+        QUEUE_TIMEOUT, a request ends only if it was never scheduled before it would end.
         """
         self._changes.abort(requests, reason)
         if self._batch_queue.awaits_answer:
@@ -125,17 +127,19 @@ class EngineCore:
     def grammar_compiled(
         self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """Records, before the next step is planned, that the workers have compiled the grammar of a
-        request. `error`: compilation failed, and the request must end with this error and `reason`.
+        """Records that the workers have compiled the grammar of a request. The change is applied
+        before the next step is planned. If compilation failed, `error` is not empty, and the
+        request ends with this error and `reason`.
         """
         self._changes.grammar_compiled(request, error, reason)
         self._wake.set()
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
-        """Adds the next input of a session, before the next step is planned. Does nothing if the
-        session has ended by then.
+        """Adds the next input of a session. The change is applied before the next step is planned.
+        It has no effect if the session has ended by then.
 
-        None ends the session: between two turns at once, otherwise after the present turn.
+        If `chunk` is None, the session ends. Between two turns it ends at once, otherwise after the
+        present turn.
         """
         self._changes.add_chunk(session, chunk)
         self._wake.set()
@@ -166,7 +170,7 @@ class EngineCore:
         self._wake.set()
 
     async def run(self) -> None:
-        """Runs steps until cancelled. Recovers from a lost pool or worker; any other error is a
+        """Runs steps until cancelled. Recovers from a lost pool or worker. Any other error is a
         defect and ends the loop.
         """
         try:
@@ -187,8 +191,8 @@ class EngineCore:
         """Stops planning. Returns when no step is in flight and the blocks of ended requests are
         free.
 
-        ABORT ends all requests. WAIT admits no requests, and waits until the running requests have
-        ended. It raises Aborted if the engine is resumed meanwhile.
+        With ABORT all requests end. With WAIT no request is admitted, and the method waits until
+        the running requests have ended. It raises Aborted if the engine is resumed meanwhile.
         """
         await self._pauses.begin(mode)
         if self.state is not EngineState.RECOVERING:
@@ -223,11 +227,12 @@ class EngineCore:
         return self._turns.standstill()
 
     async def _turn(self) -> None:
-        """Adds and ends requests, plans and sends a step, and applies the output of the oldest one.
+        """Adds and ends requests, plans and sends a step, and applies the output of the oldest step
+        in flight.
 
-        With asynchronous scheduling the oldest step is the step before. It still runs while this
-        step is planned, shortly before its end, so that requests that arrive meanwhile are part of
-        this step. In a pause the blocks of ended requests are still freed at once.
+        With asynchronous scheduling, a step is planned shortly before the end of the previous step,
+        which is then the oldest in flight. Requests that arrive before that time are part of the
+        planned step. In a pause the blocks of ended requests are still freed at once.
         """
         self._changes.apply()
         planned = False
@@ -252,14 +257,14 @@ class EngineCore:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _has_change(self) -> bool:
-        """Whether a change is pending while steps may be planned. It may be a new request that a
-        free pipeline stage can run.
+        """Whether a change is pending and steps may be planned. The change may be a new request
+        that a free pipeline stage can run.
         """
         return bool(self._changes) and not (self._pauses.is_on or self._turns.is_held)
 
     async def _complete(self) -> None:
-        """Applies a step's output. Its tokens are delivered while the loop waits for pool or
-        workers, so that delivery does not delay the next step.
+        """Waits for the output of the oldest step and applies it. Its tokens are delivered later,
+        while the loop waits for pool or workers, so that delivery does not delay the next step.
         """
         plan, output = await self._batch_queue.take_answer()
         self._changes.apply()
@@ -273,15 +278,17 @@ class EngineCore:
             self._report_begun(update.turns)
 
     def _deliver(self) -> None:
-        """Delivers the outputs that were not delivered yet. If delivery raises, the outputs are
-        kept, and the next attempt in the engine loop raises the same error.
+        """Delivers the outputs that were not delivered yet. If delivery raises an error, the
+        outputs are kept, and the engine loop's next attempt raises the error again.
         """
         if self._undelivered is not None:
             self._delivery.deliver(self._undelivered)
             self._undelivered = None
 
     def _report_begun(self, sessions: Iterable[Request]) -> None:
-        """Reports sessions whose next turn begins at once, with input that arrived earlier."""
+        """Reports the sessions whose next turn begins at once, because its input arrived
+        earlier.
+        """
         begun = [one for one in sessions if one.status is not RequestStatus.WAITING_FOR_CHUNK]
         if begun:
             self._observer.arrived(begun)
@@ -345,8 +352,8 @@ class EngineCore:
         logger.info("recovered; %d requests are computed again", len(preempted))
 
     def _may_plan(self) -> bool:
-        """Whether a step may be planned. Before the fault search changes which requests may run,
-        the steps in flight are completed.
+        """Whether a step may be planned. No step is planned while the fault search needs other
+        requests to run and steps are still in flight.
         """
         if self._recovery.is_trial_due:
             if self._batch_queue:

@@ -8,12 +8,12 @@ from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 
 MAX_FAILURES_ALONE = 2
-"""A suspect is given up after this number of failed steps that contain no other request."""
+"""A suspect is ended after this number of failed steps that contain no other request."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Suspects that run together, without any other request."""
+    """Suspects that run in the same steps, without any other request."""
 
     requests: Sequence[Request]
     other_half_is_next: bool = False
@@ -31,9 +31,9 @@ class FaultSearch:
     2. When a step with suspects fails again, its suspects are split into two groups. From then on
        one group runs at a time, the requests that arrived first before the others. A group that
        passes is cleared. A group that fails is split again.
-    3. A suspect is given up after `MAX_FAILURES_ALONE` failed steps that contain no other request.
-       That takes three failures in a row at the same token of one request, so that a request does
-       not end if workers are killed for other reasons.
+    3. A suspect ends with an error after `MAX_FAILURES_ALONE` failed steps that contain no other
+       request. At least three steps in a row must fail at the same token of one request, so that a
+       request does not end if workers are killed for other reasons.
 
     Group testing by binary splitting is Dorfman's (1943) and Hwang's (1972).
     """
@@ -75,11 +75,11 @@ class FaultSearch:
                 self._clear(request)
 
     def steps_failed(self, plans: Iterable[SchedulerOutput]) -> Request | None:
-        """Records steps that were lost with pool or workers. Returns a request that must be given
-        up, or None.
+        """Records steps that were lost with pool or workers. Returns a request that must end with
+        an error, or None.
 
-        If several steps were in flight, the step that broke the workers is not known, so the
-        requests of all these steps count.
+        If several steps were in flight, it is not known which of them failed, so the requests of
+        all these steps count.
         """
         failed = self._failed(plans)
         known = [request for request in failed if request in self._goals]

@@ -4,12 +4,14 @@ from services.common.errors import Unavailable
 from services.scheduler.core.ports import WorkersLost
 
 FIRST_BACKOFF_SECONDS = 0.1
-"""Delay before the second of several recoveries in a row. It doubles with each further recovery."""
+"""Delay before the second of several recoveries in a row. The delay doubles with each further
+recovery.
+"""
 LAST_BACKOFF_SECONDS = 5.0
 
 
 class Losses:
-    """Counts losses. Losses without progress between them are in a row."""
+    """Counts losses. Losses are in a row if no step succeeded between them."""
 
     def __init__(self) -> None:
         self.num_of_pool = 0
@@ -18,7 +20,7 @@ class Losses:
 
     @property
     def is_in_a_row(self) -> bool:
-        """Whether there was a recovery, and no progress after it."""
+        """Whether no progress was made since the last recovery."""
         return self._num_in_a_row > 0
 
     @property
@@ -41,5 +43,7 @@ class Losses:
         self._num_in_a_row += 1
 
     def made_progress(self) -> None:
-        """Records progress. The next loss counts as the first in a row."""
+        """Records progress, such as a successful step. The next loss counts as the first in a
+        row.
+        """
         self._num_in_a_row = 0

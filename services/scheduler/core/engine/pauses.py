@@ -13,8 +13,8 @@ from services.scheduler.core.ports import PoolLost, StepObserver
 
 
 class Pauses:
-    """Begins and ends pauses between two iterations of the engine loop. A pause that began while a
-    step is planned would apply only to some of its requests.
+    """Begins and ends pauses between two iterations of the engine loop. A pause that began during
+    planning would apply to only some requests of the step.
     """
 
     def __init__(
@@ -33,7 +33,9 @@ class Pauses:
 
     @property
     def is_on(self) -> bool:
-        """Whether a pause forbids steps. A pause with mode WAIT allows steps while requests run."""
+        """Whether a pause prevents steps. A pause with mode WAIT allows steps while requests
+        run.
+        """
         mode = self._scheduler.pause_mode
         return mode is not None and not (mode is PauseMode.WAIT and self._scheduler.running)
 

@@ -37,8 +37,8 @@ class PendingChanges:
         self.arrivals.append(request)
 
     def abort(self, requests: Iterable[Request], reason: FinishReason) -> None:
-        """Records requests that must end. QUEUE_TIMEOUT ends only requests that were never
-        scheduled by then.
+        """Records requests that must end. With the reason QUEUE_TIMEOUT, a request ends only if it
+        was not scheduled before the change is applied.
         """
         self._ends |= dict.fromkeys(requests, reason)
 
@@ -47,7 +47,9 @@ class PendingChanges:
         self._compiled[request] = error, reason
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
-        """Records the next input of a session, or with None that the session must end."""
+        """Records the next input of a session. If `chunk` is None, records that the session must
+        end.
+        """
         self._chunks.append((session, chunk))
 
     def apply(self) -> None:

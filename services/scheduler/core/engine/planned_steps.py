@@ -1,4 +1,4 @@
-"""The planned steps whose output has not arrived."""
+"""Numbers the steps, and lists the planned steps whose output has not arrived."""
 
 from collections.abc import Callable, Collection
 
@@ -7,13 +7,15 @@ from services.scheduler.core.request import Request
 
 
 class PlannedSteps:
-    """Counts the planned steps, and lists the steps in flight, oldest first."""
+    """Counts the planned steps, and lists the steps in flight, oldest first. A step is in flight
+    until its output arrives.
+    """
 
     def __init__(self) -> None:
         self.in_flight: list[SchedulerOutput] = []
         self.next_number = 0
         self.last_updated = -1
-        """The last step whose output was applied."""
+        """Number of the last step whose output was applied."""
 
     def add(self, plan: SchedulerOutput) -> None:
         """Counts a planned step. It is in flight if it computes tokens."""
@@ -38,12 +40,12 @@ class PlannedSteps:
             plan.dropped |= set(plan.requests).intersection(requests)
 
     def drops(self, request: Request) -> bool:
-        """Whether a step in flight samples tokens of a request that will be discarded."""
+        """Whether a step in flight samples tokens of the request that will be discarded."""
         return any(request in plan.dropped for plan in self.in_flight)
 
     def last_awaited(self, request: Request) -> int | None:
-        """The last step in flight that computes tokens of a request and whose output for the
-        request is not dropped. None if there is no such step.
+        """Number of the last step in flight that computes tokens of a request and whose output for
+        the request is not dropped. None if there is no such step.
         """
         for plan in reversed(self.in_flight):
             if request in plan.requests and request not in plan.dropped:
@@ -51,7 +53,9 @@ class PlannedSteps:
         return None
 
     def num_tokens(self) -> Callable[[Request], int]:
-        """A function that maps a request to its number of tokens in the present steps in flight."""
+        """Returns a function that maps a request to its number of tokens in the steps that are in
+        flight at this time.
+        """
         steps = [
             dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True))
             for plan in self.in_flight

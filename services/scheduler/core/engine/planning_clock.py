@@ -5,13 +5,15 @@ from collections import deque
 
 RECENT_STEPS = 64
 MIN_STEPS = 8
-"""Fewest measured steps of a size class before planning is delayed."""
+"""Number of steps of a size class that must be measured before planning is delayed."""
 MARGIN_SECONDS = 0.001
-"""Subtracted from the delay, because timers of event loops are not more precise."""
+"""Subtracted from the delay, because an event loop's timers are only this precise."""
 LEAST_SECONDS = 0.003
-"""Shortest delay: a shorter sleep is not worth its processor time."""
+"""Planning is not delayed by less than this, because a shorter sleep is not worth its processor
+time.
+"""
 _OUTLIERS = 16
-"""One in so many recent steps may have less room than the "nearly all" value."""
+"""One in this number of recent steps may have less room than the room of "nearly all" steps."""
 
 
 class PlanningClock:
@@ -20,14 +22,15 @@ class PlanningClock:
 
     Workers report the slack of each step: the time from when it was ready to run until the end of
     the step before. Slack is negative if the step arrived late. The slack plus the delay of
-    planning is the *room* of the step before: the time after its start, as seen here, in which
-    nothing has to be planned. The room depends on the duration of that step, of planning and of
-    messages.
+    planning is the *room* of the step before. It is the time after the start of that step, as seen
+    here, in which nothing has to be planned. The room depends on the durations of that step, of
+    planning and of messages.
 
-    Steps are grouped in size classes, one for each power of two. The delay is the room that nearly
-    all recent steps of the class had, minus its distance from the median, minus a margin. If times
-    vary, as on a busy machine, steps are planned early, or at once. The latest time is the end of
-    the step before: then workers wait for as long as planning and messages take.
+    Steps are grouped in size classes, one for each power of two tokens. The delay is the room that
+    nearly all recent steps of the class had, minus the distance between this room and the median
+    room, minus a margin. If times vary, as on a busy machine, steps are planned early, or at once.
+    Planning begins at the latest at the end of the step before. Then workers wait for as long as
+    planning and messages take.
 
     Times are seconds of a monotonic clock, which callers pass in.
     """
@@ -36,9 +39,9 @@ class PlanningClock:
         self.num_planned = 0
         """Number of steps that were planned while another step ran."""
         self.seconds_put_off = 0.0
-        """Sum of the delays of planning, in seconds."""
+        """Total delay of planning, in seconds."""
         self.seconds_late = 0.0
-        """Sum of the times in which workers waited because a step arrived late, in seconds."""
+        """Total time that workers waited because steps arrived late, in seconds."""
         self._rooms: dict[int, _Rooms] = {}
         self._size = 0
         self._began = 0.0
@@ -58,8 +61,8 @@ class PlanningClock:
         self._due = now + seconds if seconds >= LEAST_SECONDS else now
 
     def planned(self, step: int, began: float) -> None:
-        """Records that a step was sent whose planning began at `began`. The step of the last call
-        of `begins` was running at that time.
+        """Records that a step was sent whose planning began at `began`. At that time the step was
+        running that the last call of `begins` recorded.
         """
         put_off = max(0.0, min(began, self._due) - self._began)
         self._planned[step] = self._size, put_off
@@ -87,12 +90,14 @@ class PlanningClock:
 
 
 class _Rooms:
-    """The rooms of the recent steps of one size class, in order of time and sorted."""
+    """The rooms of the recent steps of one size class. They are stored both in order of time and
+    sorted.
+    """
 
     def __init__(self) -> None:
         self.usable = 0.0
-        """The room that nearly all steps had, minus its distance from the median, in seconds. 0
-        while there are fewer than MIN_STEPS steps.
+        """The room that nearly all steps had, minus its distance from the median room, in seconds.
+        0 while there are fewer than MIN_STEPS rooms.
         """
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []

@@ -3,11 +3,13 @@
 from collections import deque
 
 MIN_COMPLETIONS = 8
-"""Fewest completions from which the rate at which requests end is estimated."""
+"""Number of requests that must have ended before the rate of completions is estimated from them."""
 MIN_BUSY_SECONDS = 0.5
-"""Least busy time before anything is estimated from tokens, because the first steps take longer."""
+"""Busy time that must have passed before a rate is estimated from tokens, because the first steps
+take longer.
+"""
 WINDOW_COMPLETIONS = 64
-"""Number of newest completions from which the rate is estimated."""
+"""Number of most recent completions from which the rate is estimated."""
 MARGIN = 1.4
 """Factor on estimated means, because a late eviction costs a client more than an early refusal."""
 
@@ -18,7 +20,7 @@ class QueueEstimate:
     a request.
 
     Until enough requests have ended, the rate is estimated as the rate of computed tokens, divided
-    by the tokens that a request is expected to have.
+    by the expected number of tokens of a request.
 
     While fewer than `max_running` requests run and none waits, the completion rate equals the
     arrival rate and does not show the capacity. Such time is scaled by the fraction of
@@ -34,7 +36,9 @@ class QueueEstimate:
         """Tokens that were computed in the busy seconds."""
         self._tokens_per_request = 0.0
         self._marks: deque[tuple[float, float, int]] = deque([(0.0, 0.0, 0)])
-        """Busy seconds, running seconds and completions, at each sample with new completions."""
+        """Totals of busy seconds, running seconds and completions. One entry for each sample with
+        new completions.
+        """
         self._num_completed = 0
         self._last: tuple[float, int, int] | None = None
         self.seconds_per_request = 0.0
@@ -53,12 +57,12 @@ class QueueEstimate:
         num_tokens: int = 0,
         tokens_per_request: float = 0.0,
     ) -> None:
-        """Updates the estimates from the present counts.
+        """Updates the estimates with the present counts.
 
         `num_completed`: total of requests that ended after running. `slowdown`: ratio of the time
         of a step with `max_running` requests to the time of a present step. `num_tokens`: total of
         computed tokens. `tokens_per_request`: tokens that a running request is expected to have at
-        its end. The last two are used while `counts_tokens`.
+        its end. The last two are only used while `counts_tokens` is true.
         """
         last, self._last = self._last, (now_seconds, num_completed, num_tokens)
         if last is None or not num_running:
@@ -91,7 +95,9 @@ class QueueEstimate:
         return self._num_completed < MIN_COMPLETIONS
 
     def _window(self) -> tuple[float, float, float]:
-        """Busy seconds, running seconds, and the requests completed in them. All 0 if unknown."""
+        """Busy seconds, running seconds, and the number of requests completed in this time. All 0
+        if unknown.
+        """
         if self.counts_tokens:
             if self._busy_seconds < MIN_BUSY_SECONDS or not self._tokens_per_request:
                 return 0.0, 0.0, 0.0

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Counts losses, and restricts the scheduler to the requests that the fault search selects.
+    """Counts losses of pool and workers. During a fault search, which finds a request whose steps
+    always fail, allows only the selected requests to be admitted.
 
     `turns` is the lock of the engine loop: changes are applied under it during the recovery. `wake`
     is the loop's event, which is set when there are changes.
@@ -46,20 +47,22 @@ class Recovery:
 
     @property
     def is_trial_due(self) -> bool:
-        """Whether the fault search selects other requests than the ones that may run now."""
+        """Whether the fault search selects other requests than the requests that may be admitted
+        now.
+        """
         return self._search.trial() != self._scheduler.queues.admitted_only
 
     def plan_of(self, keys: Collection[RequestKey]) -> SchedulerOutput:
-        """A stand-in for a step whose planning failed. It contains the next token of each request
-        that the failed pool transaction named.
+        """A plan in place of a step whose planning failed. It contains the next token of each
+        request in `keys`, the requests of the failed pool transaction.
         """
         requests = [one for one in self._scheduler.requests if one.key in set(keys)] if keys else []
         computed = [request.num_computed_tokens for request in requests]
         return SchedulerOutput(-1, requests, [1] * len(requests), computed)
 
     def steps_failed(self, plans: Sequence[SchedulerOutput]) -> None:
-        """Makes the requests of lost steps suspects, and ends a request whose steps always fail, if
-        one was found. Does nothing if the workers were ended from outside.
+        """Makes the requests of lost steps suspects. Ends a request whose steps always fail, if one
+        was found. Does nothing if a signal or a supervisor ended the workers.
         """
         if self._replica.workers_were_ended or not any(plan.requests for plan in plans):
             return
@@ -70,27 +73,31 @@ class Recovery:
             self._changes.end({culprit: FinishReason.STEP_FAILED})
 
     def step_done(self, plan: SchedulerOutput) -> None:
-        """Records a successful step after a loss. The row of losses ends without suspects."""
+        """Records a successful step after a loss. If there are no suspects, the next loss counts as
+        the first in a row.
+        """
         if self._search.is_active:
             self._search.step_done(plan)
         else:
             self.losses.made_progress()
 
     def begin_trial(self) -> None:
-        """Restricts admissions to the requests that the fault search selects. No request may run
-        now.
+        """Allows only the requests that the fault search selects to be admitted. Must not be called
+        while a request runs.
         """
         if (trial := self._search.trial()) != self._scheduler.queues.admitted_only:
             self._scheduler.admit_only(trial)
 
     def change_trial(self) -> None:
-        """Preempts all requests and begins the trial that is due."""
+        """Preempts all requests, then allows only the requests that the fault search selects."""
         preempted = self._scheduler.preempt_all()
         self._observer.preempted(preempted, PreemptionCause.FAULT_SEARCH)
         self.begin_trial()
 
     async def reopen(self) -> None:
-        """Reopens pool and workers. Meanwhile applies changes: requests are added and ended."""
+        """Reopens pool and workers after a delay. Meanwhile requests are added and ended as
+        usual.
+        """
 
         async def open_again() -> None:
             await asyncio.sleep(self.losses.backoff_seconds)

@@ -7,8 +7,9 @@ from services.scheduler.core.request import Request
 
 
 def end_if_refused(request: Request, output: ModelRunnerOutput, index: int, num_kept: int) -> None:
-    """Ends the request at `index` of a step, which is one of `refused_tokens`. Does nothing if the
-    request ended before the refused token. `num_kept`: tokens of the step that were appended.
+    """Ends the request at `index` in a step whose output has a refused token for it. Does nothing
+    if the request ended before the refused token. `num_kept` is the number of the step's tokens
+    that were appended to the request.
     """
     first = output.refused_tokens[index]
     if first > num_kept or (first == num_kept and request.finish_reason is not None):

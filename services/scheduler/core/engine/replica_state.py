@@ -39,15 +39,18 @@ class ReplicaState:
 
     @property
     def num_free_places(self) -> int:
-        """How many more requests may run. A session between two turns still occupies a slot."""
+        """How many more requests may run. A session between two turns counts as a running
+        request.
+        """
         num_taken = len(self.running) + len(self.queues.between_turns)
         return max(0, self.config.max_running - num_taken)
 
     async def take_copies(self, step: int, traceparent: str) -> list[BlockCopy]:
-        """Returns the copies that the workers make before the planned step, and frees their blocks.
+        """Returns the block copies that the workers make before the planned step, and frees the
+        blocks that were reserved for them.
 
-        Later steps may reuse the blocks at once. As in vLLM, if loads are not ordered with the
-        steps, the blocks are freed only after the step's output.
+        Later steps may reuse the freed blocks. If a connector's loads are not ordered with the
+        steps, the blocks are freed only after the step's output, as in vLLM.
         """
         copies = self.kv_cache_manager.take_copies()
         if self.transfers is not None and self.config.fences_frees:
@@ -65,7 +68,7 @@ class ReplicaState:
             self.running.remove(request)
 
     def free(self, request: Request) -> None:
-        """Frees the row of a request and, with the next transaction, its blocks."""
+        """Frees the row of a request. The next transaction frees its blocks."""
         if self.transfers is not None and request.is_finished:
             self.transfers.ended(request, self.steps.in_flight)
         else:
@@ -77,8 +80,8 @@ class ReplicaState:
         request.forget_blocks()
 
     def remove(self, request: Request) -> None:
-        """Removes a request that has ended, and frees its resources. The request may have ended in
-        the queue, by a token that was in flight when it was preempted.
+        """Removes a request that has ended, and frees its resources. A waiting request can end too,
+        because a token may arrive that was in flight at its preemption.
         """
         self.take_out(request)
         self.free(request)

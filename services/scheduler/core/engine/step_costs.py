@@ -5,32 +5,37 @@ from statistics import fmean
 
 RECENT_STEPS = 64
 MIN_STEPS = 8
-"""Fewest decode-only steps from which costs are estimated."""
+"""Number of decode-only steps that must be measured before costs are estimated."""
 MIN_PROMPT_TOKENS = 16
 """A step with fewer prompt tokens is not used to estimate the cost of prompts."""
 MIN_COMPUTED_TOKENS = 128
-"""Fewest prompt tokens, summed over recent steps, from which the cost of prompts is estimated."""
+"""Number of prompt tokens that recent steps must contain in total before the cost of prompts is
+estimated.
+"""
 
 
 class StepCosts:
-    """Fits three costs, in seconds, to the times of recent steps: one for each step, one for each
-    decoding request, and one for each further token. Further tokens are prompt tokens.
+    """Fits three costs, in seconds, to the times of recent steps: the cost of a step, of a decoding
+    request, and of a prompt token.
 
-    The first two costs are fitted to decode-only steps by least squares. The third is the remaining
-    time of steps with prompts.
+    The first two costs are fitted to decode-only steps by least squares. The cost of a prompt token
+    is the remaining time of steps with prompts, divided by their prompt tokens.
     """
 
     def __init__(self) -> None:
         self._decoding: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
-        """Requests and seconds of steps in which each request got one token."""
+        """Number of requests and duration in seconds of steps in which each request had one token.
+        """
         self._computing: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)
-        """Requests, further tokens and seconds of steps with prompts."""
+        """Number of requests, number of prompt tokens and duration in seconds of steps with
+        prompts.
+        """
         self._fitted: tuple[float, float] | None = None
         """The cached fit; None after a new step until the costs are needed."""
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
-        """Records the time of a step. Steps without requests, which only contain transfers or free
-        rows, are ignored.
+        """Records that a step took `seconds`. Steps without requests, which only contain transfers
+        or free rows, are ignored.
         """
         if not num_requests:
             return
@@ -60,11 +65,11 @@ class StepCosts:
         return beyond / num_tokens
 
     def seconds_of_prompt(self, num_tokens: float, num_requests: int, token_budget: int) -> float:
-        """Seconds to compute `num_tokens` tokens of a prompt, in steps that prompts fill up and in
-        which `num_requests` requests decode. 0 while unknown.
+        """Seconds to compute `num_tokens` tokens of a prompt. `num_requests` requests decode in the
+        same steps, and prompts use the rest of each step's token budget. 0 while unknown.
 
-        The cost of a decoding request replaces the cost of a prompt token while that is unknown, as
-        with very short prompts.
+        While the cost of a prompt token is unknown, as with very short prompts, the cost of a
+        decoding request is used instead.
         """
         each_step, each_decode = self._fit()
         seconds_per_token = self.seconds_per_prompt_token or each_decode
@@ -72,8 +77,9 @@ class StepCosts:
         return num_tokens * (seconds_per_token + seconds_beside / token_budget)
 
     def slowdown(self, num_requests: int, more_requests: int) -> float:
-        """Ratio of the time of a step with `more_requests` to the time of a step with
-        `num_requests`. 1 while unknown. The ratio does not exceed the ratio of the requests.
+        """Ratio of the time of a step with `more_requests` requests to the time of a step with
+        `num_requests` requests. 1 while unknown. The ratio does not exceed `more_requests /
+        num_requests`.
         """
         each_step, each_decode = self._fit()
         seconds = each_step + each_decode * num_requests
@@ -90,7 +96,8 @@ class StepCosts:
     def _least_squares(self) -> tuple[float, float]:
         """Fits the costs of a step and of a request to the decode-only steps.
 
-        If all steps have the same size, the two costs cannot be separated: each gets a half.
+        If all steps have the same size, the two costs cannot be separated, and each is set to one
+        half of the time.
         """
         if len(self._decoding) < MIN_STEPS:
             return 0.0, 0.0

@@ -10,7 +10,7 @@ from services.scheduler.core.request import Request, TurnEnd
 from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy
 
 _FAILURES = {FinishReason.NAN_IN_LOGITS, FinishReason.ERROR, *CLIENT_ERRORS}
-"""Finish reasons of a turn that also end its session."""
+"""If a turn of a session ends for one of these reasons, the session ends too."""
 
 
 class StepUpdate:
@@ -64,15 +64,15 @@ class StepUpdate:
         output: ModelRunnerOutput,
         taken: list[Sequence[int] | None],
     ) -> tuple[int, list[Request], dict[Request, TurnEnd]]:
-        """Appends the sampled tokens, and stores the appended ones in `taken`: None for a request
-        that had already ended.
+        """Appends the sampled tokens to the requests. Stores the appended tokens in `taken`. The
+        entry of a request that had already ended is None.
 
         Returns the number of appended tokens, the requests that end, and the sessions whose turn
         ends.
         """
         ended: list[Request] = []
         turns: dict[Request, TurnEnd] = {}
-        num_tokens = len(taken)  # one for each request; corrected below off the fast path
+        num_tokens = len(taken)  # corrected below off the fast path
         indexes = range(len(taken))
         for index, request, tokens in zip(indexes, plan.requests, output.token_ids, strict=True):
             if tokens and request.is_on_fast_path:
@@ -96,10 +96,10 @@ class StepUpdate:
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int] | None:
         """Appends the tokens of a request that may end or is not on the fast path. Returns the
-        appended tokens; None if the request had ended or its tokens are dropped.
+        appended tokens. Returns None if the request had ended or its tokens are dropped.
 
-        As in vLLM, drafts are kept even if the tokens are dropped: the workers propose drafts that
-        follow the request's present tokens.
+        As in vLLM, drafts are kept even if the tokens are dropped, because the drafts follow the
+        request's present tokens.
         """
         request, tokens = plan.requests[index], output.token_ids[index]
         if request.finish_reason is not None:
@@ -118,9 +118,7 @@ class StepUpdate:
         return tokens
 
     def end_failed(self) -> list[Request]:
-        """Ends the waiting requests that were found unable to ever run. Returns them in the order
-        of arrival.
-        """
+        """Ends the waiting requests that can never run. Returns them in the order of arrival."""
         failures, self._state.failed = self._state.failed, {}
         failed = [request for request in failures if not request.is_finished]
         failed.sort(key=lambda request: request.key)
@@ -131,8 +129,8 @@ class StepUpdate:
 
     def _failed_loads(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
         """Drops the tokens that this step and the steps in flight computed from keys and values
-        whose load failed. Returns the requests that end for that reason, in the order of arrival.
-        None end if the policy is to recompute.
+        whose load failed. Returns the requests that end because of the failed load, in the order of
+        arrival. If the policy is to recompute, no request ends.
         """
         transfers, steps = self._state.transfers, self._state.steps
         if transfers is None:
@@ -152,7 +150,8 @@ class StepUpdate:
 
     def _take_off_fast_path(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Removes requests with NaN logits or refused tokens from the fast path. In a pause also
-        removes requests whose number of steps has passed, because no planning does it.
+        removes requests whose number of steps on the fast path has passed. Otherwise planning
+        removes them.
         """
         if self._state.pause_mode is not None:
             self._running.take_due_off_fast_path()
@@ -160,10 +159,10 @@ class StepUpdate:
             self._running.leave_fast_path(plan.requests[index])
 
     def _computed_inputs(self, plan: SchedulerOutput) -> dict[Request, int]:
-        """The number of computed tokens of each request of a step that uses items. Tokens that a
-        rejected draft could remove do not count; pooling models sample no tokens.
+        """Maps each request of a step that uses encoder items to its number of computed tokens.
+        Tokens that are removed if a draft is rejected do not count.
 
-        Requests whose output is dropped are left out, and keep their items.
+        Requests whose output is dropped are left out, so that their items stay in use.
         """
         used_inputs = self._state.encoder_cache.used_inputs
         samples_ahead = self._config.async_scheduling and not self._config.pooling
@@ -176,8 +175,8 @@ class StepUpdate:
     def _update_request_with_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int]:
-        """Appends the tokens of a request. Returns the appended tokens: if the request ends, the
-        tokens after the end are left out.
+        """Appends the tokens of a request, up to the token that ends it. Returns the appended
+        tokens.
         """
         request = plan.requests[index]
         kept = request.append_output_token_ids(output.token_ids[index])
@@ -194,20 +193,21 @@ class StepUpdate:
         return kept
 
     def _take_drafts(self, request: Request, output: ModelRunnerOutput, index: int) -> None:
-        """Stores the drafts that the next step verifies. With asynchronous scheduling placeholders
-        were already stored at planning.
+        """Stores the drafts that the next step verifies. Does nothing with asynchronous scheduling,
+        because planning has already stored placeholders.
         """
         if not self._config.async_scheduling:
             num_drafts = self._config.num_drafts(len(self._running))
             request.draft_token_ids = list(output.draft_token_ids[index][:num_drafts])
 
     def _end_turn(self, session: Request) -> TurnEnd:
-        """Ends the turn of a session. The session begins its next turn, or waits for its input.
+        """Ends the turn of a session. The session begins its next turn if its input has arrived,
+        otherwise it waits for input.
 
         Tokens that steps in flight sample for the session lie after the end of the turn and are
-        dropped. With state-space layers these steps overwrite the state, and with drafts only the
-        workers know the state's position. Then the session frees its blocks, and continues from
-        the cached prefix.
+        dropped. With state-space layers these steps overwrite the session's state, and with drafts
+        only the workers know the state's position. In both cases the blocks of the session are
+        freed, and the next turn begins at the cached prefix.
         """
         state = self._state
         is_in_flight = any(session in plan.requests for plan in state.steps.in_flight)

@@ -34,8 +34,8 @@ class Turns:
         self._condition.release()
 
     async def until(self, is_over: Callable[[], bool]) -> None:
-        """Releases the lock until `is_over()` is true, which is checked after each iteration. The
-        caller must hold the lock.
+        """Releases the lock and waits until `is_over()` returns true. `is_over` is called after
+        each iteration of the loop. The caller must hold the lock.
         """
         self._num_waits += 1
         try:
@@ -45,8 +45,8 @@ class Turns:
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[None]:
-        """Stops the loop between two iterations, with no step in flight. The caller may be
-        cancelled, because the loop itself completes the steps in flight.
+        """A context in which the loop stands still between two iterations, with no step in flight.
+        The caller may be cancelled, because the loop itself completes the steps in flight.
         """
         self._num_holds += 1
         self._wake.set()

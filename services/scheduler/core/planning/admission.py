@@ -1,4 +1,4 @@
-"""Plans the admissions of waiting requests: arithmetic on tokens, no transaction."""
+"""Plans the admissions of waiting requests by arithmetic on tokens, without a transaction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,18 +20,23 @@ from services.scheduler.core.request import Request, RequestStatus
 
 @dataclass(slots=True)  # see Admission
 class PlannedAdmission:
-    """One admission of a step: the terms for the pool, and the tokens of the step's budget."""
+    """One admission of a step: its terms (the operation for the pool), and its number of tokens."""
 
     request: Request
     terms: Admission
     num_new_tokens: int
-    """Tokens that the request's first step computes, without drafts. Other requests can hit the
-    tokens up to `num_commit_tokens` at once, and the rest after a Commit has published them.
+    """Number of tokens that the request's first step computes, without drafts. Other requests can
+    hit the first `num_commit_tokens` tokens of the request at once. They can hit its further tokens
+    after a Commit has published them.
     """
     num_asked: int
-    """Tokens that the step would compute if the encoder could compute all items."""
+    """Number of tokens that the step would compute if the encoder could compute all items of the
+    prompt.
+    """
     num_drafts: int
-    """Empty drafts that pad the first step. The number of slots in the terms includes them."""
+    """Number of empty draft tokens that pad the first step. The number of slots in the terms
+    includes them.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -41,15 +46,17 @@ class PlannedAdmission:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A request that is passed over if the first `num_admissions` admissions succeed."""
+    """A request that is passed over (skipped) after the first `num_admissions` admissions have
+    succeeded.
+    """
 
     request: Request
     reason: WaitReason
     num_admissions: int
     num_computed_tokens: int = 0
     num_asked: int = 0
-    """Tokens that the request would compute, from `num_computed_tokens` on, if the encoder had the
-    budget and cache space. 0 if the reason is not the encoder.
+    """Number of tokens after `num_computed_tokens` that would be computed if the encoder had budget
+    and cache space. 0 if the encoder is not the reason.
     """
     error: str = ""
     """Why the request can never run. Empty if it may run later."""
@@ -63,15 +70,17 @@ class AdmissionPlan:
     passed_over: list[PassedOver] = field(default_factory=list)
     wait_reason: WaitReason | None = None
     """Why the plan stopped before a candidate. None if each candidate is in one of the lists, or if
-    `has_old_hits`.
+    `has_old_hits` is true.
     """
     refused: PlannedAdmission | None = None
-    """The admission of the first candidate, if it certainly does not fit in the pool."""
+    """The admission of the first candidate, if its blocks certainly do not fit in the pool."""
     has_old_hits: bool = False
-    """Whether the plan stopped at a candidate whose hit an earlier admission may have changed.
+    """Whether the plan stopped at a candidate whose prefix hit an earlier admission may have
+    changed.
 
-    An admission can evict cached blocks, and with windows and states it publishes others. The
-    candidate must be looked up again before it is passed over or the plan ends.
+    An admission can evict cached blocks. If layers have sliding windows or states, the scheduler
+    also does not know which blocks an admission publishes. The candidate must be looked up again
+    before it is passed over or the plan ends.
     """
 
     def pass_over(
@@ -82,7 +91,7 @@ class AdmissionPlan:
         num_asked: int = 0,
         error: str = "",
     ) -> None:
-        """Passes over a request, after the admissions that are planned so far."""
+        """Records that a request is passed over after the admissions that are planned so far."""
         passed_over = PassedOver(
             request, reason, len(self.admissions), num_computed_tokens, num_asked, error
         )
@@ -91,7 +100,7 @@ class AdmissionPlan:
     def stop(self, reason: WaitReason, *, hit_is_old: bool = False) -> "AdmissionPlan":
         """Ends the plan before a request that waits for `reason`, and returns the plan.
 
-        If the request's hit may have changed, the plan records that in place of the reason.
+        If the request's hit may have changed, the plan records that instead of the reason.
         """
         if hit_is_old:
             self.has_old_hits = True
@@ -105,17 +114,19 @@ class _Trial:
     """The state of the step if all admissions that are planned so far succeed."""
 
     budget: int
-    """Tokens left in the step's budget."""
+    """Number of tokens left in the step's budget."""
     published: set[BlockHash]
-    """Hashes of the blocks that earlier admissions of the step publish."""
+    """Hashes of the blocks that the admissions so far publish."""
     passing_over: PassingOver
     encoder: StepEncoder | None = None
-    """A copy of the step's encoder state. None until a candidate has items."""
+    """A copy of the step's encoder state. None until a candidate has items that the encoder
+    computes.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPlanner:
-    """Plans the admissions of a step ahead, so that one transaction performs all of them."""
+    """Plans all admissions of a step in advance, so that one transaction can perform them."""
 
     config: SchedulerConfig
 
@@ -128,12 +139,14 @@ class AdmissionPlanner:
         num_free_places: int,
         num_free_blocks: int,
     ) -> AdmissionPlan:
-        """Plans admissions of the candidates in order, until rows or budget seem to be used up.
+        """Plans admissions of the candidates in order, until rows of the batch or token budget are
+        used up.
 
-        A prefix hit is the pool's last answer. If the configuration foretells hits, the blocks that
-        earlier admissions of the step publish extend it. Otherwise only the pool knows hits, and
-        the plan stops at a candidate whose hit may have changed. If the first candidate certainly
-        does not fit, nothing is planned: that saves a transaction in every step until it fits.
+        The prefix hit of a candidate is the pool's last answer. If hits can be computed here
+        (`foretells_hits`), blocks that earlier admissions of the step publish extend the hit.
+        Otherwise the plan stops at a candidate whose hit may have changed, because only the pool
+        can compute it. If the blocks of the first candidate certainly do not fit, nothing is
+        planned. This saves a transaction in every step until they fit.
         """
         prefixes = builder.prefixes
         trial = _Trial(builder.token_budget, set(prefixes.published), builder.passing_over.copy())
@@ -175,8 +188,8 @@ class AdmissionPlanner:
     def _hit(
         self, builder: StepBuilder, trial: _Trial, request: Request, *, is_first: bool
     ) -> tuple[int, bool]:
-        """The tokens of a request's hit, and whether an earlier admission may have changed them.
-        The count of a request that already holds blocks does not change.
+        """The number of tokens of a request's hit, and whether an earlier admission may have
+        changed it. The number does not change if the request already holds blocks.
         """
         hit, foretells_hits = builder.prefixes.hits[request], self.config.foretells_hits
         if request.holds_blocks:
@@ -198,8 +211,9 @@ class AdmissionPlanner:
     def _decide_items(
         builder: StepBuilder, trial: _Trial, request: Request, start: int, num_new: int
     ) -> EncoderDecision | None:
-        """Decides which items the encoder computes for `num_new` tokens from `start` on, and how
-        many of these tokens the step can compute. None if the tokens touch no item.
+        """Decides which items the encoder computes for `num_new` tokens from position `start` on,
+        and how many of these tokens the step can compute. None if there are no tokens, or if no
+        item ends after `start`.
         """
         if not num_new or start >= request.num_encoded_tokens:
             return None
@@ -212,8 +226,8 @@ class AdmissionPlanner:
     def _num_new_tokens(
         self, builder: StepBuilder, request: Request, start: int, budget: int
     ) -> int:
-        """Tokens that the first step of a request computes from `start` on. 0 if the budget is too
-        small.
+        """Number of tokens from position `start` on that the first step of a request computes. 0 if
+        the budget is too small.
         """
         gap = builder.cap(request.num_tokens - start)
         if gap > budget and not self.config.enable_chunked_prefill:
@@ -259,9 +273,10 @@ class AdmissionPlanner:
     def _padding(
         self, builder: StepBuilder, request: Request, start: int, end: int, budget: int
     ) -> int:
-        """How many empty drafts are scheduled beside a request that has one token to compute.
+        """The number of empty drafts that are scheduled for a request that has one token to
+        compute.
 
-        The drafts give all decoding requests of a step one shape. The number is 0 if
+        With the drafts all decoding requests of a step have equally many tokens. The number is 0 if
 
         * the number of drafts depends on the number of requests;
         * the step computes a further chunk of a prompt;
@@ -269,8 +284,8 @@ class AdmissionPlanner:
         * the drafts exceed the model's length, the step's whole budget, or the limit of tokens of
           one request in the step.
 
-        That limit is not applied if the drafts exceed `budget`, the tokens left in the step: then
-        the request waits.
+        The limit of tokens of one request is not applied if the drafts exceed `budget`, the number
+        of tokens left in the step. Then the request waits.
         """
         if self.config.num_speculative_rows:
             return 0
@@ -285,7 +300,7 @@ class AdmissionPlanner:
         if num_tokens <= budget:
             num_tokens = builder.cap(num_tokens)
             if self.config.aligns_states:
-                # A step that must end before the drafts has none.
+                # If the step must end before the drafts, there are no drafts.
                 num_tokens = aligned_chunk(self.config, request, start, num_tokens)
         return num_drafts if num_tokens > num_drafts else 0
 
@@ -320,10 +335,11 @@ class AdmissionPlanner:
         )
 
     def _blocks_needed(self, planned: PlannedAdmission) -> int:
-        """A lower bound of the blocks that an admission needs: the blocks of full attention groups.
+        """A lower bound on the number of blocks that an admission needs. It counts only the groups
+        of full-attention layers.
 
-        0 for a request that holds blocks, if groups free blocks while it runs: then only the pool
-        knows how many blocks it has in each group.
+        The bound is 0 for a request that holds blocks if groups free blocks while requests run,
+        because then only the pool knows how many blocks the request has in each group.
         """
         terms = planned.terms
         if terms.holds_blocks and not self.config.only_grows:

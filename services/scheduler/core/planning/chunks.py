@@ -8,9 +8,9 @@ from services.scheduler.core.request import Request
 
 
 def aligned_chunk(config: SchedulerConfig, request: Request, start: int, num_tokens: int) -> int:
-    """How many of `num_tokens` tokens from `start` on a step computes, so that it ends where a
-    state can be cached. 0 if the tokens do not reach such a position. A decoding request gets all
-    `num_tokens`.
+    """Returns how many of `num_tokens` tokens from position `start` on a step computes, so that the
+    step ends where a state can be cached. Returns 0 if the tokens do not reach such a position. For
+    a decoding request it returns `num_tokens`.
 
     1. A step that does not reach the end of the prompt ends on a block boundary. If a block is
        larger than any step, the step may end inside the block.
@@ -31,11 +31,11 @@ def aligned_chunk(config: SchedulerConfig, request: Request, start: int, num_tok
 
 
 def _stops(config: SchedulerConfig, request: Request, start: int, end: int) -> Iterator[int]:
-    """Positions that a step must not cross without ending there:
+    """Positions at which a step must end instead of crossing them:
 
     * the end of a block that an earlier step left unfinished;
-    * the last block boundary that other requests can hit;
-    * with hits inside a block, the last position in the prompt that other requests can hit;
+    * the last block boundary at which a hit of another request can end;
+    * if hits may end inside a block, the last position in the prompt at which a hit can end;
     * the last block boundary of the prefix that another request shares.
     """
     size, drops_last = config.block_size, config.drop_last_hit_block
@@ -55,6 +55,6 @@ def _stops(config: SchedulerConfig, request: Request, start: int, end: int) -> I
 
 
 def _longest_step(config: SchedulerConfig) -> int:
-    """The largest number of tokens that one request can get in a step with other requests."""
+    """The largest number of tokens of one request in a step that also computes other requests."""
     threshold = config.long_prefill_token_threshold
     return min(config.token_budget, threshold) if threshold else config.token_budget

@@ -1,9 +1,11 @@
-"""Stores the count of a request's computed tokens so that a step need not update every request.
+"""Stores the number of computed tokens of each request, in such a way that a step does not have to
+update every request.
 
-Most running requests decode, and each step computes one more token of each. The count is the sum of
-an origin, one for each request, and a clock that all requests on the fast path share. Planning a
-step advances the clock, and so all these counts. Other modules read and set `num_computed_tokens`
-and do not depend on this representation.
+Most running requests decode, and each step computes one more token of each. While nothing else
+about a request changes, it is on the fast path. The count is the sum of an origin, which each
+request has, and a clock, which all requests on the fast path share. Planning a step advances the
+clock, and so all these counts. Other modules read and set `num_computed_tokens` and do not depend
+on this representation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +21,8 @@ class StepClock:
 
 
 _STOPPED = StepClock()
-"""The clock of requests off the fast path. It stays at 0, so their count is the origin."""
+"""The clock of requests that are not on the fast path. It stays at 0, so their count is the origin.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,15 +30,17 @@ class ComputedTokens:
     """The count of one request's computed tokens; base of `Request`."""
 
     is_on_fast_path: bool = field(init=False, default=False)
-    """Whether each step computes exactly one more token of the request, without a further block.
-    Such a step can end the request only by the token that it samples.
+    """Whether each step computes exactly one more token of the request and needs no further block.
+    The only reason for which such a step can end the request is the token that it samples.
     """
     origin: int = field(init=False, default=0)
     clock: StepClock = field(init=False, default=_STOPPED)
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose keys and values are stored, or will be once the steps in flight have run."""
+        """Number of tokens whose keys and values are stored, or will be stored once the steps in
+        flight have run.
+        """
         return self.origin + self.clock.now
 
     @num_computed_tokens.setter
@@ -75,5 +80,5 @@ def num_computed_tokens_of(requests: Iterable[ComputedTokens]) -> list[int]:
 
 
 def with_num_computed_tokens(requests: Iterable[_Request]) -> list[tuple[_Request, int]]:
-    """Many requests, each with its count."""
+    """Pairs each request with its count."""
     return [(request, request.origin + request.clock.now) for request in requests]

@@ -1,4 +1,5 @@
-"""The scheduler's account of the cache of encoder outputs on the workers.
+"""Which outputs of the encoder are cached on the workers. An output belongs to an item of a prompt,
+such as an image.
 
 Ideas and names follow vLLM's EncoderCacheManager. Sizes count embeddings. All requests with the
 same item share one output. An output that no request uses stays cached until its space is needed.
@@ -11,7 +12,7 @@ from services.scheduler.core.request import Request
 
 
 class EncoderCacheManager:
-    """Which items have an output in the cache, and which requests use it."""
+    """Tracks which items have an output in the cache, and which requests use each output."""
 
     def __init__(self, cache_size: int) -> None:
         self._size = cache_size
@@ -23,12 +24,14 @@ class EncoderCacheManager:
         self.num_free = self._size
         """Free space, in embeddings."""
         self._users: dict[str, set[Request]] = {}
-        """Requests that use an output, by item."""
+        """Maps the identifier of an item to the requests that use its output."""
         self._num_embeds: dict[str, int] = {}
         self._unused: dict[str, int] = {}
-        """Numbers of embeddings of the items that no request uses, the longest unused first."""
+        """Maps each item that no request uses to its number of embeddings. The item that has been
+        unused longest is first.
+        """
         self.used_inputs: dict[Request, set[int]] = {}
-        """The indexes of the items that a request uses, by request."""
+        """Maps a request to the indexes of the items that it uses."""
 
     @property
     def num_freeable(self) -> int:
@@ -46,7 +49,7 @@ class EncoderCacheManager:
         return {identifier: users for identifier, users in self._users.items() if users}
 
     def copy(self) -> "EncoderCacheManager":
-        """A copy of the state, for trial decisions."""
+        """A copy of the state, on which decisions can be tried."""
         copy = EncoderCacheManager(self._size)
         copy.restore(self)
         return copy
@@ -61,17 +64,17 @@ class EncoderCacheManager:
         self.evicted = list(earlier.evicted)
 
     def reset(self) -> None:
-        """Removes all outputs, also those in use. They are not listed in `evicted`."""
+        """Removes all outputs, including outputs in use. `evicted` does not list them."""
         self.evicted = []
         self._empty()
 
     def num_cached_embeds(self, identifier: str) -> int | None:
-        """The size of a cached output; None if it is not cached."""
+        """The size of an item's cached output, in embeddings. None if the output is not cached."""
         return self._num_embeds.get(identifier)
 
     def use_cached(self, request: Request, index: int) -> bool:
-        """Marks the output of a request's item as used by the request. Returns False if the output
-        is not cached.
+        """Marks the cached output of an item as used by the request. `index` is the item's index in
+        the request. Returns False if the output is not cached.
         """
         identifier = request.encoder_inputs[index].identifier
         users = self._users.get(identifier)
@@ -96,7 +99,9 @@ class EncoderCacheManager:
         return True
 
     def allocate(self, request: Request, index: int) -> None:
-        """Allocates space for the output of an item. `make_room` must have succeeded for it."""
+        """Allocates space for the output of an item. `make_room` must have returned True for the
+        item.
+        """
         item = request.encoder_inputs[index]
         self.num_free -= item.num_embeds
         if self.num_free < 0:
@@ -122,8 +127,8 @@ class EncoderCacheManager:
         return [identifier for identifier in evicted if identifier not in self._users]
 
     def _free_input(self, request: Request, index: int) -> None:
-        """Ends the use of one item. If a prompt contains the same item twice, its output stays in
-        use until both occurrences are freed.
+        """Ends a request's use of one item. If a prompt contains the same item twice, the output
+        stays in use until both occurrences are freed.
         """
         inputs = self.used_inputs[request]
         inputs.remove(index)

@@ -1,8 +1,9 @@
-"""Decides which waiting requests are passed over.
+"""Decides which waiting requests are passed over (skipped).
 
-A request is passed over if it cannot be admitted now for a reason of its own. It keeps its position
-in the queue, and requests behind it may be admitted. A request that lacks blocks or budget is not
-passed over: it stops admission, because requests behind it would use up those resources.
+A request is passed over if it cannot be admitted now for a reason that concerns no other request.
+It keeps its position in the queue, and requests behind it may be admitted. A request that lacks
+blocks or budget is not passed over: it stops admission, because requests behind it would use up
+those resources.
 """
 
 from collections.abc import Iterable
@@ -15,8 +16,8 @@ from services.scheduler.core.request import Request, RequestStatus
 class PassingOver:
     """Decides for one step which requests are passed over, while its admissions are planned.
 
-    A request that is passed over once stays passed over in that step: admissions only use up
-    resources and free none.
+    A request that is passed over once stays passed over in that step, because admissions free no
+    resources.
     """
 
     def __init__(
@@ -26,14 +27,14 @@ class PassingOver:
         self._last_updated_step = last_updated_step
         """The last step whose output was applied."""
         self._adapters: set[bytes] = set()
-        """Adapters of all running requests. Requests that this step does not schedule count too:
-        the next step may schedule them.
+        """Digests of the adapters of all running requests. Requests that this step does not
+        schedule count too, because the next step may schedule them.
         """
         if max_loras is not None:
             self._adapters = {request.adapter_digest for request in running} - {b""}
 
     def copy(self) -> "PassingOver":
-        """A copy of the state, for planned admissions that may fail."""
+        """A copy of the state, on which admissions are planned that may fail."""
         if self._max_loras is None:
             return self
         copy = PassingOver(self._max_loras, (), self._last_updated_step)

@@ -1,11 +1,12 @@
-"""Decides which steps schedule no prompts and so contain only decoding requests."""
+"""Decides which steps contain only decoding requests and schedule no prompts."""
 
 from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.planning.step_builder import StepBuilder
 
 
 class PrefillPacing:
-    """Spaces out the steps with prompts while requests decode, as vLLM's prefill_schedule_interval.
+    """Limits how often a step contains prompts while requests decode, as vLLM's
+    prefill_schedule_interval does.
 
     A step with prompts takes longer than one without and delays every decoding request. With an
     interval of n, n - 1 decode-only steps lie between two steps with prompts. The interval is
@@ -18,19 +19,23 @@ class PrefillPacing:
         """Whether the interval has an effect."""
         self._interval = interval
         self._num_steps_between = interval
-        """Number of steps with tokens since the last step with prompts."""
+        """Number of steps since the last step with prompts. Steps that compute no tokens do not
+        count.
+        """
         self.left_waiting = False
         """Whether the last step that could admit prompts left requests waiting."""
 
     def defers_prefills(self, running: RunningRequests, *, throttled: bool) -> bool:
-        """Whether the next step schedules no prompts. `throttled`: the caller asks for that."""
+        """Whether the next step schedules no prompts. `throttled` is true if the caller asks for
+        such a step.
+        """
         is_too_soon = self._num_steps_between < self._interval - 1
         if self.left_waiting or not (throttled or is_too_soon):
             return False
         return any(not request.is_prefill_chunk for request in running)
 
     def planned(self, builder: StepBuilder) -> None:
-        """Counts a step. Must be called before the step's tokens count as computed.
+        """Counts a planned step. Must be called before the step's tokens count as computed.
 
         A running request that recomputes tokens whose load failed does not count as a prompt.
         """

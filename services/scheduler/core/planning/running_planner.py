@@ -1,4 +1,6 @@
-"""Plans the tokens of running requests in a step: arithmetic, no transaction."""
+"""Plans the tokens of running requests in a step by arithmetic, without a transaction. A request on
+the fast path is scheduled one token in each step, without being examined.
+"""
 
 from collections.abc import Collection, Mapping
 
@@ -18,8 +20,8 @@ from services.scheduler.core.request import Request
 
 
 class RunningPlanner:
-    """Divides the token budget of a step among the running requests, and computes for how many
-    steps a request can stay on the fast path.
+    """Divides the token budget of a step among the running requests. Computes for how many steps a
+    request can stay on the fast path.
     """
 
     def __init__(
@@ -43,16 +45,16 @@ class RunningPlanner:
     def plan(
         self, builder: StepBuilder, begin: int = 0, num_decided: int | None = None
     ) -> list[Request]:
-        """Schedules the running requests from index `begin` on, until the budget is used up.
-        Returns the requests whose tokens need further blocks.
+        """Schedules tokens of the running requests from index `begin` on, until the budget is used
+        up. Returns the requests that need further blocks for their tokens.
 
-        Only requests off the fast path are examined. The requests between two examined ones are a
-        run: they get one token each and are scheduled together. An examined request stays in its
-        run if it needs one token and the budget suffices for all requests behind it.
+        Only requests off the fast path are examined. The requests between two examined requests
+        form a run, which is scheduled together with one token for each request. An examined request
+        joins the run if it needs one token and the budget suffices for all later requests.
 
-        `num_decided` is set after a preemption: the tokens that the request at `begin` was to get
-        before. As in vLLM it gets no more than that. The budget that the victim frees is available
-        to the requests behind it.
+        `num_decided` is set after a preemption. It is the number of tokens that were scheduled for
+        the request at `begin` before the preemption, and as in vLLM the request gets no more. The
+        budget that the victim frees is available to later requests.
         """
         running = self._running
         growing: list[Request] = []
@@ -85,9 +87,10 @@ class RunningPlanner:
         return growing
 
     def update_after_schedule(self, builder: StepBuilder, steps: PlannedSteps) -> None:
-        """Counts the tokens of a planned step as computed, and puts requests on the fast path.
+        """Counts the tokens of a planned step as computed, so that the next step can be planned
+        while this step runs. Puts requests on the fast path.
 
-        So the next step can be planned while this one runs. `steps` are the earlier steps.
+        `steps` are the earlier steps in flight.
         """
         self._running.advance()
         if not builder.off_fast_path:
@@ -118,9 +121,9 @@ class RunningPlanner:
             self._running.enter_fast_path(entering)
 
     def _schedule_run(self, builder: StepBuilder, begin: int, end: int) -> None:
-        """Schedules one token of each running request from index `begin` up to `end`. Requests for
-        which no budget is left leave the fast path, because this step computes none of their
-        tokens.
+        """Schedules one token of each running request from index `begin` up to, but not including,
+        index `end`. Requests for which no budget is left leave the fast path, because this step
+        computes none of their tokens.
         """
         if begin < end:
             last = min(end, begin + builder.token_budget)
@@ -137,10 +140,11 @@ class RunningPlanner:
         *,
         aligns: bool,
     ) -> int:
-        """Schedules up to `num_new` tokens of a request, within the budgets of tokens and encoder.
-        Returns the number that was scheduled.
+        """Schedules up to `num_new` tokens of a request, within the token budget and the encoder's
+        budget. Returns the number of scheduled tokens.
 
-        `aligns`: the chunk is cut so that the step ends where a state can be cached.
+        If `aligns` is true, the chunk is cut so that the step ends where a state of recurrent
+        layers can be cached.
         """
         num_new = min(num_new, builder.token_budget)
         if aligns:
@@ -155,8 +159,8 @@ class RunningPlanner:
     def _schedule_items(
         self, builder: StepBuilder, request: Request, num_computed: int, num_new: int
     ) -> int:
-        """Schedules the encoder inputs of the items that the tokens touch. Returns how many of the
-        tokens can be computed.
+        """Schedules the encoder inputs for the items of the prompt that overlap the tokens. Returns
+        how many of the tokens can be computed.
         """
         decision = builder.encoder.schedule(request, num_computed, num_new)
         if decision.inputs and decision.num_tokens:
@@ -166,11 +170,14 @@ class RunningPlanner:
         return decision.num_tokens
 
     def _num_new_tokens(self, builder: StepBuilder, request: Request, num_computed: int) -> int:
-        """Tokens of a running request, drafts included, that one step may compute."""
+        """The number of tokens of a running request that one step may compute. Drafts are
+        included.
+        """
         num_tokens = len(request.token_ids)
         num_new = num_tokens - num_computed
         if num_new <= 0:
-            # The next token is in flight. It may be the last, even if every draft is rejected.
+            # The next token is in flight. It may be the last token, even if every draft is
+            # rejected.
             if not self._feeds_forward or num_tokens + 1 >= request.max_num_tokens:
                 return 0
             num_new = 1
@@ -181,16 +188,16 @@ class RunningPlanner:
 
     def _placeholder_drafts(self, request: Request, num_drafts: int) -> list[int]:
         """Placeholders for drafts that the workers propose in the planned step. With asynchronous
-        scheduling the scheduler does not know their tokens.
+        scheduling the scheduler does not know these drafts when it plans the next step.
         """
         if not self._config.async_scheduling or request.is_prefill_chunk:
             return []
         return [-1] * num_drafts
 
     def _fast_path_end(self, request: Request) -> int:
-        """The first number of computed tokens at which a decoding request must leave the fast path:
-        it needs a block, reaches its maximum length, or has filled a block. 0: it cannot use the
-        fast path.
+        """The number of computed tokens at which a decoding request must leave the fast path,
+        because it then needs a block, reaches its maximum length, or has filled a block. 0 if the
+        request cannot use the fast path.
         """
         if request.sampling.repetition_detection is not None:
             return 0
@@ -206,8 +213,8 @@ class RunningPlanner:
 
 
 def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
-    """The requests with more than one token in this step or in flight. Their windows move by more
-    than one token in each of the next steps, and drafts may be rejected.
+    """The requests with more than one token in this step or in the steps in flight. In each of the
+    next steps their sliding windows move by more than one token, and drafts may be rejected.
 
     `scheduled` maps each request of the step to its number of computed tokens after the step.
     """

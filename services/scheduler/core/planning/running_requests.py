@@ -1,4 +1,4 @@
-"""The running requests, and the selection of requests that the next step must examine."""
+"""The running requests, and which of them the next step must examine."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -43,7 +43,7 @@ class RunningRequests:
         return reversed(self._requests)
 
     def between(self, begin: int, end: int) -> Sequence[Request]:
-        """The requests from index `begin` up to index `end`."""
+        """The requests from index `begin` up to, but not including, index `end`."""
         return self._requests[begin:end]
 
     def index(self, request: Request) -> int:
@@ -65,8 +65,8 @@ class RunningRequests:
         del self._requests[index], self._admission_numbers[index]
 
     def off_fast_path(self, begin: int) -> list[Request]:
-        """The requests that the next step must examine, in order, from index `begin` on. First
-        removes the requests from the fast path whose number of steps has passed.
+        """The requests from index `begin` on that the next step must examine, in the order of
+        admission. First removes requests from the fast path whose number of steps has passed.
         """
         self.take_due_off_fast_path()
         requests = sorted(self._off_fast_path, key=_admission_number)
@@ -81,7 +81,7 @@ class RunningRequests:
             self._off_fast_path |= due
 
     def leaving_fast_path(self) -> Collection[Request]:
-        """The requests for which the next step is the last on the fast path, in no order."""
+        """The requests for which the next step is the last on the fast path, in any order."""
         return self._calendar.get(self._clock.now + 1, ())
 
     def enter_fast_path(self, requests: Mapping[Request, int]) -> None:
@@ -94,8 +94,9 @@ class RunningRequests:
         self._off_fast_path.difference_update(requests)
 
     def leave_fast_path(self, request: Request) -> None:
-        """Removes a request from the fast path early, for example because the step that is planned
-        may not schedule it, or because its last step failed. Does nothing if it is not on it.
+        """Removes a request from the fast path before its number of steps has passed. A reason is,
+        for example, that the step has no budget left for it. Does nothing if the request is not on
+        the fast path.
         """
         if request.is_on_fast_path:
             leaving = self._calendar[request.fast_path_end]
@@ -106,5 +107,5 @@ class RunningRequests:
             self._off_fast_path.add(request)
 
     def advance(self) -> None:
-        """Counts a planned step: one more computed token of all requests on the fast path."""
+        """Counts a planned step. It adds one computed token to each request on the fast path."""
         self._clock.now += 1

@@ -1,4 +1,6 @@
-"""Step 1 of scheduling: allocates blocks for running requests, and preempts if none are free."""
+"""The first part of scheduling a step: allocates blocks for running requests, and preempts requests
+if blocks are missing.
+"""
 
 from collections.abc import Awaitable, Sequence
 
@@ -26,9 +28,9 @@ class RunningScheduler:
     async def schedule(self, builder: StepBuilder, traceparent: str) -> None:
         """Divides the budget among the running requests and allocates their blocks.
 
-        If the blocks of a request do not fit, a victim is preempted, and planning resumes at that
-        request. The same transaction looks up the cached prefixes of requests that may be admitted
-        next.
+        If the blocks of a request do not fit, a victim is preempted, and planning resumes at the
+        request that lacks blocks. The transaction that allocates blocks also looks up the cached
+        prefixes of requests that may be admitted next.
         """
         begin, num_decided = 0, None
         while True:
@@ -43,20 +45,20 @@ class RunningScheduler:
             begin, num_decided = self._make_room(builder, request)
 
     def preempt_all(self) -> list[Request]:
-        """Preempts every running request. The queue keeps their order of admission."""
+        """Preempts every running request. The requests are queued in their order of admission."""
         victims = list(reversed(self._running))
         for victim in victims:
             self._preempt(victim)
         return victims
 
     def preempt_waiting(self, builder: StepBuilder) -> None:
-        """Preempts the last of the waiting requests that hold blocks. Called if no request runs and
-        the first waiting request lacks blocks.
+        """Preempts the last of the waiting requests that hold blocks. Must only be called if no
+        request runs and the first waiting request lacks blocks.
 
         Without this, two sessions could deadlock if the next turn of each needs blocks that the
-        other holds. A session that holds all blocks could wait for itself: where layers keep
-        states, it frees none before its next turn is admitted. So the first request itself is
-        preempted if it is the only holder and no session is between two turns.
+        other holds. A session that holds all blocks could wait for itself, because with state-space
+        layers it frees no block before its next turn is admitted. So the first request itself is
+        preempted if it is the only one with blocks and no session is between two turns.
 
         Sessions between two turns keep their blocks. Nothing is preempted while transfers, steps
         in flight or pending operations are about to free blocks.
@@ -103,7 +105,9 @@ class RunningScheduler:
         )
 
     async def _end(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
-        """Ends the plan before a request: it and all requests admitted after it get no tokens."""
+        """Ends the plan before a request. No tokens are scheduled for it and for the requests
+        admitted after it.
+        """
         builder.unschedule_from(request)
         builder.encoder.take_back_from(request)
         for later in self._running.between(self._running.index(request), len(self._running)):

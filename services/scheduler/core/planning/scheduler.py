@@ -28,7 +28,7 @@ from services.scheduler.core.transfers.kv_connector import KVConnector
 
 
 class Scheduler:
-    """Plans the steps of one replica, and keeps its running and waiting requests.
+    """Plans the steps of one replica, and stores its running and waiting requests.
 
     Its decisions equal the decisions of vLLM V1's scheduler. Blocks are allocated in transactions
     with the pool. Not safe for concurrent calls: one engine loop drives it.
@@ -37,7 +37,7 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, pool: KVPool, connector: KVConnector | None = None
     ) -> None:
-        """`connector` is given if the configuration has a `kv_role`."""
+        """`connector` must be set if the configuration has a `kv_role`, and only then."""
         if (connector is None) != (config.kv_role is None):
             raise ValueError("a connector and its kv_role go together")
         self.config = config
@@ -56,17 +56,19 @@ class Scheduler:
 
     @property
     def pause_mode(self) -> PauseMode | None:
-        """How steps are paused; None if the engine is not paused."""
+        """The mode of the present pause. None if the engine is not paused."""
         return self._state.pause_mode
 
     @property
     def num_preemptions(self) -> int:
-        """Preemptions since the start."""
+        """Number of preemptions since the process started."""
         return self._running_scheduler.num_preemptions
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, even if it only sends operations to pool or workers."""
+        """Whether a step would have an effect, even if the step only sends operations to pool or
+        workers.
+        """
         if self.running and self._state.pause_mode is None:
             return True
         has_operations = bool(self._kv_cache_manager.pending or self._state.rows.removed)
@@ -82,8 +84,8 @@ class Scheduler:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether a transfer of keys and values is in progress. Steps must continue, because their
-        outputs report its end.
+        """Whether a transfer of keys and values is in progress. Steps must continue then, because
+        their outputs report the end of a transfer.
         """
         return self.transfers is not None and self.transfers.is_busy
 
@@ -98,7 +100,9 @@ class Scheduler:
 
     @property
     def waiting(self) -> RequestQueue:
-        """Waiting requests that hold no blocks and are not held back."""
+        """Waiting requests that hold no blocks. Requests that must not be admitted during a search
+        for a faulty request are not included.
+        """
         return self.queues.waiting
 
     @property
@@ -108,12 +112,12 @@ class Scheduler:
 
     @property
     def passed_over(self) -> Mapping[Request, WaitReason]:
-        """Waiting requests that were passed over, each with the most recent reason."""
+        """Waiting requests that were passed over (skipped), each with the most recent reason."""
         return self.queues.passed_over
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that do not run, including requests that are held back."""
+        """Number of requests that do not run, including requests that must not be admitted now."""
         return len(self.queues)
 
     @property
@@ -128,7 +132,7 @@ class Scheduler:
 
     @property
     def next_candidates(self) -> Iterable[Request]:
-        """Waiting requests whose admission the next step may try."""
+        """The waiting requests that the next step may try to admit."""
         return self._waiting_scheduler.next_candidates()
 
     def add(self, request: Request) -> None:
@@ -142,8 +146,8 @@ class Scheduler:
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
         """Adds the next input of a session that has not ended.
 
-        None ends the session: between two turns at once, otherwise after the turn that runs or
-        waits.
+        If `chunk` is None, the session ends. Between two turns it ends at once, otherwise after the
+        turn that runs or waits.
         """
         if session.status is not RequestStatus.WAITING_FOR_CHUNK:
             session.chunks.append(chunk)
@@ -153,8 +157,9 @@ class Scheduler:
             self.queues.begin_turn(session, chunk, self.config.max_model_len)
 
     def is_held_up_by_sessions(self, plan: SchedulerOutput) -> bool:
-        """Whether planning again would give the same empty step: requests wait for slots or blocks
-        that idle sessions occupy, and no pending operation could free any.
+        """Whether planning again would result in the same empty step as `plan`. That is so if
+        requests wait because idle sessions occupy blocks or count as running requests, and no
+        pending operation could change that.
         """
         return (
             bool(self.queues.between_turns or self.kv_waiting)
@@ -166,9 +171,9 @@ class Scheduler:
     def grammar_compiled(
         self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """Records that the workers have compiled the grammar of a request. `error`: compilation
-        failed, and the request must end with this error and `reason`. Does nothing if the request
-        has ended.
+        """Records that the workers have compiled the grammar of a request. If compilation failed,
+        `error` is not empty, and the request will end with this error and `reason`. Does nothing if
+        the request has ended.
         """
         if request.is_finished:
             return
@@ -203,7 +208,8 @@ class Scheduler:
         """Pauses the engine until `resume`.
 
         With WAIT the caller plans steps while requests run, and these steps admit no new request.
-        With the other modes the caller plans no steps. With ABORT it also ends all requests.
+        With the other modes the caller plans no steps. With ABORT the caller also ends all
+        requests.
         """
         self._state.pause_mode = mode
 
@@ -221,14 +227,14 @@ class Scheduler:
 
         1. Running requests are scheduled in the order of admission. Their blocks are allocated in
            one transaction with the pool. If the blocks do not fit, the policy chooses a running
-           request to preempt, and the rest is planned again.
-        2. If none was preempted, waiting requests are admitted from the head of the queue, each
-           with the cached part of its prompt, until budget, rows or blocks are used up. If the head
-           cannot be admitted, admission stops. If the reason concerns the head alone, it is passed
-           over instead: it keeps its position, and the next request is tried.
+           request to preempt, and the remaining requests are planned again.
+        2. If no request was preempted, waiting requests are admitted from the head of the queue,
+           each with the cached part of its prompt, until budget, rows or blocks are used up. If the
+           head cannot be admitted, admission stops. If the reason concerns the head alone, the head
+           is passed over instead. It keeps its position, and the next request is tried.
 
-        With `throttle_prefills`, prompts wait while requests decode; see `PrefillPacing`. In a
-        pause with a mode other than WAIT the step computes nothing.
+        With `throttle_prefills`, prompts wait while requests decode, as `PrefillPacing` describes.
+        In a pause with a mode other than WAIT the step computes nothing.
         """
         builder, pause_mode = self._new_builder(), self._state.pause_mode
         if pause_mode is not None and pause_mode is not PauseMode.WAIT:
@@ -263,28 +269,31 @@ class Scheduler:
     ) -> EngineCoreOutputs:
         """Applies the output of a step.
 
-        Appends the sampled tokens, also to requests that were preempted while the step ran. Tokens
-        of requests that ended meanwhile, or that are in `plan.dropped`, are discarded. Ends
-        requests that are complete, including requests whose prompt was pooled. A session whose turn
-        is complete begins its next turn, or waits for its input.
+        Appends the sampled tokens, also to requests that were preempted while the step ran.
+        Discards the tokens of requests that ended meanwhile, and of the requests in `plan.dropped`.
+        Ends requests that are complete, including requests whose prompt was pooled. A session whose
+        turn is complete begins its next turn. If the input of that turn has not arrived, the
+        session waits for it.
         """
         return self._update.update(plan, output)
 
     def end_failed(self) -> list[Request]:
-        """Ends the waiting requests that were found unable to ever run. Returns them in the order
-        of arrival. Only needed if no step is in flight: otherwise the step's update ends them.
+        """Ends the waiting requests that can never run. Returns them in the order of arrival. Only
+        needed if no step is in flight, because otherwise `update_from_output` ends them.
         """
         return self._update.end_failed()
 
     def preempt_all(self) -> list[Request]:
-        """Preempts every running request, and drops their tokens in flight. The queue keeps their
-        order of admission.
+        """Preempts every running request. Tokens that steps in flight sample for these requests
+        will be discarded. The requests are queued in their order of admission.
         """
         self._state.steps.drop(list(self.running))
         return self._running_scheduler.preempt_all()
 
     def forget_pool(self) -> list[Request]:
-        """Starts over with an empty pool and empty workers. Returns the requests that ran."""
+        """Resets the state for an empty pool and empty workers. Returns the requests that were
+        running, which were preempted.
+        """
         victims = self._running_scheduler.preempt_all()
         if self.transfers is not None:
             self.transfers.forget()
@@ -311,8 +320,8 @@ class Scheduler:
             self.transfers.connector.reset_cache()
 
     def reset_encoder_cache(self) -> None:
-        """Removes all encoder outputs, for example after weights have changed. The workers are sent
-        nothing.
+        """Removes all encoder outputs, for example after weights have changed. Sends nothing to the
+        workers.
         """
         self.encoder_cache.reset()
 
@@ -333,7 +342,7 @@ class Scheduler:
         )
 
     def _long_prefill_token_threshold(self) -> int:
-        """The largest number of tokens of one request in the step that is planned. 0, for no limit,
+        """Limit on the tokens of one request in the step that is planned. 0, which means no limit,
         if there is at most one request.
         """
         config, queues = self.config, self.queues
@@ -354,8 +363,8 @@ class Scheduler:
     def _finish_step(
         self, builder: StepBuilder, wait_reason: WaitReason | None, *, computes: bool = True
     ) -> SchedulerOutput:
-        """Completes and returns the planned step. If it `computes`, its tokens count as computed
-        from here on.
+        """Completes the planned step and returns it. If `computes` is true, the step's tokens count
+        as computed after this call.
         """
         plan, state = builder.plan, self._state
         plan.wait_reason = wait_reason

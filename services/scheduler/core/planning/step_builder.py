@@ -1,4 +1,4 @@
-"""A step while it is planned: its remaining budget and the tokens scheduled so far."""
+"""The state of a step while it is planned: its remaining budget and the tokens scheduled so far."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,20 +13,22 @@ from services.scheduler.core.request import Request
 
 @dataclass(slots=True)
 class StepBuilder:
-    """The decisions of a step so far: its `plan`, and the state that later decisions read."""
+    """The decisions of a step so far. `plan` is the result. The other attributes are state on which
+    later decisions depend.
+    """
 
     plan: SchedulerOutput
     token_budget: int
-    """Tokens left in the budget."""
+    """Number of tokens left in the step's budget."""
     long_prefill_token_threshold: int
-    """The largest number of tokens of one request in this step; 0: no limit."""
+    """Limit on the tokens of one request in this step. 0 means that there is no limit."""
     make_passing_over: Callable[[], PassingOver]
     make_encoder: Callable[[], StepEncoder]
     defers_prefills: bool = False
-    """Whether prompts wait for a later step."""
+    """Whether no prompt is scheduled in this step, so that all prompts wait for a later step."""
     off_fast_path: dict[Request, int] = field(default_factory=dict)
-    """The scheduled requests that are not on the fast path, each with its number of computed tokens
-    after the step.
+    """The scheduled requests that were examined one by one, each with its number of computed tokens
+    after the step. Requests on the fast path are scheduled without being examined.
     """
     failed: dict[Request, str] = field(default_factory=dict)
     """Requests that can never run, each with its error."""
@@ -44,14 +46,14 @@ class StepBuilder:
 
     @property
     def passing_over(self) -> PassingOver:
-        """Which waiting requests are passed over, after the admissions so far."""
+        """Decides which waiting requests are passed over (skipped), given the admissions so far."""
         if self._passing_over is None:
             self._passing_over = self.make_passing_over()
         return self._passing_over
 
     @property
     def encoder(self) -> StepEncoder:
-        """The encoder's budget and decisions in this step."""
+        """The budget of the encoder of prompt items in this step, and its decisions."""
         if self._encoder is None:
             self._encoder = self.make_encoder()
         return self._encoder
@@ -67,7 +69,7 @@ class StepBuilder:
         return any(request.is_prefill_chunk for request in self.off_fast_path)
 
     def cap(self, num_tokens: int) -> int:
-        """`num_tokens`, limited by the threshold of one request."""
+        """Returns `num_tokens`, limited by `long_prefill_token_threshold`."""
         threshold = self.long_prefill_token_threshold
         return threshold if 0 < threshold < num_tokens else num_tokens
 
@@ -80,8 +82,8 @@ class StepBuilder:
         self.token_budget -= len(requests)
 
     def schedule(self, request: Request, num_tokens: int) -> None:
-        """Schedules tokens of a request off the fast path. The last of these tokens are drafts, if
-        the request has any.
+        """Schedules tokens of a request that is not on the fast path. If the request has drafts,
+        they are the last of these tokens.
         """
         plan, num_computed_tokens = self.plan, request.num_computed_tokens
         plan.requests.append(request)
@@ -96,8 +98,8 @@ class StepBuilder:
                 plan.draft_token_ids[request] = request.draft_token_ids[:num_drafts]
 
     def unschedule_from(self, request: Request) -> int:
-        """Unschedules a request and all requests that were scheduled after it. Returns the number
-        of tokens that the request had been scheduled.
+        """Removes a request, and all requests that were scheduled after it, from the step. Returns
+        the number of tokens that were scheduled for the request.
         """
         index = self.plan.requests.index(request)
         num_tokens = self.plan.num_scheduled_tokens[index]
@@ -105,7 +107,7 @@ class StepBuilder:
         return num_tokens
 
     def unschedule(self, request: Request) -> None:
-        """Unschedules a request, if it was scheduled."""
+        """Removes a request from the step, if it was scheduled."""
         if request in self.plan.requests:
             index = self.plan.requests.index(request)
             self.plan.appended_blocks.pop(request, None)

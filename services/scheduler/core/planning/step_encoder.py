@@ -1,4 +1,6 @@
-"""Decides which items of prompts the encoder computes in a step, and cuts chunks accordingly."""
+"""Decides which items of prompts (such as images) the encoder computes in a step. A chunk of a
+prompt ends before an item that the encoder cannot compute in the step.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,23 +12,23 @@ from services.scheduler.core.request import Request
 
 @dataclass(slots=True)
 class EncoderDecision:
-    """The tokens and items of a request that a step computes."""
+    """Which tokens and items of a request a step computes."""
 
     num_tokens: int
-    """Tokens that the step computes: `num_asked`, or fewer, up to the first item that the encoder
-    cannot compute in this step.
+    """Number of tokens that the step computes. It is `num_asked` if the encoder can compute all
+    items. Otherwise the tokens end before the first item that it cannot compute in this step.
     """
     budget: int
     """The encoder's remaining budget after the items, in embeddings."""
     num_asked: int
-    """Tokens that would be computed without the encoder's limits."""
+    """Number of tokens that the step would compute without the encoder's limits."""
     inputs: list[int] = field(default_factory=list)
-    """Items to compute, by index."""
+    """Indexes of the items that the encoder computes."""
     repeated: list[int] = field(default_factory=list)
-    """Items, by index, that equal an earlier item in `inputs`."""
+    """Indexes of items that equal an earlier item in `inputs` and share its output."""
     mismatch: str = ""
-    """Identifier of an item whose cached output has another size. Empty if there is none. With a
-    mismatch `num_tokens` is 0.
+    """Identifier of an item whose cached output has another size. Empty if there is no such item.
+    Otherwise `num_tokens` is 0.
     """
 
 
@@ -37,25 +39,29 @@ class StepEncoder:
     config: SchedulerConfig
     cache: EncoderCacheManager
     budget: int
-    """Embeddings that the encoder can still compute."""
+    """Number of embeddings that the encoder can still compute in this step."""
     decisions: dict[Request, EncoderDecision] = field(default_factory=dict)
-    """Decisions for running requests with items, in the order in which they were planned."""
+    """Decisions for running requests with items, in the order in which the decisions were made."""
     kept: dict[Request, EncoderDecision] = field(default_factory=dict)
-    """Decisions for running requests that lacked blocks and caused a preemption. They are reused
-    when planning resumes.
+    """Decisions for running requests that lacked blocks and so caused the preemption of another
+    request. They are used again when planning resumes at these requests.
     """
     _marks: list[tuple[Request, int, EncoderCacheManager]] = field(default_factory=list)
-    """Budget and cache before each decision for a running request, in the order of decisions."""
+    """A request, and the budget and cache before the decision for it. One entry for each decision
+    for a running request, in the order of the decisions.
+    """
 
     def copy(self) -> "StepEncoder":
-        """A copy of the state, for planned admissions that may fail."""
+        """A copy of the state, on which admissions are planned that may fail."""
         return StepEncoder(self.config, self.cache.copy(), self.budget)
 
     def decide(self, request: Request, start: int, num_tokens: int) -> EncoderDecision:
-        """Decides which items must be computed for `num_tokens` tokens from `start` on: the items
-        that the tokens touch and that are not cached. An item is computed as a whole.
+        """Decides which items must be computed before `num_tokens` tokens from position `start` on
+        can be computed. These are the items that overlap the tokens and are not cached. An item is
+        computed as a whole.
 
-        Marks cached outputs of touched items as used, and evicts unused outputs if space is needed.
+        Marks the cached outputs of overlapping items as used. Evicts unused outputs if space is
+        needed.
         """
         decision, end = EncoderDecision(num_tokens, self.budget, num_tokens), start + num_tokens
         sizes: dict[str, int] = {}
@@ -96,8 +102,8 @@ class StepEncoder:
             self.cache.use_cached(request, index)
 
     def schedule(self, request: Request, num_computed: int, num_tokens: int) -> EncoderDecision:
-        """Decides the items of a running request. If it gets tokens, allocates budget and cache
-        space for the items.
+        """Decides which items of a running request are computed. If tokens of the request can be
+        computed, allocates budget and cache space for the items.
         """
         decision = self.kept.get(request)
         if decision is None:
@@ -123,13 +129,13 @@ class StepEncoder:
             self.decide(request, request.num_computed_tokens, num_asked)
 
     def keep(self, request: Request) -> None:
-        """Keeps the decision of a request that caused another request's preemption."""
+        """Keeps the decision for a request that caused another request's preemption."""
         if request in self.decisions:
             self.kept[request] = self.decisions[request]
             self._mark(request)
 
     def refuse(self, request: Request, start: int, num_tokens: int) -> None:
-        """Decides the items of a waiting request that then lacks blocks, and frees them. Outputs
+        """Decides the items of a waiting request that lacks blocks, and ends their use. Outputs
         that were evicted for the request stay evicted.
         """
         if start < request.num_encoded_tokens:
@@ -137,7 +143,9 @@ class StepEncoder:
             self.cache.free(request)
 
     def give_back(self, request: Request, inputs: Sequence[int]) -> None:
-        """Returns the budget of items of a request that was preempted after it was scheduled."""
+        """Returns to the budget the embeddings of `inputs`, the scheduled items of a request that
+        was then preempted.
+        """
         self.budget += sum(request.encoder_inputs[index].num_embeds for index in inputs)
 
     def _mark(self, request: Request) -> None:
@@ -148,5 +156,7 @@ class StepEncoder:
 
 
 def mismatch_error(identifier: str) -> str:
-    """The error of a request with an item whose size differs from the cached item of that name."""
+    """The error of a request with an item whose size differs from the size of the cached output
+    with the same identifier.
+    """
     return f"the item {identifier!r} has another size than the one cached under this identifier"

@@ -1,4 +1,6 @@
-"""Prefixes of waiting requests in a step: tokens that are cached, and tokens to be loaded."""
+"""The prefix of each waiting request in a step: how many of its tokens are cached, and how many
+more a connector loads.
+"""
 
 from dataclasses import dataclass, field
 
@@ -9,19 +11,23 @@ from services.scheduler.core.request import Request
 
 @dataclass(slots=True)
 class WaitingPrefixes:
-    """Lookup results of the pool and of a connector, after the admissions so far."""
+    """What the pool and a connector answered to lookups of prefixes, after the admissions so
+    far.
+    """
 
     hits: dict[Request, int] = field(default_factory=dict)
-    """Number of cached tokens, from the pool's latest answer."""
+    """Number of cached tokens of each request, from the pool's latest answer."""
     external: dict[Request, int] = field(default_factory=dict)
-    """Number of tokens after the hit that a connector loads."""
+    """Number of tokens after a request's hit that a connector loads."""
     divergent_hits: dict[Request, int] = field(default_factory=dict)
-    """Number of tokens cached for full attention, where the connector supplies states."""
+    """Number of tokens of a request that are cached for the full-attention layers. Only if a
+    connector supplies the states of the other layers.
+    """
     diverging: set[Request] = field(default_factory=set)
-    """Requests whose hit counts full attention only."""
+    """Requests whose hit counts the tokens cached for full-attention layers only."""
     num_stored: dict[Request, int] = field(default_factory=dict)
-    """Number of tokens from which the windows of a request are computed. Only for requests where
-    it is less than the number of computed tokens.
+    """Number of tokens from which the sliding windows of a request are computed. Only for requests
+    where this number is less than the number of computed tokens.
     """
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish. Later admissions of the step can hit them."""
@@ -34,7 +40,9 @@ class WaitingPrefixes:
         request.shared_prefix_boundary = shared_prefix_boundary
 
     def cut_hit(self, request: Request, num_tokens: int) -> None:
-        """Cuts a hit to whole blocks: the tokens after them are loaded, states included."""
+        """Cuts a hit to whole blocks, because the connector loads the tokens after them and the
+        states.
+        """
         self.hits[request] = num_tokens
         self.diverging.add(request)
         self._cut_hits[request] = num_tokens
@@ -51,9 +59,11 @@ class WaitingPrefixes:
         self.diverging.clear()
 
     def go_on(self, request: Request, steps: PlannedSteps) -> None:
-        """Records the computed tokens of a request that holds blocks as its hit. If steps of a
-        session's last turn are in flight, the windows are computed from fewer tokens: the steps,
-        whose tokens are dropped, still read the windows' blocks.
+        """Records the computed tokens of a request that holds blocks as its hit.
+
+        Steps of a session's last turn may still be in flight. Their tokens are dropped, but they
+        read the blocks of the sliding windows. Then the windows are computed from fewer tokens, so
+        that these blocks are not freed.
         """
         self.hits[request] = request.num_computed_tokens
         if any(request in plan.requests for plan in steps.in_flight):

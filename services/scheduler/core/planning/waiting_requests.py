@@ -1,4 +1,6 @@
-"""The waiting requests: with blocks, without blocks, and held back."""
+"""Queues of the waiting requests. Separate queues contain requests that hold blocks, requests
+without blocks, and requests that must not be admitted now.
+"""
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
@@ -10,11 +12,11 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class WaitingRequests:
-    """Queues of a replica, each in the order of the policy.
+    """The queues of a replica. The policy orders the requests in each queue.
 
     Requests that hold blocks are in `kv_waiting`. They are tried before the requests in `waiting`.
-    A request that cannot be admitted yet, however many resources are free, is passed over and keeps
-    its position.
+    A request that cannot be admitted yet, however many resources are free, is passed over
+    (skipped). It keeps its position.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -26,16 +28,16 @@ class WaitingRequests:
         self.admitted_only: Collection[Request] | None = None
         """The only requests that may be admitted; None if all requests may."""
         self.between_turns: dict[Request, None] = {}
-        """Sessions that wait for input, in the order in which they began to wait. Each occupies one
-        of the slots of running requests.
+        """Sessions that wait for input, in the order in which they began to wait. Each of them
+        counts against the limit on running requests.
         """
         self.passed_over: dict[Request, WaitReason] = {}
-        """Requests that were passed over since they began to wait, or that arrived with a grammar,
-        each with its most recent reason.
+        """Maps waiting requests to the most recent reason for which they were passed over. A
+        request that arrives with a grammar is added at once.
         """
         self._lost_blocks: dict[Request, None] = {}
-        """Requests in `kv_waiting` that lost their blocks because nothing could be loaded into
-        them. They keep their position until they are passed over.
+        """Requests in `kv_waiting` that lost their blocks because their load filled no block with
+        valid data. They keep their position until they are passed over.
         """
         self._passed_without_blocks: list[Request] = []
 
@@ -47,7 +49,7 @@ class WaitingRequests:
 
     @property
     def queued(self) -> Iterator[Request]:
-        """The requests that are not held back, in the order in which they are tried."""
+        """The requests that are not held back, in the order in which a step tries to admit them."""
         return chain(self.kv_waiting, self.waiting)
 
     @property
@@ -87,7 +89,7 @@ class WaitingRequests:
             self.queue_of(session).reorder()
 
     def hold(self, request: Request) -> None:
-        """Moves a waiting request that was allocated blocks to `kv_waiting`."""
+        """Moves a waiting request to `kv_waiting`, because blocks were allocated for it."""
         self.passed_over[request] = WaitReason.REMOTE_KV
         if request in self._lost_blocks:
             del self._lost_blocks[request]
@@ -114,7 +116,9 @@ class WaitingRequests:
         self._passed_without_blocks.clear()
 
     def release(self, requests: Iterable[Request]) -> None:
-        """Moves these requests, which lose their blocks, to the front of `waiting`."""
+        """Moves requests of `kv_waiting` to the front of `waiting`, because their blocks are
+        freed.
+        """
         for request in reversed(list(requests)):
             self.kv_waiting.remove(request)
             self._lost_blocks.pop(request, None)
@@ -126,7 +130,7 @@ class WaitingRequests:
         return self.admitted_only is not None and request not in self.admitted_only
 
     def prepend(self, request: Request) -> None:
-        """Queues a request that was preempted."""
+        """Queues a preempted request. The policy determines its position."""
         self.waiting.prepend(request)
 
     def remove(self, request: Request) -> None:
@@ -140,7 +144,7 @@ class WaitingRequests:
             self._lost_blocks.pop(request, None)
 
     def put_in_order(self) -> None:
-        """Moves sessions whose rank in their queue has changed with their last input."""
+        """Sorts the queues. The last input of a session may have changed its rank."""
         self.kv_waiting.put_in_order()
         self.waiting.put_in_order()
 
@@ -153,8 +157,8 @@ class WaitingRequests:
         """Allows only these requests to be admitted. All others are held back, including requests
         that arrive later. None allows all requests again.
 
-        The requests in `waiting` are queued again in the order of arrival. Requests that hold
-        blocks because they load stay in `kv_waiting`.
+        The requests in `waiting` are queued again in the order of arrival. Requests in
+        `kv_waiting`, whose blocks are being loaded, stay there.
         """
         queued = sorted(chain(self.waiting, self.held_back), key=lambda request: request.key)
         self.admitted_only = requests

@@ -1,4 +1,4 @@
-"""Step 2 of scheduling: admits waiting requests."""
+"""The second part of scheduling a step: admits waiting requests."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -20,11 +20,11 @@ from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.transfers.connector_admission import ConnectorAdmission
 
 LOOKUP_BATCH = 32
-"""The largest number of waiting requests whose prefixes one transaction looks up."""
+"""Limit on the number of waiting requests whose prefixes one transaction looks up."""
 
 
 class WaitingScheduler:
-    """Admits waiting requests to a step, with the cached part of their prompts."""
+    """Admits waiting requests to a step. The cached parts of their prompts count as computed."""
 
     def __init__(self, state: ReplicaState) -> None:
         self._state = state
@@ -73,7 +73,7 @@ class WaitingScheduler:
         return self._why_others_wait(builder)
 
     def next_candidates(self) -> Iterable[Request]:
-        """Waiting requests whose admission the next step may try."""
+        """The waiting requests that the next step may try to admit."""
         passed_over = self._queues.passed_over
         ready = (request for request in self._queues.queued if request not in passed_over)
         return islice(ready, min(self._state.num_free_places, LOOKUP_BATCH))
@@ -83,7 +83,9 @@ class WaitingScheduler:
         return self._not_looked_up(builder, self._candidates(builder))
 
     def left_waiting(self) -> bool:
-        """Whether a queued request waits for resources, and not for a reason of its own."""
+        """Whether a queued request waits for resources. Requests that were passed over do not
+        count.
+        """
         passed_over = self._queues.passed_over
         return any(request not in passed_over for request in self._queues.queued)
 
@@ -102,14 +104,17 @@ class WaitingScheduler:
 
     @property
     def _looked_at(self) -> Iterable[Request]:
-        """Requests that may be admitted; in a pause only those that hold blocks."""
+        """Requests that may be admitted. In a pause these are only the requests that hold
+        blocks.
+        """
         return self._queues.queued if self._state.pause_mode is None else self._queues.kv_waiting
 
     def _candidates(self, builder: StepBuilder) -> list[Request]:
-        """The requests at the head of the queue for which rows and budget could suffice.
+        """The requests at the head of the queue for which free rows of the batch and budget could
+        suffice.
 
-        Requests that were passed over in this step are left out. Requests that are about to be
-        passed over are included, but do not count against the rows.
+        Requests that were passed over (skipped) in this step are left out. Requests that are about
+        to be passed over are included, but no row is counted for them.
         """
         candidates: list[Request] = []
         if not self._queues.has_queued:
@@ -143,8 +148,8 @@ class WaitingScheduler:
     def _admit_planned(
         self, builder: StepBuilder, planned: AdmissionPlan, admitted: Sequence[BlockTables]
     ) -> None:
-        """Admits the requests that the pool allocated blocks for. Passes over the requests that
-        were planned to be passed over before or between them.
+        """Admits the requests for which the pool allocated blocks. Passes over the requests that
+        the plan passes over before or between the admitted ones.
         """
         if not planned.passed_over:
             for admission, blocks in zip(planned.admissions, admitted, strict=False):
@@ -168,8 +173,8 @@ class WaitingScheduler:
             self._state.failed[request] = passed.error
 
     def _refuse(self, builder: StepBuilder, refused: PlannedAdmission | None) -> None:
-        """Decides the items of a request that lacks blocks. As in vLLM, this precedes the block
-        allocation, and its evictions remain.
+        """Decides which encoder items a request that lacks blocks would need. As in vLLM, cached
+        items that this evicts stay evicted, because vLLM decides items before it allocates blocks.
         """
         if refused is not None:
             start = refused.terms.num_computed_tokens

@@ -1,4 +1,6 @@
-"""The port of scheduling policies: the order of admission, and the victim of a preemption."""
+"""The port of scheduling policies. A policy determines the order of admission and the victim of a
+preemption.
+"""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -14,10 +16,10 @@ class RequestQueue(Protocol):
         """Queues a request that arrived."""
 
     def prepend(self, request: Request, /) -> None:
-        """Queues a request that was preempted: at the head, or where its priority ranks it."""
+        """Queues a preempted request, either at the head or at the position of its priority."""
 
     def reorder(self) -> None:
-        """Must be called after an attribute has changed by which the queue orders a request."""
+        """Must be called after an attribute has changed on which the order of the queue depends."""
 
     def put_in_order(self) -> None:
         """Sorts the requests by their present attributes."""
@@ -31,7 +33,7 @@ class RequestQueue(Protocol):
 
 
 class SchedulingPolicy(Protocol):
-    """A scheduling policy. It has no state of its own: its queues have the state."""
+    """A scheduling policy. It has no state, because the state is in its queues."""
 
     uses_priority: bool
     """Whether `Request.priority` has an effect. If not, requests with a priority are refused."""

@@ -9,7 +9,9 @@ from services.scheduler.core.request import Request
 
 
 class PriorityPolicy:
-    """Admits the smallest (priority, arrival time) first, and preempts the largest."""
+    """Admits the request with the smallest (priority, arrival time), and preempts the one with the
+    largest.
+    """
 
     uses_priority = True
 
@@ -25,8 +27,8 @@ def _rank(request: Request) -> tuple[int, float, str]:
 
 
 class PriorityRequestQueue(list[Request]):
-    """Waiting requests, smallest (priority, arrival time, id) first. Preempted requests are sorted
-    in the same way.
+    """Waiting requests, sorted by (priority, arrival time, id), the smallest first. Preempted
+    requests are sorted in the same way.
 
     A sorted list is faster than a heap here: a heap makes more comparisons, which run in Python.
     """
@@ -40,8 +42,8 @@ class PriorityRequestQueue(list[Request]):
     """Whether a rank has changed since the queue was put in order."""
 
     def reorder(self) -> None:
-        """Orders the requests as vLLM's heap would pop them. That heap does not move a request when
-        its rank changes, only when requests are added or removed.
+        """Orders the requests as vLLM's heap would pop them. vLLM's heap moves a request only when
+        requests are added or removed, and not when the rank of the request changes.
         """
         self.has_misplaced = True
         self[:] = _given_out([self[index] for index in _layout(len(self))])
@@ -53,9 +55,7 @@ class PriorityRequestQueue(list[Request]):
 
 
 def _layout(count: int) -> list[int]:
-    """The indexes of `count` requests in the layout of a heap to which they were pushed in reverse
-    order.
-    """
+    """The layout of a heap of `count` indexes that were pushed in reverse order."""
     heap: list[int] = []
     for index in reversed(range(count)):
         heappush(heap, index)
@@ -63,6 +63,8 @@ def _layout(count: int) -> list[int]:
 
 
 def _given_out(heap: list[Request]) -> list[Request]:
-    """The requests of a heap in the order in which they are popped. One may be misplaced in it."""
+    """The requests of a heap in the order in which they are popped. One of them may be misplaced in
+    the heap.
+    """
     ranked = [(_rank(request), index, request) for index, request in enumerate(heap)]
     return [heappop(ranked)[2] for _ in heap]

@@ -46,13 +46,14 @@ in order, can be replayed.
     end                  the last entry; a log without it was cut short
 
 If a connector was called during a call, the entry has its answers, in order, as `connector`. An
-answer is the number of tokens that can be loaded and whether between steps (null: not known yet),
-whether blocks of an ended request are still read, or whether transfers will free blocks.
+answer is one of three: the number of tokens that can be loaded and whether they are loaded between
+steps (null if not known yet); whether blocks of an ended request are still read; whether transfers
+will free blocks.
 
 Requests are identified by their key. A block table is a list of block ids for each group. A pause
-makes aborts and a flush, whose entries follow the entry of the pause. A reset that preempts is
-recorded as preempt_all and reset_prefix_cache. VERSION increases with every change that makes older
-logs unreadable.
+calls `abort` and `flush`, and the entries of these calls follow the entry of the pause. A reset
+that preempts requests is recorded as preempt_all and reset_prefix_cache. VERSION increases with
+every change that makes older logs unreadable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -74,11 +75,14 @@ SCHEMA = "stepwell.step_log"
 VERSION = 4
 
 Entry = dict[str, Any]
-"""A dictionary of JSON types. It is unchanged after being written as JSON and read again."""
+"""A dictionary of JSON types. An entry that was written as JSON and read again equals the original.
+"""
 
 
 def config_entry(config: SchedulerConfig) -> Entry:
-    """A configuration without `fingerprint` and `groups`, which the header has as own fields."""
+    """A configuration without `fingerprint` and `groups`, which are separate fields of the
+    header.
+    """
     values = {name.name: getattr(config, name.name) for name in fields(config)}
     del values["fingerprint"], values["groups"]
     return {

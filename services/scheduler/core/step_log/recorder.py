@@ -32,11 +32,12 @@ from services.scheduler.core.transfers.kv_connector import KVConnector
 
 
 class RecordingScheduler(Scheduler):
-    """A scheduler that calls `record` with an entry of every call, after the call.
+    """A scheduler that calls `record` with an entry for each of its calls.
 
-    Some calls, such as `add` and `admit_only`, are recorded before they change anything. If a call
-    failed because the pool was lost, its entry has `lost_after`: the number of transactions that
-    the pool had answered during the call. An entry has `connector` if the connector was called.
+    Some calls, such as `add` and `admit_only`, are recorded before they change anything, the other
+    calls afterwards. If a call failed because the pool was lost, its entry has a field
+    `lost_after`, the number of transactions that the pool had answered during the call. If the
+    connector was called, the entry has a field `connector`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Admission if a connector may have more cached tokens of a request than the pool."""
+"""Admits waiting requests if a connector may have more cached tokens of a request than the pool."""
 
 from collections.abc import Callable
 from itertools import chain, islice
@@ -16,8 +16,8 @@ from services.scheduler.core.transfers.kv_connector import ExternalMatch
 from services.scheduler.core.transfers.kv_transfers import KVTransfers
 
 LOOKUP_BATCH = 8
-"""Number of further waiting requests whose prefixes are looked up in the same transaction. Each
-admission invalidates the hits of the requests behind it.
+"""Number of further waiting requests whose prefixes are looked up in the same transaction. It is
+small because each admission invalidates the hits of the requests behind it.
 """
 
 Admit = Callable[[StepBuilder, PlannedAdmission, BlockTables], None]
@@ -27,9 +27,9 @@ class ConnectorAdmission:
     """Admits waiting requests one after another, as vLLM does, because the tokens that the
     connector can load after the local hit depend on all earlier admissions.
 
-    The tokens are loaded within the step, or asynchronously between steps. A request with an
-    asynchronous load gets its blocks at once, and waits in `kv_waiting` without budget or row. It
-    is admitted like other requests after the load.
+    The tokens are loaded within the step, or asynchronously between steps. For an asynchronous
+    load, blocks are allocated at once, and the request waits in `kv_waiting` without using budget
+    or a row of the batch. After the load it is admitted like other requests.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class ConnectorAdmission:
     async def _try(
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> WaitReason | None:
-        """Admits a request, begins its load, or passes it over. Returns a reason if admission must
-        stop.
+        """Admits a request, begins its load, or passes it over (skips it). Returns a reason if no
+        further request may be admitted in this step.
         """
         reason = self._own_reason(builder, request)
         if reason is not None:
@@ -105,16 +105,17 @@ class ConnectorAdmission:
         return await self._admit_one(builder, request, traceparent)
 
     def _match(self, builder: StepBuilder, request: Request) -> ExternalMatch | None:
-        """The tokens that the connector can load after the local hit. None: not known yet, ask
-        later. If the connector supplies states, the local hit may become one of full attention
-        only.
+        """The tokens that the connector can load after the local hit. None if the connector does
+        not know them yet and must be asked later. If the connector supplies states, the local hit
+        may change to a hit that counts full-attention layers only.
 
         If the hit ends inside a block, the connector is asked for the tokens after the last whole
-        block, as in vLLM. If it has more tokens than the hit has in that block, they are loaded
-        and replace the partial hit, so that no block is copied. Otherwise nothing is loaded.
+        block, as in vLLM. If it has more tokens than the hit has in the partial block, its tokens
+        are loaded and replace the partial hit, so that no block is copied. Otherwise nothing is
+        loaded.
 
-        If all layers keep states, a prompt of one token needs no load, because the state before
-        its first token is empty.
+        If all layers are state-space layers, a prompt of one token needs no load, because the state
+        before the first token is empty.
         """
         if self._has_states_only and request.num_tokens == 1:
             return ExternalMatch(0, is_async=False)
@@ -134,7 +135,9 @@ class ConnectorAdmission:
         return match
 
     def _own_reason(self, builder: StepBuilder, request: Request) -> WaitReason | None:
-        """Why a request must be passed over. First, a load that has ended is completed."""
+        """Returns why a request must be passed over, or None. If the load of the request has ended,
+        it is completed first.
+        """
         is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_loading and self._transfers.promote(request):
             builder.prefixes.forget_hits()
@@ -152,7 +155,7 @@ class ConnectorAdmission:
 
     async def _look_up(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
         """Looks up the prefixes of a request and of further waiting requests. Does nothing if the
-        request's hit is known since the last admission.
+        request's hit was looked up after the last admission.
         """
         if request not in builder.prefixes.hits:
             others = (other for other in self._queues.waiting if other not in builder.prefixes.hits)
@@ -205,12 +208,12 @@ class ConnectorAdmission:
         return None
 
     def _load_terms(self, builder: StepBuilder, request: Request) -> Admission:
-        """The admission terms of an asynchronous load. It allocates blocks only up to the end of
-        the loaded tokens, and publishes nothing.
+        """The terms of an admission for an asynchronous load. The admission allocates blocks only
+        up to the end of the loaded tokens, and publishes nothing.
 
-        If the whole prompt is loaded, its last token is computed again afterwards. Windows then
-        keep the blocks that this token attends to. vLLM frees blocks that only earlier tokens
-        attend to.
+        If the whole prompt is loaded, its last token is computed again afterwards. With sliding
+        windows, the blocks to which this token attends are kept. vLLM frees blocks to which only
+        earlier tokens attend.
         """
         prefixes = builder.prefixes
         hit, num_external = prefixes.hits[request], prefixes.external[request]

@@ -1,4 +1,4 @@
-"""Records a connector's answers, on which decisions depend, as JSON for the step log."""
+"""Records the answers of a connector as JSON for the step log, because decisions depend on them."""
 
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.request import Request
@@ -12,8 +12,9 @@ from services.scheduler.core.transfers.kv_connector import (
 Answer = None | bool | list[int | bool]
 """The JSON form of an answer.
 
-`[tokens, is_async]` is an external match, and None a match that is not known yet. True and False
-answer whether blocks of an ended request are still read, or whether transfers will free blocks.
+`[tokens, is_async]` is the number of tokens that can be loaded, and None means that the number is
+not known yet. True and False answer whether blocks of an ended request are still read, or whether
+transfers will free blocks.
 """
 
 

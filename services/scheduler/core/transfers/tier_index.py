@@ -1,4 +1,6 @@
-"""An index of the blocks in the workers' tier, with least-recently-used eviction."""
+"""An index of the blocks in the workers' tier (their memory for offloaded blocks), with
+least-recently-used eviction.
+"""
 
 from collections import OrderedDict
 from typing import NewType
@@ -10,17 +12,17 @@ TierBlockId = NewType("TierBlockId", int)
 
 
 def tier_key(block_hash: BlockHash, group: int) -> bytes:
-    """The key of a block of the tier: the hash of its tokens and the KV-cache group, because each
-    group has other layers. As in vLLM's offloading.
+    """The key of a block of the tier, as in vLLM's offloading. It contains the KV-cache group
+    beside the hash of the tokens, because each group has other layers.
     """
     return block_hash + group.to_bytes(4, "big")
 
 
 class TierIndex:
-    """Blocks of a tier by their keys, in the order of their last use.
+    """Maps keys to blocks of the tier. The keys are in the order of their last use.
 
-    A block is pinned while a load reads it, and is not evicted then. All ranks have the same blocks
-    in the same positions, so one index is enough.
+    A block is pinned while a load reads it, and a pinned block is not evicted. All ranks have the
+    same blocks in the same positions, so one index is enough.
     """
 
     def __init__(self, num_blocks: int) -> None:
