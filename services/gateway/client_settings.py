@@ -44,11 +44,9 @@ class ClientSettings(ServiceSettings):
     )
     max_client_sessions: int = setting(
         256,
-        doc="sessions of clients that may be open; further ones get 503",
+        doc="sessions of clients that may be open; further ones get 503. One tenant may have an "
+        "eighth of them; its further ones get 429",
         check=at_least(0),
-    )
-    max_client_sessions_per_tenant: int = setting(
-        32, doc="sessions that one tenant may have open; further ones get 429", check=at_least(0)
     )
     client_session_idle_seconds: float = setting(
         60.0, doc="time without a turn after which a client's session ends", check=at_least(0.1)
@@ -75,17 +73,11 @@ class ClientSettings(ServiceSettings):
     max_choices_per_request: int = setting(
         256, doc="prompts times n of one request", check=at_least(1)
     )
-    max_items_per_request: int = setting(
-        131_072,
-        doc="values of one request, such as token ids, and tokens in an answer of /tokenize; all "
-        "of them are read at once, at some 100 ns each. An answer that is not streamed may hold "
-        "32 log-probabilities for each",
-        check=at_least(1024),
-    )
     max_body_bytes: int = setting(
         4 * 2**20,
-        doc="longest HTTP body that is read; messages over gRPC may be half as long. Bodies above "
-        "64 KiB that are held at once may take eight times as much; further ones wait",
+        doc="longest HTTP body that is read; messages over gRPC may be half as long. A request may "
+        "have a value, such as a token id, for each 32 bytes of it. Bodies above 64 KiB that are "
+        "held at once may take eight times as much; further ones wait",
         check=at_least(1024),
     )
     unknown_fields: str = setting(
@@ -172,9 +164,16 @@ class ClientSettings(ServiceSettings):
     def session_limits(self) -> SessionLimits:
         return SessionLimits(
             self.max_client_sessions,
-            self.max_client_sessions_per_tenant,
+            -(-self.max_client_sessions // 8),
             self.client_session_idle_seconds,
         )
+
+    @property
+    def max_items_per_request(self) -> int:
+        """Limit on the number of values of a request, such as token ids, and of tokens in an answer
+        of /tokenize. All of them are read at once, at some 100 ns each.
+        """
+        return self.max_body_bytes // 32
 
     @property
     def max_logprobs_per_request(self) -> int:

@@ -190,12 +190,6 @@ class GatewaySettings(ClientSettings):
         "their --otlp-endpoint (default: no traces are kept)",
         check=is_listen_address,
     )
-    trace_store_max_bytes: int = setting(
-        16 * 2**20,
-        doc="bytes of the spans that are kept so, of a trace for each 32 KiB; the oldest are "
-        "dropped",
-        check=at_least(2**16),
-    )
     trace_store_max_per_minute: int = setting(
         12,
         doc="requests of a minute that are traced to be kept so, as many at once after a quiet "
@@ -264,11 +258,6 @@ class GatewaySettings(ClientSettings):
         doc="time without a message after which a scheduler hangs: its requests go elsewhere",
         check=at_least(0.1),
     )
-
-    @property
-    def trace_store_max_traces(self) -> int:
-        """Limit on the number of traces in the store."""
-        return self.trace_store_max_bytes // 2**15
 
     def require_admin_key(self) -> None:
         """Raises SettingError if other machines can reach operators' calls without a key."""

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from services.kvpool.adapters.redis_directory import RedisDirectory
 
 SERVICE = "kvpool"
-RPCS_PER_POOL = 16
+MAX_POOLS = 64
+"""Limit on the number of open pools."""
+_RPCS_PER_POOL = 16
 """Limit on the concurrent calls for each pool that may be open. It includes the stream of the
 pool's scheduler, the streams of watchers, and some short calls.
 """
@@ -75,16 +77,16 @@ class PoolService:
     ) -> None:
         self._settings = settings
         self._directory = MemoryDirectory()
-        self._feed = EventFeed(settings.watch_buffer_hashes)
+        self._feed = EventFeed()
         self._shared = None if settings.redis_url is None else _shared(settings.redis_url)
         self.host: PoolHost[kvpool_pb2.TransactResponse] = PoolHost(
             (self._directory, self._feed, *([] if self._shared is None else [self._shared])),
             lambda: time.time_ns() // 1_000,
-            max_pools=settings.max_pools,
+            max_pools=MAX_POOLS,
             max_blocks_per_pool=settings.max_blocks_per_pool,
         )
         self._server = GrpcServer(
-            max_concurrent_rpcs=RPCS_PER_POOL * settings.max_pools, tls=tls, has_local_streams=True
+            max_concurrent_rpcs=_RPCS_PER_POOL * MAX_POOLS, tls=tls, has_local_streams=True
         )
         self._server.add(
             kvpool_pb2_grpc.add_KVPoolServicer_to_server,

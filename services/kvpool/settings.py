@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from services.common.process.service_settings import ServiceSettings, allowed_names
-from services.common.process.settings import at_least, between, setting, with_default
+from services.common.process.settings import between, setting, with_default
 from services.common.redis.url import is_redis_url
 from services.common.rpc.addresses import is_host_port
 
@@ -19,19 +19,10 @@ class KVPoolSettings(ServiceSettings):
         doc="host:port of the Prometheus metrics (default: none are served)",
         check=is_host_port,
     )
-    max_pools: int = setting(
-        64, doc="pools that may be open at once, with 16 calls for each", check=at_least(1)
-    )
     max_blocks_per_pool: int = setting(
         1_048_576,
         doc="blocks that a pool may have; a snapshot of their hashes must fit into one message",
         check=between(2, 2_000_000),
-    )
-    watch_buffer_hashes: int = setting(
-        65_536,
-        doc="hashes that are kept for a watcher of events that reads slowly; beyond that it is "
-        "sent a snapshot instead",
-        check=at_least(1),
     )
     redis_url: str | None = setting(
         None,

@@ -39,7 +39,7 @@ async def replay_in_process(scenario: Record) -> Record:
 async def replay_over_grpc(scenario: Record) -> Record:
     story = read_scenario(scenario)
     config = story.config
-    feed, directory = EventFeed(65_536), MemoryDirectory()
+    feed, directory = EventFeed(), MemoryDirectory()
     host: PoolHost[kvpool_pb2.TransactResponse] = PoolHost(
         (directory, feed), lambda: 1, max_pools=1, max_blocks_per_pool=10_000
     )

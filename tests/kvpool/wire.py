@@ -11,7 +11,6 @@ from services.common.rpc.protocol import own_release
 from tests.kvpool.worked_examples import BLOCK_SIZE, hashes
 
 SECONDS = 60.0
-WATCH_BUFFER_HASHES = 8
 
 
 def open_request(

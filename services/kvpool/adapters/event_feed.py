@@ -12,6 +12,9 @@ from services.kvpool.core.errors import Draining
 from services.kvpool.core.events import AllBlocksCleared, EventBatch
 from services.kvpool.core.pool_config import PoolConfig
 
+MAX_UNREAD_HASHES = 65_536
+"""Limit on the unread hashes of a watcher."""
+
 Snapshot = Callable[[], EventBatch]
 
 
@@ -22,7 +25,7 @@ class EventFeed:
     batches are dropped, and the watcher receives a new snapshot at its next read.
     """
 
-    def __init__(self, max_hashes: int) -> None:
+    def __init__(self, max_hashes: int = MAX_UNREAD_HASHES) -> None:
         self._max_hashes = max_hashes
         self._watchers: dict[PoolId, set[_Watcher]] = {}
         self._closed = False

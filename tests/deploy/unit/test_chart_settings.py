@@ -25,7 +25,7 @@ LEFT_OUT = {
     # Operators' calls are served at a Unix socket, where no key is asked for. Traces go to a
     # collector: there may be several gateways, and each would keep what it is sent.
     "gateway": {
-        *("admin_key", "trace_address", "trace_store_max_bytes", "trace_store_max_per_minute"),
+        *("admin_key", "trace_address", "trace_store_max_per_minute"),
         *("trace_linger_seconds", _HEALTH_FILE),
     },
     "scheduler": {_HEALTH_FILE},

@@ -35,7 +35,7 @@ async def index() -> AsyncIterator[PrefixIndex]:
 
 
 async def started(address: str = "127.0.0.1:0") -> tuple[PoolService, str]:
-    settings = KVPoolSettings(address=address, drain_seconds=0.1, max_pools=2)
+    settings = KVPoolSettings(address=address, drain_seconds=0.1)
     service = PoolService(settings, configure_tracing("kvpool", "", 0.0))
     return service, await service.start()
 

@@ -11,7 +11,6 @@ from services.common.rpc.channel import open_channel
 from services.common.telemetry.tracing import configure_tracing
 from services.kvpool.__main__ import PoolService
 from services.kvpool.settings import KVPoolSettings
-from tests.kvpool.wire import WATCH_BUFFER_HASHES
 
 
 @pytest.fixture
@@ -26,9 +25,6 @@ async def service(
     settings = KVPoolSettings(
         address=listening,
         drain_seconds=5.0,
-        max_pools=2,
-        max_blocks_per_pool=1_000,
-        watch_buffer_hashes=WATCH_BUFFER_HASHES,
     )
     tracing = configure_tracing("kvpool", "", 1.0, exporter=spans)
     service = PoolService(settings, tracing)

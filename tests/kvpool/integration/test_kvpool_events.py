@@ -9,11 +9,11 @@ from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.errors import Unavailable
 from services.common.rpc import status
-from services.kvpool.adapters.event_feed import EventFeed
+from services.kvpool.adapters.event_feed import MAX_UNREAD_HASHES, EventFeed
 from services.kvpool.core.events import BlocksStored, EventBatch
 from tests.kvpool import wire
-from tests.kvpool.wire import WATCH_BUFFER_HASHES, Speaker, packed
-from tests.kvpool.worked_examples import hashes
+from tests.kvpool.wire import Speaker, packed
+from tests.kvpool.worked_examples import BLOCK_SIZE, hashes
 
 IDLE_SECONDS = 1.0
 """Within this every event of an idle pool is out, with much to spare."""
@@ -98,13 +98,16 @@ async def test_a_watcher_that_falls_behind_gets_a_snapshot_instead():
 
 
 async def test_more_news_than_the_service_keeps_for_a_watcher_come_as_a_snapshot(stub):
-    speaker = await opened_speaker(stub, num_blocks=20)
+    number = MAX_UNREAD_HASHES + 1
+    speaker = await opened_speaker(stub, num_blocks=number + 2)
     watch = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id="replica"))
     await read(watch)
-    long = "abcdefghijkl"
-    assert len(long) > WATCH_BUFFER_HASHES
-    await speaker.transact(wire.admit(wire.admission(1, 48, path=long)))
-    assert await read(watch) == batch(speaker, 1, stored(long), snapshot=True)
+    long = b"".join(one.to_bytes(32, "big") for one in range(number))
+    admission = wire.admission(1, number * BLOCK_SIZE)
+    admission.new_hashes = long
+    await speaker.transact(wire.admit(admission))
+    every = kvpool_pb2.Event(stored=kvpool_pb2.BlocksStored(hashes=long))
+    assert await read(watch) == batch(speaker, 1, every, snapshot=True)
     await speaker.transact(wire.admit(wire.admission(2, 4, path="x")))
     assert await read(watch) == batch(speaker, 2, stored("x"))
     watch.cancel()

@@ -14,6 +14,7 @@ from services.common.errors import (
     NotFound,
 )
 from services.common.rpc import status
+from services.kvpool.__main__ import MAX_POOLS
 from services.kvpool.core import errors
 from tests.kvpool import wire
 from tests.kvpool.wire import Speaker
@@ -191,7 +192,7 @@ async def test_an_unknown_pool_is_not_found(stub):
     ("fields", "field"),
     [
         ({"num_blocks": 1}, "num_blocks"),
-        ({"num_blocks": 1_001}, "num_blocks"),
+        ({"num_blocks": 1_048_577}, "num_blocks"),
         ({"pool_id": ""}, "pool_id"),
         ({"groups": []}, "groups"),
         ({"groups": [common_pb2.KVCacheGroup(block_size=4)]}, "groups[0].attention_type"),
@@ -242,10 +243,11 @@ async def test_a_scheduler_of_another_protocol_opens_no_pool(stub):
 
 
 async def test_no_more_pools_are_opened_than_the_process_keeps(stub):
-    for pool_id in ("a", "b", "a"):
-        await stub.OpenPool(wire.open_request(pool_id))
+    for number in range(MAX_POOLS):
+        await stub.OpenPool(wire.open_request(str(number)))
+    await stub.OpenPool(wire.open_request("0"))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stub.OpenPool(wire.open_request("c"))
+        await stub.OpenPool(wire.open_request("another"))
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

@@ -14,12 +14,15 @@ from services.gateway.adapters.traces.keeping import StoreExporter
 from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 
+_MAX_STORED_BYTES = 16 * 2**20
+"""Limit on the bytes of the spans in the store, with a trace for each 32 KiB."""
+
 
 def make_trace_store(settings: GatewaySettings) -> TraceStore | None:
     """The trace store; None if it is not configured."""
     if settings.trace_address is None:
         return None
-    return TraceStore(settings.trace_store_max_traces, settings.trace_store_max_bytes)
+    return TraceStore(_MAX_STORED_BYTES // 2**15, _MAX_STORED_BYTES)
 
 
 @contextmanager

@@ -427,7 +427,7 @@ async def test_bad_words_are_bounded_in_all(served: Serving):
 
 
 async def test_logprobs_of_an_answer_that_is_not_streamed_are_bounded(model: Path):
-    async with serving(model, FakeScheduler(), max_items_per_request=64) as served:
+    async with serving(model, FakeScheduler(), max_body_bytes=2048) as served:
         body = {"prompt": "a", "max_tokens": 100, "logprobs": 20, "n": 1}
         assert (await served.http.post("/v1/completions", json=body)).status_code == 400
         for change in ({"stream": True}, {"max_tokens": 90}):

@@ -149,11 +149,8 @@ async def test_an_idle_session_ends_with_a_reason(model: Path) -> None:
 
 
 async def test_sessions_are_bounded_and_belong_to_their_tenant(model: Path) -> None:
-    settings = {
-        "api_keys": ("one", "two"),
-        "max_client_sessions_per_tenant": 2,
-        "max_client_sessions": 3,
-    }
+    others = [f"other-{number}" for number in range(9)]
+    settings = {"api_keys": ("one", "two", *others), "max_client_sessions": 10}
     async with serving(model, FakeScheduler(), **settings) as served:
         first = await open_session(served, "one")
         await open_session(served, "one")
@@ -163,8 +160,9 @@ async def test_sessions_are_bounded_and_belong_to_their_tenant(model: Path) -> N
         answer = await turn(served, first, "hello", "two")
         assert (await error_of(answer))[:2] == (404, "session_not_found")
         assert (await turn(served, first, "hello", "one")).status_code == 200
-        await open_session(served, "two")
-        headers = {"authorization": "Bearer two"}
+        for other in others[:8]:
+            await open_session(served, other)
+        headers = {"authorization": f"Bearer {others[8]}"}
         answer = await served.http.post("/v1/sessions", json={}, headers=headers)
         assert (await error_of(answer))[:2] == (503, "too_many_sessions")
 
