@@ -25,7 +25,7 @@ DESCRIPTION = """\
 Sends a load to any server with OpenAI's API (Stepwell, vLLM, SGLang, llama.cpp) and measures time
 to first token, time per output token, inter-token and end-to-end latency, throughput and goodput.
 Without --request-rate the load is a closed loop of --max-concurrency clients; with it, or with a
-trace, an open loop whose latencies count from the intended time of each request. docs/bench.md
+trace, an open loop whose latencies count from the intended time of each request. docs/benchmarks.md
 defines each figure.
 """
 

@@ -1,4 +1,4 @@
-"""Builds the document of a run for `--json`. docs/bench.md describes each field."""
+"""Builds the document of a run for `--json`. docs/benchmarks.md describes each field."""
 
 from dataclasses import asdict
 from importlib.metadata import version

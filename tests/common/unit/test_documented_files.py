@@ -14,7 +14,12 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *(ROOT / page for page in EXAMPLES),
 ]
-LINKED = [*PAGES, ROOT / "models/demo/README.md", *sorted((ROOT / "tests").rglob("README.md"))]
+LINKED = [
+    *PAGES,
+    ROOT / "models/demo/README.md",
+    *sorted((ROOT / "tests").rglob("README.md")),
+    *sorted((ROOT / "benchmarks/results").glob("*.md")),
+]
 TOP = ("services", "protos", "tests", "benchmarks", "deploy", "docs", "tools", "models")
 
 # Paths with a placeholder, such as services/<name>/settings.py, are not files.

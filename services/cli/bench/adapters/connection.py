@@ -3,7 +3,7 @@
 A stream of tokens arrives in many small chunks. The client's work per chunk limits the tokens per
 second that one process can measure. httptools is a thin binding of llhttp, the parser of Node.js;
 uvicorn and this project's gateway use it too. On an asyncio protocol it needs no task, queue or
-timer per chunk. docs/bench.md compares the cost with httpx and aiohttp.
+timer per chunk. benchmarks/results/bench.md compares the cost with httpx and aiohttp.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Converts the results of a run to JSON values. docs/bench.md has the schema."""
+"""Converts the results of a run to JSON values. docs/benchmarks.md has the schema."""
 
 from collections.abc import Iterable
 from dataclasses import asdict

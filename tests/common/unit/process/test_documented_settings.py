@@ -33,7 +33,8 @@ OTHERS |= {"--requests-per-minute", "--tokens-per-minute"}
 OTHERS |= {"--weight", "--priority-ceiling", "--expires-in-days", "--models", "--json"}
 OTHERS |= {"--once", "--width", "--slowest", "--failed", "--attributes"}
 OTHERS |= {"--link", "--every", "--seconds", "--streams", "--gateways", "--schemas", "--count"}
-OTHERS |= {"--kills", "--seed"}
+OTHERS |= {"--kills", "--seed", "--worker-urls"}
+OTHERS |= {"--client-cert-path", "--client-key-path", "--ca-cert-paths"}
 
 
 def test_flags_named_in_the_documentation_exist() -> None:
