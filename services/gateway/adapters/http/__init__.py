@@ -1,1 +1,1 @@
-"""The HTTP APIs of the gateway: OpenAI's with vLLM's common extensions, and Anthropic's."""
+"""The gateway's HTTP APIs: OpenAI's API with vLLM's common extensions, and Anthropic's API."""

@@ -1,1 +1,1 @@
-"""Anthropic's messages API: bodies, conversion to requests, answers and their events."""
+"""Anthropic's messages API: request bodies, their conversion, answers, and events of streams."""

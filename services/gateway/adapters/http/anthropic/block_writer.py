@@ -1,4 +1,4 @@
-"""Writes the assistant's output as content blocks, complete or as events."""
+"""Writes the assistant's output as content blocks: whole, or as the events of a stream."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ class BlockWriter:
     """
 
     def __init__(self, request: ClientRequest, created: int, *, shows_thinking: bool) -> None:
-        """Without `shows_thinking`, thinking blocks are written with empty text."""
+        """If `shows_thinking` is false, thinking blocks are written with empty text."""
         self._request = request
         self._created = created
         self._shows_thinking = shows_thinking
@@ -40,10 +40,10 @@ class BlockWriter:
         """The type of the open block, or None."""
         self._thought = sha256()
         self._input = InputWriter()
-        """Writes the input of the last call."""
+        """Writes the input of the latest tool call."""
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
-        """The events that a piece adds."""
+        """Returns the stream events for one piece of the answer."""
         added: list[OutputEvent] | None = piece.events
         if added is None:
             added = [ContentDelta(piece.text)] if piece.text else []
@@ -53,7 +53,7 @@ class BlockWriter:
         return events
 
     def whole(self, answer: Answer) -> list[dict[str, Any]]:
-        """The blocks of the answer."""
+        """Returns the blocks of a whole answer."""
         if self._request.output_form is None:
             return [_text(answer.text)] if answer.text else []
         blocks: list[dict[str, Any]] = []
@@ -127,7 +127,7 @@ def _thinking(text: str, signature: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object, equal to the JSON that a stream sends."""
+    """Converts the arguments of a tool call to an object. A stream would send the same JSON."""
     writer = InputWriter()
     given: dict[str, Any] = json.loads("".join([*writer.feed(arguments), *writer.end()]))
     return given

@@ -19,7 +19,7 @@ from services.gateway.adapters.http.openai.parts import (
 
 
 class ToolUseBlock(HistoryBody):
-    """A call that the assistant made."""
+    """A tool call that the assistant made in an earlier turn."""
 
     type: Literal["tool_use"]
     id: str
@@ -27,19 +27,21 @@ class ToolUseBlock(HistoryBody):
     input: Arguments | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """The call as chat templates expect it. An input that is no object stays a text."""
+        """The call as chat templates expect it. An input that is not a JSON object stays a text."""
         function = {"name": self.name, "arguments": called_arguments(self.input)}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class RedactedThinkingBlock(HistoryBody):
-    """Thinking that is encrypted, and so cannot be read by this server."""
+    """Encrypted thinking. This server cannot read it."""
 
     type: Literal["redacted_thinking"]
 
 
 class ToolReferenceBlock(HistoryBody):
-    """A tool that a tool search found. The model sees all tools; the name is rendered as text."""
+    """A tool that a tool search found. Its name is rendered as text. It needs no schema, because
+    the prompt shows all tools.
+    """
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -70,8 +72,8 @@ def _result_text(block: TextPart | ToolReferenceBlock) -> str:
 
 
 class ToolResultBlock(HistoryBody):
-    """The result of a tool. `is_error` is ignored, since chat templates have no field for it; the
-    content describes the error.
+    """The result of a tool call. `is_error` is ignored, because chat templates have no field for
+    it. The content describes the error.
     """
 
     type: Literal["tool_result"]
@@ -115,7 +117,7 @@ _BLOCKS_OF = {
     "assistant": (TextPart, ToolUseBlock, RedactedThinkingBlock),
 }
 _ROLES = {"ctx": "user", "msg": "user"}
-"""Roles of turns by the names that Claude Code uses for some of them."""
+"""Maps role names that Claude Code sends to the roles of chat templates."""
 
 
 def _as_role(value: Any) -> Any:

@@ -28,7 +28,7 @@ from services.gateway.adapters.http.openai.tool_bodies import (
 from services.gateway.core.request.request_check import CONTEXT_LENGTH_EXCEEDED
 
 SESSION_HEADER = "X-Claude-Code-Session-Id"
-"""Header with the agent's session that a request belongs to."""
+"""The header with the id of the agent session that a request belongs to."""
 _ONE_TIER = "there is one service tier"
 _ONE_PLACE = "requests are computed where this server is"
 _NO_ACCOUNTS = "the API key says whose a request is"
@@ -59,7 +59,7 @@ class AnthropicTool(HistoryBody):
 
 
 class AnthropicToolChoice(Body):
-    """Whether the model may, must or must not call tools, and which."""
+    """Whether the model may, must or must not call tools. `name` is the tool that it must call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(default=None, max_length=256)
@@ -75,7 +75,7 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks before it answers. The model decides how much it thinks."""
+    """Whether the model thinks before it answers. `budget_tokens` has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     display: Literal["summarized", "omitted"] | None = None
@@ -83,7 +83,7 @@ class Thinking(Body):
 
 
 class AnthropicFormat(Body):
-    """JSON that conforms to a schema."""
+    """Requires that the answer is JSON that conforms to a schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -117,7 +117,7 @@ class CountTokensBody(Body):
     workspace_id: Annotated[Any, Only(why=_NO_ACCOUNTS)] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """The error, with its field renamed to this body's field."""
+        """Returns the error with the core's field name replaced by the name in this body."""
         has_form = self.output_config is not None and self.output_config.format is not None
         names = {
             "prompt": "messages",
@@ -134,7 +134,7 @@ class CountTokensBody(Body):
 
 
 class Metadata(Body):
-    """The user of the client. It has no effect."""
+    """The end user for whom the client sends the request. It has no effect."""
 
     user_id: str | None = None
 
@@ -155,7 +155,7 @@ class MessagesBody(CountTokensBody):
     skip_reading_prefix_cache: bool | None = None
     include_metrics: bool | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
-    # Refused with an error code that makes clients send whole conversations.
+    # Requests with this field are refused. The error code makes clients send whole conversations.
     thread: dict[str, Any] | None = None
     # Fields without effect.
     metadata: Metadata | None = None

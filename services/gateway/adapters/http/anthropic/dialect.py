@@ -40,7 +40,7 @@ class MessagesDialect(StreamingDialect):
         model_name: str,
         _tokenizer: Tokenizer,
     ) -> None:
-        """`request` was derived from `body`. It arrived at `created`, in seconds since 1970."""
+        """`request` was converted from `body`. `created` is its arrival in seconds since 1970."""
         self._request = request
         self._model = model_name
         is_omitted = body.thinking is not None and body.thinking.display == "omitted"
@@ -98,7 +98,7 @@ class MessagesDialect(StreamingDialect):
         }
 
     def _stop(self, last: Piece, usage: Usage, *, has_called: bool) -> tuple[str, str | None]:
-        """The stop reason, and the stop string if one ended the answer."""
+        """Returns the stop reason, and the stop string if a stop string ended the answer."""
         assert last.finish_reason is not None
         if isinstance(last.stop_reason, str):
             return "stop_sequence", last.stop_reason

@@ -1,4 +1,4 @@
-"""Inputs of calls, which Anthropic's API promises to be the JSON of an object."""
+"""Writes the inputs of tool calls. Anthropic's API promises that each input is a JSON object."""
 
 import json
 import math
@@ -11,17 +11,17 @@ _ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|.)", re.DOTALL)
 _ESCAPED = frozenset('"\\/bfnrt')
 _NAMES = {"True": "true", "False": "false", "None": "null"}
 _MAX_DEPTH = 100
-"""Maximum nesting. Clients parse JSON of about two hundred levels."""
+"""Limit on the nesting of objects and lists. Clients can parse about two hundred levels."""
 
 
 class InputWriter:
-    """Converts the arguments of a call, while the model writes them, to the text of a JSON object,
-    in pieces: keys, values, brackets.
+    """Converts the arguments of a tool call to the text of a JSON object while the model generates
+    them. The text is returned in pieces: keys, values, brackets.
 
-    A string, number or name is written once it is complete, after its key; a value that the end of
-    the answer cuts is omitted. Superfluous and missing commas, unknown escapes and words without
-    quotes are repaired. Other invalid JSON ends the object. Text that is no object at all becomes
-    an empty object.
+    A string, number or name is written together with its key once it is complete. A value that is
+    incomplete at the end of the answer is omitted. Superfluous and missing commas, unknown escapes
+    and words without quotes are repaired. Other invalid JSON ends the object. Text that is not an
+    object becomes an empty object.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class InputWriter:
         next(self._work)
 
     def feed(self, text: str) -> list[str]:
-        """Adds arguments; returns the new pieces."""
+        """Adds generated text; returns the pieces that it completes."""
         self._reader.feed(text)
         next(self._work, None)
         return self._take()
 
     def end(self) -> list[str]:
-        """Ends the call; returns the remaining pieces."""
+        """Ends the arguments; returns the remaining pieces."""
         self._reader.end()
         next(self._work, None)
         if not self._has_begun:
@@ -107,7 +107,7 @@ class InputWriter:
         pieces: list[str] = []
         yield from self._reader.quoted(pieces.append)
         text = json.loads(_ESCAPE.sub(_known_escape, "".join(pieces)), strict=False)
-        # Halves of surrogate pairs are no text: two matching halves become one character.
+        # Two halves of a surrogate pair become one character. A single half is replaced by U+FFFD.
         whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         return json.dumps(whole, ensure_ascii=False)
 
@@ -121,7 +121,7 @@ class InputWriter:
 
 
 def _known_escape(match: re.Match[str]) -> str:
-    """Keeps a valid JSON escape; a backslash before anything else is escaped."""
+    """Keeps an escape that JSON knows. In any other escape, the backslash itself is escaped."""
     escaped = match[1]
     return match[0] if escaped in _ESCAPED or len(escaped) > 1 else f"\\\\{escaped}"
 

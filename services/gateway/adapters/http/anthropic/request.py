@@ -25,7 +25,8 @@ async def messages_request(
 ) -> ClientRequest:
     """Converts a body to a request. Raises InvalidArgument for contradictions.
 
-    As at Anthropic, `max_tokens` may exceed the context: the answer then ends at the context's end.
+    As at Anthropic, `max_tokens` may exceed the context length. The answer then ends when the
+    context is full.
     """
     if body.thread is not None:
         raise InvalidArgument(
@@ -57,7 +58,7 @@ async def messages_request(
 
 
 async def render(body: CountTokensBody, inference: Inference) -> str:
-    """Renders the prompt. A last turn of the assistant is continued."""
+    """Renders the prompt. If the last turn is the assistant's, the answer continues that turn."""
     tools = body.tools or []
     check_tools([tool.callable for tool in tools], _TOOLS)
     turns = [] if body.system is None else [{"role": "system", "content": said(body.system)}]
@@ -79,8 +80,8 @@ async def render(body: CountTokensBody, inference: Inference) -> str:
 
 
 def _tool_use(body: MessagesBody) -> ToolUse:
-    """The tools that the model may call. Raises InvalidArgument if a tool must be called and none
-    is given.
+    """Returns the tools that the model may call. Raises InvalidArgument if a call is required, but
+    the body has no tools.
     """
     choice, tools = body.tool_choice, body.tools or []
     if choice is None:
@@ -99,7 +100,7 @@ def _tool_use(body: MessagesBody) -> ToolUse:
 
 
 def _thinking(body: CountTokensBody) -> dict[str, Any]:
-    """Template variables for whether and how much the model thinks."""
+    """Returns template variables that set whether and how much the model thinks."""
     effort = None if body.output_config is None else body.output_config.effort
     thinking = "adaptive" if body.thinking is None else body.thinking.type
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
@@ -109,7 +110,7 @@ def _thinking(body: CountTokensBody) -> dict[str, Any]:
 
 
 def _form(body: MessagesBody) -> StructuredOutputs | None:
-    """The schema that the answer must conform to, if any."""
+    """Returns the schema that the answer must conform to, or None."""
     if body.output_config is None or body.output_config.format is None:
         return None
     schema = json.dumps(body.output_config.format.schema_, ensure_ascii=False)

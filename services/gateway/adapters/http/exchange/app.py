@@ -30,8 +30,8 @@ def make_app(
     asks_for_keys: bool,
     checks: Sequence[Check] = (),
 ) -> Application:
-    """An application of these routes. Each request passes `checks`. A request to a route that needs
-    a key must also have a valid one.
+    """Makes an application of these routes. `checks` run before each handler. A request to a route
+    that needs an API key must also have a valid key.
     """
     document = partial(openapi_document, title, description, routes, asks_for_keys=asks_for_keys)
 
@@ -59,8 +59,8 @@ def guarded(
     operations: Mapping[str, str],
     counted: ASGIApp | None = None,
 ) -> ASGIApp:
-    """Wraps the application with the checks of a request's origin and host, and with request
-    records. `operations` and `counted` are arguments of RequestRecords.
+    """Wraps the application in middlewares that check each request's origin and host and create its
+    record. `operations` and `counted` are arguments of RequestRecords.
     """
     if allowed_origins:
         app = CORSMiddleware(
@@ -82,9 +82,9 @@ def guarded(
 async def _check_content(request: Request) -> None:
     """Refuses bodies whose Content-Type is not JSON.
 
-    A page of another site can make a browser send a body of another type without asking (a "simple"
-    request). For JSON the browser first asks the server, which allows it only for the allowed
-    origins (CORS).
+    A page of another site can make a browser send a body of another type without permission (a
+    "simple" request). Before a browser sends JSON for such a page, it asks the server, and the
+    server permits only the allowed origins (CORS).
     """
     headers = request.scope["state"]["record"].headers
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()

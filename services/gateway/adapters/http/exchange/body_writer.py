@@ -4,8 +4,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class BodyWriter:
-    """Writes parts of a chunked body once its head was sent. Every token takes this path, and
-    uvicorn's own `send` is slower: a coroutine with a message for each part.
+    """Writes the parts of a chunked body to the connection, after the answer's head was sent. It is
+    used for every token, because uvicorn's `send` is slower: for each part, `send` needs a message
+    and a coroutine.
     """
 
     __slots__ = ("_cycle", "_flow", "_write")
@@ -17,8 +18,8 @@ class BodyWriter:
 
     @property
     def can_write(self) -> bool:
-        """Whether a part can be written now: the client reads, or has disconnected. Otherwise call
-        `drain` first.
+        """Whether a part can be written at once, because the write buffer is not full or the client
+        has disconnected. If false, call `drain` first.
         """
         return not self._flow.write_paused or self._cycle.disconnected
 
@@ -30,6 +31,6 @@ class BodyWriter:
             self._write(b"%x\r\n%b\r\n" % (len(part), part))
 
     async def drain(self) -> None:
-        """Waits until the client has read the write buffer."""
+        """Waits until the client has read what is in the write buffer."""
         if not self.can_write:
             await self._flow.drain()

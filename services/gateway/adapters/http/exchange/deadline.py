@@ -18,10 +18,12 @@ MAX_SECONDS = 86_400.0
 
 
 def deadline_of(headers: Mapping[str, str], arrived: int) -> float | None:
-    """The time, on the event loop's clock, at which the client of a request stops waiting. None
-    without the header. `arrived` is the request's arrival in nanoseconds of `time.perf_counter_ns`.
+    """Returns the time, on the event loop's clock, at which the client stops waiting, or None if
+    the request has no such header. `arrived` is the request's arrival in nanoseconds of
+    `time.perf_counter_ns`.
 
-    Raises InvalidArgument if the value is not a number of seconds above 0 and at most a day.
+    Raises InvalidArgument if the header's value is not a number of seconds above 0 and at most a
+    day.
     """
     value = headers.get(HEADER.lower())
     if value is None:
@@ -40,7 +42,7 @@ def deadline_of(headers: Mapping[str, str], arrived: int) -> float | None:
 
 
 def until(deadline: float | None) -> AbstractAsyncContextManager[None]:
-    """Cancels the block at the deadline, and then raises DeadlineExceeded."""
+    """A context that cancels its block at the deadline, and then raises DeadlineExceeded."""
     return nullcontext() if deadline is None else _until(deadline)
 
 
@@ -59,7 +61,7 @@ async def _until(deadline: float) -> AsyncIterator[None]:
 def ending_at(
     deadline: float | None, end: Callable[[StepwellError], None]
 ) -> AbstractContextManager[None]:
-    """Calls `end` with DeadlineExceeded if the deadline passes inside the block."""
+    """A context that calls `end` with DeadlineExceeded if the deadline passes inside its block."""
     return nullcontext() if deadline is None else _ending_at(deadline, end)
 
 

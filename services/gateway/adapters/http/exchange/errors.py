@@ -32,7 +32,8 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
     errors.Aborted: (503, "service_unavailable_error"),
     errors.Unavailable: (503, "service_unavailable_error"),
 }
-"""HTTP status and OpenAI error type of each class. An error has the entry of its nearest ancestor.
+"""Maps error classes to HTTP statuses and OpenAI error types. A class without an entry has the
+entry of its nearest ancestor.
 """
 
 _MEDIA_TYPE = "application/json"
@@ -50,7 +51,7 @@ class Described(NamedTuple):
 
     status: int
     kind: str
-    """OpenAI's error type. For a tenant's limit, it names the limited quantity."""
+    """OpenAI's error type. If a tenant exceeded a limit, the name of the limited quantity."""
     message: str
     field: str | None
     code: str
@@ -64,7 +65,7 @@ def described(error: errors.StepwellError) -> Described:
 
 
 def error_body(error: errors.StepwellError, message: str | None = None) -> dict[str, object]:
-    """The body of an error in OpenAI's schema. `message`, if given, replaces the error's own
+    """Returns the body of an error in OpenAI's schema. A given `message` replaces the error's
     message.
     """
     said = described(error)
@@ -75,10 +76,12 @@ class ErrorWriter(Hashable, Protocol):
     """Writes error bodies in one API's schema."""
 
     def body(self, error: Described) -> dict[str, object]:
-        """The body of an error."""
+        """Returns the body of an error."""
 
     def plain_body(self, status_code: int, message: str) -> dict[str, object]:
-        """The body of an error that has only a status and a message, such as an unknown path."""
+        """Returns the body of an error that has only a status and a message. An example is the
+        error for an unknown path.
+        """
 
 
 class OpenAiErrors:
@@ -103,8 +106,8 @@ class AnthropicErrors:
     """{"type": "error", "error": {type, message, details}}, with an error code in details."""
 
     def body(self, error: Described) -> dict[str, object]:
-        """The body of an error. The schema has no key for the invalid field, so the message names
-        it.
+        """Returns the body of an error. Anthropic's schema has no key for the invalid field, so the
+        message names the field.
         """
         message = error.message
         if error.field and error.field not in message:
@@ -134,7 +137,9 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Maps statuses to error types. Other statuses have the type of client or server faults."""
+"""Maps statuses to error types. Other statuses have one of two general types, for faults of the
+client or of the server.
+"""
 
 _OPENAI, _ANTHROPIC = OpenAiErrors(), AnthropicErrors()
 
@@ -158,8 +163,8 @@ def error_response(error: errors.StepwellError, scope: Scope) -> Response:
 
 
 def error_headers(error: errors.StepwellError) -> dict[str, str]:
-    """Headers that say when to retry, in whole seconds and in milliseconds, or that a retry would
-    not help. OpenAI's clients read them.
+    """Returns headers for OpenAI's clients. They contain the time after which to retry, in whole
+    seconds and in milliseconds, or that a retry would not help.
     """
     headers = {}
     if (seconds := retry_hint_seconds(error)) is not None:
@@ -175,7 +180,9 @@ def error_headers(error: errors.StepwellError) -> dict[str, str]:
 def raw_error_response(
     error: errors.StepwellError, scope: Scope, headers: Iterable[tuple[bytes, bytes]]
 ) -> bytes:
-    """The complete answer, with further headers, as bytes for a connection that stays open."""
+    """Returns the bytes of a complete error answer. `headers` are added to the error's own headers.
+    The connection stays open.
+    """
     said = described(error)
     fixed, body = _encoded(error_writer(scope), said)
     own = "".join([f"{name.lower()}: {value}\r\n" for name, value in error_headers(error).items()])
@@ -185,8 +192,8 @@ def raw_error_response(
 
 @lru_cache(maxsize=_KEPT_BODIES)
 def _encoded(writer: ErrorWriter, error: Described) -> tuple[bytes, bytes]:
-    """The headers of an error's body, and the body. They are cached, since most refusals of an
-    overload are identical.
+    """Returns the headers that describe an error's body, and the body. Results are cached, because
+    most refusals under overload are identical.
     """
     body = json.dumps(writer.body(error)).encode()
     headers = f"content-length: {len(body)}\r\ncontent-type: {_MEDIA_TYPE}\r\n"
@@ -206,8 +213,8 @@ def _kind(error: errors.StepwellError) -> tuple[int, str]:
 
 
 def plain_error_response(status_code: int, message: str, scope: Scope) -> Response:
-    """An error answer with only a status and a message, such as for an unknown path. The request's
-    record gets the status's name as its error.
+    """Returns an error answer with only a status and a message, for example for an unknown path.
+    Stores the status's name as the error in the request's record.
     """
     record: RequestRecord = scope["state"]["record"]
     record.failed(HTTPStatus(status_code).name.lower(), message, is_failure=False)
@@ -216,8 +223,8 @@ def plain_error_response(status_code: int, message: str, scope: Scope) -> Respon
 
 
 def raw_refusal(status: int, message: str) -> bytes:
-    """An error answer, in OpenAI's schema, to a request whose API is not known yet. The connection
-    is closed after it.
+    """Returns the bytes of an error answer to a request that was not read far enough to know its
+    API. The schema is OpenAI's. The connection must be closed after this answer.
     """
     body = json.dumps(_OPENAI.plain_body(status, message)).encode()
     head = (

@@ -1,4 +1,4 @@
-"""An answer as server-sent events, written while its pieces arrive."""
+"""Sends an answer as server-sent events while its pieces arrive."""
 
 import asyncio
 import time
@@ -19,19 +19,19 @@ from services.gateway.core.request.generation import Generation
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Proxies that buffer would delay tokens.
+    # Disables buffering in proxies, which would delay tokens.
     (b"x-accel-buffering", b"no"),
 ]
 
 
 class EventStream:
-    """A sink that sends the events of a dialect. The head of the answer is sent with the first item
-    or the first keep-alive, whichever is earlier. Until then a refusal by the scheduler can still
-    set the status.
+    """Sends the pieces of an answer as events in an API's schema. The answer's head is sent with
+    the first piece or the first keep-alive, whichever is earlier. Until then a refusal by the
+    scheduler can still set the status.
 
-    Events are written directly if the connection has a BodyWriter. `drain` sends the rest: the
-    head, the first events, all events without a BodyWriter, and the remaining parts of events with
-    long lists.
+    If the connection has a BodyWriter, `put` writes most events directly. `drain` sends the head
+    and the first events, and the remaining parts of events with long lists. Without a BodyWriter,
+    `drain` sends all events.
     """
 
     def __init__(
@@ -49,12 +49,13 @@ class EventStream:
         self._record = record
         self._is_open = False
         self._has_begun = False
-        """Whether the opening events, which precede every token, were put."""
+        """Whether the opening events, which precede the first token, were created."""
         self._time = asyncio.get_running_loop().time
         self.last_sent = 0.0
         """Time of the last write, on the event loop's clock."""
         self._writer: BodyWriter | None = None
-        """The writer of a body that has begun. None if its parts are sent through ASGI's `send`."""
+        """Writes the body once the head was sent. None if its parts are sent through ASGI's `send`.
+        """
         self._unsent: Iterator[bytes] | None = None
 
     @property
@@ -71,8 +72,9 @@ class EventStream:
         self._put_chunks(added)
 
     def keep_alive(self) -> bool:
-        """Sends a keep-alive, which proxies count as traffic and clients ignore. Returns whether
-        `drain` must be called to send it. Sends nothing while other events are being sent.
+        """Sends a keep-alive: an event that clients ignore, but that proxies count as traffic.
+        Returns whether `drain` must be called to send it. Does nothing while other events are
+        being sent.
         """
         self.last_sent = self._time()
         if not self.is_ready:
@@ -119,7 +121,9 @@ class EventStream:
             self._record.write_nanos += time.perf_counter_ns() - began
 
     async def close(self, metrics: dict[str, Any] | None) -> None:
-        """Sends the last events of a complete answer, with the request's time metrics if given."""
+        """Sends the last events of a complete answer. `metrics` are the times of the request, if
+        the client requested them.
+        """
         last = self._dialect.closing(self._generation.usage(), metrics)
         await self._send({"type": "http.response.body", "body": last})
 

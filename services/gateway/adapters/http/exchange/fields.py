@@ -1,4 +1,6 @@
-"""Building blocks of request bodies: strict types, and fields that are known but not served."""
+"""Strict types for the fields of request bodies, and annotations for fields that are known but
+not served.
+"""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -20,13 +22,12 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 _INT64 = 2**63
-"""Bound of integers. Larger numbers are never meant, and without a bound an integer of a million
-digits would be parsed.
+"""Bound of integers. It prevents that an integer with a million digits is parsed.
 """
 
 
 def _as_integer(value: Any) -> Any:
-    """Converts 16.0 to 16, since JSON Schema counts it as an integer, too."""
+    """Converts 16.0 to 16, because 16.0 is an integer in JSON Schema, too."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
@@ -42,7 +43,7 @@ def _as_integers(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 Int = Annotated[int, Field(ge=-_INT64, lt=_INT64), BeforeValidator(_as_integer)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
-# Validation of a list ends at its first wrong item: a body could have a million of them.
+# `fail_fast` ends the validation at the first wrong item, since a body may have a million items.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_as_integers)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
@@ -59,27 +60,30 @@ def _by_first_item(value: Any) -> str | None:
 
 
 def text_or_list(value: Any) -> str | None:
-    """Returns the tag of a value that may be a text or a list, and None for other values."""
+    """Returns the tag of a text or a list, and None for any other value."""
     if isinstance(value, str):
         return "<text>"
     return "<list>" if isinstance(value, list) else None
 
 
 def text_or_object(value: Any) -> str | None:
-    """Returns the tag of a value that may be a text or an object, and None for other values."""
+    """Returns the tag of a text or an object, and None for any other value."""
     if isinstance(value, str):
         return "<text>"
     return "<object>" if isinstance(value, dict) else None
 
 
 def by_type(value: Any) -> str | None:
-    """The tag of an object whose alternative is determined by its `type`."""
+    """Returns the tag of an object, made from its `type`. None if `value` has no such text."""
     kind = value.get("type") if isinstance(value, dict) else None
     return f"<{kind}>" if isinstance(kind, str) else None
 
 
 def choice(by: Callable[[Any], str | None], message: str) -> Discriminator:
-    """Selects one alternative before validation, so that an error can be one sentence."""
+    """Makes a discriminator that selects one alternative by its tag before validation. `message` is
+    the error of a value without a tag. Otherwise pydantic would list the errors of all
+    alternatives.
+    """
     return Discriminator(by, custom_error_type="alternative", custom_error_message=message)
 
 
@@ -97,16 +101,16 @@ TextOrTexts = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON object whose fields are checked by strict types; null means absent. A BodyReader
-    ignores unknown fields, unless it is set to refuse them.
+    """A JSON object whose fields have strict types. A null field counts as absent. By default a
+    BodyReader ignores unknown fields; a setting makes it refuse them.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class HistoryBody(Body):
-    """A part of a conversation or of a tool, which is only rendered. Unknown keys, which clients
-    and servers add, are dropped silently.
+    """A part of a conversation or of a tool. Its only use is to be rendered into the prompt, so
+    unknown keys, which clients and other servers add, are dropped silently.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -118,9 +122,9 @@ def given(name: str) -> dict[str, Any]:
 
 
 class Only:
-    """Annotation of a field whose accepted values, null and `values`, have no effect.
+    """Annotation of a field that accepts only null and `values`, which have no effect.
 
-    Any other value is an error. `why` is its message and names the unsupported feature.
+    Any other value is an error with the message `why`, which names the unsupported feature.
     """
 
     def __init__(self, *values: Any, why: str) -> None:
@@ -141,9 +145,9 @@ class Only:
 
 
 class Without:
-    """Annotation of a field that is accepted without being served, since the answer only loses time
-    or a guarantee. A value other than null and `values` adds `name` to the answer's header of
-    ignored fields.
+    """Annotation of a field that is accepted but not served. The answer is still correct: it only
+    lacks a guarantee or takes longer. A value other than null and `values` adds `name` to the
+    answer's header that lists the ignored fields.
     """
 
     def __init__(self, name: str, *values: Any) -> None:
@@ -161,7 +165,7 @@ class Without:
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a value is null or one of these. 1.0 equals 1; true does not."""
+    """Whether a value is null or one of `values`. 1.0 equals 1, but true does not equal 1."""
     return value is None or any(_kind(value) is _kind(v) and value == v for v in values)
 
 

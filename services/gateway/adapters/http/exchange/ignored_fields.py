@@ -1,4 +1,4 @@
-"""Body fields that have no effect: answers name them in a header, and the log names each once."""
+"""Body fields that have no effect. A header of the answer names them, and each is logged once."""
 
 import difflib
 import logging
@@ -9,21 +9,21 @@ logger = logging.getLogger(__name__)
 
 HEADER = "X-Stepwell-Ignored-Fields"
 IGNORE, REFUSE = "ignore", "refuse"
-"""The settings for unknown fields: ignore or refuse them."""
+"""The two values of the setting for unknown fields."""
 
 _MAX_NAME = 64
-"""Characters of a field name that the header and the log repeat."""
+"""Limit on the characters of a field name in the header and the log. Longer names are cut."""
 _MAX_VALUE = 512
-"""Characters of the header's names. The count of omitted names is added to them."""
+"""Limit on the characters of all names in the header. The number of omitted names follows."""
 _MAX_LOGGED = 256
-"""Number of logged names. It is bounded since clients can invent names."""
+"""Limit on the number of logged names, since clients can invent names."""
 _PLAIN = "[]{}()<>$@!*+:;/?"
 
 
 def field_name(location: Iterable[int | str]) -> str:
-    """The dotted name, such as `stream_options.include_usage`, of a location that pydantic reports,
-    without list indices and tags of alternatives. Its characters are safe in a header and in a log
-    line.
+    """Converts a location that pydantic reports to a dotted name such as
+    `stream_options.include_usage`. List indices and tags of alternatives are omitted. All
+    characters of the name are safe in a header and in a log line.
     """
     parts = (part for part in location if isinstance(part, str) and not part.startswith("<"))
     return ".".join(quote(part[:_MAX_NAME], safe=_PLAIN, errors="replace") for part in parts)
@@ -48,7 +48,9 @@ class IgnoredFieldLog:
         self._logged: set[tuple[str, str]] = set()
 
     def note(self, path: str, names: Iterable[str], known: Iterable[str]) -> None:
-        """Logs each new name. `known` are the body's fields; the line suggests a similar one."""
+        """Logs each new name. `known` are the fields of the body; the line suggests a similar
+        field.
+        """
         for name in names:
             if (path, name) in self._logged or len(self._logged) >= _MAX_LOGGED:
                 continue

@@ -11,18 +11,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 _ITEMS = 32
-"""Items of a long list that are encoded in one call."""
+"""Number of items of a long list that are encoded in one call."""
 _SHORT = 128
-"""Items of the longest list that is encoded at once, such as the tokens of one chunk."""
+"""Limit on the items of a list that is encoded at once, such as the tokens of one chunk."""
 _BYTES = 16 * 1024
-"""Approximate bytes of a piece."""
+"""Approximate size of a piece, in bytes."""
 
 
 @dataclass(slots=True)
 class LongList:
-    """A list that is encoded item by item. Its items may be generated on demand.
+    """A list that is encoded a few items at a time. Its items may be generated on demand.
 
-    `nested` is true if the items contain long lists themselves.
+    `nested` is true if items may contain long lists.
     """
 
     items: Iterable[Any]
@@ -44,13 +44,13 @@ def _refuse_long(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-# `json.dumps` with separators makes an encoder per call, and each token is encoded here.
+# One encoder for all calls: `json.dumps` with separators would make an encoder for each token.
 to_json = json.JSONEncoder(separators=(",", ":"), default=_refuse_long).encode
 """Encodes a value without long lists as JSON. Raises HoldsLongList."""
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """A value as JSON, in pieces of about 16 KiB."""
+    """Encodes a value as JSON, in pieces of about 16 KiB."""
     parts: list[str] = []
     size = 0
     for part in _parts(value):
@@ -89,8 +89,8 @@ def _items(value: LongList) -> Iterator[str]:
 
 
 async def send_json(value: Any, send: Send) -> None:
-    """Sends a short answer in one piece, a long one in chunks with an event-loop iteration between
-    them.
+    """Sends a value as the JSON body of an answer. A long body is sent in chunks, each in another
+    iteration of the event loop.
     """
     pieces = json_pieces(value)
     headers = [(b"content-type", b"application/json")]

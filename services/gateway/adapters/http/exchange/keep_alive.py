@@ -1,4 +1,4 @@
-"""Keeps silent streams open, which proxies and load balancers close after about a minute."""
+"""Keeps silent streams open. Without traffic, proxies would close them after about a minute."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ from services.gateway.adapters.http.exchange.event_stream import EventStream
 
 @contextmanager
 def kept_alive(stream: EventStream, interval: float, wake: Callable[[], None]) -> Iterator[None]:
-    """Sends a keep-alive inside the block whenever nothing was sent for `interval` seconds; 0
-    disables it. `wake` is called if the stream must be drained to send it.
+    """While the block runs, sends a keep-alive whenever nothing was sent for `interval` seconds. An
+    interval of 0 disables this. Calls `wake` if the stream must be drained to send the keep-alive.
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None

@@ -20,22 +20,21 @@ from services.gateway.core.traces.timeline import Part
 B = TypeVar("B", bound=BaseModel)
 
 _SMALL_BYTES = 16 * 1024
-"""Largest body, in bytes, that is read, checked and forwarded in one iteration of the event loop.
-"""
+"""Limit on the bytes of a body that is parsed and converted in one iteration of the event loop."""
 _MAX_PROBLEMS = 100
-"""Most problems that are listed. Listing a hundred thousand would take longer than serving a
-request.
+"""Limit on the problems of a body that are listed. Listing a hundred thousand problems would take
+longer than serving a request.
 """
 _MAX_NAME = 100
-"""Characters of a field name from the client that an error repeats."""
+"""Limit on the characters of a client's field name in an error. Longer names are cut."""
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes` and `max_values`; `budget` bounds the bytes of all bodies
-    together.
+    """Reads bodies of at most `max_bytes` bytes and `max_values` JSON values. `budget` bounds the
+    total bytes of the bodies that are read at the same time.
 
-    `unknown_fields` says whether fields that the body's class lacks are ignored or refused. The
-    request's record gets the names of ignored fields, and of known fields that have no effect.
+    `unknown_fields` is IGNORE or REFUSE. The names of ignored fields, and of known fields that have
+    no effect, are stored in the request's record.
     """
 
     def __init__(
@@ -87,8 +86,8 @@ class BodyReader:
 def parse_body(
     raw: bytes, model: type[B], *, ignores_unknown: bool = True
 ) -> tuple[B, tuple[str, ...]]:
-    """The body, and the names of its fields that have no effect. Raises InvalidArgument with the
-    name of the first invalid field.
+    """Returns the body, and the names of its fields that have no effect. Raises InvalidArgument,
+    which names the first invalid field.
     """
     ignored: list[str] = []
     try:
@@ -106,8 +105,8 @@ def parse_body(
 
 
 def _unknown_fields(error: ValidationError) -> tuple[str, ...]:
-    """The names of unknown fields among the problems of a body. If there are too many problems,
-    only their number.
+    """Returns the names of the unknown fields of a body. If it has too many problems, returns one
+    text with their number instead.
     """
     if error.error_count() > _MAX_PROBLEMS:
         return (f"{error.error_count()} fields",)
@@ -116,7 +115,7 @@ def _unknown_fields(error: ValidationError) -> tuple[str, ...]:
 
 
 def _declared_bytes(record: RequestRecord, max_bytes: int) -> int:
-    """The Content-Length. Without this header, the largest allowed size."""
+    """Returns the Content-Length, or the largest allowed size if the request has no such header."""
     declared = record.headers.get("content-length", "")
     if not declared.isdigit():
         return max_bytes
@@ -137,12 +136,14 @@ _SENTENCES = {
     "alternative": ("{where} {what}", None),
     "model_type": ("{where} must be a JSON object", None),
 }
-"""Error messages by pydantic's name of the problem. Other problems keep pydantic's message."""
+"""Maps pydantic's error types to an error message and a reason. Other errors keep pydantic's
+message and have no reason.
+"""
 
 
 def refusal(error: ValidationError, whole: str) -> InvalidArgument:
-    """The error of an invalid body or query. `whole` names the body or query in the message; the
-    error names the first invalid field.
+    """Converts a validation error to an error that names the first invalid field. `whole` is the
+    phrase for the validated object in the message, such as "the body".
     """
     if error.error_count() > _MAX_PROBLEMS:
         return InvalidArgument(f"{whole} has {error.error_count()} wrong or unknown fields")
@@ -158,8 +159,8 @@ def refusal(error: ValidationError, whole: str) -> InvalidArgument:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """The path, such as `messages[0].content`, of a location that pydantic reports, without tags of
-    alternatives.
+    """Converts a location that pydantic reports to a path such as `messages[0].content`. Tags of
+    alternatives are omitted.
     """
     path = ""
     for place, part in enumerate(location):

@@ -11,7 +11,7 @@ Q = TypeVar("Q", bound="Query")
 
 
 class Query(BaseModel):
-    """Unknown parameters are errors. Parameters that are no lists may occur only once."""
+    """Base of query models. Unknown parameters are errors. Only list parameters may be repeated."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -1,4 +1,6 @@
-"""Runs one generation inside one HTTP exchange, and cancels it when the client disconnects."""
+"""Serves one request for generation: reads the body, runs the model, and sends the answer. If the
+client disconnects, the work is cancelled.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -41,19 +43,19 @@ from services.gateway.core.traces.timeline import Part
 logger = logging.getLogger(__name__)
 
 AskingBody = SamplingBody | PooledBody | MessagesBody | ResponsesBody | GenerateTokensBody
-"""Bodies of requests that need the model."""
+"""The bodies of requests that a model computes."""
 
 
 class WholeDialect(Protocol):
-    """Writes answers of one API that are never streamed."""
+    """Writes the answers of an API that never streams."""
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """The body of an answer."""
+        """Returns the body of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request's body, and the data that its API derives from it."""
+    """A request's body, and the data that the route derived from the body and the headers."""
 
     body: AskingBody
     operation: str
@@ -71,10 +73,10 @@ class Exchange:
 class GenerationReply:
     """The answer to a request of any kind, streamed or whole.
 
-    The status is sent with the first item from the engine, or with the first keep-alive of a silent
-    stream. Until then a refusal by the scheduler has its own status, even if a stream was
-    requested. When the client disconnects, the work is cancelled and its sequences are aborted.
-    With an idempotency key the work continues, since the client may reconnect.
+    The answer's status is sent with the first output of the engine, or with the first keep-alive of
+    a silent stream. Until then a refusal by the scheduler sets the status, even if the client
+    requested a stream. When the client disconnects, the work is cancelled and its sequences are
+    aborted. A request with an idempotency key continues instead, because the client may reconnect.
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class GenerationReply:
         observer: Observer,
         keep_alive: float,
     ) -> None:
-        """`read` reads the body after the gate is entered; contexts that it enters are exited at
-        the end. A stream is never silent for longer than `keep_alive` seconds; 0 means no limit.
+        """`read` reads the body. It is called after the gate is entered, and may enter contexts on
+        the stack, which are exited when the request ends. A keep-alive is sent after `keep_alive`
+        seconds without an event; 0 disables this.
         """
         self._read = read
         self._inference = inference

@@ -22,9 +22,9 @@ _IGNORED = HEADER.lower().encode()
 
 
 class RequestRecords:
-    """Begins the record of a request, which the application finds in `request.state.record`, and
-    ends it with the answer. Every answer has headers with the request's id, the id of its trace,
-    and the names of body fields that have no effect.
+    """Creates the record of each request in `request.state.record`, and ends it with the answer.
+    Adds headers to every answer: the request's id, the id of its trace, and the names of body
+    fields that have no effect.
     """
 
     def __init__(
@@ -34,8 +34,9 @@ class RequestRecords:
         operations: Mapping[str, str],
         counted: ASGIApp | None = None,
     ) -> None:
-        """`operations` maps each generating path to its GenAI operation. `counted` serves the
-        requests that QuickRefusals has checked and counted; by default `app` does.
+        """`operations` maps each path that generates to its GenAI operation. `counted` is the
+        application for requests that QuickRefusals has already checked and counted. By default it
+        is `app`.
         """
         self._app = app
         self._counted = counted or app
@@ -70,12 +71,14 @@ class RequestRecords:
 
 
 def names_of(record: RequestRecord) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
-    """The headers with the request's id and the trace's id."""
+    """Returns the headers with the request's id and the trace's id."""
     return (_REQUEST_ID, record.request_id.encode()), (_TRACE_ID, record.trace_id.encode())
 
 
 def headers_of(scope: Scope) -> Mapping[str, str]:
-    """Maps lower-case header names to values. A repeated header has its first value."""
+    """Returns a map from lower-case header names to values. If a header is repeated, its first
+    value counts.
+    """
     state = scope["state"]
     headers: Mapping[str, str] | None = state.get(HEADERS)
     if headers is None:
@@ -87,7 +90,7 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 
 
 def call_of(scope: Scope) -> Call:
-    """The method, path and client of a request, for its record."""
+    """Returns the method, path and client of a request, for its record."""
     # The raw path, without the query: the decoded path may contain a line break.
     path = scope.get("raw_path", b"").decode("ascii", errors="backslashreplace")[:_MAX_PATH]
     client = scope.get("client")

@@ -3,12 +3,14 @@
 ARRIVED = "arrived"
 """Arrival time of the request, in nanoseconds of `time.perf_counter_ns`."""
 HEADERS = "headers"
-"""Maps lower-case names to values of the request's headers. Absent until the headers are read."""
+"""A map from lower-case header names to values. The key is absent until `headers_of` is called."""
 ARRIVAL = "arrival"
-"""The Arrival of a request that was admitted and counted by its headers."""
+"""The Arrival that counts a request among the requests in flight. Present if the request was
+admitted before its body was read.
+"""
 CLIENT = "client"
 """The Client that sent the request."""
 BODY_WRITER = "body_writer"
-"""The BodyWriter of a chunked answer. It bypasses the middlewares that wrap `send`, which change
-only the start of an answer.
+"""The BodyWriter of the connection, for chunked answers. It bypasses the middlewares that wrap
+`send`, because they change only the start of an answer.
 """

@@ -29,8 +29,8 @@ class RequestHeader:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route and its entry in the OpenAPI document. The entry's description is the handler's
-    docstring, and its operation has the handler's name.
+    """A route and its entry in the OpenAPI document. The handler's docstring is the entry's
+    description, and the handler's name is the operation's id.
     """
 
     path: str
@@ -45,19 +45,21 @@ class Route:
     events: type[BaseModel] | None = None
     """The model of each event, if the answer can be streamed."""
     errors: tuple[int, ...] = ()
-    """Error statuses of this route. The OpenAPI document adds the statuses that every route has,
-    and the statuses of routes that need a key or have a body.
+    """Error statuses of this route alone. The OpenAPI document adds the error statuses of every
+    route, and of routes that need a key or have a body.
     """
     error: type[BaseModel] = Error
     """The model of all error bodies, in the API's schema."""
     has_named_events: bool = False
-    """Whether events have names. If so, the last event has the common schema; otherwise it is
-    `[DONE]`.
+    """Whether the events of a stream have names. A stream of unnamed events ends with `[DONE]`; a
+    stream of named events has no such mark.
     """
     other_answers: Mapping[int, type[BaseModel]] = field(default_factory=dict)
-    """Maps other statuses to the models of their answers, if these are not OpenAI errors."""
+    """Maps further statuses to the models of their answers, if the answers are not errors in
+    OpenAI's schema.
+    """
     headers: tuple[RequestHeader, ...] = ()
     is_limited: bool = False
-    """Whether requests count towards their tenant's limits. If so, answers have headers with what
-    remains of the limits.
+    """Whether requests count towards their tenant's limits. If true, headers of the answer contain
+    the remaining amounts.
     """

@@ -23,10 +23,12 @@ _SERVER_ERROR = 500
 
 
 class TenantChecks:
-    """Checks the declared size, the key and the tenant's limits of POST requests to `paths`.
+    """Checks POST requests to `paths`: the declared size of the body, the API key, and the tenant's
+    limits.
 
-    The application finds `tenant` and `allowance` in the request's state. The allowance is closed
-    when the application has returned. Headers of the answer show the rest of the tenant's limits.
+    `tenant` and `allowance` are stored in the request's state. The allowance is closed when the
+    application has returned. Headers of the answer contain the remaining amounts of the tenant's
+    limits.
     """
 
     def __init__(

@@ -6,12 +6,14 @@ from contextlib import contextmanager
 
 
 class Client:
-    """The connection state of a request's client, as its connection reports it."""
+    """Whether a request's client is still connected. The client's connection reports this."""
 
     __slots__ = ("_has_gone", "_on_gone", "_read_on")
 
     def __init__(self, read_on: Callable[[], None]) -> None:
-        """`read_on` resumes reading on the connection, so that the client's end is noticed."""
+        """`read_on` resumes reading on the connection. Only a connection that is read notices that
+        its client disconnects.
+        """
         self._read_on = read_on
         self._has_gone = False
         self._on_gone: Callable[[], object] | None = None
@@ -24,7 +26,9 @@ class Client:
                 self._on_gone()
 
     def watch(self, on_gone: Callable[[], object]) -> None:
-        """Calls `on_gone` once, when the client disconnects, or now if it already has."""
+        """Calls `on_gone` once when the client disconnects. If the client has already disconnected,
+        calls it at once.
+        """
         if self._has_gone:
             on_gone()
             return
@@ -38,10 +42,11 @@ class Client:
 
 @contextmanager
 def while_connected(client: Client) -> Iterator[None]:
-    """Cancels the block when the client disconnects, and then continues after the block.
+    """A context that cancels its block when the client disconnects. Execution continues after the
+    block.
 
-    The block runs in the current task, so that it begins at once. A new task would begin in the
-    next iteration of the event loop, which may be far away under load.
+    The block runs in the current task, so it begins at once. A new task would begin in the next
+    iteration of the event loop, which under load may start much later.
     """
     task = asyncio.current_task()
     assert task is not None

@@ -111,7 +111,7 @@ class SamplingBody(UnservedSamplingFields, TruncationFields):
     return_token_offsets: bool | None = None
     include_metrics: bool | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
-    # vLLM's former names of the fields of structured_outputs.
+    # vLLM's former names for fields of structured_outputs.
     guided_json: Annotated[Any, Only(why="send structured_outputs.json")] = None
     guided_regex: Annotated[Any, Only(why="send structured_outputs.regex")] = None
     guided_choice: Annotated[Any, Only(why="send structured_outputs.choice")] = None
@@ -124,7 +124,7 @@ class SamplingBody(UnservedSamplingFields, TruncationFields):
     safety_identifier: str | None = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """The error with its field named as in this body."""
+        """Returns the error with the core's field name replaced by the name in this body."""
         error = renamed(error, {"session_id": "prompt_cache_key"})
         of_format = self.response_format is not None and self.structured_outputs is None
         if not of_format or isinstance(self.response_format, TextFormat):
@@ -140,12 +140,12 @@ class CompletionBody(SamplingBody):
     )
 
     prompt: Prompts | None = None
-    # vLLM's; each is a safetensors file.
+    # vLLM's. Each text is a safetensors file in base64.
     prompt_embeds: TextOrTexts | None = None
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
-    # Stepwell's: the session of which this request is a turn.
+    # Stepwell's: the id of the session in which this request is a turn.
     session: str | None = Field(default=None, min_length=1, max_length=128)
     suffix: Annotated[Any, Only("", why="text cannot be inserted before a suffix")] = None
 
@@ -176,7 +176,7 @@ class ChatMessage(HistoryBody):
     role: ChatRole
     content: TextOrParts | None = None
     name: str | None = None
-    # The assistant's refusal, which replaces a content.
+    # The assistant's refusal. It is sent instead of a content.
     refusal: str | None = None
     audio: Annotated[Any, Only(why="audio is not supported")] = None
     function_call: Annotated[Any, Only(why=_NO_FUNCTIONS)] = None
@@ -193,9 +193,9 @@ class ChatMessage(HistoryBody):
     thinking: str | None = None
 
     def to_template(self, where: str) -> dict[str, Any]:
-        """The turn as chat templates expect it; without content it has an empty text. Raises
-        InvalidArgument if a role other than the assistant has tool calls; `where` locates the
-        message in the error.
+        """Returns the turn as chat templates expect it. A missing content becomes an empty text.
+        Raises InvalidArgument if a turn of a role other than the assistant has tool calls. `where`
+        is the path of the message in the error.
         """
         content = self.content
         is_text = isinstance(content, str) and content
@@ -215,7 +215,7 @@ class ChatMessage(HistoryBody):
         if self.role == "assistant":
             named = self.reasoning_content or self.reasoning or self.thinking
             if thoughts := named or thought(content):
-                # transformers passes the other names of it to templates, too.
+                # transformers also passes this text to templates under its other names.
                 turn["reasoning_content"] = thoughts
         return turn
 
@@ -283,16 +283,16 @@ class PooledBody(UnservedPoolingFields, TruncationFields):
 
     @property
     def stream(self) -> None:
-        """None: vectors are never streamed."""
+        """Always None, because vectors are never streamed."""
         return
 
     @abstractmethod
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """The error with its field named as in this body."""
+        """Returns the error with the core's field name replaced by the name in this body."""
 
 
 class InputBody(PooledBody):
-    """The fields that embeddings, classify and pooling share: the prompts."""
+    """The fields that embeddings, classify and pooling share. `input` has the prompts."""
 
     input: Prompts
     add_special_tokens: bool | None = None
@@ -309,14 +309,16 @@ class EmbeddingBody(InputBody):
 
 
 class ScoreBody(PooledBody):
-    """POST /score: scores of one text with many, or of as many texts with as many, pair by pair."""
+    """POST /score: the scores of pairs of texts. One text is paired with each of many, or two lists
+    of equal length are paired item by item.
+    """
 
     text_1: TextOrTexts
     text_2: TextOrTexts
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """The error, for `text_2` without an index: prompts of both texts are numbered together, so
-        an index would mislead.
+        """Returns the error with `text_2` as its field. The index is removed, because the core
+        numbers the prompts of both texts together.
         """
         if error.field is not None and error.field.startswith("prompt["):
             message = error.message.replace(error.field, "text_2", 1)
@@ -325,8 +327,8 @@ class ScoreBody(PooledBody):
 
 
 def renamed(error: StepwellError, names: Mapping[str, str]) -> StepwellError:
-    """The error with its field renamed by this mapping. The error is unchanged if its field is not
-    in it.
+    """Returns the error with its field renamed by `names`. An error whose field is not a key of
+    `names` is returned unchanged.
     """
     own, bracket, number = (error.field or "").partition("[")
     name = names.get(own)

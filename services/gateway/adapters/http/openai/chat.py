@@ -1,4 +1,6 @@
-"""/v1/chat/completions: converts a body to a request, and answers to chunks."""
+"""/v1/chat/completions: converts request bodies to requests, and answers to chunks or whole
+bodies.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -68,7 +70,9 @@ def tool_use(body: ChatCompletionBody) -> ToolUse:
 
 
 async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) -> str:
-    """Renders the prompt. Raises InvalidArgument for contradictory options or invalid tools."""
+    """Renders the conversation to a prompt. Raises InvalidArgument for contradictory options or
+    invalid tools.
+    """
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise InvalidArgument(
@@ -92,7 +96,7 @@ async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) 
 
 
 def effort_variables(effort: Effort | None) -> dict[str, Any]:
-    """Template variables for the reasoning effort, as vLLM passes them."""
+    """Returns the template variables that vLLM sets for this reasoning effort."""
     if effort is None:
         return {}
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
@@ -120,7 +124,7 @@ def _num_logprobs(body: ChatCompletionBody) -> int | None:
 
 
 class ChatDialect(Dialect):
-    """Writes answers of chat completions, in chunks or whole: one message for each choice."""
+    """Writes answers of chat completions, whole or in chunks. Each choice is one message."""
 
     operation = names.GENAI_OPERATION_CHAT
     id_prefix = "chatcmpl"

@@ -1,4 +1,4 @@
-"""Writes the assistant's messages as chat completions have them, whole and in deltas."""
+"""Writes the assistant's messages in the schema of chat completions, whole or as deltas."""
 
 from hashlib import sha256
 from typing import Any
@@ -22,8 +22,9 @@ _DIGITS = 32
 def call_id(
     request: ClientRequest, created: int, choice: int, call: int, prefix: str = _PREFIX
 ) -> str:
-    """The id of a call. It is deterministic, so that a repeated answer has the same id. Its length
-    is the length that the model's chat template requires; otherwise it has the API's prefix.
+    """Returns the id of a tool call. The id is deterministic, so that a repeated answer has the
+    same ids. If the model's chat template requires a length, the id has this length. Otherwise the
+    id begins with `prefix`.
     """
     name = f"{request.request_id}/{created}/{choice}/{call}"
     digest = sha256(name.encode()).hexdigest()
@@ -42,14 +43,14 @@ class MessageWriter:
         self._have_called: set[int] = set()
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
-        """The deltas that a piece adds to its message."""
+        """Returns the deltas for one piece of an answer."""
         if piece.events is None:
             return [{"content": piece.text}] if piece.text else []
         deltas = (self._delta(piece.index, event) for event in piece.events)
         return [delta for delta in deltas if delta]
 
     def whole(self, index: int, answer: Answer) -> dict[str, Any]:
-        """The message of one answer."""
+        """Returns the message of a whole answer."""
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if self._request.output_form is None:
             return message
@@ -69,8 +70,8 @@ class MessageWriter:
         return message
 
     def finish_reason(self, last: Piece, num_calls: int = 0) -> str | None:
-        """The finish reason as OpenAI and vLLM write it. It is "tool_calls" for an answer with
-        calls, unless the client named the tool.
+        """Returns the finish reason as OpenAI and vLLM write it. An answer with tool calls has
+        "tool_calls". If the client named the tool, the reason is "stop" as in vLLM.
         """
         reason = last.finish_reason
         if reason is None:

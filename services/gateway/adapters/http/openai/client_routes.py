@@ -1,4 +1,4 @@
-"""The routes for clients."""
+"""The table of the routes for clients."""
 
 from collections.abc import Sequence
 
@@ -83,7 +83,7 @@ def client_routes(
     has_metrics: bool,
     has_tokenizer_info: bool,
 ) -> Sequence[Route]:
-    """All routes for clients. `views` are the routes of displays, such as `/ui`."""
+    """Returns all routes for clients. `views` are the routes of displays, such as `/ui`."""
     return (
         *_generating(generation),
         _tokens(generation),
@@ -239,7 +239,9 @@ def _tokenizer_info(tokenizer: TokenizerRoutes) -> Sequence[Route]:
 
 
 def _about_the_server(server: ServerRoutes) -> Sequence[Route]:
-    """The routes about the server. Routes for probes, monitors and routers need no key."""
+    """Returns the routes about the server. The routes that probes, monitors and routers call need
+    no key.
+    """
     return (
         Route(MODELS, server.models, server_answers.ModelList, tag="openai"),
         Route(

@@ -1,4 +1,4 @@
-"""/v1/completions: converts a body to a request, and answers to chunks."""
+"""/v1/completions: converts request bodies to requests, and answers to chunks or whole bodies."""
 
 import asyncio
 from itertools import chain
@@ -70,8 +70,8 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
 
 
 async def _prompts(body: CompletionBody, inference: Inference) -> tuple[Prompt, ...]:
-    """The prompts of a body: one or many, as text, tokens or embeddings. An empty list is one
-    prompt without tokens.
+    """Returns the prompts of a body, which may be texts, token ids or embeddings. An empty list
+    counts as one prompt without tokens.
     """
     if body.prompt_embeds is not None:
         return await _embedded_prompts(body.prompt_embeds, body, inference)
@@ -134,14 +134,16 @@ async def _token_prompts(
     if (kept := _kept(body, inference)) is not None:
         prompts = [kept.kept(prompt) for prompt in prompts]
     longest = max(map(len, prompts), default=0)
-    if not body.echo or longest >= inference.limits().capacity:  # too long: refused later
+    if not body.echo or longest >= inference.limits().capacity:  # refused later if too long
         return tuple(map(Prompt, prompts))
     tokenizer = inference.tokenizer
     return tuple([Prompt(ids, *await asyncio.to_thread(echoed, tokenizer, ids)) for ids in prompts])
 
 
 class CompletionDialect(Dialect):
-    """Text completions. An echoed prompt is sent with the first tokens of each answer."""
+    """Writes text completions. If `echo` is set, the prompt is sent with the first tokens of each
+    answer.
+    """
 
     operation = names.GENAI_OPERATION_TEXT_COMPLETION
     id_prefix = "cmpl"

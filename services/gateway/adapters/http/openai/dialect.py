@@ -1,5 +1,5 @@
-"""Writers of answers: the interface for every API, and the base of completions and chat
-completions.
+"""Interface of the classes that write answers in an API's schema, and the base class of completions
+and chat completions.
 """
 
 from abc import ABC, abstractmethod
@@ -30,40 +30,42 @@ class StreamingDialect(ABC):
     """Writes the answers of one request in one API's schema, whole or streamed."""
 
     operation: str
-    """The GenAI operation, for traces and metrics."""
+    """The name of the operation in traces and metrics, from OpenTelemetry's GenAI conventions."""
     id_prefix: str
     keep_alive = b": keep-alive\n\n"
-    """An event without content, written as a comment of the event stream."""
+    """A comment of the event stream. Clients ignore it."""
 
     @abstractmethod
     def opening(self, usage: Usage) -> list[dict[str, Any]]:
-        """The chunks before the first token. `usage` has the counts of the prompt."""
+        """Returns the chunks before the first token. `usage` has the token counts of the prompt."""
 
     @abstractmethod
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks that a piece adds, if any."""
+        """Returns the chunks for one piece of an answer. There may be none."""
 
     @abstractmethod
     def encode_chunks(
         self, chunks: Sequence[dict[str, Any]], usage: Callable[[], Usage]
     ) -> Iterator[bytes]:
-        """Encodes the results of `opening` and `chunks` as server-sent events. `usage` is called
-        only if the events contain token counts.
+        """Encodes the results of `opening` and `chunks` as server-sent events. Calls `usage` only
+        if the events contain token counts.
         """
 
     def text_event(self, _piece: Piece) -> bytes | None:
-        """The event of a piece whose chunk differs from the previous one only in its text and token
-        ids. None if the piece needs `chunks`.
+        """Encodes a piece quickly if its chunk differs from the previous chunk only in text and
+        token ids. Returns None if the piece must be written by `chunks`.
         """
         return None
 
     @abstractmethod
     def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
-        """The last events of a complete answer. `metrics` are the request's times, if requested."""
+        """Returns the last events of a complete answer. `metrics` are the request's times, if the
+        client requested them.
+        """
 
     @abstractmethod
     def broken_off(self, error: StepwellError) -> bytes:
-        """The last events of an answer that an error ended."""
+        """Returns the last events of an answer that was ended by an error."""
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
@@ -71,7 +73,9 @@ class StreamingDialect(ABC):
 
 
 class Dialect(StreamingDialect):
-    """Writes answers and chunks of completions and chat completions: choices in a common frame."""
+    """Writes answers and chunks of completions and chat completions. Subclasses write the choices;
+    this class writes the JSON around them.
+    """
 
     whole_object: str
     chunk_object: str
@@ -84,7 +88,7 @@ class Dialect(StreamingDialect):
         model_name: str,
         tokenizer: Tokenizer,
     ) -> None:
-        """`request` was derived from `body`. It arrived at `created`, in seconds since 1970."""
+        """`request` was converted from `body`. `created` is its arrival in seconds since 1970."""
         self.request = request
         self.tokenizer = tokenizer
         self.return_token_ids = bool(body.return_token_ids)
@@ -98,24 +102,24 @@ class Dialect(StreamingDialect):
         tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
         self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail
         self._text_frames: dict[int, TextFrame | None] = {}
-        """Frames of text events by the answer's index. None after its first text, which may have
-        other fields.
+        """Maps the index of an answer to its TextFrame, which is made for the answer's second text.
+        After the first text the value is None, because the first chunk may have further fields.
         """
 
     def opening(self, _usage: Usage) -> list[dict[str, Any]]:
-        """The choices of the chunks before the first token."""
+        """Returns one choice for each chunk before the first token."""
         return []
 
     @abstractmethod
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """A whole answer."""
+        """Returns the choice that contains a whole answer."""
 
     def extras(self, _answers: Sequence[Answer]) -> dict[str, Any]:
         return {}
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """The body of an answer that is not streamed. Its choices are generated while
-        it is sent.
+        """Returns the body of an answer that is not streamed. Its choices are generated while the
+        body is sent.
         """
         choices = (self.choice(index, answer) for index, answer in enumerate(answers))
         return {
@@ -126,11 +130,15 @@ class Dialect(StreamingDialect):
         }
 
     def prompt_logprobs(self, rows: LogprobRows | None) -> list[Any] | LongList:
-        """vLLM's `prompt_logprobs`. The entry of the first token is None."""
+        """Returns the value of vLLM's field `prompt_logprobs`. The entry of the first token is
+        None.
+        """
         return listed(prompt_logprobs(rows, self.tokenizer), 1 + len(rows or ()))
 
     def text_event(self, piece: Piece) -> bytes | None:
-        """The event of a piece, encoded by a TextFrame. None if the piece needs `chunks`."""
+        """Encodes a piece with a TextFrame. Returns None if the piece must be written by
+        `chunks`.
+        """
         if not piece.is_text or self._usage_in_every_chunk:
             return None
         index = piece.index
@@ -147,8 +155,8 @@ class Dialect(StreamingDialect):
     def encode_chunks(
         self, chunks: Sequence[dict[str, Any]], usage: Callable[[], Usage]
     ) -> Iterator[bytes]:
-        """Encodes one server-sent event per choice, all in one part unless they contain long lists.
-        `usage` is called if every chunk contains token counts.
+        """Encodes one server-sent event for each choice. Events without long lists are joined to
+        one part. Calls `usage` only if every chunk must contain token counts.
         """
         head, tail = self._frame(usage)
         events: list[bytes] = []
@@ -162,7 +170,9 @@ class Dialect(StreamingDialect):
         yield b"".join(events)
 
     def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
-        """The last events: token counts and times if requested, and the end mark."""
+        """Returns the last events: the end mark, and before it the token counts and times that the
+        client requested.
+        """
         if not self._include_usage and metrics is None:
             return b"data: [DONE]\n\n"
         body: dict[str, Any] = {**self._head(self.chunk_object), "choices": []}
@@ -190,13 +200,13 @@ def event(body: object) -> bytes:
 
 
 def named_event(body: Mapping[str, Any]) -> bytes:
-    """An event whose name is the type of its body."""
+    """Encodes an event that is named after the type of its body."""
     return f"event: {body['type']}\ndata: {to_json(body)}\n\n".encode()
 
 
 def stop_reason(piece: Piece) -> str | int | None:
-    """The cause of an answer's end as vLLM writes it: a stop string, a stop token or a
-    repetition.
+    """Returns what ended an answer, as vLLM writes it: the stop string, the stop token's id, or a
+    name for a repetition. None for other reasons.
     """
     if piece.finish_reason is FinishReason.REPETITION:
         return "repetition_detected"

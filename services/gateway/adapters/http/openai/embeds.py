@@ -17,7 +17,9 @@ _MAX_HEADER_BYTES = 64 * 1024
 
 
 def read_prompt_embeds(encoded: str) -> PromptEmbeds:
-    """The only tensor of the file, with shape [num_tokens, hidden_size]. Raises InvalidArgument."""
+    """Returns the only tensor of the file. Its shape is [num_tokens, hidden_size]. Raises
+    InvalidArgument.
+    """
     try:
         file = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:

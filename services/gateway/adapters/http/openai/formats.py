@@ -1,4 +1,4 @@
-"""The schemas that clients require of answers: OpenAI's `response_format`, vLLM's
+"""The constraints that clients set on answers: OpenAI's `response_format`, and vLLM's
 `structured_outputs`.
 """
 
@@ -32,19 +32,19 @@ _FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class TextFormat(Body):
-    """Any text."""
+    """Allows any text."""
 
     type: Literal["text"]
 
 
 class JsonObjectFormat(Body):
-    """Any JSON object."""
+    """Requires a JSON object."""
 
     type: Literal["json_object"]
 
 
 class JsonSchema(Body):
-    """A JSON schema and its name. Answers conform to it even if `strict` is false."""
+    """A JSON schema and its name. Answers conform to the schema even if `strict` is false."""
 
     name: str
     description: str | None = None
@@ -53,14 +53,16 @@ class JsonSchema(Body):
 
 
 class JsonSchemaFormat(Body):
-    """JSON that conforms to a schema."""
+    """Requires JSON that conforms to a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
 class StructuralTagFormat(Body):
-    """Text with constrained parts: `format`, or `structures` and the texts that trigger them."""
+    """Constrains parts of the text. The constraint is either `format`, or `structures`, of which
+    each applies after one of the texts in `triggers`.
+    """
 
     type: Literal["structural_tag"]
     format: dict[str, Any] | None = None
@@ -96,7 +98,7 @@ TextOrObject = Annotated[
 
 
 class StructuredOutputsBody(Body):
-    """Exactly one constraint on the answer, in vLLM's schema."""
+    """The constraint on the answer in vLLM's schema. Exactly one of the fields may be set."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [given(name) for name in _FORMS]})
 
@@ -106,7 +108,7 @@ class StructuredOutputsBody(Body):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: TextOrObject | None = None
-    # vLLM's, about how JSON is written.
+    # vLLM's options for the form of JSON.
     disable_any_whitespace: Annotated[Any, Only(False, why=_NO_CHOICE)] = None
     disable_additional_properties: Annotated[Any, Only(False, why=_NO_CHOICE)] = None
     disable_fallback: Annotated[Any, Only(False, why="there is one backend")] = None
@@ -129,7 +131,9 @@ class StructuredOutputsBody(Body):
         return self
 
     async def wanted(self, tokenizer: Tokenizer) -> StructuredOutputs:
-        """The constraint, not validated. Raises InvalidArgument for an invalid structural tag."""
+        """Returns the constraint. Only structural tags are validated: raises InvalidArgument if one
+        is invalid.
+        """
         if self.structural_tag is not None:
             return await structural_tag(_tag(self.structural_tag), tokenizer)
         if self.regex is not None:
@@ -150,8 +154,8 @@ async def wanted_form(
     structured_outputs: StructuredOutputsBody | None,
     tokenizer: Tokenizer,
 ) -> StructuredOutputs | None:
-    """The constraint on an answer. None if the answer is unconstrained. Raises InvalidArgument if
-    there are two constraints.
+    """Returns the constraint on an answer, or None if there is none. Raises InvalidArgument if both
+    fields set a constraint.
     """
     of_format = None
     if isinstance(response_format, JsonObjectFormat):
@@ -172,7 +176,7 @@ async def wanted_form(
 
 
 def _tag(value: dict[str, Any] | str) -> dict[str, Any]:
-    """Parses a structural tag, which vLLM's clients may send as text."""
+    """Returns a structural tag as an object. vLLM's clients may send it as JSON text."""
     try:
         tag = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:

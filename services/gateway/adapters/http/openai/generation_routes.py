@@ -79,11 +79,13 @@ OPERATIONS = {
     SCORE: ScoreDialect.operation,
     V1_SCORE: ScoreDialect.operation,
 }
-"""The GenAI operation of each path."""
+"""Maps each path to its operation in traces and metrics, a name from OpenTelemetry's GenAI
+conventions.
+"""
 
 
 class _Api(Protocol[C_contra]):
-    """Makes the dialect that writes the answers to one API's bodies."""
+    """The constructor of an API's dialect, the object that writes answers in the API's schema."""
 
     operation: str
     id_prefix: str
@@ -100,8 +102,8 @@ class _Api(Protocol[C_contra]):
 
 
 class GenerationRoutes:
-    """A handler for each route. Each handler reads its own kind of body, and answers in its API's
-    dialect.
+    """The handlers of the routes. Each handler reads the body of its API and answers in the API's
+    schema.
     """
 
     def __init__(
@@ -114,7 +116,9 @@ class GenerationRoutes:
         sessions: ClientSessions,
         keep_alive: float,
     ) -> None:
-        """`keep_alive` is the longest silence of a stream, in seconds; 0 means no limit."""
+        """`keep_alive` is the longest time in seconds without an event in a stream. 0 means no
+        limit.
+        """
         self._inference = inference
         self._keyed_requests = keyed_requests
         self._gate = gate
@@ -146,7 +150,7 @@ class GenerationRoutes:
         return self.reply(request, ChatCompletionBody, chat_request, ChatDialect)
 
     async def messages(self, request: Request) -> ASGIApp:
-        """Anthropic's messages. Requests of one agent session go to the same replica."""
+        """Anthropic's messages. All requests of an agent session are sent to the same replica."""
 
         async def to_request(body: MessagesBody, inference: Inference, name: str) -> ClientRequest:
             asked = await messages_request(body, inference, name)
@@ -159,7 +163,7 @@ class GenerationRoutes:
         return self.reply(request, ResponsesBody, responses_request, ResponsesDialect)
 
     async def embeddings(self, request: Request) -> ASGIApp:
-        """Vectors of texts."""
+        """Embeddings: a vector for each text."""
         return self.reply(request, EmbeddingBody, embedding_request, EmbeddingDialect)
 
     async def generate_tokens(self, request: Request) -> ASGIApp:
@@ -181,8 +185,8 @@ class GenerationRoutes:
         to_request: Callable[[B, Inference, str], Awaitable[ClientRequest]],
         dialect: "_Api[B]",
     ) -> ASGIApp:
-        """The answer to a request with a body of this type. The body is read when the
-        answer runs.
+        """Returns the ASGI application that answers a request with a body of type `body_type`. The
+        body is read when the application runs.
         """
 
         async def read(entered: ExitStack) -> Exchange:
@@ -234,7 +238,9 @@ class GenerationRoutes:
 
 
 def _request_id(prefix: str, body: AskingBody, record: RequestRecord) -> str:
-    """Returns the prefix and the client's id from the body or a header, or else a new id."""
+    """Returns the prefix and the request's id. The id is the client's, from the body or a header,
+    or else a new one.
+    """
     if body.request_id is not None:
         check_request_id(body.request_id)
         record.rename(body.request_id)

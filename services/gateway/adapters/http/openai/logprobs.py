@@ -9,7 +9,7 @@ from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import Prompt
 
 TokenText = Callable[[Tokenizer, int], str]
-"""Converts a token to a text."""
+"""Converts a token id to a text."""
 
 # The four parallel lists of a completion's `logprobs`.
 TOKENS, TOKEN_LOGPROBS, TOP_LOGPROBS, TEXT_OFFSET = (
@@ -21,7 +21,9 @@ TOKENS, TOKEN_LOGPROBS, TOP_LOGPROBS, TEXT_OFFSET = (
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The token's text; `bytes:\\xe2\\x80` for a piece of a character, as OpenAI writes it."""
+    """Returns the token's text. A token that is only part of a character becomes a text such as
+    `bytes:\\xe2\\x80`, as at OpenAI.
+    """
     raw = tokenizer.token_bytes(token_id)
     try:
         return raw.decode()
@@ -30,14 +32,14 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_number(_tokenizer: Tokenizer, token_id: int) -> str:
-    """The token's id as a text, as vLLM writes it for clients that request ids."""
+    """Returns the token's id as a text. vLLM writes it so for clients that request token ids."""
     return f"token_id:{token_id}"
 
 
 def chat_logprobs(
     rows: LogprobRows, tokenizer: Tokenizer, token_text: TokenText = token_text
 ) -> Iterator[dict[str, Any]]:
-    """Returns `logprobs.content` of a chat answer, which has one entry per token."""
+    """Generates the entries of `logprobs.content` in a chat answer, one per token."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token_id)
@@ -56,10 +58,10 @@ def completion_logprobs(
     tokenizer: Tokenizer,
     token_text: TokenText = token_text,
 ) -> dict[str, Iterable[Any]]:
-    """`logprobs` of a completion: four parallel lists.
+    """Returns the field `logprobs` of a completion: four parallel lists.
 
-    `offsets` are the positions at which the texts of the tokens start. The token itself is always
-    among its top log-probabilities, which can make them one more than requested.
+    `offsets[i]` is the position in the text at which token i starts. The chosen token is always
+    listed among the most probable ones, so there can be one entry more than requested.
     """
 
     def top(ids: list[int], probs: list[float]) -> dict[str, float]:
@@ -84,7 +86,9 @@ def echoed_logprobs(
     tokenizer: Tokenizer,
     token_text: TokenText = token_text,
 ) -> dict[str, Iterable[Any]]:
-    """`logprobs` of an echoed prompt that has offsets. Its first token has no log-probability."""
+    """Returns the field `logprobs` of an echoed prompt. The prompt must have offsets. Its first
+    token has no log-probability.
+    """
     offsets = prompt.offsets or []
     first: dict[str, list[Any]] = {
         TOKENS: [token_text(tokenizer, prompt.token_ids[0])],
@@ -99,7 +103,9 @@ def echoed_logprobs(
 
 
 def prompt_logprobs(rows: LogprobRows | None, tokenizer: Tokenizer) -> Iterator[Any]:
-    """vLLM's `prompt_logprobs`: per prompt token a map from token id to logprob, rank and text."""
+    """Generates the entries of vLLM's `prompt_logprobs`: for each prompt token, a map from
+    candidate token ids to log-probability, rank and text. The first entry is None.
+    """
     yield None
     for ids, probs, own_rank in rows.rows() if rows is not None else ():
         entries = {}

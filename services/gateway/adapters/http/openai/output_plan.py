@@ -1,4 +1,6 @@
-"""Plans how an answer is constrained and parsed: its tools, its schema, its reasoning."""
+"""Decides how answers are constrained and parsed. This depends on the tools, the required schema,
+and the reasoning format.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,8 +33,8 @@ NONE, AUTO, REQUIRED = "none", "auto", "required"
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Which tools the client lets or makes the model call. `choice` is none, auto or required.
-    `named` is the tool that must be called; it replaces `choice`.
+    """The tools of a request, and whether the model may or must call them. `choice` is none, auto
+    or required. `named`, if set, is the one tool that must be called, and `choice` is ignored.
     """
 
     tools: Sequence[CallableTool] = ()
@@ -42,8 +44,8 @@ class ToolUse:
     fields: ToolFields = CHAT_TOOLS
 
     def check(self, inference: Inference) -> None:
-        """Raises InvalidArgument for a choice that contradicts the tools or that the server does
-        not support.
+        """Raises InvalidArgument if the choice contradicts the tools, or if the server does not
+        support it.
         """
         if self.named is not None:
             if self.named not in {tool.name for tool in self.tools}:
@@ -71,7 +73,9 @@ class ToolUse:
 
     @property
     def held_tools(self) -> dict[str, CallableTool]:
-        """Maps schema fields to the tools whose calls are constrained to their schemas."""
+        """The tools whose arguments must conform to their schemas. The keys are the paths of the
+        schemas in the body, for errors.
+        """
         return {
             self.fields.schema.format(number): tool
             for number, tool in enumerate(self.tools)
@@ -84,8 +88,8 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """The constraint on the answers, and how they are parsed. `marks` are the delimiters of their
-    format, which may be special tokens.
+    """The constraint on the answers, and the format by which they are parsed. `marks` are the texts
+    that delimit the parts of that format. Marks may be special tokens.
     """
 
     structured_outputs: StructuredOutputs | None
@@ -101,9 +105,10 @@ async def planned(
     last_turn: Mapping[str, Any] | None = None,
     thinking_token_budget: int | None = None,
 ) -> ClientRequest:
-    """The request for an answer to a rendered prompt, with the constraint on its answers and the
-    format to parse. `last_turn` is the turn of the assistant that the answer continues.
-    `thinking_token_budget` bounds the reasoning; -1 means no bound. Raises InvalidArgument.
+    """Returns the request with the constraint on its answers and the format by which they are
+    parsed. `prompt` is the rendered text of the request's prompt. `last_turn` is the assistant's
+    turn that the answer continues. `thinking_token_budget` bounds the number of reasoning tokens;
+    -1 means no bound. Raises InvalidArgument.
     """
     sampling = request.sampling
     reasoning = _reasoning(request, prompt, inference, last_turn)
@@ -124,7 +129,9 @@ async def planned(
 async def _budget(
     num_tokens: int, reasoning: PromptedReasoning | None, inference: Inference
 ) -> ThinkingBudget | None:
-    """The bound on the reasoning's tokens. None if the reasoning is already over."""
+    """Returns the bound on the number of reasoning tokens. None if the prompt already ends the
+    reasoning.
+    """
     if reasoning is None:
         raise InvalidArgument(
             f"{_BUDGET} is not supported by a server without --reasoning-parser",
@@ -147,9 +154,9 @@ async def _budget(
 def _reasoning(
     request: ClientRequest, prompt: str, inference: Inference, last_turn: Mapping[str, Any] | None
 ) -> PromptedReasoning | None:
-    """The reasoning format and its state after the prompt. None without a reasoning parser. The
-    reasoning is over if the continued turn has reasoning and content, even if the template does not
-    write the reasoning.
+    """Returns the reasoning format, and whether the prompt has begun or ended the reasoning. None
+    if the server has no reasoning parser. If the continued turn has reasoning and content, the
+    reasoning has ended, even if the template omits it from the prompt.
     """
     form = inference.output_formats.reasoning
     if form is None:
@@ -169,12 +176,13 @@ async def _plan(
     reasoning: PromptedReasoning | None,
     inference: Inference,
 ) -> OutputPlan:
-    """The plan for answers to a rendered prompt, whose content must conform to `wanted`. Raises
-    InvalidArgument.
+    """Returns the plan for the answers to a rendered prompt. `wanted` is the constraint on the
+    answers' content. Raises InvalidArgument.
 
-    As in vLLM, a forced call replaces `wanted`, and a constraint applies to the text after the
-    reasoning. If the model may call tools, calls in a format with an envelope may replace `wanted`,
-    too. In formats without an envelope no calls are made then.
+    As in vLLM, `wanted` does not apply if a call is forced, and constraints apply only to the text
+    after the reasoning. If the model may call tools and the tool format marks the start and end of
+    calls (an envelope), an answer is either such calls or content that conforms to `wanted`. In
+    formats without an envelope, the model cannot call tools if `wanted` is set.
     """
     use.check(inference)
     formats = inference.output_formats
@@ -211,8 +219,8 @@ async def _grammar(
     reasoning: PromptedReasoning | None,
     inference: Inference,
 ) -> StructuredOutputs | None:
-    """The constraint on the whole answer. None if it is unconstrained. Raises InvalidArgument, with
-    the field of the tool if a tool is at fault.
+    """Returns the constraint on the whole answer, or None if it is unconstrained. Raises
+    InvalidArgument. If the schema of a tool is the cause, the error names its field.
     """
     tokenizer, tools = inference.tokenizer, use.held_tools
     check_schemas(tools)
@@ -238,7 +246,9 @@ async def _form(
     reasoning: PromptedReasoning | None,
     inference: Inference,
 ) -> StructuredOutputs:
-    """The constraint that the client requires of content, or calls that replace the content."""
+    """Returns a constraint that allows content that conforms to `wanted`. If the model may call
+    tools, it also allows calls instead of content.
+    """
     formats, tokenizer = inference.output_formats, inference.tokenizer
     envelope = None if formats.tools is None else formats.tools.envelope
     if use.choice == AUTO and envelope is not None:
@@ -258,7 +268,7 @@ async def _form(
 async def _arguments(
     tool: CallableTool, inference: Inference, reasoning: PromptedReasoning | None
 ) -> StructuredOutputs:
-    """The constraint to the arguments of one tool."""
+    """Returns the constraint that the answer is the arguments of one tool."""
     schema = StructuredOutputs(StructuredOutputsKind.JSON, json.dumps(bare(tool.schema)))
     if reasoning is None:
         return schema
@@ -268,8 +278,9 @@ async def _arguments(
 async def _strict(
     use: ToolUse, reasoning: PromptedReasoning | None, inference: Inference
 ) -> StructuredOutputs | None:
-    """The constraint of strict calls to their schemas. None if the tool format does not
-    support it.
+    """Returns a constraint that allows text and calls. Calls of strict tools must conform to their
+    schemas. None if the tool format has no envelope, since a grammar cannot constrain the arguments
+    of its calls.
     """
     formats = inference.output_formats
     if formats.tools is None or formats.tools.envelope is None:

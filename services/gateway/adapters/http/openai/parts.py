@@ -1,4 +1,6 @@
-"""Text parts of messages and arguments of calls, as clients of all APIs send them back."""
+"""The text parts of messages and the arguments of tool calls, as clients of all APIs send them in
+later requests.
+"""
 
 import json
 from collections.abc import Sequence
@@ -18,12 +20,12 @@ TextType = Literal[
     "summary_text",
 ]
 THOUGHTS = frozenset({"thinking", "reasoning_text", "summary_text"})
-"""Types of the parts that contain the assistant's thinking."""
+"""The types of parts that contain the assistant's thinking."""
 
 
 def _as_text(value: Any) -> Any:
-    """Converts a value to a text. Null becomes an empty text. A list of text parts, such as
-    Mistral's thoughts, is joined.
+    """Converts a value to a text. Null becomes an empty text. The texts of a list of parts are
+    joined; Mistral's clients send thoughts as such a list.
     """
     if value is None:
         return ""
@@ -38,7 +40,7 @@ PartText = Annotated[str, BeforeValidator(_as_text)]
 
 
 class TextPart(HistoryBody):
-    """A text part of a message. The key of the text depends on the type."""
+    """A text part of a message. Its text has the key `text`, `refusal` or `thinking`."""
 
     type: TextType
     text: PartText = Field(validation_alias=AliasChoices("text", "refusal", "thinking"))
@@ -65,13 +67,13 @@ TextOrParts = Annotated[
 
 
 def said(content: str | Sequence[TextPart] | None) -> list[str]:
-    """The texts of a content's parts, without thoughts."""
+    """Returns the texts of a content's parts, without thoughts."""
     return _texts(content, without=THOUGHTS)
 
 
 def read(content: str | Sequence[TextPart] | None) -> list[str]:
-    """The texts of a content's parts, with thoughts. For roles other than the assistant, parts that
-    are marked as thoughts count as text, too.
+    """Returns the texts of all parts of a content. In turns of roles other than the assistant,
+    parts whose type is that of a thought are ordinary text.
     """
     return _texts(content, without=frozenset())
 
@@ -83,7 +85,7 @@ def _texts(content: str | Sequence[TextPart] | None, without: frozenset[str]) ->
 
 
 def thought(content: str | Sequence[TextPart] | None) -> str:
-    """The joined text of a content's thoughts."""
+    """Returns the joined text of a content's thoughts."""
     if content is None or isinstance(content, str):
         return ""
     return "".join(part.text for part in content if part.type in THOUGHTS)
@@ -97,12 +99,12 @@ Arguments = Annotated[
         custom_error_message="must be a string or an object",
     ),
 ]
-"""Arguments of an earlier call: the text that the model wrote, or an object."""
+"""The arguments of an earlier tool call: the text that the model wrote, or an object."""
 
 
 def called_arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any] | str:
-    """Arguments as chat templates expect them: an object. A text that is no JSON object is
-    unchanged. None, an empty text and JSON's null mean no arguments.
+    """Converts arguments to an object, which chat templates expect. A text that is not a JSON
+    object is returned unchanged. None, an empty text and JSON's null become an empty object.
     """
     if not isinstance(arguments, str):
         return arguments or {}
@@ -116,7 +118,9 @@ def called_arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any] |
 
 
 def _can_be_written(text: str, read: dict[str, Any]) -> bool:
-    """Whether an object can be encoded: half of a surrogate pair cannot."""
+    """Whether an object that was read from `text` can be encoded. It cannot if it contains half of
+    a surrogate pair.
+    """
     if "\\ud" not in text.lower():
         return True
     try:

@@ -1,4 +1,4 @@
-"""/v1/embeddings and /score: converts a body to a request, and vectors to an answer."""
+"""/v1/embeddings and /score: converts request bodies to requests, and vectors to answers."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ from services.gateway.core.request.vectors import cosine, numbers
 async def embedding_request(
     body: EmbeddingBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """Converts a body to a request. Raises InvalidArgument or OutOfRange; they name the body's
-    `input` as `prompt`.
+    """Converts a body to a request. Raises InvalidArgument or OutOfRange. Their field is `prompt`
+    if the body's `input` is wrong.
     """
     inference.check_pools(PoolingTask.EMBED)
     params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
@@ -39,7 +39,7 @@ async def embedding_request(
 async def prompts_request(
     body: InputBody, inference: Inference, request_id: str, params: PoolingParams
 ) -> ClientRequest:
-    """The request for the vector of each prompt in `input`."""
+    """Makes the request that computes a vector for each prompt in `input`."""
     given = body.input
     is_single = isinstance(given, str) or not given or isinstance(given[0], int)
     inputs = [given] if is_single else given
@@ -57,7 +57,7 @@ async def prompts_request(
 
 
 async def score_request(body: ScoreBody, inference: Inference, request_id: str) -> ClientRequest:
-    """Converts a body to a request."""
+    """Converts a body to a request. Raises InvalidArgument."""
     first, second = ([given] if isinstance(given, str) else given for given in _texts(body))
     return await pair_request(body, inference, request_id, {"text_1": first, "text_2": second})
 
@@ -65,8 +65,9 @@ async def score_request(body: ScoreBody, inference: Inference, request_id: str) 
 async def pair_request(
     body: PooledBody, inference: Inference, request_id: str, texts_of: Mapping[str, list[str]]
 ) -> ClientRequest:
-    """The request for scores of pairs of texts. `texts_of` has the texts by the names of the two
-    fields. A model that embeds computes each text once, another model each pair.
+    """Makes the request that computes the scores of pairs of texts. `texts_of` maps the names of
+    two body fields to their texts. An embedding model computes a vector for each text. Any other
+    model computes a score for each pair.
     """
     pooler = inference.check_pools()
     for name, texts in texts_of.items():
@@ -125,7 +126,7 @@ def _client_request(
 
 
 class EmbeddingDialect:
-    """OpenAI's embeddings."""
+    """Writes answers of OpenAI's embeddings API."""
 
     operation = names.GENAI_OPERATION_EMBEDDINGS
     id_prefix = "embd"
@@ -142,7 +143,7 @@ class EmbeddingDialect:
         self._head = answer_head(request, created, model_name)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """The body of the answer. Its vectors are encoded while it is sent."""
+        """Returns the body of the answer. Its vectors are encoded while the body is sent."""
         data = (
             {
                 "object": "embedding",
@@ -155,12 +156,14 @@ class EmbeddingDialect:
 
 
 def vector_body(values: bytes, *, in_base64: bool) -> str | list[float]:
-    """A vector as a list of numbers, or in base64."""
+    """Returns a vector as a list of numbers, or in base64. `values` are its little-endian float32
+    numbers.
+    """
     return base64.b64encode(values).decode() if in_base64 else numbers(values).tolist()
 
 
 class ScoreDialect:
-    """Scores as vLLM returns them, either the model's scores of pairs or cosines of embeddings."""
+    """Writes scores in vLLM's schema."""
 
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "score"
@@ -177,7 +180,7 @@ class ScoreDialect:
         self._head = answer_head(request, created, model_name)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """The body of the answer."""
+        """Returns the body of the answer."""
         data = (
             {"index": index, "object": "score", "score": score}
             for index, score in enumerate(pair_scores(answers, self._num_second))
@@ -186,8 +189,9 @@ class ScoreDialect:
 
 
 def pair_scores(answers: Sequence[Answer], num_second: int) -> list[float]:
-    """The scores of `num_second` pairs. Each score is an answer's value, or the cosine of two
-    embeddings.
+    """Returns one score for each of `num_second` pairs. If there is one answer per pair, the score
+    is the answer's value. Otherwise the answers are the embeddings of the first and then the second
+    texts, and the score is the cosine of a pair.
     """
     vectors = [numbers(answer.pooled) for answer in answers]
     num_first = len(vectors) - num_second

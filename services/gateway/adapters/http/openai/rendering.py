@@ -1,5 +1,5 @@
-"""Renders conversations to prompts, for templates that expect arguments of calls as objects or as
-texts.
+"""Renders conversations to prompts. Some chat templates expect the arguments of tool calls as
+objects, others as texts.
 """
 
 import json
@@ -12,17 +12,18 @@ from services.gateway.core.ports import Tokenizer
 
 Turns = Sequence[Mapping[str, Any]]
 _MESSAGES = "messages"
-"""The field of errors that a template raises about the conversation."""
+"""The field of errors that the chat template raised because of the conversation."""
 
 
 async def render_turns(tokenizer: Tokenizer, turns: Turns, **options: Any) -> str:
-    """Renders the prompt; `options` are the options of `Tokenizer.render_chat`. Raises
+    """Renders the prompt. `options` are keyword arguments of `Tokenizer.render_chat`. Raises
     InvalidArgument.
 
-    Arguments of calls are objects, or texts if the model wrote no JSON object. If the template
-    raises, or its prompt lacks such a text, it is tried again: first with all arguments as texts,
-    then with all as objects, in which a text is the only value. If no prompt contains all texts,
-    the first prompt is returned. If there is no prompt, the first error is raised.
+    The arguments of a call are an object, or a text if the model did not write a JSON object. If
+    the template raises, or omits such a text from the prompt, the turns are rendered again: first
+    with all arguments as texts, then with all arguments as objects, where a text becomes the only
+    value of an object. If no prompt contains all texts, the first prompt is returned. If all
+    attempts raised, the first error is raised.
     """
     texts = [arguments for arguments in _arguments(turns) if isinstance(arguments, str)]
     prompts: list[str] = []
@@ -50,8 +51,8 @@ def _arguments(turns: Turns) -> Iterator[dict[str, Any] | str]:
 
 
 def _forms(turns: Turns) -> Iterator[Turns]:
-    """The turns unchanged; if there are calls, then also with their arguments as texts and as
-    objects.
+    """Yields the turns unchanged. If they contain calls, also yields them with all arguments as
+    texts, and with all arguments as objects.
     """
     yield turns
     if any("tool_calls" in turn for turn in turns):

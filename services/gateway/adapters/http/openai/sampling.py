@@ -1,4 +1,6 @@
-"""Converts the fields that both APIs share to the core's request and sampling parameters."""
+"""Converts the fields that completions and chat completions share to the core's request and
+sampling parameters.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
@@ -19,7 +21,7 @@ from services.gateway.core.request.request import ClientRequest, Prompt
 
 _MASK = 2**64 - 1
 _EVERY_TOKEN = -1
-"""vLLM's clients send this top_k for "no limit"."""
+"""The value of top_k with which vLLM's clients disable it."""
 
 
 def client_request(
@@ -29,7 +31,7 @@ def client_request(
     sampling: SamplingParams,
     **own: Any,
 ) -> ClientRequest:
-    """The request. `own` are fields that only one API has."""
+    """Makes the request from a body. `own` are fields of the request that only one API has."""
     return ClientRequest(
         request_id=request_id,
         prompts=prompts,
@@ -55,7 +57,9 @@ async def sampling_from_body(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """The sampling parameters of a body. Absent parameters have the server's defaults."""
+    """Returns the sampling parameters of a body. A parameter that the body lacks has the server's
+    default.
+    """
     logit_bias = _logit_bias(body.logit_bias)
     sampling = replace(
         inference.default_sampling,
@@ -74,7 +78,9 @@ async def sampling_from_body(
 
 
 def given_parameters(body: object, names: Iterable[str]) -> dict[str, Any]:
-    """The sampling parameters that the body sets in fields of the same names."""
+    """Returns the sampling parameters in `names` that the body sets. Its fields have the same
+    names.
+    """
     return {
         name: _READERS[name](value) if name in _READERS else value
         for name in names
@@ -83,15 +89,17 @@ def given_parameters(body: object, names: Iterable[str]) -> dict[str, Any]:
 
 
 def check_texts(texts: Sequence[str], field: str) -> None:
-    """Raises InvalidArgument for an empty text, with its index if there are several texts."""
+    """Raises InvalidArgument if a text is empty. If there are several texts, the error names the
+    index.
+    """
     if "" in texts:
         name = field if len(texts) == 1 else f"{field}[{texts.index('')}]"
         raise InvalidArgument(f"{name} must not be empty", field=name)
 
 
 def check_stream_options(body: SamplingBody) -> None:
-    """Raises InvalidArgument for stream options without a stream, and for
-    prompt_logprobs with one.
+    """Raises InvalidArgument if the body has stream options but is not streamed, or has
+    prompt_logprobs and is streamed.
     """
     options = body.stream_options or StreamOptions()
     if (options.include_usage or options.continuous_usage_stats) and not body.stream:
@@ -136,7 +144,8 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "stop_token_ids": tuple,
     "repetition_detection": _repetition,
 }
-"""Converters of parameters that are not numbers, or whose values differ in the engine."""
+"""Converters of parameters that are not numbers, or whose values have another meaning in the core.
+"""
 
 _COMPUTED = {
     "logit_bias_token_ids",
@@ -149,7 +158,7 @@ _COMPUTED = {
     "structured_outputs",
     "thinking_budget",
 }
-"""Parameters that several fields of a body determine, or no field of the same name."""
+"""Parameters that no single body field of the same name determines."""
 
 _SAME_NAMES = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPUTED)
 

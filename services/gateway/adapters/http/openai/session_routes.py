@@ -1,4 +1,6 @@
-"""Sessions of clients: /v1/sessions. The turns of a session are completions with its id."""
+"""Routes of clients' sessions, below /v1/sessions. A session is a prompt that grows turn by turn. A
+turn is a completion with the session's id.
+"""
 
 from typing import Any
 
@@ -18,7 +20,7 @@ SESSIONS = "/v1/sessions"
 
 
 class SessionRoutes:
-    """Opens, shows and ends the sessions of a tenant. Sessions of other tenants are not found."""
+    """Opens, shows and ends sessions. A tenant has access only to its own sessions."""
 
     def __init__(
         self, sessions: ClientSessions, inference: Inference, gate: Gate, bodies: BodyReader
@@ -29,7 +31,7 @@ class SessionRoutes:
         self._bodies = bodies
 
     def routes(self) -> tuple[Route, ...]:
-        """The routes of sessions."""
+        """Returns the routes."""
         one = f"{SESSIONS}/{{session_id}}"
         return (
             Route(
@@ -52,7 +54,9 @@ class SessionRoutes:
         )
 
     async def open_session(self, request: Request) -> Response:
-        """Opens a session: a prompt that grows turn by turn. A turn is a completion with its id."""
+        """Opens a session: a prompt that grows turn by turn. A turn is a completion with the
+        session's id.
+        """
         with self._gate.enter():
             body = await self._bodies.read(request, SessionBody)
             tenant = request.state.tenant
@@ -60,7 +64,7 @@ class SessionRoutes:
             return JSONResponse(self._document(self._sessions.open(tenant)))
 
     async def session(self, request: Request) -> Response:
-        """An open session; DELETE ends it. A running turn continues to its end."""
+        """Shows an open session. DELETE ends the session; a running turn continues to its end."""
         session = self._sessions.find(request.path_params["session_id"], request.state.tenant)
         if request.method == "DELETE":
             self._sessions.end(session)

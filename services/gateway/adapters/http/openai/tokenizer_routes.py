@@ -1,4 +1,4 @@
-"""The routes of the tokenizer: /tokenize, /detokenize, /tokenizer_info, and
+"""The routes that need only the tokenizer: /tokenize, /detokenize, /tokenizer_info, and
 /v1/messages/count_tokens.
 """
 
@@ -21,7 +21,7 @@ COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 
 
 class TokenizerRoutes:
-    """A handler for each route. The gateway answers without a replica."""
+    """The handlers of the routes. The gateway answers them without a replica."""
 
     def __init__(
         self, inference: Inference, membership: Membership, gate: Gate, bodies: BodyReader
@@ -68,11 +68,11 @@ class TokenizerRoutes:
         return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, _request: Request) -> Response:
-        """The tokenizer's configuration and chat template."""
+        """Shows the tokenizer's configuration and chat template."""
         return JSONResponse(self._inference.tokenizer.description())
 
     async def count_tokens(self, request: Request) -> Response:
-        """The number of tokens of a conversation in Anthropic's schema."""
+        """Counts the tokens of a conversation in Anthropic's schema."""
         with self._gate.enter():
             body = await self._bodies.read(request, CountTokensBody)
             self._inference.check_model(body.model, request.state.tenant)

@@ -1,4 +1,4 @@
-"""Tools in requests: the tools, the calls that were made, and the choice of tools."""
+"""The tools in request bodies: their definitions, earlier calls, and the choice of a tool."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,18 +23,22 @@ TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,256}$"
 
 
 DEFERRED = Without("tools.defer_loading", False)
-"""Annotation of tools that the model should find by search. The model sees all tools."""
+"""Annotation of the field of tools that the model should find by a search. The field has no effect:
+the prompt contains all tools.
+"""
 
 
 def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The schema of a tool's arguments. Without parameters, no arguments are allowed."""
+    """Returns the JSON schema of a tool's arguments. If the tool declares no parameters, no
+    arguments are allowed.
+    """
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **parameters}
 
 
 class FunctionBody(HistoryBody):
-    """A function that the model may call. Without parameters it has no arguments."""
+    """A function that the model may call. If it declares no parameters, it has no arguments."""
 
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
@@ -44,7 +48,7 @@ class FunctionBody(HistoryBody):
 
     @property
     def schema_(self) -> dict[str, Any]:
-        """The schema of its arguments."""
+        """The JSON schema of the function's arguments."""
         return arguments_schema(self.parameters)
 
 
@@ -102,14 +106,16 @@ class CalledFunction(HistoryBody):
 
 
 class ToolCallBody(HistoryBody):
-    """A call that the assistant made."""
+    """A tool call that the assistant made in an earlier turn."""
 
     id: str | None = None
     type: Literal["function"] | None = None
     function: CalledFunction
 
     def to_template(self) -> dict[str, Any]:
-        """The call as chat templates expect it. Arguments that are no object stay a text."""
+        """Returns the call as chat templates expect it. Arguments that are not a JSON object stay a
+        text.
+        """
         arguments = called_arguments(self.function.arguments)
         call: dict[str, Any] = {
             "type": "function",
@@ -123,7 +129,9 @@ ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True)]
 
 @dataclass(frozen=True, slots=True)
 class ToolFields:
-    """Names of a tool's fields in one API, for errors; {} is the index of the tool."""
+    """The paths of a tool's fields in the bodies of one API, for errors. {} stands for the tool's
+    index.
+    """
 
     name: str
     schema: str
@@ -136,7 +144,7 @@ CHAT_TOOLS = ToolFields(
 
 
 def check_tools(tools: Sequence[CallableTool], fields: ToolFields) -> None:
-    """Raises InvalidArgument for a duplicate tool name, or a schema that is too large."""
+    """Raises InvalidArgument if two tools have the same name, or a schema is too large."""
     names: set[str] = set()
     for number, tool in enumerate(tools):
         if tool.name in names:

@@ -1,7 +1,7 @@
-"""Fields of vLLM's requests that are not served. Only values without effect are accepted.
+"""Fields of vLLM's requests that this server does not support. It accepts only values that have no
+effect.
 
-Clients that dump vLLM's request classes send these fields with their defaults. A field that becomes
-served is removed from these classes.
+Clients that serialize vLLM's request classes send these fields with their default values.
 """
 
 from typing import Annotated, Any
@@ -16,20 +16,20 @@ _NO_TRUNCATION = "prompts are not truncated"
 
 
 class UnservedMediaFields(Body):
-    """Fields of all requests with prompts."""
+    """Unsupported fields of all requests with prompts."""
 
     mm_processor_kwargs: Annotated[Any, Only({}, why=_NO_MEDIA)] = None
 
 
 class UnservedPromptFields(UnservedMediaFields):
-    """Fields of requests whose prompts are not truncated."""
+    """Unsupported fields of requests whose prompts are not truncated."""
 
     truncate_prompt_tokens: Annotated[Any, Only(why=_NO_TRUNCATION)] = None
     truncation_side: Annotated[Any, Only("left", "right", why=_NO_TRUNCATION)] = None
 
 
 class UnservedTemplateFields(Body):
-    """Fields of requests with conversations."""
+    """Unsupported fields of requests with conversations."""
 
     chat_template: Annotated[Any, Only("", why="templates come with the model")] = None
     chat_template_content_format: Annotated[
@@ -39,7 +39,7 @@ class UnservedTemplateFields(Body):
 
 
 class UnservedSamplingFields(UnservedMediaFields):
-    """Fields of completions and chat completions."""
+    """Unsupported fields of completions and chat completions."""
 
     use_beam_search: Annotated[Any, Only(False, why=_NO_BEAMS)] = None
     length_penalty: Annotated[Any, Only(1, why=_NO_BEAMS)] = None
@@ -57,13 +57,13 @@ class UnservedSamplingFields(UnservedMediaFields):
     vllm_xargs: Annotated[Any, Only({}, why=_NO_EXTENSIONS)] = None
     guided_whitespace_pattern: Annotated[Any, Only(why="JSON is written as it is")] = None
     guided_decoding_backend: Annotated[Any, Only("auto", why="there is one backend")] = None
-    # Without effect in vLLM, too.
+    # vLLM ignores these fields, too.
     return_mm_kwargs: Ignored = None
     session_id: Ignored = None
 
 
 class UnservedChatFields(Body):
-    """Fields of chat completions alone."""
+    """Unsupported fields of chat completions only."""
 
     best_of: Annotated[Any, Only(1, why="ask completions for the best answers")] = None
     echo: Annotated[Any, Only(False, why="the last message is not repeated")] = None
@@ -72,7 +72,7 @@ class UnservedChatFields(Body):
 
 
 class UnservedResponsesFields(UnservedPromptFields):
-    """Fields of responses."""
+    """Unsupported fields of responses."""
 
     logit_bias: Annotated[Any, Only({}, why="ask completions for it")] = None
     repetition_penalty: Annotated[Any, Only(1, why="ask completions for it")] = None
@@ -91,7 +91,7 @@ class UnservedResponsesFields(UnservedPromptFields):
 
 
 class UnservedPoolingFields(UnservedMediaFields):
-    """Fields of embeddings and scores."""
+    """Unsupported fields of embeddings and scores."""
 
     padding: Annotated[Any, Only("do_not_pad", why="prompts are not padded")] = None
     embed_dtype: Annotated[Any, Only("float32", why="vectors are float32")] = None

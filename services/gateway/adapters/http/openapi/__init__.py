@@ -1,1 +1,1 @@
-"""The OpenAPI documents: the parameters, bodies and possible answers of each route."""
+"""The OpenAPI documents. They describe the parameters, bodies and answers of each route."""

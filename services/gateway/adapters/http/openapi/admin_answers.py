@@ -7,7 +7,7 @@ from services.gateway.adapters.http.openapi.server_answers import ReplicaStatus,
 
 
 class ReplicaAnswer(Answer):
-    """The result of one replica: success, or its error."""
+    """The result of an operator's call at one replica: success, or the error."""
 
     address: str
     ok: bool
@@ -17,28 +17,28 @@ class ReplicaAnswer(Answer):
 
 
 class Done(Answer):
-    """Every replica that was called succeeded."""
+    """The answer if every replica that was called succeeded."""
 
     status: str
     replicas: list[ReplicaAnswer]
 
 
 class IsPaused(Answer):
-    """Whether every replica that was called is paused."""
+    """The answer of /is_paused: whether every replica that was called is paused."""
 
     is_paused: bool
     replicas: list[ReplicaAnswer]
 
 
 class Failed(Answer):
-    """Some replicas failed; the replicas with `ok` succeeded."""
+    """The answer if some replicas failed. The replicas with `ok` succeeded."""
 
     error: ErrorDetail
     replicas: list[ReplicaAnswer]
 
 
 class ServerInfo(Status):
-    """The gateway and its replicas."""
+    """An answer of /server_info: the gateway's version and settings, and its replicas."""
 
     version: str
     settings: dict[str, Any]

@@ -1,6 +1,7 @@
-"""The bodies of answers, for OpenAPI documents. The routes write the bodies without these classes.
+"""The schemas of answers' bodies, for OpenAPI documents. The routes write the bodies without these
+classes.
 
-A field with a default may be missing in an answer. A field that may be null has None in its type.
+A field with a default may be missing in an answer. A field whose type includes None may be null.
 """
 
 from typing import Literal
@@ -12,13 +13,15 @@ ChatFinishReason = Literal["stop", "length", "abort", "repetition", "tool_calls"
 
 
 class Answer(BaseModel):
-    """The schema of an answer. It only describes: no validator is built for it."""
+    """Base class of the schemas of answers. No validators are built for these classes."""
 
     model_config = ConfigDict(defer_build=True)
 
 
 class ErrorDetail(Answer):
-    """An error: a sentence, OpenAI's type, the invalid field, and a code for programs."""
+    """An error: a sentence for people, OpenAI's type, the invalid field, and a code for
+    programs.
+    """
 
     message: str
     type: str
@@ -27,13 +30,13 @@ class ErrorDetail(Answer):
 
 
 class Error(Answer):
-    """Every error body, also the last event of a stream that an error ended."""
+    """The body of every error answer, and the last event of a stream that an error ended."""
 
     error: ErrorDetail
 
 
 class PromptTokensDetails(Answer):
-    """Prompt tokens that were found in the prefix cache."""
+    """The number of prompt tokens that were found in the prefix cache."""
 
     cached_tokens: int
 
@@ -45,7 +48,9 @@ class CompletionTokensDetails(Answer):
 
 
 class Usage(Answer):
-    """Token counts. Each prompt counts once; completions include the unreturned ones of best_of."""
+    """Token counts. Each prompt is counted once. The answers that `best_of` generates but does not
+    return are counted, too.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -55,8 +60,9 @@ class Usage(Answer):
 
 
 class RequestMetrics(Answer):
-    """How long the phases of a request took; present if `include_metrics` is set. The sum of
-    `parts` is `seconds`. The other numbers are vLLM's, null if the replica has not reported them.
+    """The times of a request. Present if the request sets `include_metrics`. The sum of `parts` is
+    `seconds`. The other numbers are metrics of vLLM; they are null if the replica has not reported
+    them.
     """
 
     line: str
@@ -70,7 +76,7 @@ class RequestMetrics(Answer):
 
 
 class PromptLogprob(Answer):
-    """One candidate token at a position of the prompt."""
+    """A candidate token at a position of the prompt."""
 
     logprob: float
     rank: int
@@ -78,7 +84,9 @@ class PromptLogprob(Answer):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""For each position of the prompt, candidate tokens by token id; None for the first position."""
+"""One entry for each position of the prompt, which maps token ids to candidate tokens. The first
+entry is None.
+"""
 
 
 class CompletionLogprobs(Answer):
@@ -93,7 +101,7 @@ class CompletionLogprobs(Answer):
 
 
 class CompletionChoice(Answer):
-    """A choice of an answer, or a part of one."""
+    """A choice, or the part of a choice that an event adds."""
 
     index: int
     text: str
@@ -130,8 +138,8 @@ class CompletionChunk(Answer):
 
 
 class Session(Answer):
-    """A session, or one that was just ended. If `is_held`, a replica keeps its KV cache for the
-    next turn.
+    """A session that is open or was just ended. If `is_held` is true, a replica keeps the session's
+    KV cache for the next turn.
     """
 
     id: str
@@ -182,14 +190,18 @@ class ToolCall(Answer):
 
 
 class FunctionDelta(Answer):
-    """The name of a call, then pieces of its arguments."""
+    """The part of a call that an event adds: first the tool's name, later pieces of the
+    arguments.
+    """
 
     name: str | None = None
     arguments: str
 
 
 class ToolCallDelta(Answer):
-    """The part that an event adds to a call. The first event has the id, type and name."""
+    """The part that an event adds to a tool call. A call's first event has its id, type and
+    name.
+    """
 
     index: int
     id: str | None = None
@@ -208,7 +220,7 @@ class AssistantMessage(Answer):
 
 
 class ChatChoice(Answer):
-    """An answer."""
+    """A whole choice."""
 
     index: int
     message: AssistantMessage
@@ -233,7 +245,9 @@ class ChatCompletion(Answer):
 
 
 class Delta(Answer):
-    """The part that an event adds to a message: the role in the first event, then text."""
+    """The part that an event adds to a message. The first event has the role, later events have
+    text.
+    """
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -242,7 +256,7 @@ class Delta(Answer):
 
 
 class ChatChunkChoice(Answer):
-    """A piece of an answer."""
+    """The part of a choice that an event adds."""
 
     index: int
     delta: Delta
@@ -266,7 +280,7 @@ class ChatCompletionChunk(Answer):
 
 
 class Embedding(Answer):
-    """The vector of one input: numbers, or their little-endian float32 in base64."""
+    """The vector of one input: a list of numbers, or little-endian float32 numbers in base64."""
 
     object: Literal["embedding"]
     index: int

@@ -1,4 +1,4 @@
-"""Ranges of numbers in bodies, for the schemas of bodies. The core checks them."""
+"""The ranges of numbers in bodies, for the schemas of bodies. The core checks the ranges."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,9 @@ from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
 from services.gateway.core.request.request_check import MAX_STOP_STRINGS
 
 _OTHER_THAN_CLIENTS = {"seed", "top_k"}
-"""Parameters with a wider range in bodies than in the engine: clients may send negative numbers."""
+"""Parameters whose range is wider in bodies than in the core, because clients may send negative
+numbers.
+"""
 
 _LOGPROBS = {"minimum": 0, "maximum": MAX_LOGPROBS}
 
@@ -34,13 +36,13 @@ _LIMITS: dict[str, Mapping[str, float]] = {
     "stop": {"maxItems": MAX_STOP_STRINGS},
     "stop_sequences": {"maxItems": MAX_STOP_STRINGS},
 }
-"""JSON Schema keywords of each field. They apply only to values of their type, so not to null or
-booleans.
+"""Maps fields to keywords of JSON Schema. Each keyword applies only to values of its type, so null
+and booleans are not restricted.
 """
 
 
 def add_ranges(schema: dict[str, Any]) -> None:
-    """Adds the ranges of fields to the schema of a generating request."""
+    """Adds the ranges of fields to the schema of a request for generation."""
     for name, limits in _LIMITS.items():
         if name in schema["properties"]:
             known = schema["properties"][name]

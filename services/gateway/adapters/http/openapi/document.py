@@ -1,4 +1,4 @@
-"""An application's OpenAPI document, from its routes."""
+"""Builds an application's OpenAPI document from its routes."""
 
 import inspect
 import re
@@ -27,7 +27,9 @@ _EVENT_STREAM = "text/event-stream"
 def openapi_document(
     title: str, description: str, routes: Sequence[Route], *, asks_for_keys: bool
 ) -> dict[str, Any]:
-    """Builds the document. Routes that need a key declare it if the server requires keys."""
+    """Builds the document. If the server requires API keys, the routes that need a key declare
+    so.
+    """
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         item = paths.setdefault(re.sub(r":\w+}", "}", route.path), {})
@@ -52,7 +54,9 @@ def openapi_document(
 
 
 def _operation(route: Route, method: str, needs_key: bool) -> dict[str, Any]:
-    """The operation of one method. HEAD has the answers of GET, without a body."""
+    """Returns the operation for one method of a route. HEAD has the answers of GET, without
+    bodies.
+    """
     is_head = method == "HEAD"
     statuses = _error_statuses(route, needs_key)
     responses = {"200": _answer(route, needs_key)}
@@ -104,8 +108,8 @@ def _answer(route: Route, needs_key: bool) -> dict[str, Any]:
 
 
 def _event(route: Route, model: type[BaseModel]) -> dict[str, Any]:
-    """The schema of a server-sent event as in OpenAPI 3.2, and as FastAPI writes it in documents of
-    3.1.
+    """Returns the schema of a server-sent event. It follows OpenAPI 3.2; FastAPI writes it in
+    documents of version 3.1, too.
     """
     schema = {"anyOf": [_reference(model), _reference(route.error)]}
     data: list[dict[str, Any]] = [{"contentMediaType": _JSON, "contentSchema": schema}]
@@ -118,7 +122,7 @@ def _event(route: Route, model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _error_of(route: Route, status: int) -> dict[str, Any]:
-    """The answer with an error in the schema of the route's API."""
+    """Returns the description of an error answer, in the schema of the route's API."""
     if route.error is Error:
         return {"$ref": f"#/components/responses/{ERRORS[status].name}"}
     return _error(status, route.error)
@@ -134,7 +138,7 @@ def _error(status: int, model: type[BaseModel] = Error) -> dict[str, Any]:
 
 
 def _other_answer(status: int, model: type[BaseModel]) -> dict[str, Any]:
-    """An answer whose body is the route's own model or the general error."""
+    """Returns the description of an answer whose body is either this model or the general error."""
     answer = _error(status)
     schema = {"anyOf": [_reference(model), _reference(Error)]}
     return {**answer, "content": {_JSON: {"schema": schema}}}
@@ -191,8 +195,9 @@ def _models(routes: Sequence[Route]) -> tuple[type[BaseModel], ...]:
 
 @cache
 def _schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
-    """The schemas of these models and of the models that they refer to. They take nearly all of the
-    time of building a document, and are equal for all gateways of a process, so they are cached.
+    """Returns the schemas of these models and of the models that they refer to. Building the
+    schemas takes nearly all of the time that a document takes. They are cached, since all gateways
+    of a process have the same schemas.
     """
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_SCHEMAS + "{model}"
@@ -200,7 +205,8 @@ def _schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
     definitions: dict[str, Any] = schemas["$defs"]
     bodies = {body.__name__ for body in _subclasses(Body)}
     for name, definition in definitions.items():
-        # Unknown fields of requests are ignored, unless a setting refuses them.
+        # By default the server ignores unknown fields of requests, so the schema must not forbid
+        # them.
         if name.rpartition("__")[2] in bodies and definition.get("additionalProperties") is False:
             del definition["additionalProperties"]
     for model in filter(generates, models):

@@ -1,4 +1,4 @@
-"""The errors by status that every route may return, and the headers of answers."""
+"""The error statuses of answers with their descriptions, and the headers of answers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ _TEXT = {"type": "string"}
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """The cause of an error status, and the headers that the answer may have besides X-Request-Id
-    and X-Trace-Id.
+    """An error status: its name, its cause, and headers that the answer may have. X-Request-Id and
+    X-Trace-Id are not listed.
     """
 
     name: str
@@ -52,7 +52,9 @@ ERRORS: Mapping[int, ErrorAnswer] = {
 }
 
 EVERYWHERE = (400, 405, 408, 421, 429, 431, 500, 503)
-"""Statuses of any route, caused by the connection, the headers or the server's state."""
+"""The error statuses that every route can have. The cause is the connection, the headers or the
+server's state.
+"""
 
 HEADERS: Mapping[str, dict[str, Any]] = {
     "X-Request-Id": {

@@ -15,13 +15,13 @@ StopReason = Literal[
 
 
 class AnthropicErrorCode(Answer):
-    """A code for programs."""
+    """The details of an error: a code for programs."""
 
     error_code: str
 
 
 class AnthropicErrorDetail(Answer):
-    """An error: Anthropic's type, and a sentence that names the invalid field."""
+    """An error: Anthropic's type, and a sentence for people, which names the invalid field."""
 
     type: str
     message: str
@@ -29,21 +29,21 @@ class AnthropicErrorDetail(Answer):
 
 
 class AnthropicError(Answer):
-    """Every error body, also the last event of a stream that an error ended."""
+    """The body of every error answer, and the last event of a stream that an error ended."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail
 
 
 class TextContent(Answer):
-    """Text."""
+    """A block of text."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingContent(Answer):
-    """The model's thinking, with its SHA-256 as the signature."""
+    """A block of the model's thinking. Its signature is the SHA-256 of the text."""
 
     type: Literal["thinking"]
     thinking: str
@@ -51,7 +51,7 @@ class ThinkingContent(Answer):
 
 
 class ToolUseContent(Answer):
-    """A call of a tool."""
+    """A block with a tool call."""
 
     type: Literal["tool_use"]
     id: str
@@ -93,28 +93,28 @@ class AnthropicResponse(Answer):
 
 
 class TextDelta(Answer):
-    """More text."""
+    """The text that an event adds."""
 
     type: Literal["text_delta"]
     text: str
 
 
 class ThinkingDelta(Answer):
-    """More thinking."""
+    """The thinking that an event adds."""
 
     type: Literal["thinking_delta"]
     thinking: str
 
 
 class SignatureDelta(Answer):
-    """The SHA-256 of the whole thinking."""
+    """The signature of a thinking block: the SHA-256 of its whole text."""
 
     type: Literal["signature_delta"]
     signature: str
 
 
 class InputJsonDelta(Answer):
-    """More of the JSON text of a call's input."""
+    """The part of the JSON text of a call's input that an event adds."""
 
     type: Literal["input_json_delta"]
     partial_json: str
@@ -128,8 +128,9 @@ class MessageEnd(Answer):
 
 
 class AnthropicEvent(Answer):
-    """One event of a streamed answer of /v1/messages. Its type determines its fields: a message; an
-    index with a block or a delta; a delta with usage; or none.
+    """One event of a streamed answer of /v1/messages. The type of the event determines its other
+    fields. These are a message, or an index with a block or a delta, or a delta with usage, or
+    none.
     """
 
     type: Literal[

@@ -8,7 +8,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(Answer):
-    """Text that the model wrote."""
+    """A part with text of the model."""
 
     type: Literal["output_text"]
     text: str
@@ -17,14 +17,14 @@ class OutputText(Answer):
 
 
 class ReasoningContent(Answer):
-    """The model's reasoning."""
+    """A part with the model's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class OutputMessage(Answer):
-    """A message of the model."""
+    """An item with a message of the model."""
 
     id: str
     type: Literal["message"]
@@ -34,7 +34,7 @@ class OutputMessage(Answer):
 
 
 class OutputReasoning(Answer):
-    """The model's reasoning before its message or call."""
+    """An item with the model's reasoning, before its message or call."""
 
     id: str
     type: Literal["reasoning"]
@@ -44,7 +44,7 @@ class OutputReasoning(Answer):
 
 
 class OutputCall(Answer):
-    """A call of a function, with the JSON text of its arguments."""
+    """An item with a function call. Its arguments are JSON text."""
 
     id: str
     type: Literal["function_call"]
@@ -65,14 +65,16 @@ class ResponseFault(Answer):
 
 
 class IncompleteDetails(Answer):
-    """Why a response is incomplete: `max_output_tokens`, or null if an operator ended it."""
+    """Why a response is incomplete: `max_output_tokens`, or null if an operator ended the
+    response.
+    """
 
     reason: Literal["max_output_tokens"] | None
 
 
 class InputTokensDetails(Answer):
-    """Counts of prompt tokens: found in the prefix cache, and written to it, which is free and so
-    always 0.
+    """The number of prompt tokens that were found in the prefix cache, and the number that were
+    written to the cache. The second number is always 0, because clients do not pay for writing.
     """
 
     cached_tokens: int
@@ -103,7 +105,7 @@ class ReasoningAsked(Answer):
 
 
 class ResponseObject(Answer):
-    """A whole answer of /v1/responses, or the part of a streamed answer so far. It repeats the
+    """A whole answer of /v1/responses, or the beginning of a streamed answer. It repeats the
     request's parameters.
     """
 
@@ -134,8 +136,8 @@ class ResponseObject(Answer):
 
 
 class ResponseEvent(Answer):
-    """One event of a streamed answer of /v1/responses. Its type determines which other fields it
-    has.
+    """One event of a streamed answer of /v1/responses. The type of the event determines its other
+    fields.
     """
 
     type: Literal[

@@ -23,7 +23,7 @@ class Text(Answer):
 
 
 class TokenizerInfo(Answer):
-    """An answer of /tokenizer_info, with all other entries of tokenizer_config.json."""
+    """An answer of /tokenizer_info. It has all entries of tokenizer_config.json."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -32,8 +32,8 @@ class TokenizerInfo(Answer):
 
 
 class ModelCard(Answer):
-    """A model. `max_model_len` is null while no replica is ready. `root` is an adapter's directory,
-    and `parent` its base model.
+    """A model or an adapter. `max_model_len` is null while no replica is ready. `root` is the
+    directory of an adapter, and `parent` is the adapter's base model.
     """
 
     id: str
@@ -46,14 +46,16 @@ class ModelCard(Answer):
 
 
 class ModelList(Answer):
-    """The models served here."""
+    """An answer of /v1/models: the served models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class ReplicaStatus(Answer):
-    """A replica as this gateway sees it. `stats` are its scheduler's statistics."""
+    """What this gateway knows about a replica. `stats` are the statistics of the replica's
+    scheduler.
+    """
 
     address: str
     model: str
@@ -75,8 +77,8 @@ class Status(Answer):
 
 
 class Healthy(Answer):
-    """Requests can be served. `not_ready` maps the address of each unready replica to
-    the reason.
+    """An answer of /health if requests can be served. `not_ready` maps the address of each unready
+    replica to the reason.
     """
 
     status: Literal["ok"]
@@ -84,7 +86,7 @@ class Healthy(Answer):
 
 
 class Unhealthy(Answer):
-    """No request can be served now."""
+    """An answer of /health if no request can be served."""
 
     status: Literal["unavailable"]
     reason: str

@@ -1,4 +1,6 @@
-"""The bodies of answers for displays: traces, and the activity of replicas."""
+"""The bodies of answers with traces and the activity of replicas, which displays such as /ui
+read.
+"""
 
 from typing import Any
 
@@ -6,8 +8,8 @@ from services.gateway.adapters.http.openapi.answers import Answer
 
 
 class TraceSummary(Answer):
-    """A request that has ended, or a running one, whose `seconds` is its time so far. `error` is
-    null if nothing failed. `num_spans` is 1 for a running request.
+    """A request that has ended or is running. For a running request, `seconds` is its time so far,
+    and `num_spans` is 1. `error` is null if nothing failed.
     """
 
     trace_id: str
@@ -22,7 +24,9 @@ class TraceSummary(Answer):
 
 
 class Traces(Answer):
-    """An answer of /traces: requests, and the number of ended requests whose traces are stored."""
+    """An answer of /traces: a list of requests, and the number of ended requests whose traces are
+    stored.
+    """
 
     are_kept: bool
     num_kept: int
@@ -30,7 +34,7 @@ class Traces(Answer):
 
 
 class SpanEvent(Answer):
-    """An event of a span; `at` is in seconds after the trace began."""
+    """An event of a span. `at` is the time in seconds since the trace began."""
 
     name: str
     at: float
@@ -38,7 +42,7 @@ class SpanEvent(Answer):
 
 
 class TraceSpan(Answer):
-    """A span; `start` is in seconds after the trace began."""
+    """A span. `start` is the time in seconds since the trace began."""
 
     span_id: str
     parent_id: str
@@ -54,9 +58,9 @@ class TraceSpan(Answer):
 
 
 class TracePart(Answer):
-    """A part of a request's time. `waited_for` is the id of the request that used most of the
-    resource that this request waited for. `step` is the step in which its longest wait began. Both
-    may be null.
+    """A part of a request's time. If the request waited for a resource, `waited_for` is the id of
+    the request that used most of it. `step` is the engine step in which the request's longest wait
+    began. Both may be null.
     """
 
     name: str
@@ -67,7 +71,7 @@ class TracePart(Answer):
 
 
 class TraceTime(Answer):
-    """How long each part of a request took. The sum of the parts is the total time."""
+    """The durations of a request's parts. Their sum is the total time."""
 
     line: str
     seconds: float
@@ -75,8 +79,9 @@ class TraceTime(Answer):
 
 
 class Trace(Answer):
-    """An answer of /traces/{name}: the spans, parents before children. For a running request these
-    are the spans so far; unfinished spans have the attribute stepwell.is_running.
+    """An answer of /traces/{name}: the spans of a request, parents before children. The trace of a
+    running request contains the spans that have begun. Unfinished spans have the attribute
+    stepwell.is_running.
     """
 
     trace_id: str
@@ -89,8 +94,8 @@ class Trace(Answer):
 
 
 class QueuedSequence(Answer):
-    """A sequence that waits at the gateway, and why. Its id is empty if it belongs to another
-    tenant.
+    """A sequence that waits at the gateway, and the reason. The id is empty if the sequence belongs
+    to another tenant.
     """
 
     request_id: str
@@ -99,8 +104,8 @@ class QueuedSequence(Answer):
 
 
 class ReplicaRequest(Answer):
-    """A sequence that runs or waits at a replica. Its ids are empty if it belongs to another
-    tenant.
+    """A sequence that runs or waits at a replica. The ids are empty if the sequence belongs to
+    another tenant.
     """
 
     key: int
@@ -117,8 +122,8 @@ class ReplicaRequest(Answer):
 
 
 class ReplicaStep(Answer):
-    """A finished step: its token counts, and the token counts of its first requests, by
-    their keys.
+    """A finished step: its token counts, and a map from the keys of its first requests to their
+    token counts.
     """
 
     step: int
@@ -134,8 +139,9 @@ class ReplicaStep(Answer):
 
 
 class ReplicaBlocks(Answer):
-    """The pool's blocks as cells. Each cell has a digit for its state (1 blank, 2 cached, 3 held, 4
-    shared), and the key of an owning request, or 0.
+    """The pool's blocks, drawn as cells. Each cell has a digit for its state (1 free without cached
+    content, 2 free and cached, 3 used by one request, 4 shared by several), and the key of a
+    request that uses it, or 0.
     """
 
     blocks_per_cell: int
@@ -148,7 +154,7 @@ class ReplicaBlocks(Answer):
 
 
 class ReplicaActivity(Answer):
-    """A replica. `stats` is null if its scheduler does not answer."""
+    """The activity of a replica. `stats` is null if the replica's scheduler does not answer."""
 
     address: str
     name: str
@@ -176,8 +182,8 @@ class Activity(Answer):
 
 
 class HistoryEvent(Answer):
-    """An event at a replica, or at the gateway if `replica` is empty. `count` equal events are
-    merged into one.
+    """An event at a replica. If `replica` is empty, the event happened at the gateway. `count` is
+    the number of equal events that were merged.
     """
 
     unix_seconds: float
@@ -188,8 +194,9 @@ class HistoryEvent(Answer):
 
 
 class History(Answer):
-    """An answer of /activity/history: parallel lists with a value for each bin, oldest first.
-    Latencies are pairs of median and 99th percentile, or null if no request ended in the bin.
+    """An answer of /activity/history: parallel lists with a value for each time bin, the oldest
+    first. A latency is a pair of median and 99th percentile, or null if no request ended in the
+    bin.
     """
 
     unix_seconds: float

@@ -1,4 +1,4 @@
-"""The routes of live data: /activity, which `stepwell top` and /ui display, and its history."""
+"""The routes of live data: /activity and /activity/history. `stepwell top` and /ui display them."""
 
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -25,8 +25,9 @@ _MAX_QUEUED = 256
 
 
 class ActivityQuery(Query):
-    """The address of the replica whose requests, steps and blocks are returned; empty for all
-    replicas. `after` has the last steps that the caller knows, as STEP@ADDRESS.
+    """The query of /activity. `replica` is the address of the replica whose requests, steps and
+    blocks are returned; empty means all replicas. `after` lists the last steps that the caller
+    knows, as STEP@ADDRESS.
     """
 
     replica: str = ""
@@ -34,8 +35,8 @@ class ActivityQuery(Query):
 
 
 class ActivityRoutes:
-    """The activity routes. A tenant sees only the ids of its own requests, unless `sees_all` is
-    set.
+    """The handlers of the routes. By default a tenant sees only the ids of its own requests. With
+    `sees_all`, it sees all ids.
     """
 
     def __init__(
@@ -68,13 +69,13 @@ class ActivityRoutes:
         )
 
     async def history(self, _request: Request) -> Response:
-        """Latencies, rates, queues, pools and events of the last minutes."""
+        """Shows latencies, rates, queues, pools and events of the last minutes."""
         document = history_document(self._history, time.time())
         return JSONResponse(document, headers={"Cache-Control": "no-store"})
 
     async def activity(self, request: Request) -> Response:
-        """Activity of the replicas: queues, steps since the last call, blocks. No text,
-        no tokens.
+        """Shows the activity of the replicas: queues, steps since the last call, and blocks. It
+        contains neither text nor tokens.
         """
         query = read_query(request, ActivityQuery)
         tenant_id: str = request.state.tenant.tenant_id
@@ -99,7 +100,7 @@ class ActivityRoutes:
         )
 
     def _queued(self, own: Collection[str] | None) -> list[Document]:
-        """Sequences that wait at this gateway."""
+        """Returns the sequences that wait at this gateway."""
         return [
             {
                 "request_id": _shown(queued.inflight.request.request_id, own),
@@ -110,7 +111,7 @@ class ActivityRoutes:
         ]
 
     def _ids_of(self, tenant_id: str) -> Iterator[str]:
-        """Ids of a tenant's sequences, at replicas and in this gateway's queue."""
+        """Yields the ids of a tenant's sequences at replicas and in this gateway's queue."""
         for replica in self._fleet.membership.replicas:
             for inflight in replica.running.values():
                 if inflight.request.tenant.tenant_id == tenant_id:
@@ -121,14 +122,14 @@ class ActivityRoutes:
 
 
 def _cursors(after: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Pairs of address and last known step."""
+    """Yields pairs of a replica's address and the last step that the caller knows."""
     for text in after:
         step, _, address = text.partition("@")
         yield address, int(step)
 
 
 def _in_short(sample: ReplicaSample) -> Document:
-    """A replica without its requests, steps and blocks."""
+    """Describes a replica without its requests, steps and blocks."""
     return {
         "address": sample.address,
         "name": sample.name,
@@ -147,7 +148,7 @@ def _in_short(sample: ReplicaSample) -> Document:
 
 def _replica(sample: ReplicaSample, after: int, own: Collection[str] | None) -> Document:
     steps = list(sample.steps)
-    if steps and after <= steps[-1]["step"]:  # else `after` is a step of an earlier process
+    if steps and after <= steps[-1]["step"]:  # a higher `after` is from an earlier process
         steps = [step for step in steps if step["step"] > after]
     return _in_short(sample) | {
         "requests": [_masked(request, own) for request in sample.requests],

@@ -1,4 +1,6 @@
-"""Operators' calls, with vLLM's names where vLLM has them: pause, resume, reset, drain."""
+"""The routes for operators: pause, resume, reset, drain. Routes that vLLM also has have vLLM's
+names.
+"""
 
 import dataclasses
 import enum
@@ -28,19 +30,23 @@ _PASSWORD = re.compile(r"(?<=://)[^@/]*@")
 
 
 class ReplicasQuery(Query):
-    """Addresses of the replicas that are called; all replicas if empty."""
+    """The query of operators' calls: the addresses of the replicas to call. An empty list means all
+    replicas.
+    """
 
     replica: list[str] = Field(default_factory=list)
 
 
 class OneReplicaQuery(Query):
-    """Addresses of the replicas that are called."""
+    """The query of calls that need at least one replica's address."""
 
     replica: list[str] = Field(min_length=1)
 
 
 class PauseQuery(ReplicasQuery):
-    """The parameters of vLLM's /pause. Its deprecated flag means the mode wait."""
+    """The parameters of vLLM's /pause. The flag `wait_for_inflight_requests` is deprecated; it
+    means the mode wait.
+    """
 
     mode: Literal["abort", "wait", "keep"] = "abort"
     wait_for_inflight_requests: bool = False
@@ -49,8 +55,8 @@ class PauseQuery(ReplicasQuery):
 
 
 class ResetQuery(ReplicasQuery):
-    """The parameters of vLLM's /reset_prefix_cache. The external cache is the tier of offloaded
-    blocks.
+    """The parameters of vLLM's /reset_prefix_cache. The external cache is the workers' memory for
+    offloaded blocks.
     """
 
     reset_running_requests: bool = False
@@ -58,8 +64,8 @@ class ResetQuery(ReplicasQuery):
 
 
 class AdminRoutes:
-    """Operators' routes. Each answer has every replica's result. The status is 200 if all calls
-    succeeded, otherwise the status of the first failure.
+    """The handlers of operators' routes. Each answer contains the result of every replica that was
+    called. The status is 200 if all calls succeeded, and otherwise the status of the first failure.
     """
 
     def __init__(
@@ -81,8 +87,8 @@ class AdminRoutes:
         )
 
     async def pause(self, request: Request) -> Response:
-        """Pauses the engines. The mode decides about requests: abort them, wait for them, or keep
-        them.
+        """Pauses the engines. The mode determines whether running requests are aborted, finished
+        first, or kept until the engines are resumed.
         """
         query = read_query(request, PauseQuery)
         mode = PauseMode.WAIT if query.wait_for_inflight_requests else PauseMode(query.mode)
@@ -100,14 +106,14 @@ class AdminRoutes:
         return _answer(await self._administration.resume(query.replica), status="resumed")
 
     async def is_paused(self, request: Request) -> Response:
-        """Whether every replica is paused."""
+        """Shows whether every replica is paused."""
         query = read_query(request, ReplicasQuery)
         outcomes = await self._administration.is_paused(query.replica)
         all_paused = all(outcome.said.get("is_paused") for outcome in outcomes)
         return _answer(outcomes, is_paused=all_paused)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Clears the prefix cache. Running requests prevent this unless they are preempted."""
+        """Clears the prefix cache. This fails if requests are running and are not preempted."""
         query = read_query(request, ResetQuery)
         outcomes = await self._administration.reset_prefix_cache(
             query.replica,
@@ -117,17 +123,19 @@ class AdminRoutes:
         return _answer(outcomes, status="reset")
 
     async def drain(self, request: Request) -> Response:
-        """Drains replicas: they finish their requests and accept no new ones, from any gateway."""
+        """Drains replicas. They finish their requests, and accept no new requests from any
+        gateway.
+        """
         query = read_query(request, OneReplicaQuery)
         return _answer(await self._administration.drain(query.replica), status="draining")
 
     async def undrain(self, request: Request) -> Response:
-        """Ends the draining of replicas: they accept requests again."""
+        """Ends the draining of replicas. They accept requests again."""
         query = read_query(request, OneReplicaQuery)
         return _answer(await self._administration.undrain(query.replica), status="undrained")
 
     async def server_info(self, _request: Request) -> Response:
-        """The gateway's version and settings, without secrets, and its replicas."""
+        """Shows the gateway's version, its settings without secrets, and its replicas."""
         settings = {
             field.name: _shown(field.name, getattr(self._settings, field.name))
             for field in dataclasses.fields(self._settings)
@@ -156,8 +164,8 @@ def _route(
 
 async def refuse_web_pages(request: Request) -> None:
     """Refuses requests that a browser sends for a page of another site, since any page may post to
-    local addresses. The page /ui of this server is allowed: its Origin equals this address, which
-    Host names, and requests with another Host are refused earlier.
+    local addresses. The server's own page /ui is allowed, because its Origin equals the address in
+    the header Host. Requests with a Host that the server does not serve are refused earlier.
     """
     own = f"{request.url.scheme}://{request.headers.get('host', '')}"
     if request.headers.get("origin", own) != own:
@@ -187,7 +195,7 @@ def _answer(outcomes: Sequence[Outcome], **done: Any) -> Response:
 
 
 def _shown(name: str, value: object) -> object:
-    """A setting's value as JSON, with secrets masked."""
+    """Converts a setting's value to JSON. Secrets are masked."""
     if _SECRET.search(name):
         return "***" if value else None
     if isinstance(value, str | Path):

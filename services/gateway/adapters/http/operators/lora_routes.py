@@ -17,7 +17,9 @@ from services.gateway.core.lora_modules import LoraModules
 
 
 class LoraRoutes:
-    """The routes for adapters below the directory `allowed`. If it is None, there are no routes."""
+    """The routes that load and unload adapters. Adapters must be below the directory `allowed`. If
+    it is None, there are no routes.
+    """
 
     def __init__(
         self,
@@ -32,7 +34,7 @@ class LoraRoutes:
         self._allowed = allowed
 
     def routes(self) -> Sequence[Route]:
-        """Both routes, or none if no directory is allowed."""
+        """Returns both routes, or none if no directory is allowed."""
         if self._allowed is None:
             return ()
         return (
@@ -57,7 +59,9 @@ class LoraRoutes:
         )
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        """Loads an adapter at every replica. Then clients may send its name as the model."""
+        """Loads an adapter at every replica. Afterwards clients may request its name as the
+        model.
+        """
         body = await self._bodies.read(request, LoadLoraBody)
         assert self._allowed is not None
         in_place = body.load_inplace
@@ -82,6 +86,6 @@ class LoraRoutes:
 
 
 def _of_body(error: StepwellError) -> StepwellError:
-    """A replica's refusal, with the body's field `lora_path` as its field."""
+    """Returns a replica's refusal with `lora_path`, the name in the body, as its field."""
     error.field = "lora_path"
     return error

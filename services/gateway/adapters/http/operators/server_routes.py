@@ -30,7 +30,7 @@ _STATS_TIMEOUT_SECONDS = 1.0
 
 
 class ServerRoutes:
-    """A handler for each route."""
+    """The handlers of the routes."""
 
     def __init__(
         self,
@@ -53,15 +53,15 @@ class ServerRoutes:
         self._version = version("stepwell")
 
     async def models(self, request: Request) -> Response:
-        """The served models that the key may use."""
+        """Lists the served models that the API key may use."""
         adapters, tenant = self._inference.adapters, request.state.tenant
         names = [self._inference.model_name, *(adapter.name for adapter in adapters)]
         data = [self._model_card(name) for name in names if tenant.may_use(name)]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        """One model. Without a name in the path, all models."""
-        # The framework's path parameter drops a line feed at the end of the path.
+        """Shows one model. If the path has no name, lists all models."""
+        # Starlette's path parameter would drop a line feed at the end of the path.
         name = str(request.scope["path"]).removeprefix(f"{MODELS}/")
         if not name:
             return await self.models(request)
@@ -69,11 +69,11 @@ class ServerRoutes:
         return JSONResponse(self._model_card(name))
 
     async def status(self, _request: Request) -> Response:
-        """Replicas with their queues and pools, as this gateway sees them."""
+        """Shows what this gateway knows about the replicas, with their queues and pools."""
         return JSONResponse(await self.describe())
 
     async def describe(self) -> dict[str, Any]:
-        """The body of /status."""
+        """Returns the body of /status."""
         return {
             "model": self._inference.model_name,
             "draining": not self._gate.is_open,
@@ -88,7 +88,9 @@ class ServerRoutes:
         }
 
     async def health(self, _request: Request) -> Response:
-        """Status 200 with the unready replicas if a replica can serve; else 503 with the reason."""
+        """Answers with status 200 and a list of unready replicas if at least one replica can serve.
+        Otherwise answers with 503 and the reason.
+        """
         reason = self._membership.why_not_ready() if self._gate.is_open else "shutting down"
         if reason:
             return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
@@ -99,17 +101,17 @@ class ServerRoutes:
         return await self.health(request)
 
     async def version(self, _request: Request) -> Response:
-        """The version of this server."""
+        """Shows the version of this server."""
         return JSONResponse({"version": self._version})
 
     async def load(self, _request: Request) -> Response:
-        """The number of requests that this gateway is serving."""
+        """Shows the number of requests that this gateway is serving."""
         return JSONResponse({"server_load": self._gate.inside})
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus metrics of this gateway and of every replica.
+        """Returns the Prometheus metrics of this gateway and of every replica.
 
-        No key is required. If clients have keys, the series of tenants are omitted.
+        The route needs no API key. If clients need keys, the time series of tenants are omitted.
         """
         is_open = wants_open_metrics(request.headers.get("accept", ""))
         text = await self._metrics.collect(
@@ -128,7 +130,9 @@ class ServerRoutes:
 
 
 async def _status(replica: Replica, link: SchedulerLink) -> dict[str, Any]:
-    """The status of a replica for `stepwell status`, with its scheduler's statistics."""
+    """Returns the status of a replica, with its scheduler's statistics. `stepwell status` displays
+    it.
+    """
     served = replica.description
     status: dict[str, Any] = {
         "address": replica.address,

@@ -1,4 +1,4 @@
-"""The routes of traces: a list of stored and running requests, and one request with all
+"""The routes of traces. One lists stored and running requests; the other shows a request with all
 its spans.
 """
 
@@ -24,7 +24,7 @@ _MAX_LISTED = 200
 
 
 class TracesQuery(Query):
-    """The order of the list, and its maximum length."""
+    """The query of /traces: the order of the list, and its maximum length."""
 
     order: Literal["newest", "slowest", "failed"] = "newest"
     limit: int = Field(default=20, ge=1, le=_MAX_LISTED)
@@ -38,12 +38,13 @@ _CHOICES: dict[str, Callable[[list[Document]], list[Document]]] = {
 
 
 class TraceRoutes:
-    """Reads the trace store, and queries the replicas about running requests. A tenant sees only
-    the traces of its own requests, unless `sees_all` is set.
+    """Reads traces from the trace store, and queries the replicas for the traces of running
+    requests. By default a tenant sees only the traces of its own requests. With `sees_all`, it sees
+    all traces.
     """
 
     def __init__(self, store: TraceStore | None, running: RunningTraces, *, sees_all: bool) -> None:
-        """Without a store, only running requests have traces."""
+        """If `store` is None, only running requests have traces."""
         self._store = store
         self._running = running
         self._sees_all = sees_all
@@ -55,7 +56,7 @@ class TraceRoutes:
         )
 
     async def traces(self, request: Request) -> Response:
-        """Running requests, and ended requests whose traces are stored."""
+        """Lists running requests, and ended requests whose traces are stored."""
         query = read_query(request, TracesQuery)
         may_see = partial(self._may_see, request)
         kept = [] if self._store is None else list(self._store.requests())
@@ -75,8 +76,8 @@ class TraceRoutes:
         )
 
     async def trace(self, request: Request) -> Response:
-        """The trace with this id, or of the request with this id. A running request's trace is
-        partial.
+        """Shows the trace with this id, or the trace of the request with this id. The trace of a
+        running request is incomplete.
         """
         name: str = request.path_params["name"]
         may_see = partial(self._may_see, request)
@@ -85,7 +86,7 @@ class TraceRoutes:
         if found is None:
             found = kept
         elif kept is not None and kept.trace_id == found.trace_id:
-            found.spans += kept.spans  # spans of its parts that have ended elsewhere
+            found.spans += kept.spans  # spans of ended parts, from other services
         if found is None or not may_see(found.tenant_id):
             raise NotFound(self._why_not(name), field="name", reason="TRACE_NOT_FOUND")
         return JSONResponse(await asyncio.to_thread(document, found))

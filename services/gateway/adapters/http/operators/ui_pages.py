@@ -1,5 +1,5 @@
-"""The page /ui and its files, kept in memory. The files contain no request data: the page fetches
-its data from the server, with an API key if one is required.
+"""Serves the page /ui and its files from memory. The files contain no data of requests. The page
+fetches such data from the server, with an API key if the server requires one.
 """
 
 import enum
@@ -29,13 +29,13 @@ _HEADERS = {
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Browsers revalidate it each time; the answer is 304 while the file is unchanged.
+    # Browsers ask for each file every time. The answer is 304 while the file is unchanged.
     "Cache-Control": "no-cache",
 }
 
 
 class UiRole(enum.Enum):
-    """The users of a page: operators see operators' calls on it, clients see the chat."""
+    """The users of a page. Operators see operators' calls on the page, clients see the chat."""
 
     CLIENT = "client"
     OPERATOR = "operator"
@@ -49,8 +49,8 @@ class _File:
 
 
 class UiPages:
-    """Serves the page and its files to GET and HEAD, redirects / to the page, and forwards other
-    requests.
+    """Serves the page and its files to GET and HEAD requests, and redirects / to the page. Other
+    requests are forwarded to `app`.
     """
 
     def __init__(self, app: ASGIApp, role: UiRole) -> None:

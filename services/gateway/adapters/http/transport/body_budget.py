@@ -1,4 +1,4 @@
-"""Bounds the total bytes of the large request bodies of all clients that are in memory at once."""
+"""Bounds the total bytes of large request bodies that are in memory at the same time."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,13 +7,15 @@ from contextlib import asynccontextmanager
 from services.common.errors import ResourceExhausted
 
 _SMALL_BYTES = 64 * 1024
-"""Size in bytes up to which a body is not counted. The total of small bodies is bounded by the
-limit on concurrent requests.
+"""Bodies up to this number of bytes are not counted. The limit on concurrent requests bounds their
+total.
 """
 
 
 class BodyBudget:
-    """A budget of bytes. Requests for bytes are granted in the order in which they were made."""
+    """A budget of bytes, which `hold` reserves. Callers that wait are served in the order of their
+    calls.
+    """
 
     def __init__(self, max_bytes: int, max_wait_seconds: float) -> None:
         self._free = self._max_bytes = max_bytes
@@ -22,13 +24,13 @@ class BodyBudget:
         self._freed = asyncio.Event()
 
     def is_counted(self, num_bytes: int) -> bool:
-        """Whether a body of this size is counted, so that its request may have to wait."""
+        """Whether a body of this size is counted. A request with such a body may have to wait."""
         return num_bytes > _SMALL_BYTES
 
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[None]:
-        """Reserves that many bytes for the block. Raises ResourceExhausted if they are not free in
-        time.
+        """A context that reserves `num_bytes` for its block. Raises ResourceExhausted if they do
+        not become free in time.
         """
         taken = min(num_bytes, self._max_bytes) if self.is_counted(num_bytes) else 0
         if taken:

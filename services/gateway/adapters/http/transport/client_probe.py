@@ -1,4 +1,4 @@
-"""Detects whether a client that has closed its sending side still waits for its answer."""
+"""Detects whether a client that has closed its sending side still reads the answer."""
 
 import asyncio
 
@@ -6,21 +6,23 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 BETWEEN_EVENTS = "between_events"
-"""Key in the request's state of an answer of events: whether the last event was sent completely."""
+"""Key in the request's state. For answers that are event streams, its value is whether the last
+event was sent completely.
+"""
 _COMMENT_CHUNK = b"3\r\n:\n\n\r\n"
-"""An empty comment of an event stream, as a complete chunk."""
+"""An empty comment of an event stream, encoded as a chunk of an HTTP body."""
 # Seconds before the first write to the client, and seconds between later writes.
 _FIRST_SECONDS, _SECONDS = 0.05, 1.0
 
 
 class ClientProbe:
     """Writes at intervals to a client that has closed its sending side. If the client has also
-    closed its receiving side, its operating system replies with a reset, and the connection is
-    lost.
+    closed its receiving side, its operating system replies with a reset, which closes the
+    connection.
 
-    The client ignores these writes: they are `100 Continue` until the answer begins, and comments
-    between the events of a stream. Other answers need no probe, since their bodies are written
-    continuously.
+    Clients ignore these writes. Before the answer begins, the probe writes `100 Continue`. In an
+    event stream, it writes comments between events. Other answers need no probe once they have
+    begun, since their bodies are written continuously.
     """
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:

@@ -1,7 +1,8 @@
-"""One HTTP connection: uvicorn's, with bounds on what a client may send and how slowly.
+"""An HTTP connection. It extends uvicorn's class by limits on the size and duration of what a
+client sends.
 
-uvicorn does not bound the size of headers or the time for them. It never closes connections that
-send no request, and it drops the request of a client that closes its sending side.
+uvicorn itself does not limit the size of headers or the time in which they arrive. It never closes
+connections that send no request. It drops the request of a client that closes its sending side.
 """
 
 import asyncio
@@ -37,19 +38,19 @@ MAX_HEADERS = 100
 _MAX_HEADER_BYTES = 64 * 1024
 MAX_PIPELINED = 8
 _KEY_HEADERS = (b"authorization", b"x-api-key")
-# Limits after a refusal: the seconds in which a client can read the refusal, and the bytes that the
-# client may send in this time.
+# After a refusal, the connection stays open for some seconds, so that the client can read the
+# answer. The second number limits the bytes that the client may send in this time.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
 _IGNORED_BYTES = 64 * 2**20
-"""Bytes beyond the allowed body size that are discarded after an early answer, before the
-connection is closed.
+"""Limit on the bytes beyond the allowed body size that a client may still send after its request
+was refused. These bytes are discarded. At the limit the connection is closed.
 """
 CLOSING_SECONDS = 30.0
-"""Seconds that a client has to read the end of the last answer on a connection."""
+"""Seconds in which a client must read the rest of the last answer on a connection."""
 
 
 class _Stage(enum.Enum):
-    """What the client is expected to send next."""
+    """The input that is expected next from the client."""
 
     REQUEST = "its first bytes"
     HEADERS = "the rest of the headers"
@@ -59,10 +60,10 @@ class _Stage(enum.Enum):
 
 
 class GuardedConnection(SlicedProtocol):
-    """Closes connections that send too much, too slowly or nothing.
+    """A connection that is closed if its client sends too much, too slowly, or nothing.
 
-    A client may close its sending side and still get its answer, except over TLS. A ClientProbe
-    detects whether the client is still connected.
+    A client may close its sending side and still receive its answer, except over TLS. A ClientProbe
+    then detects whether the client is still connected.
     """
 
     def __init__(self, *, connections: Connections, **uvicorn: Any) -> None:
@@ -77,7 +78,7 @@ class GuardedConnection(SlicedProtocol):
         self._answered: RequestResponseCycle | None = None
         self._was_refused = False
 
-    # Calls from the transport.
+    # Methods that the transport calls.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -115,8 +116,8 @@ class GuardedConnection(SlicedProtocol):
 
     @property
     def can_wait(self) -> bool:
-        """Whether the next request may be read later than the requests of other connections. True
-        if the last request was refused: the next one will probably be refused, too.
+        """Whether requests of other connections are read before this connection's next request.
+        True if the last request was refused, because the next one will probably be refused, too.
         """
         return self._was_refused
 
@@ -142,11 +143,11 @@ class GuardedConnection(SlicedProtocol):
         self.transport.abort()
 
     def _disconnect_application(self) -> None:
-        """Marks the answered request as disconnected, since uvloop raises on a write to a closed
-        connection.
+        """Marks the request that is being answered as disconnected. Otherwise uvloop would raise
+        when the answer is written to the closed connection.
 
         uvicorn marks only the request that arrived last, and only in `connection_lost`. With
-        pipelining, further requests may have arrived behind the one that is being answered.
+        pipelining, further requests may have arrived after the one that is being answered.
         """
         answered = self._answered
         if answered is not None and not answered.response_complete:
@@ -158,7 +159,7 @@ class GuardedConnection(SlicedProtocol):
         self._connections.reader_timed_out()
         self.end()
 
-    # Calls from the parser. An exception here ends the parsing.
+    # Methods that the parser calls. An exception in them ends the parsing.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -190,7 +191,7 @@ class GuardedConnection(SlicedProtocol):
         super().on_message_complete()
         self._stage = _Stage.NOTHING
 
-    # Calls around the application.
+    # Before and after the application runs.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
@@ -219,8 +220,8 @@ class GuardedConnection(SlicedProtocol):
         self._connections.starts.add(key, start)
 
     def _is_refused_at_once(self, cycle: RequestResponseCycle) -> bool:
-        """Refuses a request by its headers if there is no room for it; returns whether it was
-        refused.
+        """Refuses a request by its headers if the server has no room for it. Returns whether the
+        request was refused.
         """
         quick = self._connections.quick_refusals
         if quick is None or not cycle.keep_alive or self.flow.write_paused:
@@ -258,7 +259,7 @@ class GuardedConnection(SlicedProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # Upgrades are not supported, and no request can follow.
+            # Upgrades are not supported. No request can follow on this connection.
             self.cycle.keep_alive = False
             self._stage = _Stage.NOTHING
         except httptools.HttpParserError:
@@ -271,7 +272,7 @@ class GuardedConnection(SlicedProtocol):
                 return
         is_answered = self.cycle is None or self.cycle.response_complete
         if self._stage is _Stage.NOTHING and is_answered and not self.pipeline:
-            # This was the rest of a request that was refused before its body was complete.
+            # `data` was the rest of a request that was refused before its body was complete.
             self._stage = self._timed_stage = _Stage.REQUEST
             self._time(self._connections.limits.keep_alive_seconds, self._too_slow)
             self._connections.became_idle(self)
@@ -282,7 +283,7 @@ class GuardedConnection(SlicedProtocol):
         raise ValueError(message)
 
     def _watch(self) -> None:
-        """Sets the timer for what the client is expected to send next."""
+        """Sets the timer for the input that is expected next from the client."""
         if self._stage is self._timed_stage:
             return
         self._timed_stage = self._stage
@@ -333,9 +334,8 @@ class GuardedConnection(SlicedProtocol):
 async def _until_answered(
     arrival: Arrival | None, app: Any, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs the application. Afterwards it ends the arrival of a request that the application did
-    not accept, and removes the references from the request's state to the connection, which form a
-    cycle.
+    """Runs the application. Afterwards ends `arrival` in case the application did not, and removes
+    references to the connection from the request's state. They would form a reference cycle.
     """
     try:
         await app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""All connections of an HTTP server, and the bound on their number."""
+"""The set of an HTTP server's connections, and the limit on their number."""
 
 import asyncio
 import logging
@@ -18,29 +18,29 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits on what the client of a connection may send, and on how long it may take."""
+    """Limits on the connections of a server: their number, the size of bodies, and times."""
 
     max_connections: int
     max_body_bytes: int
     keep_alive_seconds: float
     """Seconds that a connection may stay open without a request."""
     receive_timeout_seconds: float
-    """Seconds in which the headers of a request must arrive, or a TLS handshake must end."""
+    """Seconds in which all headers of a request must arrive. Also the limit on a TLS handshake."""
     body_timeout_seconds: float
-    """Seconds in which the body of a request must arrive."""
+    """Seconds in which the whole body of a request must arrive."""
     reader_timeout_seconds: float
-    """Seconds in which the client must read part of what was written."""
+    """Seconds in which the client must read a part of the unsent answer."""
 
 
 class Connection(Protocol):
-    """The methods of a connection that Connections calls."""
+    """The method of a connection that Connections calls."""
 
     def end(self) -> None:
         """Closes the connection at once."""
 
 
 class Connections:
-    """Admits connections up to the limit, and contains the state that they share."""
+    """Admits connections up to the limit, and keeps the state that all connections share."""
 
     def __init__(
         self,
@@ -49,28 +49,30 @@ class Connections:
         quick_refusals: QuickRefusals | None = None,
     ) -> None:
         """`on_reader_timeout` is called for each connection that is closed because its client has
-        stopped reading. `quick_refusals` decides about requests first, if the server refuses
-        requests under load.
+        stopped reading. `quick_refusals` is None for servers that do not refuse requests under
+        load.
         """
         self.limits = limits
         self._on_reader_timeout = on_reader_timeout
         self.quick_refusals = quick_refusals
         self.are_ending = False
-        """Whether each connection closes after its next answer."""
+        """Whether every connection is closed after its next answer."""
         self.refusals = RefusalLog()
         self.starts = Starts()
         self.refused_turns = Turns()
-        """Parsing calls of connections whose last request was refused because there was no room."""
+        """Runs the parsing calls of connections whose last request was refused for lack of room."""
         self._connections: set[Connection] = set()
         self._idle: dict[Connection, None] = {}
-        """Connections without a request, in the order in which they became idle."""
+        """The connections without a request, in the order in which they became idle. All values are
+        None.
+        """
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def admit(self, connection: Connection) -> bool:
-        """Adds a connection; returns False if there is no room. At the limit, the connection that
-        has been idle for longest is closed to make room.
+        """Adds a connection. At the limit, the connection that has been idle for longest is closed
+        first. Returns False if no connection is idle.
         """
         if len(self._connections) >= self.limits.max_connections:
             oldest = next(iter(self._idle), None)
@@ -109,8 +111,8 @@ class RefusalLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def count(self, reason: str) -> None:
-        """Counts one connection. The first one is logged at once, later ones at the end of the
-        interval.
+        """Counts one connection. The first connection is logged at once, later connections at the
+        end of the interval.
         """
         self._unlogged[reason] += 1
         if self._timer is None:

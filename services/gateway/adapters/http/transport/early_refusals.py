@@ -1,4 +1,4 @@
-"""Refuses requests that a full server cannot serve, before any other work on them."""
+"""Refuses requests that a full server cannot serve, before any other work is done for them."""
 
 from collections.abc import Collection
 
@@ -17,12 +17,12 @@ from services.gateway.core.tenant import ANYONE
 
 
 class EarlyRefusals:
-    """Refuses POST requests to `paths` while there is no room for them. Their bodies are not read,
-    and the application does not run. Under overload most requests end here.
+    """Refuses POST requests to `paths` while the server has no room for them. Bodies of refused
+    requests are not read, and the application does not run. Under overload most requests end here.
 
-    Some requests are forwarded in any case: requests that the application refuses for another
-    reason, and requests whose answer exists under their idempotency key, which need no room.
-    Requests that QuickRefusals counted do not reach this check.
+    Two kinds of requests are always forwarded: requests that the application refuses for another
+    reason, and requests that need no room because an answer exists under their idempotency key.
+    Requests that QuickRefusals has admitted do not pass this check.
     """
 
     def __init__(

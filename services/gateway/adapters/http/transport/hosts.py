@@ -1,8 +1,8 @@
 """Checks the name in the header `Host`.
 
-A page of another site can make its own name resolve to a loopback address and then read the answers
-of a local server (DNS rebinding). Such requests are refused: their `Host` is the site's name. An
-address in `Host` cannot be rebound, so it is always allowed.
+A page of another site can make the site's name resolve to a loopback address, and then read the
+answers of a local server (DNS rebinding). `Host` contains the site's name in such requests, so they
+are refused. An address in `Host` does not resolve to anything else, so it is always allowed.
 """
 
 import ipaddress
@@ -28,13 +28,13 @@ def hosts_for(listen: str, allowed: Sequence[str]) -> tuple[str, ...]:
 
 
 class HostNames:
-    """The host names that a server serves. Addresses are always served."""
+    """The host names for which a server answers. It also answers for every address."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
 
     def allow(self, host: str) -> bool:
-        """Whether requests with this value of `Host` are served."""
+        """Whether requests with this value of `Host` are allowed."""
         if ANY in self._names:
             return True
         name = host.lower()
@@ -45,7 +45,7 @@ class HostNames:
 
 
 class HostCheck:
-    """Forwards only requests whose `Host` is an address or one of the names."""
+    """Forwards requests whose `Host` is an address or an allowed name. Refuses all others."""
 
     def __init__(self, app: ASGIApp, names: HostNames) -> None:
         self._app = app
@@ -64,7 +64,7 @@ class HostCheck:
 
 
 def hosts_of(scope: Scope) -> list[str]:
-    """The values of the header `Host`. A valid request has one."""
+    """Returns the values of the header `Host`. A valid request has exactly one."""
     return [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
 
 

@@ -11,15 +11,15 @@ from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 
 UNCOUNTED = frozenset({"/metrics", "/health", "/ping", "/load", "/version", "/status", "/activity"})
-"""Paths that programs poll; vLLM does not count them either."""
+"""Paths that programs poll. Their requests are not counted, as in vLLM."""
 OTHER = "none"
-"""The route under which requests for unknown paths are counted."""
+"""The label for requests with unknown paths."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 
 class HttpCounts:
-    """Counts a request when its answer has ended, with its duration. It wraps RequestRecords, whose
-    record contains the answer's status.
+    """Counts a request and its duration when its answer has ended. The status is read from the
+    record that RequestRecords, the wrapped application, has created.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route], metrics: Metrics) -> None:

@@ -1,4 +1,6 @@
-"""Counts the values of a JSON text as it arrives, since parsing blocks the event loop."""
+"""Counts the values of a JSON text while its bytes arrive. Texts with too many values are refused,
+because parsing them would block the event loop.
+"""
 
 from services.common.errors import InvalidArgument
 
@@ -8,9 +10,9 @@ _MAX_KEY_LENGTH = 64
 
 
 class JsonMeter:
-    """Counts the commas, colons and brackets of a text that are outside its strings.
+    """Counts the commas, colons and brackets of a text. Those inside strings are not counted.
 
-    It only refuses texts that would take long to parse. The parser checks whether the text is JSON.
+    The meter does not check whether the text is JSON; the parser does that.
     """
 
     def __init__(self, max_values: int) -> None:
@@ -50,8 +52,8 @@ class JsonMeter:
 
 
 def _last_key(parts: list[bytes]) -> str:
-    """Returns the last key whose colon is in these parts, for an error message. The result is empty
-    if the key is incomplete or is not an identifier.
+    """Returns the last object key in these parts of the text, for an error message. Returns an
+    empty text if the key is incomplete or is not an identifier.
     """
     for place in range(len(parts) - 1, 0, -1):
         if parts[place].lstrip()[:1] == b":":

@@ -1,4 +1,6 @@
-"""Refuses requests by their headers, in the event-loop iteration in which the headers arrive."""
+"""Refuses requests by their headers, in the same event-loop iteration in which the headers
+arrive.
+"""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -25,22 +27,25 @@ from services.gateway.core.tenant import Tenant
 
 Header = tuple[bytes, bytes]
 _LEFT = frozenset((FIELD.lower(), "origin"))
-"""Headers that only the application can check. Requests with them are not refused here."""
+"""Headers that only the application can check. Requests with these headers are left to the
+application.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class QuickRefusals:
-    """Refuses POST requests to generating paths while there is no room for them. This costs a
-    fraction of a refusal by the application: no body is read and no task is created. A request that
-    is not refused counts from here on, so a burst cannot exceed the limits.
+    """Refuses POST requests to paths that generate while the server has no room for them. This
+    costs a fraction of a refusal by the application, because no body is read and no task is
+    created. A request that is admitted is counted at once, so that a burst of requests cannot
+    exceed the limits.
 
-    The application decides about all other requests, by the same rules: requests that are refused
-    for another reason, whose key is not in memory, whose tenant has limits per minute or on
-    concurrency, that have an `Origin` header, or that have an idempotency key.
+    Some requests are left to the application, which applies the same rules: requests that must be
+    refused for another reason, requests with an `Origin` header or an idempotency key, and requests
+    whose API key is not in memory or whose tenant has limits of its own.
     """
 
     operations: Mapping[str, str]
-    """The GenAI operation of each generating path."""
+    """Maps each path that generates to its operation in traces and metrics."""
     hosts: HostNames
     keys: ApiKeys
     gate: Gate
@@ -51,11 +56,12 @@ class QuickRefusals:
     max_body_bytes: int
 
     def decide(self, scope: Scope, default_headers: Iterable[Header]) -> bytes | None:
-        """Returns the complete answer to a refused request, with `default_headers` besides its own
-        headers. Returns None for a request that goes to the application.
+        """Returns the bytes of the complete answer to a refused request. `default_headers` are
+        added to the answer's own headers. Returns None for a request that the application must
+        serve.
 
-        For a request that was counted, the host, key and declared size have been checked, and its
-        state contains its Arrival and its tenant.
+        If the request was admitted and counted, its host, API key and declared size have been
+        checked, and its state contains its Arrival and its tenant.
         """
         if scope["method"] != "POST" or scope["path"] not in self.operations:
             return None
@@ -73,8 +79,8 @@ class QuickRefusals:
             self.gate.check()
             scope["state"][ARRIVAL] = self.inference.arriving(tenant, deadline)
         except StepwellError as error:
-            # In a separate context, so that later log lines of the connection are not attributed to
-            # this request.
+            # A separate context, so that later log lines of the connection do not carry this
+            # request's id.
             names = Context().run(self._refuse, error, scope, headers, tenant)
             return raw_error_response(error, scope, [*default_headers, *names])
         return None
@@ -98,7 +104,9 @@ class QuickRefusals:
     def _refuse(
         self, error: StepwellError, scope: Scope, headers: Mapping[str, str], tenant: Tenant
     ) -> tuple[Header, ...]:
-        """Counts and logs a refusal; returns the headers with the request's and the trace's id."""
+        """Counts and logs a refusal. Returns the headers with the request's id and the trace's
+        id.
+        """
         path, status, arrived = scope["path"], status_of(error), scope["state"][ARRIVED]
         record = self.recorder.begin(call_of(scope), self.operations[path], headers, arrived)
         record.tenant, record.status = tenant, str(status)

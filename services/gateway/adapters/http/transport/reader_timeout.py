@@ -4,21 +4,21 @@ import asyncio
 from collections.abc import Callable
 
 LEAST_BYTES = 16 * 1024
-"""Bytes that a client must read within the timeout, if at least that many are unsent."""
+"""Number of bytes that a client must read within the timeout, if at least that many are unsent."""
 
 
 class ReaderTimeout:
-    """Watches the bytes that were written to a connection and are unsent because the client does
+    """Watches the write buffer of a connection: the bytes that are unsent because the client does
     not read.
 
-    In each period of `timeout_seconds` the client must read 16 KiB, or all that is left. Otherwise
-    `on_timeout` is called, whether or not the connection has a request.
+    In each period of `timeout_seconds` the client must read 16 KiB, or the rest of the buffer.
+    Otherwise `on_timeout` is called, even if the connection has no request.
     """
 
     def __init__(
         self, transport: asyncio.Transport, timeout_seconds: float, on_timeout: Callable[[], None]
     ) -> None:
-        # A smaller buffer, a few events, is not reported. A larger one is reported until it is
+        # The transport reports only a buffer of more than LEAST_BYTES, and again when the buffer is
         # empty.
         transport.set_write_buffer_limits(high=LEAST_BYTES, low=0)
         self._transport = transport

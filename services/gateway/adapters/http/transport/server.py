@@ -1,4 +1,4 @@
-"""An uvicorn server inside this process's event loop, started and stopped by method calls."""
+"""A uvicorn server that runs in the current event loop. Method calls start and stop it."""
 
 import asyncio
 import contextlib
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 _SEND_BUFFER_BYTES = 128 * 1024
 _BACKLOG = 2048
 _ACCEPTED_A_TURN = 8
-"""Connections accepted in one iteration of the event loop. libuv accepts one per listener and
-iteration, so each address has several duplicate listeners. With long iterations and one listener, a
-burst of connections would delay other clients' connections.
+"""Number of connections that are accepted in one iteration of the event loop. libuv accepts one
+connection per listener and iteration, so each address has this number of duplicate listeners. With
+one listener and long iterations, a burst of connections would delay other clients' connections.
 """
 _DATE_SECONDS = 1.0
-"""Seconds between updates of the Date header of answers."""
+"""Seconds between updates of the Date header in answers."""
 _CLOSED_POLL_SECONDS = 0.01
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to the process, and ends as soon as `end` is called.
+    """A uvicorn server that does not handle signals, and that ends as soon as `end` is called.
 
-    uvicorn's own loop checks ten times a second whether it should end, and waits 0.1 s for
-    connections to close even if there are none.
+    uvicorn's own loop only checks every 0.1 s whether it should end. Then it waits another 0.1 s
+    for connections to close, even if there are none.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -47,8 +47,8 @@ class _Server(uvicorn.Server):
         self._asked.set()
 
     def end_idle(self) -> None:
-        """Closes each connection whose requests were answered, and every other one after its
-        answer. A connection that has had no request so far stays open.
+        """Closes each connection whose requests were all answered. Other connections are closed
+        after their answer. A connection that has had no request stays open.
         """
         for connection in list(self.server_state.connections):
             if getattr(connection, "cycle", None) is not None:
@@ -61,8 +61,8 @@ class _Server(uvicorn.Server):
                     await self._asked.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts no new connections, and waits for the open ones unless `force_exit` is set. A
-        first request that is arriving is answered.
+        """Accepts no new connections, and waits until all open connections are closed or
+        `force_exit` is set. A connection's first request is still answered while this waits.
         """
         for server in self.servers:
             server.close()
@@ -81,7 +81,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves one application over HTTP at one address. Its connections are GuardedConnections."""
+    """Serves one application over HTTP at one address. Each connection is a GuardedConnection."""
 
     def __init__(self, app: ASGIApp, connections: Connections, tls: "Tls | None" = None) -> None:
         """Raises SettingError if the certificate cannot be used."""
@@ -102,8 +102,8 @@ class HttpServer:
         self._unix_path: Path | None = None
 
     async def start(self, address: str) -> str:
-        """Binds the address and serves; returns host:port or unix:PATH. Raises Unavailable if the
-        address cannot be bound.
+        """Binds the address and starts serving. Returns the bound address as host:port or
+        unix:PATH. Raises Unavailable if the address cannot be bound.
         """
         if address.startswith(UNIX):
             listener, bound = bind_unix_socket(address), address
@@ -116,15 +116,16 @@ class HttpServer:
         return bound
 
     def end_idle(self) -> None:
-        """Closes each connection whose requests were answered, and every other one after its next
-        answer, so that clients can connect to another gateway. New connections are still accepted.
+        """Closes each connection whose requests were all answered. Other connections are closed
+        after their next answer. This makes clients reconnect, perhaps to another gateway. New
+        connections are still accepted.
         """
         self.connections.are_ending = True
         self._server.end_idle()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Accepts no new connections, waits up to `grace_seconds` for running exchanges, then
-        aborts the rest.
+        """Accepts no new connections, and waits up to `grace_seconds` until running requests are
+        answered. Then aborts the remaining connections.
         """
         if self._task is None:
             return
@@ -142,7 +143,9 @@ class HttpServer:
 
 
 def _protocol(connections: Connections, tls: "Tls | None") -> Callable[..., asyncio.Protocol]:
-    """The factory that uvicorn calls, with its own arguments, for each connection."""
+    """Returns the factory of connections. uvicorn calls it with further arguments for each
+    connection.
+    """
     plain = partial(GuardedConnection, connections=connections)
     if tls is None:
         return plain
@@ -171,8 +174,8 @@ def _bind(address: str) -> socket.socket:
         )
     except (OSError, ValueError, OverflowError) as error:
         raise Unavailable(f"cannot listen on {address} for HTTP: {error}") from error
-    # Accepted connections inherit this buffer size. The kernel's default for a slow reader is
-    # megabytes.
+    # Accepted connections inherit this buffer size. By default the kernel would buffer megabytes
+    # for a slow reader.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     listener.setblocking(False)
     return listener

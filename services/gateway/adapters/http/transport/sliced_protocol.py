@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, which parses its input in slices."""
+"""uvicorn's HTTP protocol, changed so that large input is parsed in slices."""
 
 import asyncio
 from collections import deque
@@ -8,12 +8,12 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _SLICE_BYTES = 16 * 1024
-"""Bytes that are parsed in one iteration of the event loop."""
+"""Number of bytes that are parsed in one iteration of the event loop."""
 
 
 class SlicedProtocol(HttpToolsProtocol):
-    """Parses each slice in a separate iteration of the event loop, and resumes reading when all are
-    parsed.
+    """Parses each slice of received input in a separate iteration of the event loop. Resumes
+    reading when all slices are parsed.
     """
 
     def __init__(self, **uvicorn: Any) -> None:
@@ -34,7 +34,9 @@ class SlicedProtocol(HttpToolsProtocol):
 
     @property
     def can_wait(self) -> bool:
-        """Whether input is always parsed in a later iteration of the event loop."""
+        """Whether even the first slice of new input is parsed in a later iteration of the event
+        loop.
+        """
         return False
 
     def data_received(self, data: bytes) -> None:
@@ -51,15 +53,15 @@ class SlicedProtocol(HttpToolsProtocol):
             self.parse_soon()
 
     def eof_received(self) -> None:
-        """The client has closed its sending side. Earlier input is parsed before the end is
-        processed.
+        """Called when the client has closed its sending side. Earlier input is parsed before this
+        end is processed.
         """
         if self._unread:
             self.parse_on()
 
     def parse_on(self) -> None:
-        """Parses the next slice. Does nothing while reading is paused because a request is served
-        first.
+        """Parses the next slice. Does nothing while reading is paused, which uvicorn does until the
+        current request is answered.
         """
         if self.flow.read_paused or self.transport.is_closing():
             return
@@ -74,7 +76,7 @@ class SlicedProtocol(HttpToolsProtocol):
 
 
 class _PiecewiseFlow(FlowControl):
-    """Resumes with received but unparsed input, before more is read."""
+    """When reading is resumed, parses the input that was already received before more is read."""
 
     def __init__(self, transport: asyncio.Transport, connection: SlicedProtocol) -> None:
         super().__init__(transport)

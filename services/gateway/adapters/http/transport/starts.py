@@ -1,29 +1,33 @@
-"""Starts requests that have arrived: a few per iteration of the event loop, clients in rotation."""
+"""Starts the requests that have arrived, a few in each iteration of the event loop. Clients take
+turns.
+"""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 
 _REQUESTS_A_TURN = 4
-"""Requests started in one iteration of the event loop, so that running requests progress in
-between.
+"""Number of requests that are started in one iteration of the event loop. Running requests progress
+between iterations.
 """
 
 
 class Starts:
-    """Starts the first requests of an iteration at once and the others soon. The requests of one
-    client start in their order, and clients alternate: a client with many requests does not delay
-    other clients until all of its own have started.
+    """Starts the first requests of an iteration at once and the others in later iterations. The
+    requests of one client start in the order of arrival. Clients alternate, so that a client with
+    many requests does not delay the requests of other clients.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, deque[Callable[[], None]]] = {}
-        """Waiting starts by client; the first client is the next to be served."""
+        """Maps each client to its delayed calls of `start`. The first client is served next."""
         self._num_started = 0
-        """Requests started since the last call of `_turn`."""
+        """Number of requests that were started in this iteration of the event loop."""
 
     def add(self, client: bytes, start: Callable[[], None]) -> None:
-        """Calls `start`, now or soon. `client` identifies the client."""
+        """Calls `start`, at once or in a later iteration of the event loop. `client` identifies the
+        client.
+        """
         if not self._num_started:
             asyncio.get_running_loop().call_soon(self._turn)
         if self._num_started < _REQUESTS_A_TURN:

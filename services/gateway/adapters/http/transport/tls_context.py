@@ -1,4 +1,4 @@
-"""The HTTP server's certificate as an SSLContext of Python's ssl module."""
+"""Keeps the HTTP server's certificate as an SSLContext of Python's ssl module."""
 
 import logging
 import ssl
@@ -11,13 +11,13 @@ logger = logging.getLogger(__name__)
 
 
 class TlsContext:
-    """The SSLContext for the next handshake. A new one is made after each change of the
+    """Provides the SSLContext for each handshake. A new context is made after each change of the
     certificate.
     """
 
     def __init__(self, tls: Tls) -> None:
-        """Raises SettingError if OpenSSL refuses the certificate, for example because of a short
-        key.
+        """Raises SettingError if OpenSSL refuses the certificate, for example because its key is
+        too short.
         """
         self._watch = tls.watch
         self._certificate = self._watch.current

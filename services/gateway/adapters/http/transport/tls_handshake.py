@@ -14,9 +14,9 @@ from services.gateway.adapters.http.transport.tls_context import TlsContext
 
 
 class TlsHandshake(asyncio.Protocol):
-    """Performs the TLS handshake, then hands the connection to its HTTP protocol. It is counted as
-    a connection from the start, so that clients that never finish the handshake are bounded in
-    number and time.
+    """Performs the TLS handshake of a connection, and then replaces itself by the connection's HTTP
+    protocol. The connection is counted from the start, so the limits on number and time also apply
+    to clients that never finish the handshake.
     """
 
     def __init__(
@@ -37,19 +37,19 @@ class TlsHandshake(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        # ReaderTimeout does not see data that is buffered below TLS, so that buffer should be
+        # ReaderTimeout does not count the encrypted data in this buffer, so the buffer should be
         # small.
         transport.set_write_buffer_limits(high=LEAST_BYTES, low=0)
         if not self._connections.admit(self):
             transport.abort()
             return
-        self._open.add(self)  # type: ignore[arg-type] # what uvicorn asks of one, this has
+        self._open.add(self)  # type: ignore[arg-type] # has the attributes that uvicorn needs
         self._task = self._loop.create_task(self._serve(), name="TLS handshake")
 
     def data_received(self, data: bytes) -> None:
-        """Buffers early data. The start of the handshake may arrive before TLS reads it, since
-        uvloop reads from a new connection in any case. The client's request may arrive with the end
-        of its handshake.
+        """Buffers data that arrives too early. The start of the handshake may arrive before the TLS
+        protocol is installed, since uvloop reads from each new connection at once. The client's
+        request may arrive together with the end of the handshake.
         """
         (self._early if self._undecrypted is None else self._undecrypted).append(data)
 
@@ -57,12 +57,13 @@ class TlsHandshake(asyncio.Protocol):
         self._has_ended = True
 
     def shutdown(self) -> None:
-        """The server accepts no more requests."""
+        """Called when the server stops."""
         self.end()
 
     def end(self) -> None:
         self._has_ended = True
-        # In a separate iteration: the event loop may be about to read from the transport.
+        # Aborted in the next iteration, because the event loop may be about to read from the
+        # transport.
         self._loop.call_soon(self.transport.abort)
 
     async def _serve(self) -> None:
@@ -73,7 +74,7 @@ class TlsHandshake(asyncio.Protocol):
             self._hand_over(secured)
 
     async def _shake_hands(self) -> asyncio.Transport | None:
-        """The transport of decrypted data. None if the handshake failed."""
+        """Returns the transport of decrypted data, or None if the handshake failed."""
         handshake = self._loop.start_tls(
             self.transport,
             self,
@@ -84,8 +85,8 @@ class TlsHandshake(asyncio.Protocol):
         )
         try:
             beginning = self._loop.create_task(handshake, name="start_tls")
-            # `start_tls` pauses reading in its first iteration and resumes in the next one.
-            # Buffered data is forwarded in that iteration, before more can arrive.
+            # `start_tls` pauses reading in its first iteration and resumes it in the next one.
+            # Buffered data is forwarded in that second iteration, before more data can arrive.
             self._loop.call_soon(self._loop.call_soon, self._pass_on)
             return await beginning
         except OSError as error:
@@ -93,7 +94,7 @@ class TlsHandshake(asyncio.Protocol):
             return None
 
     def _pass_on(self) -> None:
-        """Forwards the data that arrived before TLS could read it."""
+        """Forwards the data that arrived before the TLS protocol was installed."""
         undecrypted, self._undecrypted = b"".join(self._undecrypted or ()), None
         tls = cast(asyncio.BufferedProtocol, self.transport.get_protocol())
         while undecrypted and not self.transport.is_closing():

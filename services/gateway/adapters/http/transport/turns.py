@@ -6,22 +6,24 @@ from collections import deque
 from collections.abc import Callable
 
 _SHARE = 0.5
-"""Processor time for these calls, as a fraction of the time of everything else in the iteration."""
+"""Limit on the processor time of these calls, as a fraction of the processor time of everything
+else in the iteration.
+"""
 
 
 class Turns:
-    """Runs calls in their order, one per iteration of the event loop, so that a burst of them
-    delays everything else by at most one call. After a long iteration more calls run, for up to
-    half of the processor time of the rest of the iteration. Otherwise the queue would grow under
-    load.
+    """Runs calls in the order of `add`, one in each iteration of the event loop, so that a burst of
+    calls delays everything else by at most one call. After a long iteration, more calls run. They
+    may take half of the processor time that everything else took since the last call. Without this
+    rule the queue would grow under load.
     """
 
     def __init__(self, processor_seconds: Callable[[], float] = time.thread_time) -> None:
-        """`processor_seconds` returns the processor time of the event loop's thread."""
+        """`processor_seconds` returns the processor time of the event loop's thread, in seconds."""
         self._processor_seconds = processor_seconds
         self._calls: deque[Callable[[], None]] = deque()
         self._ended = 0.0
-        """The processor time, in seconds, at which the last iteration's calls ended."""
+        """The thread's processor time, in seconds, when the last of these calls ended."""
 
     def add(self, call: Callable[[], None]) -> None:
         """Appends a call to the queue."""

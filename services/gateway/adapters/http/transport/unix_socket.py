@@ -1,4 +1,4 @@
-"""A Unix socket that only the user of this process can connect to."""
+"""A Unix socket to which only the user of this process can connect."""
 
 import socket
 from pathlib import Path
@@ -12,13 +12,15 @@ _BACKLOG = 128
 
 
 def bind_unix_socket(address: str) -> socket.socket:
-    """Listens at unix:PATH, and replaces an abandoned socket file. Raises Unavailable."""
+    """Binds a socket at unix:PATH and listens. Replaces a socket file that no process uses any
+    more. Raises Unavailable if the address is in use or cannot be bound.
+    """
     path = Path(address.removeprefix(UNIX))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         remove_abandoned(path)
         listener.bind(str(path))
-        path.chmod(_OWNER_ONLY)  # before it listens, so that no other user ever connects
+        path.chmod(_OWNER_ONLY)  # before it listens, so no other user can connect
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()

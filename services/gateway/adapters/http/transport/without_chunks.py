@@ -1,4 +1,6 @@
-"""Answers over HTTP/1.0, which has no chunks: a body of unknown length ends with the connection."""
+"""Sends answers over HTTP/1.0, which has no chunks. The end of a body of unknown length is the end
+of the connection.
+"""
 
 from typing import Any
 
@@ -27,7 +29,7 @@ async def answer_without_chunks(
 
 
 def _write_head(cycle: RequestResponseCycle, message: Message) -> None:
-    """Writes the head as uvicorn does, without the header for chunks."""
+    """Writes the answer's head as uvicorn does, but without the header Transfer-Encoding."""
     headers = (*cycle.default_headers, *message["headers"], (b"connection", b"close"))
     lines = [b"%b: %b\r\n" % header for header in headers]
     cycle.response_started = True

@@ -1,1 +1,3 @@
-"""vLLM's routes of models that pool prompts: rerank, classify and pooling."""
+"""vLLM's routes for models that compute a vector or a score of a prompt instead of text: rerank,
+classify and pooling.
+"""

@@ -6,13 +6,13 @@ from services.gateway.adapters.http.openapi.answers import Answer, RequestMetric
 
 
 class RankedText(Answer):
-    """A document as it was sent."""
+    """A document as the client sent it."""
 
     text: str
 
 
 class Ranked(Answer):
-    """A document's index in the request, and its score with the query."""
+    """A document's index in the request, and the score of the query with the document."""
 
     index: int
     relevance_score: float
@@ -20,7 +20,7 @@ class Ranked(Answer):
 
 
 class Ranking(Answer):
-    """An answer of /rerank: documents, best first."""
+    """An answer of /rerank: the documents, the highest score first."""
 
     id: str
     model: str
@@ -30,7 +30,7 @@ class Ranking(Answer):
 
 
 class Classified(Answer):
-    """The classes of one input: the probability of each, and the name of the most probable."""
+    """The probability of each class for one input, and the name of the most probable class."""
 
     index: int
     label: str | None
@@ -51,7 +51,7 @@ class Classification(Answer):
 
 
 class Pooled(Answer):
-    """The vector of one input: numbers, or their little-endian float32 in base64."""
+    """The vector of one input: a list of numbers, or little-endian float32 numbers in base64."""
 
     index: int
     object: Literal["pooling"]

@@ -18,7 +18,7 @@ _NO_TEXT_LIMITS = "send truncate_prompt_tokens"
 
 
 class DocumentBody(HistoryBody):
-    """A document as an object. Only its text is read."""
+    """A document that is sent as an object. Only its text is used."""
 
     text: str
 
@@ -53,7 +53,7 @@ class ClassifyBody(InputBody):
 
 
 class PoolingBody(InputBody):
-    """POST /pooling: the vectors that the model computes, of any kind."""
+    """POST /pooling: returns the vectors of a model of any pooling task."""
 
     task: Literal["embed", "classify"] | None = None
     encoding_format: Literal["float", "base64"] | None = None

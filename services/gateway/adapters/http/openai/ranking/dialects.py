@@ -1,4 +1,4 @@
-"""Rerank, classify and pooling: converts bodies to requests, and vectors to answers."""
+"""Rerank, classify and pooling: converts request bodies to requests, and vectors to answers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ from services.gateway.core.request.vectors import numbers
 
 
 async def rerank_request(body: RerankBody, inference: Inference, request_id: str) -> ClientRequest:
-    """The request for the scores of the query with each document."""
+    """Makes the request that computes the score of the query with each document."""
     if body.top_n is not None and body.top_n < 0:
         raise InvalidArgument(f"top_n must be at least 0, not {body.top_n}", field="top_n")
     return await pair_request(
@@ -39,7 +39,7 @@ async def rerank_request(body: RerankBody, inference: Inference, request_id: str
 async def classify_request(
     body: ClassifyBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """The request for the classes of each input."""
+    """Makes the request that computes the class probabilities of each input."""
     inference.check_pools(PoolingTask.CLASSIFY)
     params = PoolingParams(use_activation=body.use_activation)
     return await prompts_request(body, inference, request_id, params)
@@ -48,14 +48,16 @@ async def classify_request(
 async def pooling_request(
     body: PoolingBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """The request for the vector of each input."""
+    """Makes the request that computes the vector of each input."""
     inference.check_pools(None if body.task is None else PoolingTask(body.task))
     params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
     return await prompts_request(body, inference, request_id, params)
 
 
 class RerankDialect:
-    """Writes documents by their scores, best first. Equal scores keep the order of the request."""
+    """Writes the documents and their scores, the highest score first. Documents with equal scores
+    keep the order of the request.
+    """
 
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "rerank"
@@ -88,7 +90,7 @@ class RerankDialect:
 
 
 class ClassifyDialect:
-    """Writes the probabilities of the classes, and the name of the most probable."""
+    """Writes the probabilities of the classes, and the name of the most probable class."""
 
     def __init__(self, head: dict[str, Any], labels: Sequence[str]) -> None:
         self._head = head
@@ -111,7 +113,7 @@ class ClassifyDialect:
 
 
 class ClassifyApi:
-    """Makes dialects for answers to /classify, with the names of the classes."""
+    """Makes a ClassifyDialect for each request, with the names of the model's classes."""
 
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "classify"
@@ -132,7 +134,7 @@ class ClassifyApi:
 
 
 class PoolingDialect:
-    """Writes vectors as the model computes them."""
+    """Writes the vectors that the model computed."""
 
     operation = names.GENAI_OPERATION_EMBEDDINGS
     id_prefix = "pool"
@@ -149,7 +151,7 @@ class PoolingDialect:
         self._head = answer_head(request, created, model_name)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """The body of the answer. Its vectors are encoded while it is sent."""
+        """Returns the body of the answer. Its vectors are encoded while the body is sent."""
         data = (
             {
                 "index": index,

@@ -1,4 +1,4 @@
-"""The routes: /rerank under three names, /classify, /pooling."""
+"""The routes /rerank, which has three paths, /classify and /pooling."""
 
 from collections.abc import Sequence
 
@@ -33,11 +33,11 @@ OPERATIONS = {
     CLASSIFY: ClassifyApi.operation,
     POOLING: PoolingDialect.operation,
 }
-"""The GenAI operation of each path."""
+"""Maps each path to its operation in traces and metrics."""
 
 
 class RankingRoutes:
-    """A handler for each route."""
+    """The handlers of the routes."""
 
     def __init__(self, generation: GenerationRoutes, labels: Sequence[str]) -> None:
         """`labels` are the names of the model's classes, in order."""
@@ -45,7 +45,7 @@ class RankingRoutes:
         self._classify_api = ClassifyApi(labels)
 
     async def rerank(self, request: Request) -> ASGIApp:
-        """Documents, ranked by their scores with a query."""
+        """Ranks documents by their scores with a query."""
         return self._generation.reply(request, RerankBody, rerank_request, RerankDialect)
 
     async def v1_rerank(self, request: Request) -> ASGIApp:
@@ -57,15 +57,15 @@ class RankingRoutes:
         return await self.rerank(request)
 
     async def classify(self, request: Request) -> ASGIApp:
-        """The classes of texts."""
+        """Classifies texts."""
         return self._generation.reply(request, ClassifyBody, classify_request, self._classify_api)
 
     async def pooling(self, request: Request) -> ASGIApp:
-        """The vectors of texts, from any model that pools."""
+        """Computes the vectors of texts, with a model of any pooling task."""
         return self._generation.reply(request, PoolingBody, pooling_request, PoolingDialect)
 
     def routes(self, headers: tuple[RequestHeader, ...]) -> Sequence[Route]:
-        """The routes. `headers` are the headers that they read."""
+        """Returns the routes. `headers` are the request headers that all of them read."""
         table = (
             (RERANK, self.rerank, answers.Ranking, RerankBody),
             (V1_RERANK, self.v1_rerank, answers.Ranking, RerankBody),

@@ -1,1 +1,1 @@
-"""OpenAI's responses API: bodies, conversion to requests, answers and their events."""
+"""OpenAI's responses API: request bodies, their conversion, answers, and events of streams."""

@@ -39,8 +39,8 @@ _NO_CACHE = "prompts are cached in memory, and those used least recently are dro
 
 
 def _includable(names: list[str]) -> list[str]:
-    """Validates `include`. Log-probabilities are refused. Reasoning is always included, and other
-    names concern OpenAI's tools.
+    """Validates the field `include`. Log-probabilities are refused. Other names have no effect:
+    reasoning is always included, and the rest concerns tools that OpenAI runs.
     """
     if _LOGPROBS in names:
         raise PydanticCustomError("not_supported", "{why}", {"why": _NO_LOGPROBS})
@@ -92,7 +92,7 @@ ResponsesToolChoice = Annotated[
 
 
 class ResponsesJsonSchema(JsonSchema):
-    """JSON that conforms to a schema."""
+    """Requires JSON that conforms to a schema."""
 
     type: Literal["json_schema"]
 
@@ -118,7 +118,7 @@ class ResponsesText(Body):
 
 
 class ResponsesReasoning(Body):
-    """The reasoning effort. The answer contains the reasoning, not a summary."""
+    """The reasoning effort. The answer contains the whole reasoning instead of a summary."""
 
     effort: Effort | None = None
     summary: Ignored = None
@@ -126,7 +126,7 @@ class ResponsesReasoning(Body):
 
 
 class ResponsesStreamOptions(Body):
-    """Options for what a stream contains besides its events."""
+    """Options of a stream. They have no effect."""
 
     include_obfuscation: Annotated[Any, Only(False, why="events are not padded")] = None
 
@@ -187,7 +187,7 @@ class ResponsesBody(UnservedResponsesFields):
     truncation: Annotated[Any, Only("disabled", why="conversations are not cut")] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """The error, with its field renamed to this body's field."""
+        """Returns the error with the core's field name replaced by the name in this body."""
         names = {
             "prompt": "input",
             "messages": "input",
@@ -200,6 +200,6 @@ class ResponsesBody(UnservedResponsesFields):
 
     @property
     def form(self) -> JsonObjectFormat | ResponsesJsonSchema | None:
-        """The format that the answer must conform to; None for any text."""
+        """The format that the answer must conform to. None if any text is allowed."""
         form = None if self.text is None else self.text.format
         return None if isinstance(form, TextFormat) else form

@@ -16,11 +16,13 @@ from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.request import ClientRequest
 
 _CUT = {FinishReason.LENGTH: "max_output_tokens", FinishReason.ABORT: None}
-"""The reasons of incomplete answers. OpenAI defines none for an answer that an operator ended."""
+"""Maps finish reasons of incomplete answers to OpenAI's names. OpenAI has no name for an answer
+that an operator ended.
+"""
 
 
 class ResponsesDialect(StreamingDialect):
-    """Writes one answer in the schema of OpenAI's responses API: a response of items."""
+    """Writes one answer in the schema of OpenAI's responses API. A response is a list of items."""
 
     operation = names.GENAI_OPERATION_CHAT
     id_prefix = "resp"
@@ -33,7 +35,7 @@ class ResponsesDialect(StreamingDialect):
         model_name: str,
         _tokenizer: Tokenizer,
     ) -> None:
-        """`request` was derived from `body`. It arrived at `created`, in seconds since 1970."""
+        """`request` was converted from `body`. `created` is its arrival in seconds since 1970."""
         self._writer = ItemWriter(request, created)
         self._frame = _frame(body, request, created, model_name)
         self._last = Piece(0)
@@ -93,7 +95,9 @@ class ResponsesDialect(StreamingDialect):
 def _frame(
     body: ResponsesBody, request: ClientRequest, created: int, model_name: str
 ) -> dict[str, Any]:
-    """A response without output. It repeats the request's parameters as they were sent."""
+    """Returns a response without output. It contains the request's parameters as the client sent
+    them.
+    """
     form = None if body.text is None else body.text.format
     choice = body.tool_choice or "auto"
     effort = None if body.reasoning is None else body.reasoning.effort
@@ -124,12 +128,14 @@ def _frame(
 
 
 def _given(part: Body) -> dict[str, Any]:
-    """A part of a body as it was sent."""
+    """Returns a part of a body as the client sent it."""
     return part.model_dump(exclude_none=True, by_alias=True)
 
 
 def _error_code(error: StepwellError) -> str:
-    """OpenAI's nearest error code. It has none for invalid parameters other than the prompt."""
+    """Returns the nearest of OpenAI's error codes. OpenAI has no code for invalid parameters other
+    than the prompt.
+    """
     return "invalid_prompt" if isinstance(error, InvalidArgument) else "server_error"
 
 

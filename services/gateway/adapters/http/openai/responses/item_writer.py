@@ -1,4 +1,4 @@
-"""Writes the assistant's output as items, complete or as events."""
+"""Writes the assistant's output as items: whole, or as the events of a stream."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,12 +22,12 @@ _DIGITS = 32
 _MESSAGE, _REASONING, _CALL = "message", "reasoning", "function_call"
 _PREFIXES = {_MESSAGE: "msg_", _REASONING: "rs_", _CALL: "fc_"}
 _TEXT_OF = {_MESSAGE: "output_text", _REASONING: "reasoning_text"}
-"""The part type of each kind of item, after which its events are named."""
+"""Maps kinds of items to the type of their only part. The names of events contain this type."""
 
 
 @dataclass(slots=True)
 class _Item:
-    """The constant fields of an item that has begun, and the pieces of its text so far."""
+    """An item that has begun: its constant fields, and the pieces of its text so far."""
 
     kind: str
     head: dict[str, Any]
@@ -38,7 +38,7 @@ class _Item:
         return "".join(self.pieces)
 
     def part(self, text: str) -> dict[str, Any]:
-        """The only part of a message or of reasoning."""
+        """Returns the only part of a message or reasoning item."""
         part: dict[str, Any] = {"type": _TEXT_OF[self.kind], "text": text}
         if self.kind == _MESSAGE:
             part |= {"annotations": [], "logprobs": []}
@@ -59,21 +59,21 @@ class ItemWriter:
 
     def __init__(self, request: ClientRequest, created: int) -> None:
         self.items: list[dict[str, Any]] = []
-        """Items that have ended."""
+        """The items that have ended."""
         self._request = request
         self._created = created
         self._item: _Item | None = None
         """The item that has begun and not ended."""
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
-        """The events that a piece adds. `end` ends the last item."""
+        """Returns the events for one piece of the answer. Call `end` after the last piece."""
         added: list[OutputEvent] | None = piece.events
         if added is None:
             added = [ContentDelta(piece.text)] if piece.text else []
         return [written for event in added for written in self._write(event)]
 
     def whole(self, answer: Answer, status: str) -> list[dict[str, Any]]:
-        """The items of the answer. The last item has this status."""
+        """Returns the items of a whole answer. `status` is the status of the last item."""
         events = _events_of(answer)
         if self._request.output_form is None:
             events = [ContentDelta(answer.text)] if answer.text else []
@@ -84,7 +84,7 @@ class ItemWriter:
         return self.items
 
     def end(self, status: str = "completed") -> list[dict[str, Any]]:
-        """Ends the item that has begun, if there is one."""
+        """Ends the current item, if there is one; returns its last events."""
         item, self._item = self._item, None
         if item is None:
             return []
@@ -143,7 +143,7 @@ class ItemWriter:
         return {"item_id": self._item.head["id"], "output_index": len(self.items)}
 
     def _id(self, kind: str) -> str:
-        """The id of the next item. It is deterministic, so that a repeated answer has
+        """Returns the id of the next item. The id is deterministic, so that a repeated answer has
         the same ids.
         """
         name = f"{self._request.request_id}/{self._created}/{len(self.items)}"
@@ -151,7 +151,7 @@ class ItemWriter:
 
 
 def _logprobs(item: _Item) -> dict[str, Any]:
-    """Additional fields of the text events of a message."""
+    """Returns the fields that only text events of messages have."""
     return {"logprobs": []} if item.kind == _MESSAGE else {}
 
 

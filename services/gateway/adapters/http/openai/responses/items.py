@@ -16,15 +16,15 @@ from services.gateway.adapters.http.openai.parts import (
 
 
 class MessageItem(HistoryBody):
-    """A message of the conversation."""
+    """A message in the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: TextOrParts | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """The item as a turn. Parts that are marked as thoughts are reasoning if the assistant
-        wrote them, and text in other roles.
+        """Returns the item as a turn for chat templates. Thoughts of the assistant become
+        reasoning. In turns of other roles, parts of that type are ordinary text.
         """
         if self.role != "assistant":
             return {"role": self.role, "content": read(self.content)}
@@ -35,7 +35,7 @@ class MessageItem(HistoryBody):
 
 
 class FunctionCallItem(HistoryBody):
-    """A call that the assistant made."""
+    """A tool call that the assistant made."""
 
     type: Literal["function_call"]
     call_id: str
@@ -43,27 +43,27 @@ class FunctionCallItem(HistoryBody):
     arguments: Arguments | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """The item as a turn of the assistant."""
+        """Returns the item as a turn of the assistant."""
         function = {"name": self.name, "arguments": called_arguments(self.arguments)}
         call = {"id": self.call_id, "type": "function", "function": function}
         return {"role": "assistant", "content": [], "tool_calls": [call]}
 
 
 class FunctionCallOutputItem(HistoryBody):
-    """The result of a tool."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: TextOrParts | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """The item as a turn of the tool."""
+        """Returns the item as a turn of the tool."""
         return {"role": "tool", "tool_call_id": self.call_id, "content": read(self.output)}
 
 
 class ReasoningItem(HistoryBody):
-    """The assistant's reasoning, or a summary of it. The chat template decides whether the model
-    reads it again. Encrypted reasoning cannot be read by this server.
+    """The assistant's reasoning, or a summary of the reasoning. The chat template decides whether
+    the prompt contains it. This server cannot read encrypted reasoning.
     """
 
     type: Literal["reasoning"]
@@ -71,7 +71,7 @@ class ReasoningItem(HistoryBody):
     summary: TextOrParts | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """The item as a turn of the assistant without content."""
+        """Returns the item as a turn of the assistant without content."""
         parts = self.content or self.summary
         return {"role": "assistant", "content": [], "reasoning_content": "".join(read(parts))}
 
@@ -118,7 +118,9 @@ def _goes_on(last: dict[str, Any], turn: dict[str, Any]) -> bool:
 
 
 def _stage(turn: dict[str, Any]) -> int:
-    """The stage of an assistant's turn: 0 for reasoning, 1 for content, 2 for tool calls."""
+    """Returns the last part that an assistant's turn has: 0 for reasoning, 1 for content, 2 for
+    tool calls.
+    """
     return 2 if "tool_calls" in turn else 1 if any(turn["content"]) else 0
 
 

@@ -45,7 +45,7 @@ async def responses_request(
 
 
 async def _render(body: ResponsesBody, inference: Inference) -> str:
-    """Renders the prompt."""
+    """Renders the conversation to a prompt."""
     tools = body.tools or []
     check_tools([tool.callable for tool in tools], _TOOLS)
     turns = [{"role": "user", "content": body.input}]
@@ -65,7 +65,7 @@ async def _render(body: ResponsesBody, inference: Inference) -> str:
 
 
 def _tool_use(body: ResponsesBody) -> ToolUse:
-    """The tools that the model may call."""
+    """Returns the tools that the model may call."""
     tools = body.tools or []
     choice = body.tool_choice or AUTO
     if choice == AUTO and not tools:
@@ -80,7 +80,7 @@ def _tool_use(body: ResponsesBody) -> ToolUse:
 
 
 def _form(body: ResponsesBody) -> StructuredOutputs | None:
-    """The schema that the answer must conform to, if any."""
+    """Returns the constraint on the answer, or None."""
     if body.form is None:
         return None
     if isinstance(body.form, JsonObjectFormat):

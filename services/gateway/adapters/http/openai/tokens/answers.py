@@ -1,4 +1,4 @@
-"""The bodies of answers in tokens, for OpenAPI documents."""
+"""The bodies of answers that consist of tokens, for OpenAPI documents."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from services.gateway.adapters.http.openapi.answers import (
 
 
 class RankedToken(Answer):
-    """A token and its log-probability, and its rank in the vocabulary if known."""
+    """A token, its log-probability, and its rank in the vocabulary if the rank is known."""
 
     token_id: int
     logprob: float
@@ -27,7 +27,7 @@ class GeneratedToken(RankedToken):
 
 
 class TokenLogprobs(Answer):
-    """One entry for each token."""
+    """Log-probabilities, with one entry for each token."""
 
     content: list[GeneratedToken]
 
@@ -65,8 +65,8 @@ class GeneratedTokensChunk(Answer):
 
 
 class RenderedPrompt(Answer):
-    """A body for /inference/v1/generate. `token_offsets` has the begin and end of each token in the
-    text.
+    """A body for /inference/v1/generate. `token_offsets` are the start and end positions of each
+    token in the text.
     """
 
     request_id: str
@@ -82,4 +82,4 @@ class RenderedPrompt(Answer):
 
 
 class Rendered(RootModel[list[RenderedPrompt]]):
-    """A rendered prompt for each prompt of a completion."""
+    """One rendered prompt for each prompt of a completion."""

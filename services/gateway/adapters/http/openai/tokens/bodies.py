@@ -1,4 +1,4 @@
-"""The body of requests with tokens as input and output."""
+"""The body of requests whose prompt and answer are tokens."""
 
 from typing import Annotated, Any
 
@@ -50,7 +50,7 @@ class TokenSamplingBody(Body):
     bad_words: Texts | None = None
     repetition_detection: RepetitionDetectionBody | None = None
     structured_outputs: StructuredOutputsBody | None = None
-    # These concern texts, which answers do not have.
+    # These fields concern the text of answers. Answers of this route have no text.
     detokenize: Ignored = None
     skip_special_tokens: Ignored = None
     spaces_between_special_tokens: Ignored = None
@@ -78,6 +78,6 @@ class GenerateTokensBody(Body):
     ec_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """The error, with its field renamed to this body's field."""
+        """Returns the error with the core's field name replaced by the path in this body."""
         inner = {name: f"sampling_params.{name}" for name in TokenSamplingBody.model_fields}
         return renamed(error, {"prompt": "token_ids", **inner})

@@ -32,15 +32,15 @@ from services.gateway.core.text.stop_strings import StopPatterns
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Answers read from tokens, and their token counts."""
+    """Answers that were converted from tokens to text, and their token counts."""
 
     answers: Sequence[Answer]
     usage: Usage
 
 
 async def derendered_chat(body: DerenderChatBody, inference: Inference) -> dict[str, Any]:
-    """The chat completion of generated tokens, parsed as the body's chat request requires. Raises
-    InvalidArgument.
+    """Returns the chat completion of generated tokens. The tools and the reasoning format of the
+    body's chat request determine how the text is parsed. Raises InvalidArgument.
     """
     given = body.generate_response
     choices = given.choices
@@ -66,7 +66,9 @@ async def derendered_chat(body: DerenderChatBody, inference: Inference) -> dict[
 async def derendered_completion(
     body: DerenderCompletionBody, inference: Inference
 ) -> dict[str, Any]:
-    """The completion of generated tokens, prompt by prompt. Raises InvalidArgument."""
+    """Returns the completion of generated tokens. The body has one list of answers for each prompt.
+    Raises InvalidArgument.
+    """
     given = body.generate_responses
     _check_size(given, inference)
     asked = body.completion_request or CompletionBody.model_construct()
@@ -102,7 +104,7 @@ async def derendered_completion(
 def _plain(
     asked: ChatCompletionBody | CompletionBody, name: str, prompts: Sequence[Prompt]
 ) -> ClientRequest:
-    """A request whose answers are plain text."""
+    """Makes a request whose answers are not parsed."""
     return client_request(asked, name, tuple(prompts), SamplingParams())
 
 
@@ -113,7 +115,7 @@ def _check_size(responses: Sequence[GeneratedTokensBody], inference: Inference) 
 
 
 def _within(name: str, error: StepwellError) -> StepwellError:
-    """The error of a request that is nested in a field of another body."""
+    """Returns the error of a request that is nested in the field `name` of another body."""
     field = name if error.field is None else f"{name}.{error.field}"
     return type(error)(f"{name}: {error.message}", field=field, reason=error.error_reason)
 
@@ -124,7 +126,7 @@ async def _read(
     num_prompt_tokens: int,
     inference: Inference,
 ) -> _Read:
-    """Reads choice i as answer i of the request. Runs in a thread."""
+    """Converts the tokens of each choice i to answer i of the request. Runs in a thread."""
     has_rows = any(choice.rows for choice in choices)
     request = replace(request, sampling=replace(request.sampling, logprobs=0 if has_rows else None))
     sequences = to_engine_requests(request, inference.limits(), seed=0, arrival_unix_nanos=0)

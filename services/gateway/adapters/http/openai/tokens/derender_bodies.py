@@ -34,13 +34,13 @@ class GeneratedTokenBody(RankedTokenBody):
 
 
 class TokenLogprobsBody(Body):
-    """One entry for each token."""
+    """Log-probabilities, with one entry for each token."""
 
     content: Annotated[list[GeneratedTokenBody], Field(fail_fast=True)] | None = None
 
 
 class TokensChoiceBody(Body):
-    """A whole answer as tokens."""
+    """A whole answer whose text is given as tokens."""
 
     index: Int
     token_ids: TokenIds | None = None
@@ -59,7 +59,7 @@ class TokensChoiceBody(Body):
 
     @property
     def rows(self) -> list[GeneratedTokenBody]:
-        """The log-probabilities, one entry per token; empty if there are none."""
+        """The log-probabilities, with one entry per token. Empty if the answer has none."""
         return (self.logprobs and self.logprobs.content) or []
 
 

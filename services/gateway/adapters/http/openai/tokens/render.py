@@ -1,4 +1,6 @@
-"""/render: converts completions and chats to bodies for /inference/v1/generate."""
+"""/render: converts bodies of completions and chat completions to bodies for
+/inference/v1/generate.
+"""
 
 import json
 from collections.abc import Sequence
@@ -38,7 +40,9 @@ Offsets = Sequence[Sequence[tuple[int, int]]]
 
 
 def check_renders(body: CompletionBody | ChatCompletionBody) -> None:
-    """Raises InvalidArgument for a field that /inference/v1/generate does not support."""
+    """Raises InvalidArgument if the body has a field that /inference/v1/generate does not
+    support.
+    """
     for name in _NOT_RENDERED:
         value = getattr(body, name, None)
         if value is None or value is False or (name == _NOT_RENDERED[-1] and value == _NO_BUDGET):
@@ -49,7 +53,9 @@ def check_renders(body: CompletionBody | ChatCompletionBody) -> None:
 
 
 async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[str, Any]:
-    """The body for /inference/v1/generate of a chat. Raises InvalidArgument."""
+    """Returns the body for /inference/v1/generate that corresponds to a chat completion. Raises
+    InvalidArgument.
+    """
     check_renders(body)
     request = await chat_request(body, inference, body.request_id or _new_name("chatcmpl"))
     offsets = None
@@ -63,7 +69,7 @@ async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[
 
 
 async def rendered_completion(body: CompletionBody, inference: Inference) -> LongList:
-    """The bodies for /inference/v1/generate, one per prompt of a completion. Raises
+    """Returns bodies for /inference/v1/generate, one for each prompt of a completion. Raises
     InvalidArgument.
     """
     check_renders(body)
@@ -88,7 +94,9 @@ async def _rendered(
     offsets: Offsets | None,
     inference: Inference,
 ) -> list[dict[str, Any]]:
-    """Returns one body per prompt. Bodies are validated as if they were to run on this server."""
+    """Returns one body for each prompt. The request is validated as if it were to run on this
+    server.
+    """
     generation = await inference.prepare(request)
     firsts = generation.sequences[:: request.num_candidates]
     options = body.stream_options if body.stream else None
@@ -125,7 +133,9 @@ def _of_answers(body: CompletionBody | ChatCompletionBody) -> dict[str, Any]:
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """vLLM's sampling parameters. Parameters without effect are omitted."""
+    """Returns the value of the field `sampling_params`, in vLLM's schema. Parameters without effect
+    are omitted.
+    """
     written: dict[str, Any] = {name: getattr(sampling, name) for name in _NUMBERS}
     bias = dict(zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True))
     repetition = sampling.repetition_detection

@@ -1,4 +1,6 @@
-"""The routes /render and /derender of completions and chat completions. They need no replica."""
+"""The routes /render and /derender of completions and chat completions. The gateway answers them
+without a replica.
+"""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -30,7 +32,7 @@ B = TypeVar("B", CompletionBody, ChatCompletionBody, DerenderChatBody, DerenderC
 
 
 class RenderRoutes:
-    """A handler for each route."""
+    """The handlers of the routes."""
 
     def __init__(self, inference: Inference, gate: Gate, bodies: BodyReader) -> None:
         self._inference = inference
@@ -38,19 +40,19 @@ class RenderRoutes:
         self._bodies = bodies
 
     async def render_completion(self, request: Request) -> Response:
-        """A completion's prompts as tokens, each as a body for /inference/v1/generate."""
+        """Converts each prompt of a completion to a body for /inference/v1/generate."""
         return await self._answer(request, CompletionBody, rendered_completion)
 
     async def render_chat(self, request: Request) -> Response:
-        """A conversation as tokens, as a body for /inference/v1/generate."""
+        """Converts a conversation to a body for /inference/v1/generate."""
         return await self._answer(request, ChatCompletionBody, rendered_chat)
 
     async def derender_completion(self, request: Request) -> Response:
-        """Generated tokens as a completion."""
+        """Converts generated tokens to a completion."""
         return await self._answer(request, DerenderCompletionBody, derendered_completion)
 
     async def derender_chat(self, request: Request) -> Response:
-        """Generated tokens as a chat completion, with its reasoning and calls."""
+        """Converts generated tokens to a chat completion, with reasoning and tool calls."""
         return await self._answer(request, DerenderChatBody, derendered_chat)
 
     async def _answer(
