@@ -70,6 +70,8 @@ class Gateway:
         self.queues: list[scheduler_pb2.QueueState] = []
         self.loads: list[scheduler_pb2.ReplicaLoad] = []
         self.heard: dict[int, Heard] = {}
+        self._admitted: set[int] = set()
+        """Handles of the requests whose admission was received in their current turn."""
         self.error: Exception | None = None
         self._num_sent = self._num_received = 0
         self.taken = 0, 0
@@ -100,13 +102,13 @@ class Gateway:
     async def add(self, handle: int, prompt: Sequence[int], **fields: Any) -> None:
         """Sends a request."""
         self.heard[handle] = Heard()
+        self._admitted.discard(handle)
         await self.say(add=add_request(handle, prompt, **fields))
 
     async def add_chunk(
         self, handle: int, num_tokens: int, chunk: Sequence[int], **fields: Any
     ) -> None:
         """Sends further input of a session that has `num_tokens`."""
-        self.heard[handle].num_cached_tokens = None
         defaults = {
             "request_id": f"request-{handle}",
             "token_ids": pack_token_ids(chunk),
@@ -183,19 +185,22 @@ class Gateway:
             self.queues.append(deltas.queue)
         if deltas.HasField("load"):
             self.loads.append(deltas.load)
+        for admitted in deltas.admitted:
+            assert admitted.handle not in self._admitted, "admitted once"
+            self._admitted.add(admitted.handle)
+            self.heard[admitted.handle].num_cached_tokens = admitted.num_cached_tokens
         start = 0
         for handle, count in zip(deltas.handles, deltas.num_tokens, strict=True):
+            assert handle in self._admitted, "admitted before its tokens"
             self.heard[handle].tokens += deltas.token_ids[start : start + count]
             start += count
         assert start == len(deltas.token_ids)
-        for admitted in deltas.admitted:
-            assert self.heard[admitted.handle].num_cached_tokens is None, "admitted once"
-            self.heard[admitted.handle].num_cached_tokens = admitted.num_cached_tokens
         for finished in deltas.finished:
             assert self.heard[finished.handle].finished is None, "ends once"
             self.heard[finished.handle].finished = finished
         for turn in deltas.turns:
             self.heard[turn.handle].turns.append(turn)
+            self._admitted.discard(turn.handle)
         for rejected in deltas.rejected:
             self.heard.setdefault(rejected.handle, Heard()).rejected = rejected
 

@@ -87,6 +87,26 @@ async def test_wrong_answers_of_a_worker_are_no_tokens(caplog: pytest.LogCapture
     assert all("it answered step" in line or "is wrong: " in line for line in logged)
 
 
+async def test_a_request_whose_first_step_was_lost_is_admitted_before_its_tokens() -> None:
+    worker = FakeWorker(num_blocks=200)
+    lost = [1, 2]
+
+    def spoil(step: Request, answer: Answer) -> Sequence[Answer]:
+        if lost and step.new_requests:
+            lost.pop()
+            return [changed(answer, num_tokens=b"")]
+        return [answer]
+
+    worker.spoil = spoil
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        await gateway.add(1, PROMPTS[1], sampling=sampling(3))
+        await gateway.finish(1)
+        assert gateway.heard[1].tokens == continuation(PROMPTS[1], 3)
+        assert gateway.heard[1].num_cached_tokens == 0
+        await replica.until_idle()
+    assert not lost
+
+
 async def test_a_request_of_which_answers_are_always_wrong_is_found() -> None:
     worker = FakeWorker(num_blocks=200)
 

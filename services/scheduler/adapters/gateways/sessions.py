@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -79,6 +80,8 @@ class _Owner:
     handle: int
     num_uncomputed_tokens: int = 0
     """Number of prompt tokens that were not computed after the last step."""
+    is_admitted: bool = False
+    """Whether the admission of its current turn was sent."""
     num_prompt_rows: int = 0
     """Number of prompt log-probability rows that were sent. A recomputed prompt returns them again.
     """
@@ -251,10 +254,8 @@ class Sessions:
     def deliver(self, update: EngineCoreOutputs) -> None:
         plan, token_ids = update.plan, update.token_ids
         self.num_generated_tokens += update.num_tokens
-        for request in plan.new:
-            owner = self._owners.get(request)
-            if owner is not None and request.num_cached_tokens is not None:
-                owner.session.outbox.admitted(owner.handle, request.num_cached_tokens)
+        if plan.new or plan.resumed:
+            self._deliver_admissions(plan)
         shares = self._shares_of(plan.requests)
         num_output = _num_output_tokens(update) if shares else []
         for share in shares:
@@ -278,6 +279,16 @@ class Sessions:
         for session in self._sessions:
             session.outbox.flush()
 
+    def _deliver_admissions(self, plan: SchedulerOutput) -> None:
+        """Sends each request's first admission. If the step of that admission was lost, the first
+        admission that is delivered is a resumption.
+        """
+        for request in chain(plan.new, plan.resumed):
+            owner, num_cached = self._owners.get(request), request.num_cached_tokens
+            if owner is not None and not owner.is_admitted and num_cached is not None:
+                owner.is_admitted = True
+                owner.session.outbox.admitted(owner.handle, num_cached)
+
     def _deliver_logprobs(self, update: EngineCoreOutputs) -> None:
         plan = update.plan
         for index, item in update.logprobs.items():
@@ -298,6 +309,7 @@ class Sessions:
         for request, end in turns.items():
             self.num_completed += 1
             if (owner := self._owners.get(request)) is not None:
+                owner.is_admitted = False
                 owner.session.outbox.turn_ended(owner.handle, end.turn)
 
     def deliver_ends(self, requests: Sequence[Request]) -> None:
