@@ -1,4 +1,4 @@
-"""The present activity of a replica, for `stepwell top` and `/ui`: RPC GetActivity.
+"""Answers the RPC GetActivity with the present activity of a replica, for `stepwell top` and `/ui`.
 
 Steps are recorded only while clients request them, and for `WATCHED_SECONDS` afterwards.
 """
@@ -20,14 +20,14 @@ from services.scheduler.core.output import SchedulerOutput, WaitReason
 from services.scheduler.core.request import Request, RequestStatus
 
 WATCHED_SECONDS = 5.0
-"""How long steps are recorded after a client requested them."""
+"""Time for which steps are recorded after a client has requested them."""
 MAX_STEPS = 256
 MAX_REQUESTS = 256
-"""The largest number of running requests, and of waiting requests, in one answer."""
+"""Limit on the running requests in one answer, and also on the waiting requests."""
 MAX_REQUESTS_OF_STEP = 64
 
 MAX_CELLS = 65_536
-"""The largest number of cells in a map of blocks. The pool has the same limit."""
+"""Limit on the number of cells in a map of blocks. The pool has the same limit."""
 _BLOCKS_TIMEOUT_SECONDS = 1.0
 
 _STATES: dict[RequestStatus, "scheduler_pb2.RequestState.ValueType"] = {
@@ -50,8 +50,8 @@ class WatchedSteps:
         self._done: deque[scheduler_pb2.StepActivity] = deque(maxlen=MAX_STEPS)
 
     def after(self, step: int) -> list[scheduler_pb2.StepActivity]:
-        """The recorded steps after `step`, or all recorded steps if it is 0. Keeps the recording on
-        for `WATCHED_SECONDS`.
+        """The recorded steps after step number `step`, or all recorded steps if `step` is 0.
+        Further steps are recorded for `WATCHED_SECONDS`.
         """
         self._watched_until, self.is_on = self._monotonic() + WATCHED_SECONDS, True
         if not self._done or self._done[-1].step < step:
@@ -59,7 +59,9 @@ class WatchedSteps:
         return [done for done in self._done if done.step > step or not step]
 
     def begin(self) -> None:
-        """Called before a step is planned. Ends the recording if no client watches any more."""
+        """Called before a step is planned. Ends the recording if no client requested it
+        recently.
+        """
         if self._monotonic() <= self._watched_until:
             self._begun_nanos = time.time_ns()
         else:
@@ -127,7 +129,7 @@ class Activity:
 
 
 def step_to_proto(plan: SchedulerOutput, begun_unix_nanos: int) -> scheduler_pb2.StepActivity:
-    """Converts a planned step. A request with one token, apart from drafts, counts as decoding."""
+    """Converts a planned step. A request with one token, not counting drafts, is decoding."""
     num_decode = sum(
         tokens
         for request, tokens in zip(plan.requests, plan.num_scheduled_tokens, strict=True)
@@ -152,8 +154,8 @@ def step_to_proto(plan: SchedulerOutput, begun_unix_nanos: int) -> scheduler_pb2
 def requests_to_proto(
     engine: EngineCore, reason: WaitReason | None
 ) -> Iterator[scheduler_pb2.RequestActivity]:
-    """The first running requests, and the first waiting requests with their wait reasons. `reason`
-    is the reason of all waiting requests that were not passed over.
+    """The first running requests, and the first waiting requests with their wait reasons. Requests
+    that were passed over (skipped) have reasons of their own. `reason` is the reason of all others.
     """
     scheduler = engine.scheduler
     for request in islice(scheduler.running, MAX_REQUESTS):

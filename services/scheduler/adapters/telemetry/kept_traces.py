@@ -1,4 +1,4 @@
-"""Stores timelines of ended requests that were not sampled, in case their spans are requested."""
+"""Stores timelines of ended, unsampled requests, because their spans may be requested later."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from services.scheduler.adapters.telemetry.request_spans import Attributes
 from services.scheduler.core.timelines.timeline import Timeline
 
 MAX_KEPT = 2048
-"""The largest number of stored timelines. A timeline has some kilobytes."""
+"""Limit on the number of stored timelines. A timeline has some kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class KeptTrace:
 
 
 class KeptTraces:
-    """The newest timelines by request id. Each timeline can be taken once."""
+    """Maps the ids of recently ended requests to their timelines. `take` removes a timeline."""
 
     def __init__(self, most: int = MAX_KEPT) -> None:
         self._most = most

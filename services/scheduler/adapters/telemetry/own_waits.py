@@ -1,4 +1,6 @@
-"""Records when single requests were passed over, and why. Times are nanoseconds since the epoch."""
+"""Records when single requests were passed over (skipped at admission), and why. Times are
+nanoseconds since the epoch.
+"""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,7 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.timelines.phase_parts import ReasonStart
 
 MAX_WAITS = 256
-"""Number of waits that are kept of one request. Older waits are dropped."""
+"""Number of waits that are stored for one request. Older waits are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,8 @@ class OwnWait:
 
 
 class OwnWaits:
-    """Records for each step which requests were passed over. A step costs nothing if no request was
-    passed over in it and in the step before.
+    """Records for each step which requests were passed over. Takes almost no time if no request was
+    passed over in this step and in the step before.
     """
 
     def __init__(self) -> None:
@@ -59,7 +61,9 @@ class OwnWaits:
         self._last = dict(passed_over)
 
     def interrupted(self, now: int) -> None:
-        """Ends all waits, because no step is planned for a while and all requests wait for that."""
+        """Ends all waits, because no step is planned for a while. During this time all requests
+        wait for the same reason.
+        """
         self.planned({}, now)
 
     def forget(self, request: Request, now: int) -> Sequence[OwnWait]:
@@ -70,7 +74,7 @@ class OwnWaits:
         return self._waits.pop(request, ())
 
     def so_far(self, request: Request, now: int) -> Sequence[OwnWait]:
-        """The waits of a request up to now, in order. The last one may still last."""
+        """The waits of a request up to now, in order. The last wait may not have ended."""
         waits = tuple(self._waits.get(request, ()))
         reason, begin = self._last.get(request), self._begins.get(request)
         if reason is None or begin is None:
@@ -85,8 +89,9 @@ class OwnWaits:
 
 
 def overlay(starts: Sequence[ReasonStart], own: Sequence[OwnWait]) -> Sequence[ReasonStart]:
-    """The reasons for which a request waited, each with its start. During the request's `own` waits
-    their reasons replace the reasons of the queue, `starts`. Both arguments are in order.
+    """The reasons for which a request waited, each with its start. `starts` are the reasons of the
+    whole queue. During a wait in `own`, in which the request was passed over, the reason of this
+    wait replaces them. Both arguments are in order of time.
     """
     if not own:
         return starts

@@ -1,7 +1,7 @@
-"""Completes the open phase of a timeline when it ends, or for a snapshot while it lasts.
+"""Completes the open phase of a timeline at its end, or in a copy of the timeline before its end.
 
-A waiting phase gets its reasons, a prefill the chunk that was cut short, and a decode phase its
-steps. Only the given timeline is changed.
+Reasons are added to a waiting phase, the chunk that was cut short to a prefill, and numbers of
+steps to a decode phase. Only the given timeline is changed.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,20 @@ class Tracked:
     request: Request
     timeline: Timeline
     waiting: WaitStart | None
-    """The start of the present wait; None while the request does not wait."""
+    """The start of the present wait. None if the request does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseEnds:
-    """Completes phases from the sums over all steps and the wait reasons of the queue."""
+    """Completes phases with the sums over all steps and the wait reasons of the queue."""
 
     sums: StepSums
     reasons: WaitReasons
 
     def fill_in(self, tracked: Tracked, end: int, now: int, own: Sequence[OwnWait]) -> None:
-        """Completes the open phase of a timeline, which lasted until `end`. If `end` is before
-        `now`, adds a pause from `end` on. `own` are the waits in which the request was passed over.
+        """Completes the open phase of a timeline, which ended at time `end`. If `end` is before
+        `now`, adds a pause from `end` on. `own` are the waits in which the request was passed over
+        (skipped).
         """
         timeline = tracked.timeline
         match timeline.current.kind:
@@ -66,8 +67,8 @@ class PhaseEnds:
 
 
 def _reason_starts(reasons: WaitReasons, waiting: WaitStart) -> Sequence[ReasonStart]:
-    """The reasons for which a request waited, each with its start. Until the first step that does
-    not admit the request, the reason is the wait for the next step.
+    """The reasons for which a request waited, each with its start. Before the first step that does
+    not admit the request, the reason is that it waits for the next step.
     """
     changes = reasons.changes_since(waiting)
     starts = [

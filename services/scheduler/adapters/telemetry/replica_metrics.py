@@ -22,7 +22,7 @@ class ReplicaMetrics:
         workers: Sequence[grpc.aio.Channel],
         labels: Mapping[str, str],
     ) -> None:
-        """All series get `labels`. Series of a worker also get a label `rank`."""
+        """`labels` are added to all series. A label `rank` is added to the series of a worker."""
         self._own = own
         self._labels = dict(labels)
         self._others = [
@@ -32,7 +32,9 @@ class ReplicaMetrics:
         self._loop = asyncio.get_running_loop()
 
     async def collect(self, labels: Mapping[str, str], exemplars: bool) -> bytes:
-        """The metrics as text. `labels` are added to all series. `exemplars`: include exemplars."""
+        """The metrics as text. `labels` are added to all series. `exemplars` selects whether the
+        text includes exemplars.
+        """
         added = dict(labels)
         own, *others = await asyncio.gather(
             asyncio.to_thread(self._own.render, {**self._labels, **added}, exemplars=exemplars),
@@ -44,6 +46,6 @@ class ReplicaMetrics:
         return merged(text for text in (own, *others) if text is not None)
 
     def render(self, exemplars: bool) -> bytes:
-        """The metrics as text, without further labels. For threads other than the loop's."""
+        """The metrics as text, without further labels. Must not be called in the loop's thread."""
         collecting = self.collect({}, exemplars)
         return asyncio.run_coroutine_threadsafe(collecting, self._loop).result()

@@ -1,7 +1,8 @@
 """Maintains the timeline of every request, from the engine's calls of its observer.
 
-The cost of a step depends on its changes: prompt chunks, admissions, ends. Decoding requests are
-not updated in each step: at the end of their phase, its sums are differences of totals over steps.
+The cost of a step depends on its changes, such as prompt chunks, admissions and ends. Decoding
+requests are not updated in each step. At the end of a decode phase, the sums of the phase are
+computed as differences of totals over all steps.
 """
 
 from collections import Counter
@@ -37,17 +38,17 @@ _LOSSES = (PreemptionCause.POOL_LOST, PreemptionCause.WORKERS_LOST)
 
 @dataclass(slots=True)
 class StepRecord:
-    """A step from its planning to its tokens. Times are nanoseconds since 1970."""
+    """Data about a step. Times are nanoseconds since 1970."""
 
     begun: int
-    """When the planning began."""
+    """Time at which the planning began."""
     span: StepSpan | None = None
     """None if the step is not traced."""
     number: int = 0
     num_requests: int = 0
     num_tokens: int = 0
     done: int = 0
-    """When the tokens arrived."""
+    """Time at which the tokens arrived."""
     compute_nanos: int = 0
     """Compute time of the workers."""
     nanos: int = 0
@@ -55,7 +56,9 @@ class StepRecord:
     only_decodes: bool = False
     """Whether the step contains all running requests and each of them decodes."""
     chunks: Sequence[tuple[int, Tracked, Phase, int]] = ()
-    """Requests in their prefill: index in the plan, request, phase, number of tokens."""
+    """The requests in the prefill phase. For each, its index in the plan, its timeline, its phase,
+    and its number of tokens.
+    """
     left_out: Sequence[Phase] = ()
     """Decode phases of running requests that the step does not contain."""
 
@@ -64,7 +67,7 @@ class RequestTimelines:
     """The timelines of unfinished requests."""
 
     def __init__(self, reasons: WaitReasons, wait_nanos: Counter[str]) -> None:
-        """The times of ended waits are added to `wait_nanos`, by reason."""
+        """`wait_nanos` maps a reason to nanoseconds. The times of ended waits are added to it."""
         self._wait_nanos = wait_nanos
         self.sums = StepSums()
         self._reasons = reasons
@@ -96,8 +99,8 @@ class RequestTimelines:
         return tracked
 
     def only_decodes(self, plan: SchedulerOutput) -> bool:
-        """Whether a plan contains all running requests, each of them decodes as before, and no
-        request was passed over.
+        """Whether a plan contains all running requests, all of them decode, and no other request
+        was passed over (skipped).
         """
         return (
             len(plan.requests) == len(self._running)
@@ -107,8 +110,8 @@ class RequestTimelines:
         )
 
     def planned(self, plan: SchedulerOutput, step: StepRecord, now: int) -> None:
-        """Records which requests a plan admits, preempts, omits or passes over, and which get a
-        prompt chunk. Must be called before the step's wait reason is recorded.
+        """Records which requests a plan admits, preempts, omits or passes over, and for which it
+        schedules a prompt chunk. Must be called before the step's wait reason is recorded.
         """
         for request in (*plan.new, *plan.resumed):
             self._admit(request, plan.step, now)
@@ -127,7 +130,7 @@ class RequestTimelines:
         last_done = self.sums.last_done_nanos
         nanos = step.nanos = max(0, now - max(last_done, step.begun))
         compute, prompt_nanos = min(update.execute_nanos, nanos), 0
-        # The other requests got tokens or were interrupted meanwhile, so their phase has ended.
+        # Other requests have left the phase, because a token arrived or they were interrupted.
         in_prefill = [chunk for chunk in step.chunks if chunk[1].timeline.current is chunk[2]]
         if in_prefill:
             num_prompt_tokens = sum(num_tokens for *_, num_tokens in in_prefill)
@@ -157,9 +160,7 @@ class RequestTimelines:
         return [ended for request in update.ended if (ended := self.end(request, now)) is not None]
 
     def decoded(self, steps: Iterable[StepRecord]) -> None:
-        """Records decode-only steps that ended no request. Must be called before any later event is
-        recorded.
-        """
+        """Records decode-only steps that ended no request. Must be called before later events."""
         sums = self.sums
         for step in steps:
             nanos = step.nanos = max(0, step.done - max(sums.last_done_nanos, step.begun))
@@ -167,7 +168,7 @@ class RequestTimelines:
             sums.add(step.number, step.done, nanos, compute_nanos, 0, step.num_requests)
 
     def end(self, request: Request, now: int) -> Tracked | None:
-        """Ends the timeline of a request, and stores the times in the request."""
+        """Ends the timeline of a request. Stores the parts of its total time in `request.times`."""
         tracked = self._live.pop(request, None)
         if tracked is None:
             return None
@@ -178,7 +179,7 @@ class RequestTimelines:
         return tracked
 
     def end_turn(self, session: Request, turn: Request, now: int) -> Tracked | None:
-        """Ends the timeline of a session's turn. `turn` is a copy of the session at its end."""
+        """Ends the timeline of a session's turn. `turn` is a copy of the session at that time."""
         tracked = self._live.get(session)
         if tracked is None:
             return None
@@ -209,8 +210,8 @@ class RequestTimelines:
             self._paused_at = now
 
     def resumed(self, now: int, *, stood_still: bool) -> None:
-        """Records that steps are planned again, so that requests with blocks continue. If steps are
-        still in flight (not `stood_still`), the pause did not delay these requests.
+        """Records that steps are planned again, so that running requests continue. `stood_still` is
+        false if steps are still in flight. Then the pause did not delay running requests.
         """
         running = self._running.values() if self._paused_at is not None and stood_still else ()
         for tracked in running:
@@ -254,7 +255,8 @@ class RequestTimelines:
             return
         timeline, end = tracked.timeline, now
         if interruption.kind is PhaseKind.RECOVERY:
-            # The work of a lost step does not count: the phase ends with the last tokens.
+            # The work of a lost step does not count, so the phase ends when the last tokens
+            # arrived.
             end = min(now, max(timeline.covered_until, self.sums.last_done_nanos))
         self._leave_phase(tracked, now if self._paused_at is not None else end)
         if timeline.current.kind is PhaseKind.PAUSE:
@@ -280,8 +282,8 @@ class RequestTimelines:
         return [phase for phase in phases if phase.kind is PhaseKind.DECODE]
 
     def _got_tokens(self, tracked: Tracked, phase: Phase, now: int) -> None:
-        """Records the first tokens of a prefill. The decode phase begins, unless the request was
-        preempted meanwhile.
+        """Records that the first tokens after a prefill arrived. The decode phase begins, except if
+        the request was preempted meanwhile.
         """
         if tracked.timeline.first_token is None:
             tracked.timeline.first_token = now
@@ -299,7 +301,7 @@ class RequestTimelines:
             self._prefilling[tracked.request] = tracked
 
     def _leave_phase(self, tracked: Tracked, now: int) -> None:
-        """Completes the open phase at its end, and adds a pause if the request was paused."""
+        """Completes the phase that ends now. If the request was paused, a pause follows it."""
         own: Sequence[OwnWait] = ()
         end = self._end_of_phase(tracked, now)
         if tracked.timeline.current.kind is PhaseKind.PREFILL:

@@ -1,4 +1,4 @@
-"""Decides which requests are sampled, at arrival or later, and records their spans."""
+"""Decides at arrival or later which requests are sampled, and records their spans."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class RequestTraces:
             self._sample(request, sampled_parent(request.traceparent, request.tracestate))
 
     def links(self, requests: Iterable[Request]) -> list[Link]:
-        """Links to the sampled requests among these."""
+        """Links to those of the requests that are sampled."""
         sampled = self._sampled
         return [sampled[request].link for request in requests if request in sampled]
 
@@ -72,8 +72,8 @@ class RequestTraces:
             self._sampled[turn] = sampled
 
     def keep(self, request_id: str, parent: SpanContext, unfinished: Iterable[Request]) -> None:
-        """Samples a request that was not sampled at arrival. The spans of an ended request are
-        recorded at once, the spans of an unfinished one at its end.
+        """Samples a request that was not sampled at arrival. If the request has ended, its spans
+        are recorded at once, otherwise at its end.
         """
         if not self._is_enabled:
             return
@@ -90,8 +90,9 @@ class RequestTraces:
     def so_far(
         self, request: Request, timeline: Timeline, parent: SpanContext, tracing: Tracing
     ) -> None:
-        """Records the spans of an unfinished request with `tracing`. Their parent is `parent` if
-        the request is not sampled, and otherwise its own parent.
+        """Records the spans of an unfinished request with `tracing`. If the request is not sampled,
+        the parent of the spans is `parent`. Otherwise it is the parent with which the request was
+        sampled.
         """
         sampled = self._sampled.get(request)
         context = child_of(parent) if sampled is None else sampled.context

@@ -1,4 +1,4 @@
-"""Counters of proposed and accepted drafts, with vLLM's names."""
+"""Counters of proposed and accepted draft tokens, with vLLM's names."""
 
 from collections.abc import Iterator
 
@@ -11,8 +11,8 @@ from services.scheduler.core.output import EngineCoreOutputs
 
 
 class SpeculationMetrics(Collector):
-    """Counts drafts. Has no metrics if the workers propose none. An accepted draft after the end of
-    its request counts as rejected.
+    """Counts draft tokens. Has no metrics if the workers propose no drafts. An accepted draft after
+    the end of its request counts as rejected.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:

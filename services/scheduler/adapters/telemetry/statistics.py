@@ -1,4 +1,4 @@
-"""The replica's present numbers, for the RPC GetStats."""
+"""Answers the RPC GetStats with present numbers of the replica."""
 
 from collections import Counter, deque
 
@@ -22,7 +22,7 @@ _REASONS = (
     *(names.WAIT_NEXT_STEP, names.WAIT_LOST_STEP, names.WAIT_HASHING),
 )
 _SHARE_OF_NEWEST = 0.1
-"""Weight of the newest prompt in `mean_uncached_tokens`."""
+"""Weight of the newest prompt in the decaying mean `mean_uncached_tokens`."""
 
 
 class StepCounts:
@@ -39,7 +39,7 @@ class StepCounts:
         """Number of computed tokens that preemptions discarded."""
         self.wait_reasons = WaitReasons()
         self.wait_nanos: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
-        """Nanoseconds that requests waited, by reason."""
+        """Maps a reason to the total nanoseconds that requests waited for it."""
         self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
         self.step_seconds = Histogram(names.METRIC_STEP_SECONDS)
         self.step_costs = StepCosts()
@@ -54,7 +54,9 @@ class StepCounts:
 
     @property
     def mean_step_nanos(self) -> int:
-        """Mean time of recent steps, without their overlap. 0 before the first step."""
+        """Mean duration of recent steps in nanoseconds. Time in which two steps overlap counts
+        once. 0 before the first step.
+        """
         return sum(self.step_nanos) // len(self.step_nanos) if self.step_nanos else 0
 
 

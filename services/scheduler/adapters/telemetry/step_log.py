@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5
 MAX_WAITING_BYTES = 64 * 2**20
-"""The largest number of bytes that may wait to be written. If there are more, the log ends."""
+"""Limit on the number of bytes that wait to be written. If more bytes would wait, the log ends."""
 
 
 class StepLog:
     """A log file that a thread writes every `FLUSH_SECONDS`. Only one thread may call `write`.
 
     `write` never waits for the disk. If the disk fails, or is so slow that too many bytes wait, the
-    log ends with a warning. The entries written before can be replayed.
+    log ends with a warning. The entries that were written until then can be replayed.
     """
 
     def __init__(self, file: BinaryIO, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
@@ -73,7 +73,7 @@ class StepLog:
         self._give_up(f"{self._max_waiting_bytes} bytes wait to be written")
 
     def close(self) -> None:
-        """Writes the remaining lines, and a last one that marks the log as complete."""
+        """Writes the remaining lines, and a last line that marks the log as complete."""
         self.write({"call": "end"})
         self._closing.set()
         self._thread.join()
@@ -108,7 +108,8 @@ def scheduler_with_log(
     shape: ReplicaShape,
     connector: KVConnector | None = None,
 ) -> Iterator[Scheduler]:
-    """A scheduler. With a `path`, its calls are logged.
+    """A context that returns a scheduler. If `path` is set, the scheduler's calls are logged in
+    this file.
 
     Raises InvalidArgument if the log file cannot be created.
     """
@@ -140,8 +141,8 @@ def header(config: SchedulerConfig, shape: ReplicaShape, started_unix_nanos: int
 
 
 def create_log_file(path: Path) -> BinaryIO:
-    """Creates a log file under the first name of PATH, NAME.2.jsonl, NAME.3.jsonl, ... that does
-    not exist. An existing file, perhaps from before a crash, is not changed.
+    """Creates a log file. Its name is the first of NAME.jsonl, NAME.2.jsonl, NAME.3.jsonl, ... that
+    does not exist. An existing file, perhaps from before a crash, is not changed.
     """
     compress = _compressor() if path.suffix == ".zst" else None
     stem, dot, suffix = path.name.partition(".")

@@ -10,7 +10,7 @@ from services.common.telemetry.tracing import MAX_LINKS, Tracing
 from services.scheduler.core.output import SchedulerOutput
 
 MAX_REMEMBERED = 8192
-"""Number of newest sampled steps to which requests can link when they end."""
+"""Number of stored recent sampled steps. Requests link to them when they end."""
 
 Attributes = dict[str, str | int | float | bool | Sequence[str]]
 
@@ -51,7 +51,7 @@ class StepSpan:
         }
 
     def record(self, tracing: Tracing, end: int, *, lost: bool = False) -> None:
-        """Records the span. `lost`: the step's tokens never arrived."""
+        """Records the span. `lost` is true if the step's tokens never arrived."""
         if lost:
             self._attributes[names.ATTR_IS_CUT] = True
         tracing.record(
@@ -66,7 +66,7 @@ class StepSpan:
 
 
 class SampledSteps:
-    """Links to the newest sampled steps, by step number."""
+    """Maps the numbers of recent sampled steps to links."""
 
     def __init__(self) -> None:
         self._links: OrderedDict[int, Link] = OrderedDict()

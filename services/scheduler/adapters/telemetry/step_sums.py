@@ -1,6 +1,6 @@
-"""Sums over all completed steps. The sums of a decode phase are differences of these totals.
+"""Totals over all completed steps. The sums of a decode phase are differences of these totals.
 
-A step is added once, independently of its number of requests.
+Adding a step takes the same time for any number of requests.
 """
 
 from bisect import bisect_left
@@ -9,7 +9,7 @@ from services.scheduler.core.timelines.timeline import StepTotals
 
 
 class StepSums:
-    """Totals of all steps, and the largest batch since any given step."""
+    """Totals over all steps, and the largest number of requests in a step since a given step."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -21,12 +21,14 @@ class StepSums:
         self.last_done_nanos = 0
         """Time at which the tokens of the last step arrived."""
         self._steps: list[int] = []
-        """Steps after which no step had an equal or larger batch, so that `_sizes` decreases."""
+        """Numbers of the steps after which no step had an equal or larger batch. `_sizes` are their
+        batch sizes, which decrease.
+        """
         self._sizes: list[int] = []
 
     @property
     def totals(self) -> StepTotals:
-        """The totals of all steps."""
+        """The totals over all steps."""
         return StepTotals(
             self._num_steps,
             self._nanos,

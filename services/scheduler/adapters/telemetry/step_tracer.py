@@ -1,12 +1,12 @@
 """Counts and traces steps and requests, from the engine's calls of its observer.
 
-Every request has a timeline, which becomes spans when a sampled request ends: `request_timelines`
-and `request_spans`. A step is a candidate for sampling if a sampled request runs in it or is about
-to be admitted. Other steps are candidates with the sample ratio of traces. The sample ratio of
-steps applies to all candidates.
+Every request has a timeline (`request_timelines`). When a sampled request ends, its timeline is
+converted to spans (`request_spans`). A step is a candidate for sampling if a sampled request runs
+or may be admitted in it. Other steps become candidates at random, with the sample ratio of traces.
+The sample ratio of steps applies to all candidates.
 
-Most steps only decode. Their times are collected, and counted together for several steps, before
-any other event is counted. So counts may lag by MAX_UNCOUNTED_STEPS.
+Most steps only decode. Such steps are collected and counted together, at the latest before any
+other event is counted. So counts may lag by MAX_UNCOUNTED_STEPS.
 """
 
 import random
@@ -28,15 +28,15 @@ STEP_SERVICE = "engine-steps"
 """Part of the service name of step traces, which separates them from request traces."""
 MAX_UNCOUNTED_STEPS = 32
 MAX_UNCOUNTED_NANOS = 100_000_000
-"""The longest time from the first uncounted step to the last one."""
+"""Limit on the time between the first and the last uncounted step."""
 
 
 class StepTracer:
     """A `StepObserver` that counts and times all steps and requests, and traces the sampled ones.
 
     `candidates` returns the waiting requests that the next step may admit. `end_execution` records
-    the span of a step's execution by the workers if it was not recorded yet, with an error if there
-    is no answer.
+    the span of a step's execution by the workers, if the span was not recorded yet. Its second
+    argument is an error, if the workers did not answer.
     """
 
     def __init__(
@@ -177,16 +177,17 @@ class StepTracer:
         self.ended(self._timelines.requests)
 
     def keep(self, request_id: str, traceparent: str, tracestate: str = "") -> None:
-        """Makes the spans of a request be recorded although it was not sampled at its arrival. Does
-        nothing if its timeline is no longer stored.
+        """Samples a request after its arrival, so that its spans are recorded. Does nothing if the
+        request's timeline is no longer stored.
         """
         parent = sampled_parent(traceparent, tracestate)
         if parent is not None:
             self._traces.keep(request_id, parent, self._timelines.requests)
 
     def so_far(self, request_id: str, traceparent: str, tracing: Tracing) -> None:
-        """Records the spans of an unfinished request up to now, with `tracing`, under the span of
-        `traceparent`. Does nothing if there is no such request or if `traceparent` is invalid.
+        """Records the spans of an unfinished request up to now with `tracing`. Their parent is the
+        span of `traceparent`. Does nothing if there is no such request or if `traceparent` is
+        invalid.
         """
         parent = sampled_parent(traceparent)
         if parent is None:
@@ -229,6 +230,6 @@ class StepTracer:
         for preemption in plan.preemptions:
             counts.num_lost_tokens += preemption.num_lost_tokens
         for request in plan.new:
-            cached = request.num_cached_tokens or 0  # also of the output that it arrived with
+            cached = request.num_cached_tokens or 0  # its earlier output may be cached too
             num_prompt = request.num_prompt_tokens
             counts.admitted(num_prompt, min(cached, num_prompt))

@@ -28,7 +28,7 @@ class TracedPool:
     def transact(
         self, operations: Sequence[Operation], traceparent: str = ""
     ) -> Coroutine[Any, Any, Outcome]:
-        # Most steps are not traced: the pool's own coroutine is returned.
+        # Most steps are not traced. Then the pool's own coroutine is returned.
         parent = sampled_parent(traceparent) if traceparent else None
         if parent is None:
             return self._pool.transact(operations)
@@ -62,7 +62,7 @@ class TracedPool:
 
 
 class TracedExecutor:
-    """An `Executor` that records a span of each step from its sending to its answer."""
+    """An `Executor` that records a span for each step, from its sending to its answer."""
 
     def __init__(self, executor: Executor, tracing: Tracing) -> None:
         self._executor = executor
@@ -90,8 +90,9 @@ class TracedExecutor:
         return answer
 
     def end(self, step: int, error: str | None = None) -> None:
-        """Records the execution of a step, unless it was already recorded. Code that ends a step
-        itself calls this method first, because callbacks of a future run later.
+        """Records the span of a step's execution, if it was not recorded yet. Code that completes
+        the span of the step calls this method first, because the callback of the answer's future
+        may run later.
         """
         call = self._open.pop(step, None)
         if call is not None:

@@ -1,9 +1,9 @@
-"""Records why requests wait, with one reason in each step for the whole queue.
+"""Records why requests wait. In each step there is one reason for the whole queue.
 
-The reason is the wait reason of the first request that is not passed over. Requests that are passed
-over have reasons of their own, which `OwnWaits` records. When a request leaves the queue, the
-reasons of its wait are a difference of two counts, and the changes in between. Times are
-nanoseconds since the epoch.
+The reason is the wait reason of the first request that is not passed over (skipped). Requests that
+are passed over have separate reasons, which `OwnWaits` records. When a request leaves the queue,
+the number of steps for each reason is the difference of two counts. Changes of the reason are also
+stored. Times are nanoseconds since the epoch.
 """
 
 from collections import Counter, deque
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from services.scheduler.core.output import OWN_REASONS, SchedulerOutput, WaitReason
 
 MAX_CHANGES = 256
-"""Number of newest changes of the reason that are stored."""
+"""Number of changes of the reason that are stored. Older changes are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasonChange:
-    """A change to another reason, from this step on."""
+    """A change of the reason. The new reason applies from `step` on."""
 
     step: int
     unix_nanos: int
@@ -41,17 +41,19 @@ class WaitStart(NamedTuple):
 
 
 class WaitReasons:
-    """Why the head of the queue waited, step by step."""
+    """Records for each step why the head of the queue waited."""
 
     def __init__(self) -> None:
         self.current: WaitReason | None = None
-        """The reason after the last step, or of a pause or recovery. None if no request waited."""
+        """The reason of the last step, or of a later pause or recovery. None if no request
+        waited.
+        """
         self.num_steps: Counter[WaitReason] = Counter()
-        """Number of steps after which requests still waited, by reason. Pause and recovery have no
-        steps.
+        """Maps a reason to the number of steps after which requests still waited for it. No steps
+        are counted for a pause or a recovery.
         """
         self.passed_over: Counter[WaitReason] = Counter()
-        """How many requests the last step passed over, by reason."""
+        """Maps a reason to the number of requests that the last step passed over for it."""
         self._holder = ""
         self._is_paused = False
         self._is_recovering = False
@@ -95,7 +97,7 @@ class WaitReasons:
         self._change(self._next_step, WaitReason.PAUSED if self._is_paused else None, now)
 
     def begin(self, now: int) -> WaitStart:
-        """The present state, to be stored for a request that begins to wait."""
+        """The present state. Callers store it for a request that begins to wait."""
         return WaitStart(
             self._next_step,
             now,
@@ -106,11 +108,11 @@ class WaitReasons:
         )
 
     def steps_since(self, waiting: WaitStart) -> Counter[WaitReason]:
-        """The number of steps in which a request was not admitted, by reason."""
+        """Maps a reason to the number of steps that did not admit a request for this reason."""
         return self.num_steps - Counter(waiting.num_steps)
 
     def changes_since(self, waiting: WaitStart) -> list[ReasonChange]:
-        """The reasons for which a request waited, in order. The first one starts with the wait."""
+        """The reasons for which a request waited, in order. The first starts with the wait."""
         changes: list[ReasonChange] = []
         if waiting.num_changes < self._num_changes:
             newest_first = takewhile(
@@ -133,7 +135,7 @@ class WaitReasons:
     def _lasted(
         self, waiting: WaitStart, reason: WaitReason, changes: Sequence[ReasonChange]
     ) -> bool:
-        """Whether the reason at the time when a request began to wait applied to it too."""
+        """Whether `reason`, which the queue had when a request began to wait, applied to it too."""
         if reason in (WaitReason.PAUSED, WaitReason.RECOVERY):
             return True
         if reason in OWN_REASONS:
@@ -152,9 +154,9 @@ class WaitReasons:
 
 
 def holder_of(plan: SchedulerOutput) -> str:
-    """Id of the request in a step that holds most of the resource that waiting requests lack: most
-    blocks, or most tokens of the step. For MAX_SEQS, the request that was admitted first. Empty for
-    other wait reasons.
+    """Id of the request in a step that holds most of the resource that waiting requests lack. It
+    has the most computed tokens if blocks are missing, and the most tokens in the step if budget is
+    missing. For MAX_SEQS it is the request that was admitted first. Empty for other wait reasons.
     """
     if not plan.requests:
         return ""

@@ -1,4 +1,6 @@
-"""Computes the longest request that fits in a pool, and finds configurations that cannot work."""
+"""Computes the length of the longest request that fits in a pool. Detects configurations with which
+no request can be served.
+"""
 
 from bisect import bisect_right
 
@@ -6,12 +8,13 @@ from services.scheduler.core.config import SchedulerConfig
 
 
 def max_request_tokens(config: SchedulerConfig) -> int:
-    """The largest number of tokens of a request that is alone in the pool, at most `max_model_len`.
+    """The largest number of tokens of a request that fits in the empty pool, at most
+    `max_model_len`.
 
-    All groups allocate from the one pool. Full attention needs blocks for all tokens. Windows and
-    states need the blocks that they hold at one time in the worst case: as many of the largest
-    steps as possible are in flight, or drafts are verified while the drafts of the step before may
-    still be rejected.
+    All KV-cache groups allocate from the same pool. Full attention needs blocks for all tokens.
+    Sliding windows and states need the blocks that they hold at one time in the worst case. In that
+    case as many of the largest steps as possible are in flight, or drafts are verified while the
+    drafts of the step before may still be rejected.
     """
     num_tokens_in_flight = max(config.max_in_flight_tokens, 1 + 2 * config.num_speculative_tokens)
     num_tokens_in_flight += config.num_lookahead_tokens
@@ -27,7 +30,7 @@ def max_request_tokens(config: SchedulerConfig) -> int:
 
 
 def config_conflict(config: SchedulerConfig) -> str | None:
-    """Why this configuration cannot serve any request, in one sentence. None if it can."""
+    """Why no request can be served with this configuration, as a sentence. None if it is usable."""
     if config.enable_prefix_caching and config.overwrites_states:
         return (
             "prefixes cannot be found where each step overwrites the states of recurrent layers: "

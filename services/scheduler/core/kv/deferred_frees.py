@@ -21,13 +21,13 @@ class _DeferredFree:
     operation: Operation
     blocks: Sequence[BlockId]
     fence: int
-    """The step whose output makes the blocks free."""
+    """Number of the step after whose output the blocks are freed."""
 
 
 class DeferredFrees:
-    """Blocks that a step in flight still writes or copies, and that nothing else holds.
+    """Blocks that a step in flight still writes or copies, and that no request holds.
 
-    As in vLLM they are freed strictly in the order in which they were added.
+    As in vLLM, the blocks are freed strictly in the order in which they were added.
     """
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
@@ -39,23 +39,26 @@ class DeferredFrees:
 
     @property
     def blocks(self) -> list[list[BlockId]]:
-        """One list of blocks for each ended request and for the copies of each step. The blocks of
-        a request are listed group after group, the blocks of copies in reverse order.
+        """One list of blocks for each ended request, and one for the copies of each step. The
+        blocks of a request are listed one KV-cache group after another. The blocks of copies are
+        listed in reverse order.
         """
         return [list(free.blocks) for free in self._waiting]
 
     def add_request(self, key: RequestKey, tables: BlockTables, fence: int) -> None:
-        """Adds the blocks of a request that ended. They are freed as one list."""
+        """Adds the blocks of an ended request. `fence` is the number of the step after whose output
+        they are freed, as one list.
+        """
         held = (block for table in tables for block in dropwhile(lambda block: not block, table))
         self._waiting.append(_DeferredFree(Release((key,), as_one_list=True), [*held], fence))
 
     def add_copies(self, copies: Sequence[BlockCopy], fence: int) -> None:
-        """Adds the source and target blocks of the copies that a step makes."""
+        """Adds the source and target blocks of the copies that step `fence` makes."""
         blocks = [block for copy in copies for block in (copy.source, copy.target)]
         self._waiting.append(_DeferredFree(ReleaseCopies(len(copies)), blocks[::-1], fence))
 
     def give_back(self, step: int) -> None:
-        """Frees, with the next transaction, the blocks that waited for the output of this step."""
+        """Makes the next transaction free the blocks that waited for this step's output."""
         while self._waiting and self._waiting[0].fence <= step:
             self._kv_cache_manager.pending.give_back_in_order(self._waiting.popleft().operation)
 

@@ -1,4 +1,4 @@
-"""The scheduler's client-side view of the pool: sends operations, and stores parts of the answers.
+"""The scheduler's view of the pool. Sends operations to the pool, and stores parts of its answers.
 Every method makes at most one transaction.
 """
 
@@ -45,15 +45,15 @@ class KVCacheManager:
         self._config = config
         self._pool = pool
         self.pending = PendingOperations()
-        """Operations that precede all others in the next transaction."""
+        """Operations that the next transaction executes before all others."""
         self.block_ids_to_zero: list[BlockId] = []
         """Blocks that were allocated since the last step and must be zeroed before use."""
         self.copies: list[BlockCopy] = []
-        """Copies that transactions of this step requested. Their blocks are not free yet."""
+        """Block copies that transactions of this step requested. Their blocks are not free yet."""
         self._hash_block_size = config.hash_block_size
         self._only_grows = config.only_grows
         self.needs_steps = config.aligns_states and config.enable_prefix_caching
-        """Whether the operations of each step begin with BeginStep."""
+        """Whether the first operation of each step must be BeginStep."""
         self._step_begins = False
         """Whether the BeginStep of the step that is planned has not been sent yet."""
         self._num_lookahead_tokens = config.num_lookahead_tokens
@@ -61,12 +61,12 @@ class KVCacheManager:
         self._with_divergent_hits = config.hits_may_diverge
 
     def num_slots(self, num_tokens: int) -> int:
-        """Slots that a running request needs to compute its first `num_tokens` tokens."""
+        """Number of slots that a running request needs for its first `num_tokens` tokens."""
         return min(num_tokens + self._num_lookahead_tokens, self._longest)
 
     def needs_slots(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request must be sent to the pool before its first `num_tokens` tokens
-        can be computed: it lacks slots. Always True if groups free blocks while a request runs.
+        """Whether a running request lacks slots for its first `num_tokens` tokens. Always True if
+        KV-cache groups free blocks while a request runs.
         """
         num_slots = request.num_slots
         if not self._only_grows:
@@ -90,13 +90,13 @@ class KVCacheManager:
         step fills, and looks up cached prefixes of waiting requests. Sends nothing if there are no
         operations.
 
-        Only requests off the fast path, and requests of `leaving`, fill blocks: this step is the
-        last one of `leaving` on the fast path. Publishing follows all growth, so that no block of a
-        preempted request is published.
+        `leaving` are the requests for which this step is the last on the fast path. Only they, and
+        requests that are not on the fast path, fill blocks. Blocks are published after all blocks
+        are allocated, so that no block of a preempted request is published.
 
-        Returns None if all fits. Otherwise returns the stop at one request of `growing`: the
-        requests before it have grown, and nothing was published or looked up. `steps` are the
-        earlier steps.
+        Returns None if all blocks were allocated, otherwise the stop at the request that lacks
+        blocks. Then the requests before it have their blocks, and nothing was published or looked
+        up. `steps` are the earlier steps.
         """
         operations: list[Operation] = []
         growth = self._grow(builder, growing, steps) if growing else None
@@ -139,18 +139,20 @@ class KVCacheManager:
             request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
 
     async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
-        """Allocates the blocks of waiting requests, up to the first that does not fit."""
+        """Allocates the blocks of waiting requests, up to the first request that lacks blocks."""
         operations: list[Operation] = [Admit(admissions)] if admissions else []
         operations = [*self.pending.take(), *self._in_step(operations)]
         return await self._transact(operations, traceparent)
 
     def take_copies(self) -> list[BlockCopy]:
-        """Returns the copies that the workers make before the step. Their blocks are in use."""
+        """Returns the block copies that the workers make before the step. Their blocks stay in
+        use.
+        """
         copies, self.copies = sorted(self.copies, key=lambda copy: copy.group), []
         return copies
 
     async def release_copies(self, num_copies: int, traceparent: str) -> None:
-        """Drops the references of the oldest `num_copies` copies that still have blocks."""
+        """Drops the references to the blocks of the oldest `num_copies` copies."""
         await self._transact([ReleaseCopies(num_copies)], traceparent)
 
     async def flush(self) -> None:
@@ -168,14 +170,14 @@ class KVCacheManager:
         return block_ids
 
     def publish_known(self, request: Request) -> None:
-        """Publishes blocks that a step filled with tokens unknown at the time of planning. The last
-        token of the request is known but not computed, so it does not count.
+        """Publishes blocks that a step filled with tokens that were not known when the step was
+        planned. The last token of the request is known but not computed, so it does not count.
         """
         self._publish(request, len(request.token_ids) - 1)
 
     def publish_computed(self, request: Request) -> None:
-        """Publishes the blocks of a victim that was scheduled in this step. Only blocks that
-        earlier steps fill with known tokens are published.
+        """Publishes blocks of a request before its preemption. Only blocks that earlier steps fill
+        with known tokens are published.
         """
         self._publish(request, min(request.num_computed_tokens, len(request.token_ids)))
 
@@ -189,8 +191,8 @@ class KVCacheManager:
     def publish_loaded(self, request: Request) -> None:
         """Publishes the blocks of a request whose load is complete.
 
-        With states, the last token of a fully loaded prompt is not published: the loaded state
-        precedes that token, which is computed again.
+        With state-space layers, the last token of a fully loaded prompt is not published. The
+        loaded state is the state before that token, which is computed again.
         """
         end = request.num_computed_tokens
         if self._config.holds_states:
@@ -202,19 +204,19 @@ class KVCacheManager:
             request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def release(self, request: Request) -> None:
-        """Frees the blocks of a request, if it has any, with the next transaction."""
+        """Makes the next transaction free the blocks of a request, if it has any."""
         if request.known_to_pool:
             self.pending.release(request.key)
 
     def forget(self) -> None:
-        """Resets the state for an empty pool: no request holds blocks, no operation is pending."""
+        """Resets the state for an empty pool. No operation is pending then."""
         self.pending.clear()
         self.block_ids_to_zero.clear()
         self.copies.clear()
         self.num_free_blocks = self._config.num_blocks - 1
 
     def _in_step(self, operations: list[Operation]) -> list[Operation]:
-        """The operations, preceded by BeginStep if they are the first of the planned step."""
+        """Returns the operations. BeginStep precedes the first operations of a step."""
         if operations and self._step_begins:
             self._step_begins = False
             return [BeginStep(), *operations]
@@ -228,8 +230,8 @@ class KVCacheManager:
     ) -> Grow:
         """Builds the Grow operation of the step.
 
-        Windows advance only to tokens that no step in flight computes. Steps in flight may still
-        read earlier blocks, and their drafts may be rejected.
+        Sliding windows advance only past tokens that no step in flight computes. Steps in flight
+        may still read earlier blocks, and their drafts may be rejected.
         """
         starts = num_computed_tokens_of(growing)
         keys = [request.key for request in growing]
@@ -249,9 +251,7 @@ class KVCacheManager:
     def _note_growth(
         self, builder: StepBuilder, growing: Sequence[Request], growth: Grow, outcome: Outcome
     ) -> None:
-        """Records the new blocks of the requests that grew. Raises PoolLost if a number of blocks
-        differs from the number requested.
-        """
+        """Records the new blocks of `growing`. Raises PoolLost if their number is wrong."""
         size, appended = self._config.block_size, builder.plan.appended_blocks
         if not self._only_grows:
             for request, blocks in zip(growing, outcome.grown, strict=False):
@@ -322,8 +322,8 @@ class KVCacheManager:
         builder.prefixes.divergent_hits.update(zip(looked_up, outcome.divergent_hits, strict=False))
 
     def _unsent_hashes(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
-        """The hashes of the full blocks, or of the first `num_blocks`, that were not sent to the
-        pool. A Commit contains only the hashes that it publishes, because the last token of a
+        """The hashes of all full blocks, or of the first `num_blocks` blocks, that were not sent to
+        the pool. A Commit contains only hashes that it publishes, because the last token of a
         session may still be removed.
         """
         request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
@@ -336,7 +336,7 @@ class KVCacheManager:
         return self._keep(await self._pool.transact(operations, traceparent))
 
     def _keep(self, outcome: Outcome) -> Outcome:
-        """Stores the parts of an outcome that concern the whole pool, and returns the outcome."""
+        """Stores the parts of an outcome that concern all operations. Returns the outcome."""
         self.num_free_blocks = outcome.num_free_blocks
         self.block_ids_to_zero += outcome.block_ids_to_zero
         self.copies += outcome.copies

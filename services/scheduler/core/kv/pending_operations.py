@@ -1,4 +1,4 @@
-"""Pool operations that wait for the next transaction. They need no free blocks, so none fails."""
+"""Pool operations that wait for the next transaction. None can fail, as none needs free blocks."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from services.common.pool.operations import (
 
 
 class PendingOperations:
-    """Collects pool operations, and merges operations of one kind into one.
+    """Collects pool operations. Merges operations of the same kind.
 
     Blocks are published before blocks are freed, so that the last full block of an ended request
     can still be hit.
@@ -22,13 +22,13 @@ class PendingOperations:
 
     def __init__(self) -> None:
         self.commits: dict[RequestKey, tuple[int, list[BlockHash]]] = {}
-        """Number of stored tokens and new hashes, by request."""
+        """Maps a request to its number of stored tokens and its new hashes."""
         self.evictions: list[BlockId] = []
         """Blocks whose hash is to be removed."""
         self._releases: list[RequestKey] = []
         """Requests whose blocks are to be freed."""
         self._early_releases: list[Operation] = []
-        """Operations that free blocks before `_releases`."""
+        """Operations that free blocks and precede `_releases`."""
 
     def __bool__(self) -> bool:
         return bool(self.commits or self._releases or self.evictions or self._early_releases)
@@ -49,7 +49,9 @@ class PendingOperations:
         self.give_back_in_order(RemoveSkippedBlocks([key], [num_computed_tokens]))
 
     def give_back_in_order(self, operation: Operation) -> None:
-        """Adds an operation that frees blocks after the releases so far and before later ones."""
+        """Adds an operation that frees blocks. It follows the releases so far, and precedes later
+        ones.
+        """
         if self._releases:
             self._early_releases.append(Release(tuple(self._releases)))
             self._releases = []

@@ -1,4 +1,4 @@
-"""Counts the blocks that prefills in progress will still need, as vLLM does."""
+"""Counts, as vLLM does, the blocks that prefills in progress will still need."""
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.operations import BlockTables
@@ -7,8 +7,8 @@ from services.scheduler.core.request import Request
 
 
 class ReservedBlocks:
-    """Counts the blocks that a load must leave free. A load cannot be preempted, so it must not use
-    up the blocks of running prefills.
+    """Counts the blocks that a load of keys and values must leave free. A load cannot be preempted,
+    so it must not use up the blocks that running prefills need.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -18,7 +18,9 @@ class ReservedBlocks:
             group.max_admission_blocks(config.max_in_flight_tokens, config.max_model_len)
             for group in config.all_groups
         ]
-        """The largest number of blocks of one request to count, by group; None: no limit."""
+        """Limits on the number of blocks that are counted for one request, one for each group. None
+        means that there is no limit.
+        """
         self._num_step_tokens = 0
         if config.num_speculative_tokens:
             self._num_step_tokens = 1 + config.num_speculative_tokens + config.num_lookahead_tokens
@@ -27,16 +29,16 @@ class ReservedBlocks:
             for group in config.all_groups
             if group.attention_type is not AttentionType.STATE_SPACE
         )
-        """Blocks for the first drafts of a loading request. State groups are not counted: they get
-        the blocks for drafts at admission.
+        """Number of blocks for the first drafts of a loading request. Groups of states do not
+        count, because their blocks for drafts are allocated at admission.
         """
 
     def lacking(
         self, request: Request, tables: BlockTables | None, appended: BlockTables | None
     ) -> int:
-        """Blocks that a request still needs for all its tokens and the drafts of its next step.
-        `tables` is None if it holds no blocks. `appended` lists blocks that were allocated but are
-        not in `tables` yet.
+        """Number of blocks that a request still needs for all its tokens and the drafts of its next
+        step. `tables` are its block tables, or None if it holds no blocks. `appended` are blocks
+        that were allocated but are not in `tables` yet.
         """
         num_tokens = min(request.num_tokens, self._longest)
         total = 0
@@ -50,9 +52,9 @@ class ReservedBlocks:
     def _lacking_in(
         self, group: KVCacheGroup, most: int | None, num_held: int | None, num_tokens: int
     ) -> int:
-        """Blocks that a request still needs in one group. `most` limits the count in groups with
-        windows. A group that caches states needs one block, and further blocks for drafts only if
-        the request holds none yet.
+        """Number of blocks that a request still needs in one group. `most` limits the number in
+        groups with sliding windows. A group that caches states needs one block, and further blocks
+        for drafts only if the request holds no block yet.
         """
         size, num_drafts = group.block_size, group.num_speculative_blocks
         if group.aligns_states:

@@ -7,8 +7,8 @@ from services.scheduler.core.config import SchedulerConfig
 
 
 class WindowClock:
-    """Computes the token counts at which some group allocates or frees a block. A count is the
-    number of computed tokens before a step.
+    """Computes the token counts at which a KV-cache group allocates or frees a block. A token count
+    is the number of computed tokens before a step.
 
     A group allocates a block when the tokens, lookahead tokens included, fill whole blocks. It
     frees a block when its window or state has advanced by a block of stored tokens. The number of
@@ -27,7 +27,7 @@ class WindowClock:
         )
 
     def next_change(self, num_computed_tokens: int) -> int:
-        """The first count, from `num_computed_tokens` on, at which a block table changes."""
+        """The next token count, from `num_computed_tokens` on, at which a block table changes."""
         return min(
             num_computed_tokens + (phase - num_computed_tokens) % size
             for size, phase in self._phases

@@ -30,13 +30,9 @@ class PlannedAdmission:
     after a Commit has published them.
     """
     num_asked: int
-    """Number of tokens that the step would compute if the encoder could compute all items of the
-    prompt.
-    """
+    """Number of tokens that the step would compute without the encoder's limits."""
     num_drafts: int
-    """Number of empty draft tokens that pad the first step. The number of slots in the terms
-    includes them.
-    """
+    """Number of empty draft tokens that pad the first step. The slots in the terms include them."""
 
     @property
     def num_tokens(self) -> int:
@@ -46,18 +42,14 @@ class PlannedAdmission:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A request that is passed over (skipped) after the first `num_admissions` admissions have
-    succeeded.
-    """
+    """A request that is passed over (skipped) if the first `num_admissions` admissions succeed."""
 
     request: Request
     reason: WaitReason
     num_admissions: int
     num_computed_tokens: int = 0
     num_asked: int = 0
-    """Number of tokens after `num_computed_tokens` that would be computed if the encoder had budget
-    and cache space. 0 if the encoder is not the reason.
-    """
+    """Tokens that would be computed if the encoder had budget and space. 0 with other reasons."""
     error: str = ""
     """Why the request can never run. Empty if it may run later."""
 
@@ -78,9 +70,8 @@ class AdmissionPlan:
     """Whether the plan stopped at a candidate whose prefix hit an earlier admission may have
     changed.
 
-    An admission can evict cached blocks. If layers have sliding windows or states, the scheduler
-    also does not know which blocks an admission publishes. The candidate must be looked up again
-    before it is passed over or the plan ends.
+    An admission can evict cached blocks. With sliding windows or states, only the pool knows which
+    blocks an admission publishes. The candidate must be looked up again.
     """
 
     def pass_over(
@@ -119,9 +110,7 @@ class _Trial:
     """Hashes of the blocks that the admissions so far publish."""
     passing_over: PassingOver
     encoder: StepEncoder | None = None
-    """A copy of the step's encoder state. None until a candidate has items that the encoder
-    computes.
-    """
+    """A copy of the step's encoder state. None until a candidate has encoder items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +178,7 @@ class AdmissionPlanner:
         self, builder: StepBuilder, trial: _Trial, request: Request, *, is_first: bool
     ) -> tuple[int, bool]:
         """The number of tokens of a request's hit, and whether an earlier admission may have
-        changed it. The number does not change if the request already holds blocks.
+        changed it. Admissions do not change it if the request already holds blocks.
         """
         hit, foretells_hits = builder.prefixes.hits[request], self.config.foretells_hits
         if request.holds_blocks:
@@ -338,8 +327,8 @@ class AdmissionPlanner:
         """A lower bound on the number of blocks that an admission needs. It counts only the groups
         of full-attention layers.
 
-        The bound is 0 for a request that holds blocks if groups free blocks while requests run,
-        because then only the pool knows how many blocks the request has in each group.
+        0 for a request that holds blocks if groups free blocks while requests run, because then
+        only the pool knows how many blocks the request has.
         """
         terms = planned.terms
         if terms.holds_blocks and not self.config.only_grows:

@@ -1,4 +1,5 @@
-"""The parts of a phase of a request's timeline: waits with their reasons, and prefill chunks.
+"""The parts of a phase of a request's timeline. A part is a wait with its reason, or a prefill
+chunk.
 
 Times are nanoseconds since the epoch.
 """
@@ -10,13 +11,13 @@ from typing import NamedTuple
 from services.common.telemetry.time_parts import TimePart, part_of_reason
 
 MAX_WAITS = 16
-"""The largest number of waits in a phase. If there are more, neighbours are merged."""
+"""Limit on the number of waits in a phase. If there are more, neighbouring waits are merged."""
 MAX_CHUNKS = 32
 """Neighbouring chunks of a phase are merged when it has twice this number of parts."""
 
 
 class ReasonStart(NamedTuple):
-    """The start of a reason for which a request waits. It lasts until the start of the next one."""
+    """The time from which a request waits for a reason. It applies until the next start."""
 
     start: int
     reason: str
@@ -33,7 +34,7 @@ class Wait:
     start: int
     end: int
     reasons: dict[str, int]
-    """Nanoseconds by reason. There are several reasons after merging."""
+    """Maps reasons to nanoseconds. There are several reasons if waits were merged."""
     step: int | None = None
     holder: str = ""
     """`step` and `holder` have the meaning of ReasonStart. After merging they describe the longest
@@ -66,7 +67,9 @@ class Wait:
 
 @dataclass(slots=True)
 class Chunk:
-    """The prefill tokens of a request that a step computed. After merging, of several steps."""
+    """The prefill tokens of a request that a step computed, or several steps if chunks were
+    merged.
+    """
 
     start: int
     end: int
@@ -75,13 +78,13 @@ class Chunk:
     num_steps: int
     num_tokens: int
     num_step_tokens: int
-    """Number of tokens of all requests in the step."""
+    """Number of tokens of all requests in the step. Merging sums these numbers."""
     num_requests: int
-    """Number of requests in the step."""
+    """Number of requests in the step. Merging takes the maximum."""
     compute_nanos: int
     """Compute time of the workers for the whole step."""
     wait_nanos: int = 0
-    """Sum of the waits that were merged into this chunk."""
+    """Total duration, in nanoseconds, of the waits that were merged into this chunk."""
 
     def merge(self, later: "Chunk | Wait") -> None:
         """Merges a later part into this chunk."""

@@ -1,7 +1,8 @@
-"""The timeline of a request at a replica: phases that follow each other without a gap.
+"""The timeline of a request at a replica. It consists of phases that follow each other without a
+gap.
 
-A timeline has a few numbers for each phase. It is kept for every request, and becomes spans only if
-the request is traced. Times are nanoseconds since the epoch, which callers pass in.
+A timeline has a few numbers for each phase. Every request has a timeline. Spans are made from it
+only if the request is traced. Times are nanoseconds since the epoch, which callers pass in.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from services.scheduler.core.timelines.phase_parts import (
 )
 
 MAX_PHASES = 64
-"""The largest number of phases. If there are more, the oldest phases after the queue are merged."""
+"""Limit on the number of phases. Beyond it, the oldest phases after the first are merged."""
 
 
 class PhaseKind(Enum):
@@ -38,7 +39,7 @@ class PhaseKind(Enum):
     QUEUE = "queue"
     """The request waits for its first admission."""
     PREFILL = "prefill"
-    """Tokens are computed until one can be sampled. Occurs again after an interruption."""
+    """Tokens are computed until a token can be sampled. It occurs again after an interruption."""
     DECODE = "decode"
     """Output tokens are sampled."""
     PREEMPTED = "preempted"
@@ -61,7 +62,7 @@ _UNEXPLAINED = {
     PhaseKind.PAUSE: "pause",
     PhaseKind.SEVERAL: "other",
 }
-"""The name of the time part to which a phase counts, by kind. Waits have names of their own."""
+"""Maps the kind of a phase to the name of its time part. Waits have other names."""
 
 
 class StepTotals(NamedTuple):
@@ -69,16 +70,18 @@ class StepTotals(NamedTuple):
 
     num_steps: int = 0
     nanos: int = 0
-    """Time from the end of the step before, or from the planning if later, to the tokens."""
+    """Time until the tokens of the step arrived. It starts at the end of the step before, or at the
+    planning if the planning was later.
+    """
     compute_nanos: int = 0
     """The part of `nanos` in which the workers computed."""
     prompt_nanos: int = 0
     """The part of `compute_nanos` for prefill tokens."""
     num_requests: int = 0
-    """Sum of the numbers of requests in the steps."""
+    """Number of requests, summed over the steps."""
 
     def plus(self, other: "StepTotals") -> "StepTotals":
-        """The sum of both totals."""
+        """The sum of the two totals."""
         return StepTotals(*map(add, self, other))
 
     def minus(self, other: "StepTotals") -> "StepTotals":
@@ -97,13 +100,13 @@ class Interruption:
     """The kind of the phase that begins with the interruption."""
     cause: str
     step: int | None = None
-    """The step in whose planning the interruption occurred; None if between steps."""
+    """Number of the step during whose planning the interruption occurred. None between steps."""
     preempted_for: str = ""
-    """Id of the request that needed the blocks; empty if the cause is another."""
+    """Id of the request that needed the blocks. Empty if blocks were not the cause."""
     num_lost_tokens: int = 0
     """Number of computed tokens that must be computed again."""
     message: str = ""
-    """A sentence that describes the loss of pool or workers."""
+    """A sentence that describes the loss of pool or workers. Empty if nothing was lost."""
 
 
 @dataclass(slots=True)
@@ -128,7 +131,7 @@ class Phase:
     """
     behind: StepTotals = NO_STEPS
     """While the phase is open, the corresponding totals at its start. Afterwards, the sums over the
-    phase's steps without the request.
+    phase's steps that did not contain the request.
     """
     max_requests: int = 0
     """The largest number of requests in a step of the phase."""
@@ -164,19 +167,19 @@ class Phase:
 
 
 class RequestTimes(NamedTuple):
-    """How a request's time was spent. The first three fields, which have vLLM's meaning, add up to
-    the whole time.
+    """The parts of a request's total time. The first three fields, which have vLLM's meaning, add
+    up to the total time.
     """
 
     queue_nanos: int
     prefill_nanos: int
     decode_nanos: int
     interrupted_nanos: int
-    """The part of prefill and decode in which the request did not run."""
+    """Time within prefill and decode in which the request did not run."""
     queued_unix_nanos: int
-    """When the request arrived."""
+    """Time at which the request arrived."""
     parts: tuple[TimePart, ...] = ()
-    """The whole time, divided by cause."""
+    """Parts of the total time, by cause. They add up to the total time."""
 
 
 @dataclass(slots=True)
@@ -188,9 +191,9 @@ class Timeline:
     current: Phase = field(init=False)
     """The last phase, which is open until `finish`."""
     admitted: int | None = None
-    """When the request was first scheduled; None before."""
+    """Time at which the request was first scheduled. None before."""
     first_token: int | None = None
-    """When the first token arrived; None before."""
+    """Time at which the first token arrived. None before."""
     interrupted_nanos: int = 0
     """Time after the first admission in which the request did not run."""
 
@@ -220,8 +223,8 @@ class Timeline:
         self.enter(PhaseKind.PREFILL, now).first_step = step
 
     def wait(self, changes: Sequence[ReasonStart], now: int) -> None:
-        """Adds waits to the open phase, from its last part up to `now`. `changes` are the reasons
-        in that time, with their starts.
+        """Adds waits to the open phase, from the end of its last part up to `now`. `changes` are
+        the reasons in that time, with their starts.
         """
         if len(changes) == 1:  # as in most phases
             start, (_, reason, step, holder) = self.covered_until, changes[0]
@@ -255,7 +258,7 @@ class Timeline:
         self._end_phase(now)
 
     def times(self) -> RequestTimes:
-        """How the request's time was spent. Only valid after `finish`."""
+        """The parts of the request's total time. Only valid after `finish`."""
         end = self.current.end
         admitted = end if self.admitted is None else self.admitted
         first_token = end if self.first_token is None else self.first_token

@@ -28,11 +28,13 @@ def set_back(
     """Resets the computed tokens of requests to the start of their first invalid block. For models
     with one KV-cache group.
 
-    As in vLLM, if several requests share an invalid block, only the first computes it again, and
-    the others count it as computed. `scheduled`: number of tokens that count as computed but are
-    not. Blocks outside the window are skipped, because another request may own them now.
+    As in vLLM, if several requests share an invalid block, only the first request computes it
+    again, and the others count it as computed. `scheduled` maps a request to the number of its
+    tokens that count as computed but are not. Blocks outside the sliding window are skipped,
+    because another request may own them now.
 
-    Returns the requests that have an invalid block, and their blocks from there on.
+    Returns the requests that have an invalid block, and a list of the blocks from their first
+    invalid block on.
     """
     affected: set[Request] = set()
     recomputed: set[BlockId] = set()

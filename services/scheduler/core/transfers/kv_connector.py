@@ -18,8 +18,9 @@ from services.scheduler.core.transfers.tier_index import TierBlockId
 
 @dataclass(frozen=True, slots=True)
 class ExternalMatch:
-    """How many tokens after a local hit can be loaded. With `is_async` they are loaded between
-    steps, while the request waits; otherwise within the step that needs them.
+    """How many tokens after a local hit can be loaded. If `is_async` is true, they are loaded
+    between steps, while the request waits. Otherwise they are loaded within the step that needs
+    them.
     """
 
     num_tokens: int
@@ -41,8 +42,9 @@ class KVLoad:
 class KVTransferResults:
     """Results of transfers, which the workers report with the output of each step.
 
-    The end of a transfer is reported once. A failed load is reported with its end: requests in
-    `failed_recving` are also in `finished_recving`. Blocks are invalid if their load failed.
+    The end of a transfer is reported once. Requests in `failed_recving` are also in
+    `finished_recving`, because a failed load has ended too. Blocks are invalid if their load
+    failed.
     """
 
     finished_recving: Sequence[RequestKey] = ()
@@ -74,8 +76,8 @@ class ConnectorLoad:
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorMetadata:
-    """Transfers that begin with a step. Stores complete before the step writes anything. Loads
-    begin then, and may continue while later steps run.
+    """Transfers that begin with a step. Stores are complete before the step writes anything. Loads
+    begin after the stores, and may continue while later steps run.
     """
 
     stores: Sequence[BlockTransfer]
@@ -88,9 +90,9 @@ class KVConnector(Protocol):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> ExternalMatch | None:
-        """The tokens, in whole blocks, that can be loaded after a local hit, for a request that may
-        be admitted now. None if the number is not known yet. Called at every attempt to admit the
-        request; has no side effect.
+        """Returns how many tokens, in whole blocks, can be loaded after a local hit of
+        `num_computed_tokens` tokens. None if the number is not known yet. Called at every attempt
+        to admit the request. Has no side effect.
         """
 
     def update_state_after_alloc(
@@ -99,13 +101,13 @@ class KVConnector(Protocol):
         """Called when a request's blocks are allocated. `num_external_tokens` are loaded into them
         from this step on.
 
-        For layers that keep states, one state is loaded: the state after these tokens. If they end
-        with the request's last token, the state before that token is loaded instead.
+        For state-space layers, the state after these tokens is loaded. If they end with the
+        request's last token, the state before that token is loaded instead.
         """
 
     def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
-        """Called when a further block of a request is full, and before its blocks are freed. The
-        first `num_tokens` tokens are known, and are computed by earlier steps.
+        """Called when another block of a request is full, and before the request's blocks are
+        freed. The first `num_tokens` tokens are known, and earlier steps compute them.
         """
 
     def blocks_released(self, request: Request) -> None:
@@ -121,17 +123,17 @@ class KVConnector(Protocol):
         """Removes everything that is stored. No request holds blocks, and no load is running."""
 
     def forget(self) -> None:
-        """Called when the pool's generation has ended: no request holds blocks, no transfer is in
+        """Called when pool or workers are lost. No request holds blocks any more, no transfer is in
         progress, and steps in flight may not have run.
         """
 
     def request_finished(self, request: Request, blocks: BlockTables) -> bool:
         """Called when a request has ended. `blocks` contain its computed keys and values. Returns
-        whether the blocks are still read: then they are freed only after `finished_sending` has
-        named the request.
+        True if the blocks are still read. Then they are freed only after a step's output has listed
+        the request in `finished_sending`.
         """
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks will be free as soon as transfers end. Then a running request that lacks
-        blocks should wait, and no request should be preempted.
+        """Whether the end of transfers will free blocks. Then a running request that lacks blocks
+        should wait, and no request should be preempted.
         """

@@ -15,6 +15,6 @@ class KVLoadFailurePolicy(enum.Enum):
     """What happens to a request if the load of some of its blocks failed."""
 
     RECOMPUTE = "recompute"
-    """The request is computed again from the first such block on."""
+    """The request is computed again from the first block whose load failed."""
     FAIL = "fail"
     """The request ends with an error."""

@@ -1,4 +1,4 @@
-"""Tracks transfers of keys and values in progress, and the blocks that they use."""
+"""Tracks transfers of keys and values that are in progress, and the blocks that they use."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -21,12 +21,12 @@ from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy
 
 
 class KVTransfers:
-    """The scheduler's state for a connector.
+    """The state of all transfers through a connector to another tier or replica.
 
-    A request that loads between steps waits with its blocks. The blocks of an ended request are
-    freed only when no transfer uses them. If loads are not ordered with the steps in flight, the
-    blocks are also kept, as in vLLM, while such a step may write them. Otherwise a load for a new
-    owner could fill a block before a step of the old owner overwrites it.
+    A request whose tokens are loaded between steps keeps its blocks while it waits. The blocks of
+    an ended request are freed only when no transfer uses them. As in vLLM, if loads are not ordered
+    with the steps in flight, the blocks are not freed while such a step may write them. Otherwise a
+    load for a new owner could fill a block before a step of the old owner overwrites it.
     """
 
     def __init__(
@@ -39,37 +39,35 @@ class KVTransfers:
         self.deferred_frees = DeferredFrees(kv_cache_manager)
         self._config = config
         self._cuts_loads = config.only_grows and len(config.all_groups) == 1
-        """Whether a request whose load failed can use the blocks before the first invalid one. With
-        windows or states nothing of a failed load is used.
+        """Whether a request whose load failed can use the blocks before the first invalid block.
+        With sliding windows or states, nothing of a failed load is used.
         """
         self._kv_cache_manager = kv_cache_manager
         self._block_tables: dict[Request, BlockTables] = {}
         """Block tables of the requests that hold blocks."""
         self._loading: dict[RequestKey, Request] = {}
-        """Requests that wait for a load, until `promote` is called after its end."""
+        """Requests that wait for a load. After the load, `promote` removes them."""
         self._num_local: dict[Request, int] = {}
-        """The number of tokens in the local hit of each request in `_loading`."""
+        """Number of tokens in the local prefix hit of each request in `_loading`."""
         self._finished_recving: set[Request] = set()
         """Requests whose load has ended, until `promote` is called."""
         self._first_invalid: dict[Request, int] = {}
-        """The index of the first block to compute again, for requests whose load within a step
-        failed.
-        """
+        """Maps requests whose load within a step failed to the first block to compute again."""
         self._leaving: dict[RequestKey, tuple[Request, BlockTables]] = {}
         """Ended requests whose blocks a transfer still uses."""
         self._filled: list[Request] = []
-        """Requests that recent steps admitted, or for which they filled a block. Their blocks are
-        offered to the connector before windows free them.
+        """Requests that recent steps admitted, or of which recent steps filled a block. The
+        connector is called with their blocks before these leave the sliding windows and are freed.
         """
         self._prefills: set[Request] = set()
-        """Requests that load, or whose prompt is partly computed. Blocks are reserved for their
-        remaining tokens.
+        """Requests that are being loaded or whose prompt is partly computed. Blocks are reserved
+        for their remaining tokens.
         """
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer is in progress. Steps must continue, because their outputs report its
-        end.
+        """Whether a transfer is in progress. Steps must continue then, because their outputs report
+        the end of the transfer.
         """
         return bool(self._loading or self._leaving)
 
@@ -92,8 +90,8 @@ class KVTransfers:
     # While a step is planned
 
     def begin_step(self) -> None:
-        """Called before a step is planned. Offers the connector the blocks that earlier steps
-        filled. Blocks whose tokens are not known yet are offered before a later step.
+        """Called before a step is planned. Calls the connector with the blocks that earlier steps
+        filled. Blocks whose tokens are not known yet follow before a later step.
         """
         filled, self._filled = self._filled, []
         size = self._config.block_size
@@ -110,14 +108,15 @@ class KVTransfers:
     def num_reserved_blocks(
         self, appended_blocks: Mapping[Request, BlockTables], *, is_alone: bool
     ) -> int:
-        """Blocks that a load must leave free: the blocks that prefills in progress still need, and
-        the blocks of the load's own first drafts. A load cannot be preempted to free blocks for a
-        prefill. `appended_blocks` are the blocks that the planned step has allocated so far.
+        """Number of blocks that a load must leave free. These are the blocks that prefills in
+        progress still need, and the blocks for the first drafts of the loading request itself. The
+        reason is that a load cannot be preempted to free blocks for a prefill. `appended_blocks`
+        are the blocks that the planned step has allocated so far.
 
-        As in vLLM a request whose load filled no valid block counts as a prefill, even when it
-        loads again itself. If the loading request `is_alone`, because nothing runs or loads, then
-        requests without blocks and drafts do not count. Otherwise it could wait for itself, or two
-        requests for each other.
+        As in vLLM, a request whose load filled no valid block counts as a prefill, even if it is
+        the request that is loaded now. `is_alone` means that no other request runs or is being
+        loaded. Then drafts, and requests without blocks, do not count. Otherwise the request could
+        wait for itself, or two requests for each other.
         """
         num_of_drafts = 0 if is_alone else self._reserved.num_of_drafts
         return num_of_drafts + sum(
@@ -140,7 +139,7 @@ class KVTransfers:
         self._begin(request, num_external_tokens, is_async=False)
 
     def begin_load(self, request: Request, blocks: BlockTables, num_external_tokens: int) -> None:
-        """Begins an asynchronous load of `num_external_tokens`. The request waits for its end."""
+        """Begins an asynchronous load of `num_external_tokens` tokens. The request waits for it."""
         self._note_table(request, blocks)
         self._loading[request.key] = request
         self._prefills.add(request)
@@ -150,8 +149,8 @@ class KVTransfers:
 
     def promote(self, request: Request) -> bool:
         """Makes a request ready for admission after its load, and publishes the valid blocks. If no
-        block is valid, frees all its blocks. Returns False, and does nothing, before the load's
-        end.
+        block is valid, frees all blocks of the request. Before the end of the load, does nothing
+        and returns False.
         """
         if request not in self._finished_recving:
             return False
@@ -172,8 +171,8 @@ class KVTransfers:
         return True
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """Called when a step is fully planned. Appends its new blocks to the block tables, and adds
-        the connector's transfers to the plan.
+        """Called when a step is fully planned. Appends the step's new blocks to the block tables,
+        and adds the connector's transfers to the plan.
         """
         plan.loads, self.loads = self.loads, []
         for request, appended in plan.appended_blocks.items():
@@ -228,7 +227,7 @@ class KVTransfers:
             blocks = tuple([] for _ in range(max(1, len(self._config.groups))))
         computed = tuple(
             table
-            if group.attention_type is AttentionType.STATE_SPACE  # drafts write states behind them
+            if group.attention_type is AttentionType.STATE_SPACE  # drafts use later blocks
             else table[: -(-request.num_computed_tokens // group.block_size)]
             for group, table in zip(self._config.all_groups, blocks, strict=True)
         )
@@ -258,7 +257,7 @@ class KVTransfers:
 
         `plans` are the step whose output has arrived and the steps in flight. They were planned as
         if all loads had succeeded. Returns the requests whose output of these steps is invalid.
-        With the policy FAIL, returns all requests that have such a block.
+        With the policy FAIL, returns all requests that have a block whose load failed.
         """
         recomputes = self._config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE
         failed: set[Request] = set()
@@ -339,9 +338,9 @@ class KVTransfers:
     def _remove_skipped_blocks(
         self, request: Request, blocks: BlockTables, in_flight: Iterable[SchedulerOutput]
     ) -> None:
-        """Frees the blocks that lie outside all windows of later queries and steps in flight, and
-        replaces them in `blocks` by the null block. Must be called before the blocks are shown to
-        the connector.
+        """Frees the blocks that lie outside the sliding windows of later queries and of steps in
+        flight. Replaces them in `blocks` by the null block. Must be called before the connector is
+        called with the blocks.
         """
         num_computed = request.num_computed_tokens - sum(
             plan.num_scheduled_tokens[plan.requests.index(request)]
@@ -372,8 +371,8 @@ class KVTransfers:
 
 
 def _leave_moved(table: list[BlockId], appended: Sequence[BlockId]) -> None:
-    """Replaces blocks of the table that are also in `appended` by the null block. The block of an
-    obsolete state is reused for a later state.
+    """Replaces blocks of the table that are also in `appended` by the null block. Such a block
+    contained an obsolete state, and is reused for a later state.
     """
     for block in set(appended).intersection(table) - {NULL_BLOCK}:
         table[table.index(block)] = NULL_BLOCK

@@ -1,11 +1,11 @@
-"""A connector to a tier in the workers' own memory, which keeps blocks that the KV cache has
-evicted. Named after vLLM's OffloadingConnector.
+"""A connector to a tier in the workers' own memory. Blocks stay in the tier after the KV cache has
+evicted them. Named after vLLM's OffloadingConnector.
 
 The scheduler decides which blocks are in the tier, and the workers copy them. A full block of a
 request is stored with the first step that is planned after its tokens are known and computed. The
 workers copy the block before that step writes anything. Blocks of the tier that follow a local hit
-are loaded between steps. The tier and its index survive a reset of the pool. With new workers both
-are empty.
+are loaded between steps. A reset of the pool does not change the tier and its index. With new
+workers both are empty.
 """
 
 from collections import deque
@@ -29,21 +29,23 @@ from services.scheduler.core.transfers.tier_index import TierBlockId, TierIndex,
 
 @dataclass(slots=True)
 class TierStats:
-    """Counts since the start. Only tokens of admitted requests count, as in vLLM's metrics."""
+    """Totals since the start. Only tokens of admitted requests count, as in vLLM's metrics."""
 
     num_query_tokens: int = 0
-    """Tokens after the local hits."""
+    """Number of tokens after the local prefix hits, which the tier was asked for."""
     num_hit_tokens: int = 0
-    """Tokens after the local hits that were loaded from the tier."""
+    """Number of these tokens that were loaded from the tier."""
     num_stored_blocks: int = 0
     num_loaded_blocks: int = 0
     num_invalid_blocks: int = 0
-    """Blocks that were missing or damaged at the time of their load."""
+    """Number of blocks that were missing or damaged when they were loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stores:
-    """The stores of a step. They are uncertain until the step's output has arrived."""
+    """The copies to the tier that a step begins. Whether they succeeded is uncertain until the
+    step's output has arrived.
+    """
 
     step: int
     blocks: tuple[BlockTransfer, ...]
@@ -70,10 +72,10 @@ class OffloadingConnector:
         self._num_stored: dict[Request, int] = {}
         """Number of leading blocks of each request that were considered for storing."""
         self._num_asked: dict[Request, int] = {}
-        """Number of tokens after the local hit at the last query, for waiting requests."""
+        """Number of tokens of a waiting request after its local prefix hit, at the last query."""
         self._stores: dict[TierBlockId, BlockTransfer] = {}
-        """The stores of the next step. If a tier block is assigned to another key before the step,
-        only the last store remains.
+        """The copies to the tier that the next step begins. If a tier block is assigned to another
+        key before that step, only the last copy to the block remains.
         """
         self._loads: list[ConnectorLoad] = []
         self._uncertain: deque[_Stores] = deque()
@@ -177,8 +179,9 @@ class OffloadingConnector:
             self.index.unpin(transfer.tier_block)
 
     def _longest(self, request: Request, begin: int) -> int:
-        """The index after the last block that the tier has, without a gap after the local hit, for
-        full attention. As with every hit, at least one token remains to be computed.
+        """The position after the last block that the tier has for all full-attention layers,
+        without a gap from position `begin` on. As with every hit, at least one token remains to be
+        computed.
         """
         hashes = request.block_hashes
         most = min((request.num_tokens - 1) // self._size, len(hashes))
@@ -188,8 +191,9 @@ class OffloadingConnector:
         return max(begin, most)
 
     def _has_windows(self, request: Request, begin: int, end: int) -> bool:
-        """Whether a request can continue at the block `end`: the tier has all blocks from `begin`
-        on in the windows of its next query, and the state before that query.
+        """Whether a request can continue at block position `end`. For that, the tier must have all
+        blocks from position `begin` on in the sliding windows of the next query, and the state
+        before that query.
         """
         hashes = request.block_hashes
         return all(
@@ -203,7 +207,9 @@ class OffloadingConnector:
     def _keys(
         self, request: Request, blocks: BlockTables, begin: int, end: int
     ) -> Iterator[tuple[bytes, BlockId]]:
-        """The keys and ids of a request's blocks in these positions, without null blocks."""
+        """The keys and ids of a request's blocks from position `begin` up to, but not including,
+        `end`. Null blocks are left out.
+        """
         for group, table in enumerate(blocks):
             for position in range(begin, min(end, len(table))):
                 if table[position] != NULL_BLOCK:
