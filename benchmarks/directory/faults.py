@@ -46,8 +46,8 @@ from services.common.pool.kv_directory import block_keys
 from services.common.pool.operations import Admission, Admit, Lookup, LookupResult, Release
 from services.common.redis.connection import RedisConnection
 from services.common.redis.directory_layout import DirectoryKeys
+from services.gateway.adapters.directory.follower import sweep
 from services.gateway.adapters.directory.redis_reader import RedisReader
-from services.gateway.adapters.directory.sweeper import sweep
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.adapters.redis_directory import RedisDirectory

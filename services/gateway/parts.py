@@ -34,7 +34,7 @@ from services.gateway.adapters.telemetry.genai_metrics import GenAiMetrics
 from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_recorder import RecorderSettings, RequestRecorder
-from services.gateway.adapters.telemetry.tenant_queue_metrics import TenantQueueCollector
+from services.gateway.adapters.telemetry.tenant_metrics import TenantQueueCollector
 from services.gateway.adapters.tokenizer.generation_config import read_sampling_defaults
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer
 from services.gateway.adapters.traces.running import RunningTraces

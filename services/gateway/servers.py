@@ -26,7 +26,7 @@ from services.gateway.adapters.http.openai.client_routes import client_routes
 from services.gateway.adapters.http.openai.generation_routes import OPERATIONS as GENERATING
 from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
 from services.gateway.adapters.http.openai.ranking.routes import OPERATIONS as RANKING
-from services.gateway.adapters.http.openai.ranking.routes import RankingRoutes
+from services.gateway.adapters.http.openai.ranking.routes import RankingRoutes, read_class_labels
 from services.gateway.adapters.http.openai.session_routes import SessionRoutes
 from services.gateway.adapters.http.openai.tokenizer_routes import TokenizerRoutes
 from services.gateway.adapters.http.openai.tokens.routes import RenderRoutes
@@ -43,7 +43,6 @@ from services.gateway.adapters.http.transport.http_counts import HttpCounts
 from services.gateway.adapters.http.transport.quick_refusals import QuickRefusals
 from services.gateway.adapters.http.transport.server import HttpServer
 from services.gateway.adapters.keys.auth import ApiKeys
-from services.gateway.adapters.tokenizer.class_labels import read_class_labels
 from services.gateway.adapters.traces.keeping import TraceServicer
 from services.gateway.core.fleet.administration import Administration
 from services.gateway.parts import Parts

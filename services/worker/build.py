@@ -10,11 +10,15 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from services.worker.backends.device import dtype_name
+from services.worker.backends.out_of_memory import memory_for
 from services.worker.core.fingerprint import model_fingerprint
+from services.worker.core.model_runner import ModelRunner
 from services.worker.core.worker import Worker
 from services.worker.models.files.checkpoint import Checkpoint, open_checkpoint
 from services.worker.models.pooling_config import PoolingConfig, read_pooling
@@ -23,17 +27,19 @@ from services.worker.parallel.group import Group
 from services.worker.parts.adapters import make_adapters
 from services.worker.parts.description import describe
 from services.worker.parts.drafter import with_drafter
-from services.worker.parts.grammars import make_grammars
 from services.worker.parts.group import with_group
 from services.worker.parts.kv_cache import size_rank_kv_cache
 from services.worker.parts.model import load_parts
+from services.worker.parts.progress import progress_logger
 from services.worker.parts.rank_setup import RankSetup, set_up_rank
 from services.worker.parts.refusals import refuse_for_whole_prompts
 from services.worker.parts.tier import with_tier
-from services.worker.parts.warm_up import warm_runner
 from services.worker.platform_choice import num_local_workers
+from services.worker.platforms.interface import Parts
 from services.worker.platforms.machine import usable_processors
+from services.worker.platforms.prompt_shapes import run_prompts
 from services.worker.platforms.threads import choose_threads
+from services.worker.sampling.grammar import Grammars, model_compiler
 from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -118,3 +124,28 @@ def _build_whole(
     from services.worker.parts.whole import build_whole  # noqa: PLC0415
 
     return build_whole(setup, checkpoint, pooling, incarnation)
+
+
+def make_grammars(model: Path, parts: Parts) -> Grammars | None:
+    """The grammars of a rank; None if it does not sample. `model`: the directory with the
+    tokenizer.
+    """
+    if parts.pooler is not None or not (parts.stage is None or parts.stage.is_last):
+        return None
+    loaded = parts.loaded
+    return Grammars(partial(model_compiler, model, loaded.vocab_size, loaded.eos_token_ids))
+
+
+def warm_runner(setup: RankSetup, parts: Parts) -> ModelRunner:
+    """A runner with its KV cache, after the warm-up steps. Raises NotEnoughMemory."""
+    with memory_for("the KV cache", "lower num_blocks, kv_cache_memory_bytes or max_num_seqs"):
+        runner = setup.platform.runner(parts)
+    with memory_for("a step", "lower max_num_batched_tokens, max_num_seqs or the KV cache"):
+        shapes = setup.platform.warm_up_shapes(parts.limits)
+        if parts.pooler is not None and not parts.pooler.end.pooler.reads_prefix_cache:
+            shapes = [shape for shape in shapes if not shape.num_computed]
+        done = progress_logger("warming up", setup.checkpoint_reached)
+        for number, shape in enumerate(shapes):
+            run_prompts(runner, parts.limits, shape)
+            done(number + 1, len(shapes))
+    return runner

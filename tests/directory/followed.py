@@ -8,8 +8,8 @@ from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import PoolId
 from services.common.pool.kv_directory import block_keys
 from services.common.redis.connection import RedisConnection
+from services.gateway.adapters.directory.follower import sweep
 from services.gateway.adapters.directory.redis_reader import ReaderTimes, RedisReader
-from services.gateway.adapters.directory.sweeper import sweep
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.node_writer import WriterTimes

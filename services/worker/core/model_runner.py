@@ -24,8 +24,7 @@ from services.worker.core.batch.device_tokens import DeviceTokens
 from services.worker.core.batch.embedded_prompts import EmbeddedPrompts
 from services.worker.core.batch.input_batch import BatchLimits, InputBatch
 from services.worker.core.batch.layout import StepTokens, lay_out
-from services.worker.core.batch.lora_adapters import LoraAdapters, find_adapters
-from services.worker.core.batch.lora_rows import lora_rows
+from services.worker.core.batch.lora_adapters import LoraAdapters, find_adapters, lora_rows
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.errors import InvalidStep

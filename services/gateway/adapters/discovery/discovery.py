@@ -1,25 +1,26 @@
 """Combines all sources of scheduler addresses."""
 
 import asyncio
+import socket
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from services.common.errors import Unavailable
 from services.common.process.settings import SettingError
 from services.common.redis.url import NEEDS_REDIS
-from services.common.rpc.addresses import DNS
+from services.common.rpc.addresses import DNS, join_host_port, split_host_port
 from services.common.telemetry import names
 from services.common.telemetry.metric_specs import value_family
-from services.gateway.adapters.discovery import dns
 from services.gateway.adapters.discovery.watcher import SetAddresses, Watcher
 
 SETTINGS, REDIS = "settings", "redis"
 """Names of sources in logs and metrics. A DNS source is named by the name that it resolves."""
 
-LOOK_SECONDS = 1.0
-"""Interval between two reads of the registry."""
+_DNS_SECONDS, _REGISTRY_SECONDS = 3.0, 1.0
+"""Intervals between two queries of DNS, and between two reads of the registry."""
 
 
 class Discovery(Collector):
@@ -38,13 +39,12 @@ class Discovery(Collector):
         in_dns = [address for address in schedulers if address.startswith(DNS)]
         set_addresses(SETTINGS, [address for address in schedulers if address not in in_dns])
         self._watchers = [
-            Watcher(name, partial(dns.resolve, name), set_addresses, dns.LOOK_SECONDS)
-            for name in in_dns
+            Watcher(name, partial(_resolve, name), set_addresses, _DNS_SECONDS) for name in in_dns
         ]
         self._registry = None if redis_url is None else _Registry(redis_url, model_name)
         if self._registry is not None:
             look = self._registry.addresses
-            self._watchers.append(Watcher(REDIS, look, set_addresses, LOOK_SECONDS))
+            self._watchers.append(Watcher(REDIS, look, set_addresses, _REGISTRY_SECONDS))
 
     async def run(self) -> None:
         """Queries the sources until cancelled."""
@@ -88,3 +88,16 @@ class _Registry:
     async def close(self) -> None:
         """Closes the connections."""
         await self._redis.close()
+
+
+async def _resolve(value: str) -> set[str]:
+    """All addresses of dns:NAME:PORT, with the port. Raises Unavailable.
+
+    The duration is bounded by the system's resolver, mostly to a few seconds.
+    """
+    name, port = split_host_port(value.removeprefix(DNS))
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise Unavailable(f"{name} cannot be resolved: {error}") from error
+    return {join_host_port(str(address[0]), port) for *_, address in found}

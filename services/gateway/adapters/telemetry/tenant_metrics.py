@@ -1,16 +1,23 @@
-"""Prometheus counters of each tenant."""
+"""Prometheus metrics of each tenant: counters, and the lengths of queues."""
 
+from collections.abc import Iterator
 from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from services.common.telemetry import names
-from services.common.telemetry.metric_specs import SPECS
+from services.common.telemetry.metric_specs import SPECS, value_family
+from services.gateway.core.admission.admission import Admission
 from services.gateway.core.request.generation import Usage
 
 MAX_TENANTS = 256
+"""Limit on the number of tenants with series of their own. Counters have the first tenants, gauges
+the tenants with most sequences.
+"""
 OTHERS = "(others)"
-"""The label of all tenants after the first MAX_TENANTS. It bounds the number of series."""
+"""The label of all further tenants."""
 
 
 class TenantMetrics:
@@ -51,3 +58,27 @@ class TenantMetrics:
                 return OTHERS
             self._named.add(tenant_id)
         return tenant_id
+
+
+class TenantQueueCollector(Collector):
+    """The numbers of waiting and running sequences of each tenant, read at each scrape."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        usages = sorted(
+            self._admission.places, key=lambda usage: -usage.num_waiting - usage.num_running
+        )
+        for metric, attribute in (
+            (names.METRIC_TENANT_NUM_WAITING, "num_waiting"),
+            (names.METRIC_TENANT_NUM_RUNNING, "num_running"),
+        ):
+            gauge = value_family(metric)
+            for usage in usages[:MAX_TENANTS]:
+                gauge.add_metric([usage.tenant.tenant_id], getattr(usage, attribute))
+            if len(usages) > MAX_TENANTS:
+                rest = sum(getattr(usage, attribute) for usage in usages[MAX_TENANTS:])
+                gauge.add_metric([OTHERS], rest)
+            yield gauge

@@ -17,10 +17,13 @@ from services.gateway.core.fleet.load_tracker import EVICTED_TOKENS_COUNT, OWN_T
 from services.gateway.core.fleet.recent_prefixes import MIN_SECONDS, RecentPrefixes
 from services.gateway.core.fleet.route import Route, RoutingReason
 from services.gateway.core.fleet.routing import POLICIES, make_policy
-from services.gateway.core.fleet.routing.cache_aware import FEW_TOKENS, SPREAD_MIN_SHARING
+from services.gateway.core.fleet.routing.cache_aware import (
+    FEW_TOKENS,
+    SPREAD_MIN_SHARING,
+    SessionReplicas,
+)
 from services.gateway.core.fleet.routing.chain_keys import ChainKeys
 from services.gateway.core.fleet.routing.policy import RoutingParts
-from services.gateway.core.fleet.routing.sessions import SessionReplicas
 from services.gateway.core.request.inflight import Mailbox
 from tests.gateway.fake_fleet import BLOCK_SIZE, MAX_LOAD_DELTA, FakeFleet, ManualClock
 

@@ -12,15 +12,17 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.errors import Unavailable
+from services.common.rpc.unix_socket import remove_abandoned
 from services.gateway.adapters.http.transport.connection import GuardedConnection
 from services.gateway.adapters.http.transport.connections import Connections
-from services.gateway.adapters.http.transport.unix_socket import UNIX, bind_unix_socket
 
 if TYPE_CHECKING:
     from services.common.tls.credentials import Tls
 
 _SEND_BUFFER_BYTES = 128 * 1024
 _BACKLOG = 2048
+_UNIX = "unix:"
+_OWNER_ONLY = 0o600
 _ACCEPTED_A_TURN = 8
 """Number of connections that are accepted in one iteration of the event loop. libuv accepts one
 connection per listener and iteration, so each address has this number of duplicate listeners. With
@@ -105,9 +107,9 @@ class HttpServer:
         """Binds the address and starts serving. Returns the bound address as host:port or
         unix:PATH. Raises Unavailable if the address cannot be bound.
         """
-        if address.startswith(UNIX):
-            listener, bound = bind_unix_socket(address), address
-            self._unix_path = Path(address.removeprefix(UNIX))
+        if address.startswith(_UNIX):
+            listener, bound = _bind_unix(address), address
+            self._unix_path = Path(address.removeprefix(_UNIX))
         else:
             listener = _bind(address)
             bound = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
@@ -177,5 +179,24 @@ def _bind(address: str) -> socket.socket:
     # Accepted connections inherit this buffer size. By default the kernel would buffer megabytes
     # for a slow reader.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    listener.setblocking(False)
+    return listener
+
+
+def _bind_unix(address: str) -> socket.socket:
+    """Binds a socket at unix:PATH, to which only the user of this process can connect, and listens.
+    Replaces a socket file that no process uses any more. Raises Unavailable if the address is in
+    use or cannot be bound.
+    """
+    path = Path(address.removeprefix(_UNIX))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        remove_abandoned(path)
+        listener.bind(str(path))
+        path.chmod(_OWNER_ONLY)  # before it listens, so no other user can connect
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise Unavailable(f"cannot listen on {address} for HTTP: {error}") from error
     listener.setblocking(False)
     return listener

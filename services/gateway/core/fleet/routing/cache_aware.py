@@ -1,5 +1,6 @@
 """Routing by cached prefixes and load, both converted to seconds."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -9,9 +10,9 @@ from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.route import Route, RoutingReason
 from services.gateway.core.fleet.routing.chain_keys import ChainKeys
 from services.gateway.core.fleet.routing.policy import RoutingParts
-from services.gateway.core.fleet.routing.sessions import SessionReplicas
 from services.gateway.core.request.inflight import Inflight
 
+_MAX_SESSIONS = 65_536
 NEARLY_EQUAL = 1.05
 """A replica is chosen at random among those whose cost is at most this factor times the lowest."""
 AFFINITY = 0.9
@@ -186,3 +187,24 @@ def _is_hot(offer: _Offer, keys: Sequence[int], least: int) -> bool:
         and load.num_requests >= SPREAD_LOAD_RATIO * least
         and load.num_sharing(key) >= SPREAD_MIN_SHARING
     )
+
+
+class SessionReplicas:
+    """Maps recently used sessions to their last replicas."""
+
+    def __init__(self, max_sessions: int = _MAX_SESSIONS) -> None:
+        self._replicas: OrderedDict[str, str] = OrderedDict()
+        self._max_sessions = max_sessions
+
+    def remember(self, session_id: str, address: str) -> None:
+        """Stores the replica of a session. Does nothing for an empty session id."""
+        if not session_id:
+            return
+        self._replicas[session_id] = address
+        self._replicas.move_to_end(session_id)
+        if len(self._replicas) > self._max_sessions:
+            self._replicas.popitem(last=False)
+
+    def replica_of(self, session_id: str) -> str | None:
+        """The address of the session's last replica; None if it is not known."""
+        return self._replicas.get(session_id)

@@ -1,6 +1,8 @@
 """The routes /rerank, which has three paths, /classify and /pooling."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -87,3 +89,15 @@ class RankingRoutes:
             )
             for path, handler, answer, body in table
         ]
+
+
+def read_class_labels(model: Path) -> tuple[str, ...]:
+    """The names of a model's classes in order, from `id2label` of config.json. Empty unless it has
+    a name for each class from 0 on.
+    """
+    try:
+        named = json.loads((model / "config.json").read_bytes()).get("id2label") or {}
+        labels = tuple(str(named[str(number)]) for number in range(len(named)))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return ()
+    return labels
