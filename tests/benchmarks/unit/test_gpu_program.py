@@ -10,7 +10,16 @@ import torch
 from benchmarks.gpu.__main__ import PARTS, main
 
 ROOT = Path(__file__).parents[3]
-ABSENT = ("grpc", "google", "opentelemetry", "stepwell", "uvloop", "httpx", "fastapi", "tokenizers")
+ABSENT = (
+    "grpc",
+    "google",
+    "opentelemetry",
+    "stepwell",
+    "uvloop",
+    "httpx",
+    "starlette",
+    "tokenizers",
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -15,7 +15,7 @@ from tests.gateway.fake_scheduler import FULL, FakeScheduler
 from tests.gateway.serving import Serving, serving, until
 
 NUM_REQUESTS = 3
-OURS = ("services.gateway.", "uvicorn.", "starlette.", "fastapi.")
+OURS = ("services.gateway.", "uvicorn.", "starlette.")
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route as StarletteRoute
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.http.exchange.errors import error_response, plain_error_response
 from services.gateway.adapters.http.exchange.route import Handler, Route
+from services.gateway.adapters.http.openapi.pages import redoc_page, swagger_page
 from services.gateway.adapters.telemetry.request_record import RequestRecord, is_failure
 
 Check = Callable[[Request], Awaitable[None]]
@@ -30,8 +31,7 @@ class Application:
     """Runs the checks and the handler of each request's route. Also serves the OpenAPI document, as
     JSON and as HTML pages.
 
-    A request passes only the router and its endpoint. FastAPI's own application would wrap each
-    answer in five layers and resolve dependencies for each request. Only its HTML pages are used.
+    A request passes only the router and its endpoint.
     """
 
     def __init__(
@@ -98,34 +98,21 @@ class _Endpoint:
 def _document_routes(title: str, document: Callable[[], dict[str, Any]]) -> list[StarletteRoute]:
     """The routes of the OpenAPI document and of the pages that show it.
 
-    Each response is built in a thread at the first request for it, so that neither the server's
-    start nor the event loop waits. Building the document takes 0.1 s, and importing the page
-    generator 0.2 s.
+    The document is built in a thread at the first request for it, because that takes 0.1 s.
     """
-    responses: dict[str, Callable[[], Response]] = {
-        _DOCUMENT: lambda: JSONResponse(document()),
-        "/docs": partial(_swagger_page, title),
-        "/redoc": partial(_redoc_page, title),
-    }
+    made = cache(lambda: JSONResponse(document()))
 
-    def of(make: Callable[[], Response]) -> Callable[[Request], Awaitable[Response]]:
-        made = cache(make)
+    async def answer(_request: Request) -> Response:
+        return await asyncio.to_thread(made)
 
+    def page(html: str) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(_request: Request) -> Response:
-            return await asyncio.to_thread(made)
+            return HTMLResponse(html)
 
         return endpoint
 
-    return [StarletteRoute(path, of(make)) for path, make in responses.items()]
-
-
-def _swagger_page(title: str) -> Response:
-    from fastapi.openapi.docs import get_swagger_ui_html  # noqa: PLC0415 - see _document_routes
-
-    return get_swagger_ui_html(openapi_url=_DOCUMENT, title=f"{title} - Swagger UI")
-
-
-def _redoc_page(title: str) -> Response:
-    from fastapi.openapi.docs import get_redoc_html  # noqa: PLC0415 - see _document_routes
-
-    return get_redoc_html(openapi_url=_DOCUMENT, title=f"{title} - ReDoc")
+    return [
+        StarletteRoute(_DOCUMENT, answer),
+        StarletteRoute("/docs", page(swagger_page(title, _DOCUMENT))),
+        StarletteRoute("/redoc", page(redoc_page(title, _DOCUMENT))),
+    ]

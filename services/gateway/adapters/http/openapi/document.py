@@ -108,9 +108,7 @@ def _answer(route: Route, needs_key: bool) -> dict[str, Any]:
 
 
 def _event(route: Route, model: type[BaseModel]) -> dict[str, Any]:
-    """Returns the schema of a server-sent event. It follows OpenAPI 3.2; FastAPI writes it in
-    documents of version 3.1, too.
-    """
+    """Returns the schema of a server-sent event. It follows OpenAPI 3.2, in a document of 3.1."""
     schema = {"anyOf": [_reference(model), _reference(route.error)]}
     data: list[dict[str, Any]] = [{"contentMediaType": _JSON, "contentSchema": schema}]
     properties: dict[str, Any] = {"data": {"type": "string", "anyOf": data}}
