@@ -5,7 +5,7 @@ import signal
 
 if __name__ == "__main__":
     gc.disable()  # until run_service has frozen the objects that the imports create
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles SIGINT
 
 import asyncio
 import logging
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 SERVICE = "scheduler"
 LAST_STEP_SECONDS = 1.0
-"""Time after the drain for a step whose requests have ended, so that its trace is complete."""
+"""Time after the drain in which the last step can end, so that its trace is complete."""
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ async def _unless_stopped(replica: ReplicaClient, stop: asyncio.Event) -> Replic
 
 
 class SchedulerService:
-    """The gRPC server and all parts behind it, over an open replica."""
+    """The gRPC server, and all parts that it calls. Pool and workers must be open."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class SchedulerService:
                 for task in running:
                     task.cancel()
         finally:
-            await self._drain_servers(0)  # if the engine ended by an error
+            await self._drain_servers(0)  # needed if an error has ended the engine
 
     async def _set_ready(self, ready: bool) -> None:
         await self._server.set_ready(ready)
@@ -254,9 +254,9 @@ class SchedulerService:
         )
 
     async def _drain(self) -> None:
-        """Refuses new requests, waits up to the drain time for running requests to end, and waits
-        for the last step. If no step can run any more, for example because the whole replica
-        stops, it ends the sessions at once: their gateways send the requests to other replicas.
+        """Refuses new requests, waits up to the drain time until running requests have ended, and
+        waits for the last step. If no step can run any more, for example because the whole replica
+        stops, ends the sessions at once. Their gateways then send the requests to other replicas.
         """
         self.parts.readiness.drain()
         self.parts.submitter.drain()

@@ -31,13 +31,15 @@ VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 
 
 class Ecosystem:
-    """The interfaces for other projects. Created before the pool is opened, because `recorder`
-    receives the pool's changes. `recorder` is None if no interface needs them.
+    """The interfaces for other projects. Must be created before the pool is opened, because
+    `recorder` records all changes of the pool. `recorder` is None if no interface needs these
+    changes.
     """
 
     def __init__(self, settings: SchedulerSettings, tls: "Tls | None" = None) -> None:
-        """`tls` secures vllm.grpc.engine, whose clients are services, too. Raises InvalidArgument
-        if a required package is not installed, or if a setting needs another one that is not set.
+        """`tls` secures vllm.grpc.engine too, because its clients are services. Raises
+        InvalidArgument if a required package is not installed, or if a setting needs another
+        setting that is not set.
         """
         self._settings = settings
         self._tls = tls
@@ -92,7 +94,7 @@ class Ecosystem:
         shape: ReplicaShape,
         opened: scheduler_pb2.SessionOpened,
     ) -> None:
-        """Adds vllm.grpc.engine on a server of its own, if the settings enable it."""
+        """Creates a separate server for vllm.grpc.engine, if the settings enable it."""
         settings = self._settings
         if settings.vllm_grpc_address is None:
             return
@@ -140,12 +142,12 @@ class Ecosystem:
             await self._publisher.serve_replay()
 
     async def set_ready(self, ready: bool) -> None:
-        """Sets readiness of the server."""
+        """Sets the readiness of the server."""
         if self._server is not None:
             await self._server.set_ready(ready)
 
     async def drain(self, grace_seconds: float) -> None:
-        """Refuses new calls, and ends running ones after `grace_seconds`."""
+        """Refuses new calls, and ends running calls after `grace_seconds`."""
         if self._server is not None:
             await self._server.drain(grace_seconds)
 

@@ -37,7 +37,9 @@ from services.scheduler.settings import SchedulerSettings
 
 
 class Parts:
-    """The parts of a scheduler over an open replica. `SchedulerService` runs and drains them."""
+    """The parts of a scheduler. Pool and workers must be open. `SchedulerService` runs the
+    parts.
+    """
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class Parts:
         cache_node: str,
         set_ready: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`cache_node`: the pool's name in the directory. `set_ready` publishes whether steps can
-        run.
+        """`cache_node` is the pool's name in the directory of cached prefixes. `set_ready`
+        publishes whether steps can run.
         """
         description, config = shape.description, scheduler.config
         incarnation, counts, steps = uuid.uuid4().hex, StepCounts(), WatchedSteps()
@@ -114,13 +116,13 @@ class Parts:
             self.engine, self.statistics, counts, steps, pool_channel, settings.replica
         )
         self.opened = session_opened_to_proto(shape, config, incarnation)
-        """The first message to a gateway in each session."""
+        """The first message that is sent to a gateway in each session."""
         self.opened.cache_node = cache_node
         self.opened.kvpool_address, self.opened.pool_id = settings.kvpool, settings.replica
 
 
 def _max_num_sessions(settings: SchedulerSettings, config: SchedulerConfig) -> int:
-    """The largest number of clients' sessions: by default half of the requests that may run."""
+    """Limit on the number of clients' sessions. By default half of `max_running`."""
     if settings.max_num_sessions is None:
         return config.max_running // 2
     return settings.max_num_sessions

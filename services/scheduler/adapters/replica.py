@@ -1,4 +1,4 @@
-"""Opens pool and workers together as one generation, and reopens them after a loss of either."""
+"""Opens pool and workers together, and opens both again after one of them was lost."""
 
 import asyncio
 import logging
@@ -26,13 +26,15 @@ FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 0.25
 QUIET_SECONDS = 5.0
 _MAY_END = (Taken.reason, OtherProtocol.reason)
-"""Reasons of temporary refusals: the owner may leave, or another process may replace this one."""
+"""Reasons of refusals that may be temporary, because the present owner of a pool or worker may
+leave, or because another process may replace a peer with another protocol.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShape:
-    """The description of the first rank, which is valid for all ranks, and the smallest number of
-    blocks of any rank.
+    """The model and the number of blocks of a replica. The description of the first rank is valid
+    for all ranks. The number of blocks is the smallest number of any rank.
     """
 
     description: worker_pb2.DescribeResponse
@@ -40,17 +42,19 @@ class ReplicaShape:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block in all groups, except in groups of states that each step overwrites."""
+        """Number of tokens in a block. Groups of states that each step overwrites have other
+        blocks.
+        """
         return self.description.groups[0].block_size
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Number of stages that the model is divided into."""
+        """Number of pipeline stages into which the model is divided."""
         return num_stages(self.description)
 
     @property
     def pooler(self) -> Pooler | None:
-        """How the model pools prompts into vectors; None if it generates tokens."""
+        """How the model computes a vector from a prompt. None if it generates tokens."""
         return pooler_from_proto(self.description.pooler)
 
     @property
@@ -96,10 +100,11 @@ class ReplicaClient:
         """
 
     async def open(self) -> ReplicaShape:
-        """Waits for pool and workers without limit, and opens them as a new generation.
+        """Waits for pool and workers without a time limit, and opens both. Pool and workers are
+        empty then.
 
-        Logs why it waits: at once if they belong to another scheduler or have another protocol,
-        otherwise after `QUIET_SECONDS`, their usual start time.
+        Logs why it waits. It logs at once if they belong to another scheduler or have another
+        protocol, otherwise after `QUIET_SECONDS`, in which they usually start.
         """
         delay, logged, refused = FIRST_RETRY_SECONDS, "", ""
         loop = asyncio.get_running_loop()
@@ -125,7 +130,9 @@ class ReplicaClient:
         return self._workers.were_ended
 
     def watch(self, on_lost: Callable[[PoolLost | WorkersLost], None]) -> None:
-        """Sets a callback for losses of pool or workers, also when no call is in progress."""
+        """Sets a callback for losses of pool or workers. Losses are detected without a call,
+        too.
+        """
         self._pool.on_lost = on_lost
         self._workers.on_lost = on_lost
 
@@ -190,7 +197,7 @@ def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
 
 
 def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeResponse) -> str | None:
-    """What is wrong with a rank's description of its KV cache; None if it is valid."""
+    """What is wrong with a rank's description of its KV cache. None if the description is valid."""
     if not rank.groups:
         return "describes no group of layers for the KV cache"
     for index, group in enumerate(rank.groups):

@@ -17,7 +17,7 @@ from services.scheduler.core.transfers.offloading_connector import OffloadingCon
 from services.scheduler.settings import SchedulerSettings
 
 SHORTEST_SEQUENCE = 2
-"""Tokens of the shortest sequence: one of a prompt, and one generated."""
+"""Number of tokens of the shortest sequence, which has one prompt token and one generated token."""
 
 
 def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:
@@ -63,9 +63,9 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
 
 
 def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaShape) -> None:
-    """Raises FailedPrecondition in these cases: the shortest sequence does not fit in the pool; a
-    sequence could exceed a step that must contain all of it; offloaded blocks could not be found;
-    or states would have to be cached and cannot be.
+    """Raises FailedPrecondition if a setting cannot work with this replica. For example, the
+    shortest sequence may not fit in the pool, a sequence may exceed the step that must contain all
+    of it, or offloaded blocks could not be found.
     """
     has_tier = shape.description.num_tier_blocks > 0
     if config.max_model_len < SHORTEST_SEQUENCE:

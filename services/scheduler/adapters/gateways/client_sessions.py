@@ -1,8 +1,8 @@
-"""Clients' sessions: requests that stay open between turns, and the resources that they keep.
+"""Clients' sessions, which are requests that stay open and keep resources between turns.
 
-A client's session is not a gateway's session, the stream through which all requests arrive. The
-blocks and the slot that a client's session keeps only save computation: if the session was ended
-here, the gateway sends its tokens again as a new request.
+A client's session differs from a gateway's session, which is the stream on which all requests
+arrive. A client's session keeps blocks, and counts as a running request, only to save computation.
+If it was ended here, the gateway sends its tokens again as a new request.
 """
 
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -14,23 +14,23 @@ from services.scheduler.core.output import WaitReason
 from services.scheduler.core.request import Request, RequestStatus
 
 KEPT_SECONDS = 1.0
-"""Least time that a session between turns is kept before it may be ended for other requests."""
+"""Time that a session must have waited for input before it may be ended for other requests."""
 _HELD = (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
-"""Wait reasons of other requests for which a session between turns may be ended."""
+"""If other requests wait for one of these reasons, a session between turns may be ended."""
 
 
 class ClientSessions:
     """The clients' sessions of one replica."""
 
     def __init__(self, engine: EngineCore, sessions: Sessions, max_num_sessions: int) -> None:
-        """Sessions beyond `max_num_sessions` end with their turn."""
+        """Beyond `max_num_sessions` sessions, a new session ends with its first turn."""
         self.num_given_up = 0
-        """Number of sessions that were ended to free their slot or blocks for other requests."""
+        """Number of sessions that were ended to free their resources for other requests."""
         self._engine = engine
         self._sessions = sessions
         self._max_num_sessions = max_num_sessions
         self._waits_since: dict[tuple[Request, int], float] = {}
-        """When each session was first seen between turns, by session and number of tokens."""
+        """Maps a session and its number of tokens to when it was first seen between turns."""
 
     @property
     def open(self) -> list[Request]:
@@ -64,22 +64,22 @@ class ClientSessions:
         return request
 
     def end(self, session: GatewaySession, handle: int) -> None:
-        """Ends a session whose input was refused. The gateway is sent the refusal separately."""
+        """Ends a session whose input was refused. The refusal is sent to the gateway separately."""
         request = session.requests.get(handle)
         if request is not None:
             self._sessions.disown(session, handle)
             self._engine.abort([request])
 
     def end_all(self) -> None:
-        """Ends all sessions: between two turns at once, otherwise after the present turn."""
+        """Ends all sessions. A session in a turn ends after the turn."""
         for request in self.open:
             self._engine.add_chunk(request, None)
 
     def end_for_waiting(self, reason: WaitReason | None, now: float) -> None:
-        """Ends one session if other requests wait for slots or blocks. `reason` is the reason for
-        which they wait.
+        """Ends one session if other requests wait for resources that it could free. `reason` is the
+        reason for which they wait.
 
-        The victim is the session that has waited longest for input, provided that it has waited for
+        The victim is the session that has waited longest for input, if it has waited for
         KEPT_SECONDS. If no session waits for input and nothing runs, sessions with input wait for
         each other's blocks. Then the session that was opened last is ended.
         """

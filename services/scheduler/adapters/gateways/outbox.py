@@ -1,6 +1,6 @@
-"""Collects the deltas for one gateway until they are sent: one message for each step, or for
-several steps if the gateway reads more slowly than the engine runs steps. The lengths of the
-requests bound the size of the deltas.
+"""Collects the deltas (new tokens and ends) for one gateway until they are sent. A message contains
+the deltas of one step, or of several steps if the gateway reads more slowly than steps run. The
+deltas cannot grow without limit, because the lengths of requests are limited.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class Outbox:
         self._num_output: Sequence[int] = ()
         self._untaken: dict[int, list[int]] = {}
         self._num_output_of: dict[int, int] = {}
-        """Number of output tokens by handle, including the tokens in `_untaken`."""
+        """Maps a handle to its number of output tokens, including tokens in `_untaken`."""
         self._deltas = scheduler_pb2.StepDeltas()
         self._is_empty = True
         self._state: scheduler_pb2.ReplicaState | None = None
@@ -89,7 +89,7 @@ class Outbox:
         self._is_empty = False
 
     def pooled(self, handle: int, values: bytes) -> None:
-        """Adds the vector of a pooled prompt. The request's end follows."""
+        """Adds the vector of a prompt. The request's end follows."""
         self._deltas.pooled.add(handle=handle, values=values)
         self._is_empty = False
 
@@ -112,26 +112,26 @@ class Outbox:
         self.flush()
 
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
-        """Sets the state to send: whether a step can run. Replaces a state that was not taken."""
+        """Sets the state to send (whether steps can run). Replaces a state that was not taken."""
         self._state = state
         self._woken.set()
 
     def note_queue(self, queue: scheduler_pb2.QueueState) -> None:
-        """Sets the queue state to send. Replaces an earlier one that was not taken. It is sent with
-        the next deltas, or because of `report`.
+        """Sets the queue state to send. Replaces an earlier queue state that was not taken. It is
+        sent with the next deltas, or when `report` has made it due.
         """
         self._queue = queue
 
     def note_load(self, load: scheduler_pb2.ReplicaLoad) -> None:
-        """Sets the load to send. Replaces an earlier one that was not taken. It is sent with the
-        next deltas, or because of `report`.
+        """Sets the load to send. Replaces an earlier load that was not taken. It is sent with the
+        next deltas, or when `report` has made it due.
         """
         self._load = load
 
     def report(self, *, may_wait: bool) -> None:
-        """Makes queue state and load due if they were set. With `may_wait` they wait for the next
-        deltas, at most until the next call, because a message of their own costs as much as the
-        message of a step.
+        """Makes the queue state and the load due if they were set. If `may_wait` is true, they
+        first wait for the next deltas, because a separate message costs as much as a step's
+        message. If no deltas were taken before the next call of `report`, that call makes them due.
         """
         if self._queue is None and self._load is None:
             return
@@ -157,8 +157,9 @@ class Outbox:
         self._woken.clear()
 
     def take_announced(self) -> scheduler_pb2.SessionResponse | None:
-        """Takes the state, if there is one. Otherwise takes queue state or load if they are due and
-        there are no deltas to carry them. None: there is nothing to send.
+        """Takes the state, if there is one. Otherwise takes queue state and load, if they are due
+        and no deltas are collected with which they could be sent. Returns None if there is nothing
+        to send.
         """
         response = None
         if self._state is not None:

@@ -1,4 +1,6 @@
-"""Measures how fast the queue moves, sends it to gateways, and ends requests that wait too long."""
+"""Measures how fast the queue moves, reports it to gateways, and ends requests that wait too
+long.
+"""
 
 import asyncio
 import time
@@ -17,7 +19,7 @@ QUIET_PERIOD_SECONDS = 1.0
 """Sampling period while no request waits or arrives, so that sampling takes little time."""
 
 _MISSING = (WaitReason.BUDGET, WaitReason.NO_BLOCKS)
-"""Wait reasons of a replica that is full although fewer than `max_num_seqs` requests run."""
+"""Wait reasons that show that a replica is full although fewer than `max_num_seqs` requests run."""
 
 
 class QueueWatch:
@@ -44,13 +46,13 @@ class QueueWatch:
         self._arrived = asyncio.Event()
 
     def state_at_arrival(self) -> QueueState:
-        """The present queue state. Called when a request arrives."""
+        """The present queue state. Must be called when a request arrives."""
         self._arrived.set()
         return self._state()
 
     @property
     def _num_waiting(self) -> int:
-        """Number of requests that wait for the replica. Sessions without input are not counted."""
+        """Number of waiting requests. Clients' sessions that wait for input do not count."""
         return self._engine.num_waiting - self._client_sessions.num_between_turns
 
     def _state(self) -> QueueState:
@@ -68,8 +70,8 @@ class QueueWatch:
         )
 
     def _num_free(self, num_waiting: int) -> int:
-        """How many further requests could run if each needs as many blocks as a running one.
-        Sessions without input keep their slots and blocks.
+        """How many further requests could run if each needs as many blocks as a running request.
+        Clients' sessions that wait for input count as running requests and keep their blocks.
         """
         if num_waiting and self._counts.wait_reasons.current is WaitReason.NO_BLOCKS:
             return 0
@@ -84,7 +86,7 @@ class QueueWatch:
 
     @property
     def estimated_wait_seconds(self) -> float:
-        """How long a request that arrives now would wait."""
+        """Expected wait of a request that arrives now, in seconds."""
         state = self._state()
         return state.expected_wait(state.num_waiting)
 
@@ -101,8 +103,8 @@ class QueueWatch:
             self._look()
 
     def _look(self) -> None:
-        """Takes a sample, ends requests that were not scheduled in time, and sends queue state and
-        load to the gateways if they changed.
+        """Takes a sample. Ends requests that were not scheduled in time. Sends queue state and load
+        to the gateways if they changed.
         """
         now = time.monotonic()
         if self._engine.state is EngineState.RUNNING:

@@ -1,4 +1,4 @@
-"""Publishes whether steps can run, to gateways' sessions and the health service."""
+"""Publishes to gateways and to the health service whether steps can run."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,9 +11,9 @@ LOOK_SECONDS = 0.5
 
 
 class ReplicaReadiness:
-    """A `Readiness` that sends its state to every session at each change. A session that was sent
-    nothing for a second gets the state again. `set_ready` is called at each change, to update the
-    health service.
+    """A `Readiness` that sends each change of its state to every session. If nothing was sent to a
+    session for a second, the state is sent again. `set_ready` is called at each change, to update
+    the health service.
     """
 
     def __init__(self, sessions: Sessions, set_ready: Callable[[bool], Awaitable[None]]) -> None:

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from services.common.redis.fleet_registry import FleetRegistry, RegisteredReplica
 
 LEAVE_SECONDS = 0.3
-"""How long the drain may wait for Redis. Without an answer the lease expires by itself."""
+"""Time that the drain may wait for Redis. If Redis does not answer, the lease expires by itself."""
 
 logger = logging.getLogger(__name__)
 
 
 class Registration(Collector):
-    """The record of this scheduler in the registry, from `run` to `leave`. Serving does not wait
-    for Redis. A failed registration is tried again a second later.
+    """The record of this scheduler in the registry, which exists from `run` to `leave`. Serving
+    does not wait for Redis. A failed registration is tried again a second later.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
@@ -50,8 +50,8 @@ class Registration(Collector):
             await self._redis.require_usable()
 
     async def run(self, address: str, model_name: str, node: str) -> None:
-        """Renews the lease until cancelled. `address`: where the scheduler listens. `node`: a name
-        that is unique among processes.
+        """Writes the record and renews its lease until cancelled. `address` is the address on which
+        the scheduler listens. `node` is a name that is unique among processes.
         """
         if self._redis is None:
             return

@@ -1,4 +1,4 @@
-"""Checks arriving requests, and refuses requests that could never run before they are queued."""
+"""Checks arriving requests. Refuses requests that could never run, before they are queued."""
 
 import hashlib
 import time
@@ -24,7 +24,7 @@ from services.scheduler.core.policies import find_policy
 from services.scheduler.core.request import Request
 
 _NO_SAMPLING = SamplingParams()
-"""The sampling parameters of requests whose prompt is pooled."""
+"""The sampling parameters of requests that are answered with a vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,15 @@ class RequestIntake:
     hidden_size: int
     max_model_len: int
     queue_at_arrival: Callable[[], QueueState]
-    """Returns the present queue state."""
+    """A function that returns the present queue state."""
     next_key: Callable[[], int]
-    """Returns a key that no earlier request had."""
+    """A function that returns a key that no earlier request had."""
     pooler: Pooler | None = None
-    """How the model pools prompts into vectors; None if it generates tokens."""
+    """How the model computes a vector from a prompt. None if it generates tokens."""
 
     def accept(self, message: scheduler_pb2.AddRequest) -> Request:
         """Converts a message to a request. Raises InvalidArgument or OutOfRange, which name the
-        invalid field, or ResourceExhausted if the queue is full or too long.
+        invalid field. Raises ResourceExhausted if the queue is full or the expected wait too long.
         """
         latest_start = self._latest_start(message)
         embeds = self._embeds(message)
@@ -132,8 +132,8 @@ class RequestIntake:
             )
 
     def _pooling(self, message: scheduler_pb2.AddRequest, num_tokens: int) -> PoolingParams | None:
-        """How the prompt is pooled; None if the model generates tokens. Raises InvalidArgument if
-        the request does not match the kind of model.
+        """How a vector is computed from the prompt. None if the model generates tokens. Raises
+        InvalidArgument if the request does not match the kind of model.
         """
         if message.HasField("pooling") != (self.pooler is not None):
             raise InvalidArgument(
@@ -158,8 +158,8 @@ class RequestIntake:
         return params
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
-        """The latest time at which the request may be scheduled first; None: no limit. Raises
-        ResourceExhausted if the queue is full, or if the expected wait exceeds the limit.
+        """The latest time at which the request may be scheduled first. None if there is no limit.
+        Raises ResourceExhausted if the queue is full, or if the expected wait exceeds the limit.
         """
         queue, has_output = self.queue_at_arrival(), bool(message.output_token_ids)
         timeout = message.timeout_millis / 1000 if message.timeout_millis else None

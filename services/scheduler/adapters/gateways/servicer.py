@@ -21,7 +21,7 @@ from services.scheduler.adapters.telemetry.step_tracer import StepTracer
 from services.scheduler.core.engine.engine_core import EngineCore
 
 MAX_RUNNING_REQUESTS = 64
-"""The largest number of running requests whose spans one call may request."""
+"""Limit on the number of running requests whose spans one call may request."""
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Gateways' sessions: maps each request to its session, and collects the messages to send."""
+"""Maps each request to the session of its gateway, and collects messages for gateways."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,9 +31,9 @@ class GatewaySession:
     outbox: Outbox = field(default_factory=Outbox)
     """Messages to be sent to the gateway."""
     requests: dict[int, Request] = field(default_factory=dict)
-    """The unfinished requests, by the handles that the gateway chose."""
+    """Maps handles, which the gateway chose, to unfinished requests."""
     queue_announced: QueueState | None = None
-    """The queue state that was sent last; None if none was sent."""
+    """The queue state that was sent last. None if no queue state was sent."""
     load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
     """The load that was sent last."""
     taken_number: int = 0
@@ -79,17 +79,18 @@ class _Owner:
     session: GatewaySession
     handle: int
     num_uncomputed_tokens: int = 0
-    """Number of prompt tokens that were not computed after the last step."""
+    """Number of prompt tokens that are not computed yet, after the last step."""
     is_admitted: bool = False
     """Whether the admission of its current turn was sent."""
     num_prompt_rows: int = 0
-    """Number of prompt log-probability rows that were sent. A recomputed prompt returns them again.
+    """Number of rows of prompt log-probabilities that were sent. If the prompt is computed again,
+    these rows are not sent again.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """The requests of a step that belong to one session: their indexes in the step, and handles."""
+    """The requests of a step that belong to one session, as indexes in the step and as handles."""
 
     session: GatewaySession
     indexes: list[int] = field(default_factory=list)
@@ -97,7 +98,8 @@ class _Share:
 
 
 class Sessions:
-    """All sessions of a scheduler: a `Delivery` that distributes outputs among the sessions.
+    """All sessions of a scheduler. As a `Delivery`, it distributes the outputs of steps among the
+    sessions.
 
     Most steps have the same requests as the step before. The assignment of requests to sessions is
     computed again only when the requests change.
@@ -111,7 +113,7 @@ class Sessions:
         self.num_corrupted = 0
         """Number of finished requests whose logits contained NaN."""
         self.state = scheduler_pb2.ReplicaState(ready=True)
-        """Whether a step can run, as last announced."""
+        """The state that was announced last. It includes whether steps can run."""
         self._sessions: set[GatewaySession] = set()
         self._gateways: set[GatewaySession] = set()
         """The sessions of gateways. Sessions of other gRPC services are not included."""
@@ -119,7 +121,7 @@ class Sessions:
         self._num_uncomputed = 0
         """Number of prompt tokens that are not computed yet, after the last step."""
         self._num_sent = 0, 0
-        """Numbers of requests and of uncomputed prompt tokens that were sent last."""
+        """The number of requests and of uncomputed prompt tokens that were sent last."""
         self._speeds = 0.0, 0.0
         self._sorted: Sequence[Request] = ()
         self._shares: list[_Share] = []
@@ -136,7 +138,7 @@ class Sessions:
         return session
 
     def open_call(self, name: str) -> GatewaySession:
-        """Opens a session for the requests of one call. It gets tokens and ends, but no states."""
+        """Opens a session for the requests of one call. No states are sent to it."""
         session = GatewaySession(name)
         self._sessions.add(session)
         return session
@@ -153,13 +155,13 @@ class Sessions:
         return unowned
 
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
-        """Sends the replica's state, whether a step can run, to every gateway."""
+        """Sends every gateway the replica's state, which includes whether steps can run."""
         self.state = state
         for session in self._gateways:
             session.outbox.announce(state)
 
     def announce_to_quiet(self) -> None:
-        """Sends the state to every gateway that was sent nothing since the previous call."""
+        """Sends the state to every gateway to which nothing was sent since the previous call."""
         for session in self._gateways:
             session.outbox.num_quiet_calls += 1
             if session.outbox.num_quiet_calls > 1:
@@ -169,10 +171,10 @@ class Sessions:
         self, queue: QueueState, seconds_per_prompt_token: float, seconds_per_decode: float
     ) -> None:
         """Sends the queue state and the load to every gateway, if they changed. They are sent with
-        the deltas of the gateway's next step, or alone if there are none before the next call.
+        the gateway's next deltas. If there are no deltas before the next call, they are sent alone.
 
-        The uncomputed prompt tokens are counted anew. Between two calls the count is only updated
-        from the steps, which ignores tokens that are computed again.
+        Counts the uncomputed prompt tokens again. Between two calls, the count is only updated from
+        the steps, and does not include tokens that must be computed again.
         """
         for session in self._gateways:
             if session.queue_announced != queue:
@@ -202,14 +204,16 @@ class Sessions:
                 session.outbox.note_load(replica_load_to_proto(load))
 
     def _send_load_if_changed(self) -> None:
-        """Sends the load if the number of requests or of uncomputed tokens has changed. Only
-        compares two numbers in a decode-only step without arrivals or ends.
+        """Sends the load if the number of requests or of uncomputed tokens has changed. In most
+        steps neither has changed, and only two numbers are compared.
         """
         if self._num_sent != (len(self._owners), self._num_uncomputed):
             self._send_load()
 
     def _count_computed(self, plan: SchedulerOutput) -> None:
-        """Subtracts the prompt tokens that a step computes or found in the prefix cache."""
+        """Updates the numbers of uncomputed prompt tokens. Subtracts tokens that a step computes or
+        found in the prefix cache.
+        """
         begun = {*plan.new}
         counts = zip(
             plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True
@@ -233,13 +237,13 @@ class Sessions:
         self._num_uncomputed += request.num_prompt_tokens
 
     def disown(self, session: GatewaySession, handle: int) -> None:
-        """Removes a request that is about to end, so that no end is sent to the gateway."""
+        """Removes a request that is about to end, so that its end is not sent to the gateway."""
         self._pop_owner(session.requests.pop(handle))
         self._sorted = ()
 
     def refuse(self, request: Request, error: StepwellError) -> None:
-        """Sends the gateway a refusal of a request that is about to end here, so that the gateway
-        continues it on another replica.
+        """Sends the gateway a refusal of a request that is about to end on this replica. The
+        gateway then continues the request on another replica.
         """
         owner = self._owners.get(request)
         if owner is not None:
@@ -274,7 +278,7 @@ class Sessions:
         if plan.num_tokens > len(plan.requests) or plan.new:
             self._count_computed(plan)
         self._deliver_ends(update.ended)
-        if plan.requests or update.ended:  # other steps have no deltas to carry the load
+        if plan.requests or update.ended:  # other steps have no deltas
             self._send_load_if_changed()
         for session in self._sessions:
             session.outbox.flush()
@@ -359,7 +363,7 @@ class Sessions:
 
 def _num_output_tokens(update: EngineCoreOutputs) -> list[int]:
     """Number of output tokens of each request of a step, including the new tokens. For a session
-    whose turn ends, the output tokens of that turn.
+    whose turn ends, the number of output tokens of that turn.
     """
     requests, turns = update.plan.requests, update.turns
     if turns:

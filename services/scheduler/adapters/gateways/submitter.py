@@ -16,7 +16,7 @@ from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.request import Request
 
 HASH_INLINE_TOKENS = 2048
-"""Longer prompts are hashed in a thread, so that hashing delays no step."""
+"""Prompts with more tokens are hashed in a thread, so that hashing delays no step."""
 
 
 class RequestSubmitter:
@@ -53,8 +53,8 @@ class RequestSubmitter:
         self._client_sessions.end_all()
 
     async def submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
-        """Queues a request, whose tokens are sent to the outbox of `session`. Raises StepwellError
-        if the request is refused; then nothing is stored.
+        """Queues a request, whose tokens will be sent to the outbox of `session`. If the request is
+        refused, raises StepwellError and stores nothing.
         """
         if self.is_draining or self.is_drained:
             raise Unavailable("the scheduler is draining", reason="DRAINING")

@@ -1,5 +1,5 @@
-"""Checks the pool's answers against their operations. An answer that contradicts its operations is
-rejected before its blocks or hits are used.
+"""Checks the pool's answers against the operations that were sent. An answer that contradicts its
+operations is rejected before its blocks or hits are used.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ _RESULTS: dict[type[ops.Operation], type[ops.OperationResult]] = {
 
 
 def requests_of(operations: Iterable[ops.Operation]) -> list[RequestKey]:
-    """The requests that operations allocate blocks for, publish or look up."""
+    """The requests for which operations allocate, publish or look up blocks."""
     found: list[RequestKey] = []
     for operation in operations:
         match operation:
@@ -35,7 +35,7 @@ def requests_of(operations: Iterable[ops.Operation]) -> list[RequestKey]:
 
 
 class OutcomeCheck:
-    """Checks the answers of one generation of a pool."""
+    """Checks the answers of a pool, from one opening of the pool to the next."""
 
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup]) -> None:
         self._last_block = num_blocks - 1
@@ -105,8 +105,8 @@ class OutcomeCheck:
     def _check_tables(
         self, admissions: Sequence[ops.Admission], groups: Sequence[ops.GroupBlocks]
     ) -> None:
-        """Raises WrongAnswer if a full attention table has a wrong number of blocks or the same
-        block twice.
+        """Raises WrongAnswer if a block table of a full-attention group has a wrong number of
+        blocks or contains a block twice.
         """
         for granted, group in zip(groups, self._groups, strict=True):
             if group.attention_type is not AttentionType.FULL:
@@ -154,8 +154,8 @@ def _stopped(stop: ops.Stop, count: int, *reasons: ops.StopReason) -> int:
 
 
 def _check_change(stop: ops.Stop, admission: ops.Admission) -> None:
-    """Raises WrongAnswer if a stop reports a changed hit that equals the planned hit. The same
-    admission would be planned again.
+    """Raises WrongAnswer if a stop reports a changed hit that equals the planned hit. Otherwise the
+    same admission would be planned again and again.
     """
     if stop.reason is not ops.StopReason.HIT_CHANGED:
         return

@@ -1,4 +1,6 @@
-"""The client of the pool over gRPC: one long stream, one transaction at a time, exactly once."""
+"""The client of the pool over gRPC. Sends one transaction at a time on one long stream. Each
+transaction is executed exactly once.
+"""
 
 import asyncio
 import logging
@@ -31,15 +33,15 @@ _TransactCall = grpc.aio.StreamStreamCall[kvpool_pb2.TransactRequest, kvpool_pb2
 
 RETRY_SECONDS = 0.05
 TRANSACTION_FLOOR_SECONDS = 2.0
-"""Lower bound of a transaction's deadline, because the machine may be busy."""
+"""Smallest deadline of a transaction. It is not shorter because the machine may be busy."""
 
 
 class PoolClient:
     """A `ports.KVPool` over a channel.
 
-    If the stream breaks, it opens another one and sends the transaction again, under the same
-    sequence number, until it is answered or its deadline has passed. `Deadlines` computes the
-    deadline, at most `timeout_seconds`.
+    If the stream breaks, the client opens another one and sends the transaction again, under the
+    same sequence number. It tries this until the transaction is answered or its deadline has
+    passed. `Deadlines` computes the deadline, which is at most `timeout_seconds`.
     """
 
     def __init__(
@@ -51,9 +53,9 @@ class PoolClient:
         recorder: KVEventRecorder | None = None,
         address: str = "",
     ) -> None:
-        """`recorder` receives the changes of the prefix index. Without a recorder the pool does not
-        report them. `address`: where the pool listens. It identifies the pool's process if that is
-        on this machine.
+        """`recorder` is called with changes of the prefix index. Without a recorder the pool does
+        not report them. `address` is the address on which the pool listens. If the pool runs on
+        this machine, the address identifies its process.
         """
         self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
         """Called when the pool is lost outside a transaction."""
@@ -90,8 +92,9 @@ class PoolClient:
         max_in_flight_tokens: int | None = None,
         seen_generation: int = 0,
     ) -> int:
-        """Begins a new generation of the pool, opens a stream, and returns the generation's number.
-        The number is greater than `seen_generation` and all earlier numbers. Raises StepwellError.
+        """Resets the pool, which begins a new generation, and opens a stream. Returns the
+        generation's number, which is greater than `seen_generation` and all earlier numbers. Raises
+        StepwellError.
         """
         self.close()
         try:
@@ -218,9 +221,9 @@ class PoolClient:
         return True
 
     def _give_up(self) -> None:
-        """Ends the stream, and cancels the task that waits for it. Without the second, a write
-        would never return if the stream is cancelled before its headers were sent, as while the
-        connection is established.
+        """Ends the stream, and cancels the task that waits for it. The task must be cancelled
+        because a write never returns if its stream is cancelled before the headers were sent, for
+        example while the connection is established.
         """
         self._is_late = True
         self._end_call()
@@ -252,7 +255,7 @@ class PoolClient:
                 await self._pause_before_retry(error)
 
     async def _pause_before_retry(self, error: StepwellError) -> None:
-        """Waits before a retry. Raises PoolLost if the deadline has passed before or after it."""
+        """Waits before a retry. Raises PoolLost if the deadline has passed before or afterwards."""
         if not self._is_late:
             await asyncio.sleep(RETRY_SECONDS)
         if self._is_late:
@@ -271,7 +274,7 @@ class PoolClient:
             response = await call.read()
         except asyncio.InvalidStateError:  # the stream ended before it was written to
             response = grpc.aio.EOF
-        except asyncio.CancelledError:  # by `_give_up`, or by the caller's task
+        except asyncio.CancelledError:  # cancelled by `_give_up` or by the caller
             if not self._is_late or task is None or task.uncancel():
                 raise
             response = grpc.aio.EOF
@@ -283,8 +286,8 @@ class PoolClient:
 
 
 async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
-    """The error with which a stream ended. The status OK, sent when the pool drains, becomes
-    UNAVAILABLE.
+    """The error with which a stream ended. The status OK, which a draining pool sends, is replaced
+    by UNAVAILABLE.
     """
     code = await call.code()
     return grpc.aio.AioRpcError(
@@ -296,5 +299,5 @@ async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
 
 
 def _broke_under_a_write(rpc_error: grpc.aio.AioRpcError) -> bool:
-    """Whether a status INTERNAL is grpc's own, for a broken stream, and not the pool's."""
+    """Whether gRPC itself, and not the pool, has set a status INTERNAL because the stream broke."""
     return rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_status.from_call(rpc_error) is None

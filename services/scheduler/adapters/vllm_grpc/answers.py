@@ -24,22 +24,22 @@ _VLLM_WORDS: dict[FinishReason | None, str] = {
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer: its tokens, and the log-probabilities that were not sent yet."""
+    """The tokens of one answer, and its log-probabilities that were not sent yet."""
 
     index: int
     num_cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     output_logprobs: vllm_engine_pb2.OutputLogProbs | None = None
-    """Log-probabilities of the next chunk if the call streams, otherwise of the whole answer."""
+    """Log-probabilities for the next chunk if the call streams, otherwise for the whole answer."""
     input_logprobs: vllm_engine_pb2.InputLogProbs | None = None
 
 
 class Answers:
-    """The answers of one call while they grow.
+    """The answers of one call, which grow while deltas arrive.
 
-    A streaming call gets a chunk for each delta, with the log-probabilities of its tokens. The
-    first chunk of each answer has the log-probabilities of the prompt. Every answer ends with a
-    message with all its tokens. If the call does not stream, this message also has all
+    For a streaming call, each delta becomes a chunk with the log-probabilities of its tokens. The
+    first chunk of each answer also has the log-probabilities of the prompt. Every answer ends with
+    a message that contains all its tokens. If the call does not stream, this message also has all
     log-probabilities.
     """
 
@@ -137,7 +137,7 @@ def _top_logprobs(rows: common_pb2.Logprobs) -> Iterator[vllm_engine_pb2.TopLogP
 
 
 def _finish_reason(finished: scheduler_pb2.Finished) -> str:
-    """vLLM's name of a finish reason. For reasons that vLLM does not have, raises an error."""
+    """vLLM's name of a finish reason. Raises an error for a reason that vLLM does not have."""
     reason = finish_reason_from_proto(finished.reason)
     if reason in _VLLM_WORDS:
         return _VLLM_WORDS[reason]

@@ -22,18 +22,20 @@ from services.scheduler.adapters.pool.kv_events.log import KVEventLog
 from services.scheduler.adapters.pool.kv_events.vllm_names import MEDIUM, SPEC_KINDS
 
 _CHUNK_BLOCKS = 4096
-"""Blocks of a snapshot in one message, so that its size stays well below gRPC's limit of 4 MiB."""
+"""Limit on the blocks of a snapshot in one message, so that the message stays well below gRPC's
+limit of 4 MiB.
+"""
 _INT64 = 2**63
 _LOOK_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 1.0
 
 
 class EventStream:
-    """The messages for subscribers: a snapshot, or the batches since a number, and then all later
-    batches.
+    """Makes the messages for subscribers. They are first a snapshot, or the batches from a number
+    on, and then all later batches.
 
     Each message has the replica's load. If the load changes without an event, and at least every
-    second, it is sent in a message of its own, under the sequence number of the message before.
+    second, it is sent in a separate message, which has the sequence number of the message before.
     """
 
     def __init__(
@@ -85,9 +87,9 @@ class EventStream:
         return []
 
     def _snapshot(self) -> Iterator[common_pb2.KvEventBatch]:
-        """The published blocks after the newest batch, in messages with consecutive numbers. The
-        last message has the number of the newest batch. No number is negative, so there are at most
-        `newest` + 1 messages.
+        """The blocks that are published after the newest batch, in messages with consecutive
+        numbers. The last message has the number of the newest batch. Because no number is negative,
+        there are at most `newest + 1` messages.
         """
         newest, stored = self._log.newest, self._log.snapshot()
         num_blocks = sum(len(event.block_hashes) for event in stored)
@@ -179,8 +181,8 @@ class _LoadRecords:
         return self._numbered(self._load())
 
     def next_if_due(self) -> common_pb2.EngineLoad | None:
-        """The present load, for a message without events. None if it has not changed and was sent
-        within the last second.
+        """The present load, for a message without events. None if the load has not changed and was
+        sent within the last second.
         """
         load = self._load()
         if load == self._last and self._clock() < self._sent_at + _HEARTBEAT_SECONDS:
@@ -198,7 +200,7 @@ class _LoadRecords:
 
 
 def _cut(events: Iterable[BlockStored], most: int) -> Iterator[BlockStored]:
-    """The events. An event of more than `most` blocks is split into several."""
+    """Returns the events. An event of more than `most` blocks is split into several events."""
     for event in events:
         hashes, parent = event.block_hashes, event.parent_block_hash
         size = len(event.token_ids) // len(hashes)

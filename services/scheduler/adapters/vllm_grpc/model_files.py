@@ -28,14 +28,14 @@ _TOKENIZER_PATTERNS = (
     "*.model",
     "*.tiktoken",
 )
-"""Patterns of the files from which a client builds the tokenizer. A model has some of them."""
+"""Patterns of the files from which a client builds the tokenizer. A model has only some of them."""
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters in generation_config.json that are defaults for clients."""
 
 
 class ModelFiles:
-    """The directory of a model. `directory` is None if there is none on this machine."""
+    """The directory of a model. `directory` is None if this machine has none."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory

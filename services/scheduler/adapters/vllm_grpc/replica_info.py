@@ -26,7 +26,7 @@ class GenerationRate:
         self._rate = 0.0
 
     def at(self, num_tokens: int) -> float:
-        """The present rate. `num_tokens`: total number of generated tokens."""
+        """The present rate. `num_tokens` is the total number of generated tokens."""
         elapsed = self._clock() - self._at
         if elapsed >= self.SECONDS:
             self._rate = (num_tokens - self._num_tokens) / elapsed
@@ -57,7 +57,7 @@ class ReplicaInfo:
         self._received_unix_seconds = time.time()
 
     def model(self) -> vllm_engine_pb2.GetModelInfoResponse:
-        """The model, as its worker describes it."""
+        """The description of the model, from the worker's description of itself."""
         built = self._shape.description
         return vllm_engine_pb2.GetModelInfoResponse(
             model_path=built.model_name,
@@ -94,7 +94,7 @@ class ReplicaInfo:
         )
 
     def engine_load(self) -> common_pb2.EngineLoad:
-        """The load in the format that events carry."""
+        """The load in the format of a message with events."""
         load = self._load()
         return common_pb2.EngineLoad(
             running_requests=load.num_running_reqs,

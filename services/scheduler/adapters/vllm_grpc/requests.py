@@ -22,7 +22,7 @@ _READ = frozenset({"request_id", "tokenized", "sampling_params", "stream", "data
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One Generate call: its prompt, and a request for each of its answers, by handle."""
+    """The prompt of one Generate call, and its requests. There is one request for each answer."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -37,7 +37,7 @@ class GenerateConverter:
 
     opened: scheduler_pb2.SessionOpened
     client_stops: bool
-    """Whether the client handles stop strings. If not, they are refused."""
+    """Whether the client ends answers at stop strings itself. If not, stop strings are refused."""
     draw_seed: Callable[[], int]
 
     def convert(
@@ -75,8 +75,8 @@ class GenerateConverter:
     def _prompt(
         self, message: vllm_engine_pb2.GenerateRequest, sampling: VllmSampling
     ) -> list[int]:
-        """The input's tokens, truncated to its last `truncate_prompt_tokens` tokens. For -1, to the
-        longest prompt that leaves one token to generate.
+        """The input's tokens. Only the last `truncate_prompt_tokens` tokens are kept. For the value
+        -1, this limit is the longest prompt after which one token can be generated.
         """
         prompt = list(message.tokenized.input_ids)
         if not prompt:

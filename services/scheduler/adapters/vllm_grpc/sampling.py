@@ -38,8 +38,8 @@ _HONOURED: dict[str, Callable[[Any], dict[str, Any]]] = {
         "logit_bias_values": tuple(biases.values()),
     },
 }
-"""Fields that are converted to sampling parameters. A field without presence is not listed if it is
-0, which means the default.
+"""Maps a field to a function that converts its value to sampling parameters. A field without
+presence that is 0 is not converted, because 0 means the default.
 """
 
 _ELSEWHERE = frozenset({"n", "ignore_eos", "truncate_prompt_tokens", "stop"})
@@ -57,7 +57,7 @@ server does not detokenize either.
 """
 
 MAX_N = 128
-"""The largest number of answers to one prompt."""
+"""Limit on the number of answers to one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ def vllm_sampling_from_proto(
     """Converts the parameters of a message. Raises InvalidArgument with the name of a field that is
     out of range or not supported. All grammars, and fields of later versions, are not supported.
 
-    `client_stops`: stop strings are accepted, because the client ends the answer at them itself.
+    If `client_stops` is true, stop strings are accepted, because the client ends the answer at them
+    itself.
     """
     given: dict[str, Any] = {}
     for field, value in message.ListFields():
@@ -115,8 +116,8 @@ def _truncation(message: vllm_engine_pb2.SamplingParams) -> int | None:
 
 
 def _with_valid_seed(params: SamplingParams) -> SamplingParams:
-    """The parameters without their seed, for the check. A negative seed is valid: the seeds of the
-    answers are computed modulo 2**64.
+    """The parameters without their seed, so that they can be checked. A negative seed is valid,
+    because the seeds of the answers are computed modulo 2**64.
     """
     return replace(params, seed=None)
 

@@ -29,9 +29,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Serves each Generate call with a session of its own, which ends with the call. If the client
-    disconnects, its requests are aborted. A client that reads slowly gets the tokens of several
-    steps in one chunk.
+    """Serves each Generate call with a separate session, which ends with the call. If the client
+    disconnects, its requests are aborted. If the client reads slowly, a chunk contains the tokens
+    of several steps.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: Context
     ) -> vllm_engine_pb2.AbortResponse:
-        """Ends the requests of calls. Ids of calls that have ended are ignored."""
+        """Ends the requests of the named calls. Ids of calls that have ended are ignored."""
         for request_id in request.request_ids:
             for session in self._calls.get(request_id, ()):
                 self._engine.abort(list(session.requests.values()))

@@ -2,8 +2,8 @@
 
 An adapter is loaded when the first request that needs it arrives. The request waits meanwhile, and
 other requests may overtake it. After a restart of workers, adapters are loaded again. An adapter is
-unloaded only if another one needs its slot: the least recently requested adapter is unloaded that
-no running or admissible request uses.
+unloaded only if another adapter needs its slot. Of the adapters that no running or admissible
+request uses, the least recently requested one is unloaded.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from services.scheduler.core.request import Request
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.1
-"""Delay between attempts to find a free slot, or to reach lost workers."""
+"""Seconds between attempts to find a free slot, or to reach lost workers."""
 
 
 class AdapterWorkers(Protocol):
@@ -28,13 +28,13 @@ class AdapterWorkers(Protocol):
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
         """Makes every worker load an adapter, and unload the adapters that are not in `kept`.
-        Raises StepwellError: InvalidArgument if the adapter cannot be served, FailedPrecondition if
-        its files have changed.
+        Raises InvalidArgument if the adapter cannot be served, FailedPrecondition if its files have
+        changed, and another StepwellError if a worker fails.
         """
 
 
 class AdapterLoader:
-    """Keeps at most `max_cpu_loras` adapters loaded. `unfinished` returns the present requests."""
+    """Keeps up to `max_cpu_loras` adapters loaded. `unfinished` returns the unfinished requests."""
 
     def __init__(
         self,
@@ -43,26 +43,26 @@ class AdapterLoader:
         unfinished: Callable[[], Iterable[Request]],
         failed: Callable[[Request, str], None],
     ) -> None:
-        """`failed` is called with each request whose adapter new workers cannot load, and the
-        reason.
+        """`failed` is called with each request whose adapter cannot be loaded by workers that
+        replace others, and with the reason.
         """
         self._workers = workers
         self._max_cpu_loras = max_cpu_loras
         self._unfinished = unfinished
         self._failed = failed
         self._loaded: OrderedDict[bytes, Adapter] = OrderedDict()
-        """Loaded adapters by digest, the least recently requested first."""
+        """Maps digests to loaded adapters. The least recently requested adapter is first."""
         self._loading: dict[bytes, Adapter] = {}
-        """The adapter that is being loaded. `reload` sends it to new workers, too, because the
-        answers may come from the workers before them.
+        """The adapter that is being loaded, by its digest. `reload` also loads it on new workers,
+        because only the replaced workers may have loaded it.
         """
         self._claims: Counter[bytes] = Counter()
-        """Number of requests that wait for an adapter, by digest."""
+        """Maps the digest of an adapter to the number of requests that wait for it."""
         self._turn = asyncio.Lock()
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """A lock for each digest. Of several requests with the same adapter, one loads it, and the
-        others wait for this lock. So they do not wait for `_turn`, which another adapter may hold
-        while it waits for a slot that their claims occupy.
+        """A lock for each digest. If several requests need the same adapter, one of them loads it,
+        and the others wait for this lock. They must not wait for `_turn`, because its holder may
+        wait for a slot that cannot be freed before they continue.
         """
 
     def is_loaded(self, digest: bytes) -> bool:
@@ -72,8 +72,8 @@ class AdapterLoader:
         return digest in self._loaded
 
     async def load_for(self, request: Request, adapter: Adapter) -> str:
-        """Waits until a request's adapter is loaded, or the request has ended. Returns an error if
-        the adapter cannot be loaded, otherwise an empty string.
+        """Waits until the adapter of a request is loaded or the request has ended. Returns an error
+        if the adapter cannot be loaded, otherwise an empty string.
         """
         self._claims[adapter.digest] += 1
         try:
@@ -98,8 +98,8 @@ class AdapterLoader:
         await self._load(adapter, lambda: False)
 
     async def reload(self) -> None:
-        """Loads the present adapters on new workers. Raises StepwellError if a worker is lost; then
-        it must be called again.
+        """Loads all present adapters on new workers. Raises StepwellError if a worker is lost. Then
+        `reload` must be called again.
         """
         for adapter in [*self._loaded.values(), *self._loading.values()]:
             kept = [*self._loaded, *self._loading]

@@ -1,4 +1,4 @@
-"""A timer for work of other processes, which excludes time in which they could not run."""
+"""A timer for work of other processes. Time in which they could not run does not count."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,14 +11,16 @@ _SHORTEST_SECONDS = 0.02
 
 
 class Alarm:
-    """Calls `ring` when the time that was set last has passed, unless it is stopped before. With
-    `read`, which makes readings of the processes that do the work, `Silence` measures the time.
+    """Calls `ring` when the time that was set last has passed and `stop` was not called. `read`
+    returns measurements of the processes that do the work. If it is set, `Silence` computes from
+    them the time that counts.
 
-    If the event loop calls the timer late, the loop did not run meanwhile, and an answer may have
-    arrived that was not read. Then the timer runs for another second.
+    If the event loop runs the timer late, an answer may have arrived that the loop has not read
+    yet. Then the timer runs for another second.
 
-    Work that is done in time needs no new timer of the loop and no reading. The timer of earlier
-    work continues, and is only restarted if it ends before the deadline.
+    Work that is done in time needs no new timer of the event loop and no measurement. The timer of
+    earlier work keeps running. It is restarted only if it ends before the deadline of the present
+    work.
     """
 
     __slots__ = (
@@ -30,7 +32,7 @@ class Alarm:
         self, ring: Callable[[], None], read: Callable[[float], Reading] | None = None
     ) -> None:
         self.excused_seconds = 0.0
-        """Time since the last `set` in which the work could not run, according to the readings."""
+        """Measured seconds since the last call of `set` in which the work could not run."""
         self._ring = ring
         self._read = read
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -55,7 +57,7 @@ class Alarm:
             self._begin(loop, due)
 
     def stop(self) -> None:
-        """Stops the alarm: it does not ring."""
+        """Stops the alarm, so that `ring` is not called."""
         self._due = None
 
     def _begin(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
@@ -64,7 +66,7 @@ class Alarm:
 
     def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
         """Called when the loop's timer ends. The work may be late or done, or newer work with a
-        later deadline.
+        later deadline may have begun.
         """
         self._timer = None
         now, due = loop.time(), self._due
@@ -81,7 +83,7 @@ class Alarm:
             self._ring()
 
     def _more_seconds(self, reading: Reading) -> float:
-        """Time until the next reading; 0 if the work's time has passed."""
+        """Seconds until the next measurement. 0 if the time for the work has passed."""
         if self._silence is None:
             self._silence = Silence(self._began)
         counted = self._silence.look(reading)

@@ -1,5 +1,5 @@
-"""Checks workers' answers against their steps. An answer that contradicts its step is rejected
-before it is used as the step's output.
+"""Checks the answers of workers against the steps that were sent. An answer that contradicts its
+step is rejected before it is used as the step's output.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 
 LONGEST_NANOS = 86_400 * 10**9
-"""A day, the upper limit of plausible step times and waits."""
+"""A day in nanoseconds. A longer step time or wait is not plausible."""
 _LARGEST_LOGPROB = 1e-3
-"""The largest plausible log-probability: 0, plus rounding errors."""
+"""The largest plausible log-probability, which is 0 plus rounding errors."""
 _FLOAT_BYTES = 4
 
 
@@ -27,11 +27,11 @@ class WrongAnswer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about the model, for the check of its answers."""
+    """Facts about the model that are needed to check its answers."""
 
     vocab_size: int = 0
     pooler: Pooler | None = None
-    """How the model pools prompts; None if it samples tokens."""
+    """How the model computes a vector from a prompt. None if it samples tokens."""
 
 
 class ExpectedAnswer:
@@ -51,7 +51,7 @@ class ExpectedAnswer:
         self, output: ModelRunnerOutput, num_tokens: Sequence[int], token_ids: Sequence[int]
     ) -> None:
         """Raises WrongAnswer if the output contradicts the step. `token_ids` are the tokens of all
-        requests, and `num_tokens` is the number of tokens of each.
+        requests, one request after another. `num_tokens[i]` is the number of tokens of request i.
         """
         plan = self._plan
         count = len(plan.requests)
@@ -79,8 +79,8 @@ class ExpectedAnswer:
             _require(0 <= place <= num_tokens[index], "refused_tokens", f"token {place}")
 
     def _check_counts(self, num_tokens: Sequence[int], num_drafts: Sequence[int]) -> None:
-        """Raises WrongAnswer unless each request has one token and its accepted drafts. Requests
-        whose prompt is not complete must have no tokens.
+        """Raises WrongAnswer if the number of tokens of a request is wrong. It must be one token
+        more than the accepted drafts, or no token if the prompt is not complete.
         """
         plan = self._plan
         given = num_drafts or [0] * len(num_tokens)
@@ -140,24 +140,24 @@ class _WantedLogprobs:
     """The log-probabilities that a request needs in a step."""
 
     num_sampled: int | None
-    """Number of alternatives to each sampled token; None: no log-probabilities."""
+    """Number of alternatives to each sampled token. None if it needs no log-probabilities."""
     num_prompt: int | None
-    """Number of alternatives to each prompt token; None: no log-probabilities."""
+    """Number of alternatives to each prompt token. None if it needs no log-probabilities."""
     num_prompt_rows: int
     """Number of prompt tokens whose predecessor the step computes."""
 
 
 class RequestsWithLogprobs:
-    """The requests in the workers' batch that need log-probabilities. A step without such requests
-    costs nothing.
+    """The requests in the workers' batch that need log-probabilities. If there are none, checking a
+    step takes no additional time.
     """
 
     def __init__(self) -> None:
         self.requests: set[Request] = set()
 
     def in_step(self, plan: SchedulerOutput) -> Mapping[int, _WantedLogprobs]:
-        """The log-probabilities that a step's requests need, by index. Adds the requests that are
-        admitted in the step.
+        """Maps the index of a request in a step to the log-probabilities that it needs. Adds the
+        requests that the step admits to `requests`.
         """
         for request in plan.block_tables:
             sampling = request.sampling

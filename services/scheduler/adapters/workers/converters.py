@@ -1,4 +1,4 @@
-"""Converts steps to messages of stepwell.worker.v1, and answers to outputs."""
+"""Converts steps to messages of stepwell.worker.v1, and answers to outputs of steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
@@ -23,8 +23,8 @@ from services.scheduler.core.transfers.kv_connector import NO_RESULTS, KVTransfe
 def scheduler_output_to_proto(
     plan: SchedulerOutput, generation: int, traceparent: str
 ) -> worker_pb2.ExecuteRequest:
-    """Converts a step to a message with the changes of the workers' batch. Most steps set only the
-    first fields.
+    """Converts a step to a message that lists the changes of the workers' batch. For most steps
+    only the first fields are set.
     """
     request = worker_pb2.ExecuteRequest(
         generation=generation,
@@ -53,8 +53,8 @@ def scheduler_output_to_proto(
 
 
 def last_token_ids(plan: SchedulerOutput) -> bytes:
-    """The last scheduled token of each request, packed. Only used with pipeline stages, where all
-    these tokens are known: no request is planned while its token is in flight.
+    """The last scheduled token of each request, packed. Only used with pipeline stages. Then all
+    these tokens are known, because no request is scheduled while its token is in flight.
     """
     counts = zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
     return pack_token_ids(
@@ -75,9 +75,9 @@ def model_runner_output_from_proto(
 ) -> ModelRunnerOutput:
     """Converts the answer to a step, and adds the transfer results of all ranks.
 
-    Each request with sampled tokens gets `num_speculative_tokens` placeholder drafts; the workers
-    propose the drafts in the next step. Raises ValueError for invalid arrays, for parallel arrays
-    of different lengths, and for an answer that contradicts `expected`.
+    `num_speculative_tokens` placeholder drafts are added for each request with sampled tokens. The
+    workers propose the drafts themselves in the next step. Raises ValueError for invalid arrays,
+    for parallel arrays of different lengths, and for an answer that contradicts `expected`.
     """
     num_tokens = unpack_token_ids(response.num_tokens)
     token_ids = unpack_token_ids(response.token_ids)
@@ -106,7 +106,7 @@ def model_runner_output_from_proto(
 
 
 def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestTimes | None:
-    """Converts how a request's time was spent. None if it was not measured."""
+    """Converts the parts of a request's total time. None if they were not measured."""
     if times is None:
         return None
     return scheduler_pb2.RequestTimes(

@@ -1,4 +1,4 @@
-"""Prepares new requests on the workers: grammars are compiled and adapters loaded. Requests wait
+"""Prepares new requests on the workers, which compile grammars and load adapters. Requests wait
 meanwhile, and other requests may overtake them.
 """
 
@@ -26,8 +26,8 @@ class GrammarWorkers(Protocol):
         """Whether every worker is known to have compiled a grammar."""
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
-        """Makes every worker compile a grammar. Raises StepwellError: InvalidArgument if it cannot
-        be compiled.
+        """Makes every worker compile a grammar. Raises InvalidArgument if it cannot be compiled,
+        and another StepwellError if a worker fails.
         """
 
 
@@ -43,8 +43,8 @@ class GrammarPreparation:
         compiled: Callable[[Request, str, FinishReason], None],
     ) -> None:
         """`compiled` is called with a prepared request, an error, and the finish reason for that
-        error. The error is empty if the preparation succeeded. A grammar that workers refuse is a
-        client's error, as it is if the gateway refuses it.
+        error. The error is empty if the preparation succeeded. A grammar that workers refuse is an
+        error of the client, like a grammar that the gateway refuses.
         """
         self._adapters = adapters
         self._workers = workers
@@ -83,8 +83,9 @@ class GrammarPreparation:
         self._compiled(request, error, reason)
 
     async def _error(self, wanted: StructuredOutputs) -> str:
-        """Compiles a grammar, and returns an error if it is refused. Returns an empty string if it
-        was compiled, or if a worker was lost or slow: then it is compiled when its request runs.
+        """Makes the workers compile a grammar. Returns an error if they refuse the grammar,
+        otherwise an empty string. If a worker was lost or slow, the grammar is compiled when its
+        request runs.
         """
         try:
             await self._workers.prepare_grammar(wanted)

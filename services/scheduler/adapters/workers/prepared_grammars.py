@@ -5,9 +5,9 @@ from collections import OrderedDict
 from services.common.request.structured_outputs import KEPT_GRAMMARS, StructuredOutputs
 
 MAX_KNOWN = KEPT_GRAMMARS // 2
-"""Number of recorded grammars. Workers keep more, because the order of last use differs there when
-preempted requests are admitted again. A grammar that a worker has dropped nevertheless is compiled
-when its request runs.
+"""Limit on the number of recorded grammars. Workers store more, because their order of last use
+differs from the order here when preempted requests are admitted again. If a worker has dropped a
+recorded grammar anyway, it compiles the grammar when the request runs.
 """
 
 

@@ -23,9 +23,10 @@ from services.scheduler.core.ports import WorkersLost
 
 
 class SentStep:
-    """A step that was sent. `output` resolves when every rank has answered, with the answer of the
-    last rank. That rank is in the last pipeline stage, whose ranks must give equal tokens. `output`
-    fails if a rank is lost or late, or if an answer is wrong.
+    """A step that was sent. When every rank has answered, the answer of the last rank becomes the
+    result of the future `output`. The last rank is in the last pipeline stage, whose ranks must
+    sample equal tokens. If a rank is lost or late, or if an answer is wrong, `output` raises an
+    error.
     """
 
     __slots__ = (
@@ -52,11 +53,13 @@ class SentStep:
         self._missing = set(steps.ranks)
         self._response: worker_pb2.ExecuteResponse | None = None
         self._other_nanos = 0
-        """Sum of the compute times of all ranks except the last."""
+        """Sum of the compute times of all ranks except the last rank, in nanoseconds."""
         self._slack_nanos: int | None = None
-        """The least slack of all ranks except the last."""
+        """The smallest slack of all ranks except the last rank, in nanoseconds. Slack is the time
+        from when a step is ready to run until the step before it ends.
+        """
         self._tokens: tuple[bytes, bytes] | None = None
-        """The tokens that the first answering rank of the last stage sampled."""
+        """The tokens that the last stage sampled, from the first of its ranks that answered."""
 
     def answered(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
         """Records the answer of a rank. Raises WrongAnswer if it belongs to another step, or
@@ -97,7 +100,7 @@ class SentStep:
         return [address for address in self._steps.ranks if address in self._missing]
 
     def overdue(self) -> None:
-        """Fails the step because its deadline has passed."""
+        """Makes `output` raise WorkersLost, because the step's deadline has passed."""
         late = ", ".join(self.late_ranks())
         self.fail(
             f"step {self.number} was not done within {self.allowed_seconds:.3g} s "
@@ -105,7 +108,7 @@ class SentStep:
         )
 
     def fail(self, message: str, reason: str | None = None) -> None:
-        """Fails the step, if it is not done."""
+        """Makes `output` raise WorkersLost, if the step is not done."""
         self._steps.forget(self)
         if not self.output.done():
             self.output.set_exception(WorkersLost(message, reason=reason))
@@ -145,12 +148,12 @@ class SentStep:
 
 
 class StepsInFlight:
-    """The steps in flight, oldest first. They run one after the other, so the time of a step begins
-    when the step before it is completed.
+    """The steps in flight, oldest first. The steps run one after another, so the time allowed for a
+    step begins when the step before it is completed.
 
-    `num_stages`: number of pipeline stages, whose compute times add up to the compute time of a
-    step. `num_speculative_tokens`: the largest number of drafts that the workers propose for a
-    request.
+    `num_stages` is the number of pipeline stages. The compute time of a step is the sum of the
+    compute times of the stages. `num_speculative_tokens` is the largest number of drafts that the
+    workers propose for a request.
     """
 
     def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:
@@ -195,7 +198,7 @@ class StepsInFlight:
             self.forget(step)
 
     def forget(self, step: SentStep) -> None:
-        """Removes a step. If it was the oldest, the time of the next step begins."""
+        """Removes a step. If it was the oldest, the time allowed for the next step begins."""
         if step not in self._steps:
             return
         was_oldest = self._steps[0] is step
@@ -204,7 +207,7 @@ class StepsInFlight:
             self._begin_oldest(self.loop.time())
 
     def _begin_oldest(self, now: float) -> None:
-        """Starts the time of the oldest step, if there is one."""
+        """Starts the time allowed for the oldest step, if there is one."""
         if self._steps:
             self._began = now
             self._alarm.set(self._steps[0].allowed_seconds)

@@ -1,4 +1,6 @@
-"""Loads from the workers' tier. A load has ended when every rank has reported its end."""
+"""Tracks loads from the workers' tier (their memory for offloaded blocks). A load has ended when
+every rank has reported its end.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -36,13 +38,13 @@ def _tier_blocks(transfers: Iterable[BlockTransfer]) -> worker_pb2.TierBlocks:
 
 @dataclass(slots=True)
 class EndedLoads:
-    """Collects the reports of all ranks. A block is invalid if any rank reports it as invalid."""
+    """Collects reports of ended loads. A block is invalid if any rank reports it as invalid."""
 
     num_ranks: int
     _blocks: dict[int, frozenset[int]] = field(default_factory=dict)
-    """The blocks of each load in progress."""
+    """Maps the request of each load in progress to the blocks of the load."""
     _reported: dict[int, set[str]] = field(default_factory=dict)
-    """The ranks that have reported the end of each load in progress."""
+    """Maps the request of each load in progress to the ranks that have reported its end."""
     _invalid: dict[int, set[int]] = field(default_factory=dict)
     _ended: list[int] = field(default_factory=list)
 
@@ -81,7 +83,7 @@ class EndedLoads:
         )
 
     def forget(self) -> None:
-        """Removes all loads, because a new generation begins."""
+        """Removes all loads, because pool and workers are opened again."""
         self._blocks.clear()
         self._reported.clear()
         self._invalid.clear()

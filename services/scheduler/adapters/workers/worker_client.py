@@ -1,4 +1,6 @@
-"""The client of the workers over gRPC: one stream to each rank, the same bytes to all ranks."""
+"""The client of the workers over gRPC. There is one stream to each rank, and the same bytes are
+sent to all ranks.
+"""
 
 import asyncio
 import math
@@ -39,20 +41,21 @@ DESCRIBE_TIMEOUT_SECONDS = 5.0
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
 REASON_SECONDS = 1.0
-"""How long to wait for the reason why a stream cannot be written to."""
+"""Time to wait for the reason why a stream cannot be written to."""
 _SILENT_CHECKS = 2
 _TOLD_TO_STOP = ("DRAINING", "RANK_STOPPED")
-"""Reasons with which a worker ends its stream if it or another rank was stopped by a signal."""
+"""Reasons with which a worker ends its stream after a signal has stopped it or another rank."""
 STEP_FLOOR_SECONDS = 2.0
-"""Lower bound of a step's deadline, because the machine may be busy."""
+"""Smallest deadline of a step. It is not shorter because the machine may be busy."""
 
 
 class Rank:
-    """One worker and its stream of steps. If the stream ends, the steps without an answer fail.
+    """One worker and its stream of steps. If the stream ends, WorkersLost is raised for the steps
+    without an answer.
 
-    An idle worker is probed periodically. Its stream is ended after two probes in a row without an
-    answer; a single one may be due to a stall of this process. A probe does not count if the worker
-    had no processor during it.
+    An idle worker is probed periodically. After two unanswered probes in a row its stream is ended.
+    A single unanswered probe may be due to a stall of this process. A probe does not count if the
+    worker had no processor meanwhile.
     """
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
@@ -65,7 +68,7 @@ class Rank:
         self._reader: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._has_answered = False
-        """Whether a step was answered since this was set to False."""
+        """Whether a step was answered since the watch last set this attribute to False."""
         self._unanswered: deque[SentStep] = deque()
         self._why_lost = f"the worker at {address} went away"
         self._pid = 0
@@ -91,8 +94,8 @@ class Rank:
         return response
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
-        """Makes the worker compile a grammar. Raises StepwellError: InvalidArgument if it cannot be
-        compiled.
+        """Makes the worker compile a grammar. Raises InvalidArgument if it cannot be compiled, and
+        another StepwellError if the call fails.
         """
         message = structured_outputs_to_proto(wanted)
         try:
@@ -116,7 +119,7 @@ class Rank:
             raise from_peer(f"the worker at {self.address}", error) from error
 
     def open(self) -> None:
-        """Begins a new stream. The worker's batch is empty at its start."""
+        """Begins a new stream. At the start of a stream the worker's batch is empty."""
         self.close()
         self._pid, self._was_told_to_stop = listener_pid(self.address), False
         self._call = self._stub.Execute()
@@ -125,7 +128,7 @@ class Rank:
         self._watch = asyncio.create_task(self._watch_idle(), name=f"watch {self.address}")
 
     def close(self) -> None:
-        """Ends the stream. Steps in flight fail."""
+        """Ends the stream. WorkersLost is raised for steps in flight."""
         for task in (self._reader, self._watch):
             if task is not None:
                 task.cancel()
@@ -143,7 +146,7 @@ class Rank:
         try:
             await self._call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            if self._reader is not None:  # ends with the stream, and sets the reason
+            if self._reader is not None:  # ends with the stream and sets the reason
                 await asyncio.wait({self._reader}, timeout=REASON_SECONDS)
             raise WorkersLost(self._why_lost) from error
 
@@ -166,7 +169,7 @@ class Rank:
         self.on_lost(message)
 
     def _take(self, response: worker_pb2.ExecuteResponse) -> None:
-        """Records the answer to the oldest step. Raises WrongAnswer if it is of another step."""
+        """Records the answer to the oldest step. Raises WrongAnswer if the steps differ."""
         if not self._unanswered:
             raise WrongAnswer(f"it answered step {response.step}, which it was not sent")
         self._unanswered[0].answered(self.address, response)
@@ -229,7 +232,9 @@ class WorkerGroup:
         self._generation = 0
 
     async def describe(self) -> list[worker_pb2.DescribeResponse]:
-        """The ranks' descriptions, in rank order. Raises StepwellError if one is unreachable."""
+        """The descriptions of all ranks, in order. Raises StepwellError if a rank is
+        unreachable.
+        """
         ranks = list(await asyncio.gather(*(rank.describe() for rank in self._ranks)))
         self._steps.num_stages = num_stages(ranks[0])
         self._steps.num_speculative_tokens = ranks[0].num_speculative_tokens
@@ -243,12 +248,12 @@ class WorkerGroup:
         return ranks
 
     async def open(self, generation: int) -> None:
-        """Begins a new generation on every rank. Returns when every rank has run an empty step.
-        Raises WorkersLost.
+        """Opens a new stream to every rank, for a new generation. Returns when every rank has run
+        an empty step. Raises WorkersLost.
 
         The empty step detects a worker that hangs in a step but still answers Describe. It also
-        ends a step that was sent to only some ranks: a rank that waits in it for other ranks is
-        notified by them.
+        ends a step that was sent to only some ranks, because ranks that wait for others in that
+        step are notified by these.
         """
         self._generation = generation
         self._is_open = False

@@ -1,4 +1,4 @@
-"""Events of the prefix cache as in vLLM: with parent hashes and token ids."""
+"""Events of the prefix cache. As in vLLM, they contain parent hashes and token ids."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,9 @@ from services.common.pool.block_hash import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class CacheNamespace:
-    """The inputs of a sequence's hashes besides its tokens: the salt, which is part of the first
-    block, and the adapter. Empty fields: the sequence has none.
+    """The inputs of a sequence's block hashes besides its tokens. They are the salt, which is
+    hashed with the first block, and the adapter. A field is empty if the sequence has no such
+    input.
     """
 
     cache_salt: str = ""
@@ -18,8 +19,8 @@ class CacheNamespace:
 
     @property
     def lora_id(self) -> int | None:
-        """A positive int32 derived from the adapter's digest; None if there is no adapter. vLLM
-        numbers the adapters of a process instead.
+        """A positive int32 that is derived from the adapter's digest. None if there is no adapter.
+        In vLLM the id is a number that each process assigns.
         """
         if not self.adapter_digest:
             return None
@@ -28,11 +29,11 @@ class CacheNamespace:
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks of one request, in chain order, that were published in one KV-cache group."""
+    """Consecutive blocks of one request, in order, that were published in one KV-cache group."""
 
     block_hashes: tuple[BlockHash, ...]
     parent_block_hash: BlockHash | None
-    """Hash of the block before the first one; None if the first block begins the sequence."""
+    """Hash of the block before the first block. None if the first block begins the sequence."""
     token_ids: bytes
     """Tokens of all blocks, little-endian int32."""
     group_idx: int
@@ -40,7 +41,7 @@ class BlockStored:
 
     @property
     def block_size(self) -> int:
-        """Number of tokens in a block. If the event is about part of a block, tokens of a hash."""
+        """Number of tokens in a block. If part of a block is published, the size of this part."""
         return len(self.token_ids) // (4 * len(self.block_hashes))
 
     @property
@@ -57,7 +58,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks that were unpublished in one KV-cache group."""
+    """Blocks that were removed from the prefix index of one KV-cache group."""
 
     block_hashes: tuple[BlockHash, ...]
     group_idx: int
@@ -65,7 +66,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """All blocks were unpublished."""
+    """All blocks were removed from the prefix index."""
 
 
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -81,7 +82,7 @@ class KVEventBatch:
 
 
 def external_block_hash(block_hash: BlockHash) -> int:
-    """The last 64 bits of a hash, unsigned, as vLLM publishes its hashes by default. Consumers
-    treat the value as an opaque name.
+    """The last 64 bits of a hash as an unsigned number. By default vLLM publishes its hashes in
+    this form. Consumers treat the number as an opaque name.
     """
     return int.from_bytes(block_hash[-8:], "big")

@@ -1,4 +1,4 @@
-"""Stores the newest batches of events, and the blocks that are published now."""
+"""Stores recent batches of events, and the blocks that are published at present."""
 
 import asyncio
 import time
@@ -18,11 +18,11 @@ from services.scheduler.adapters.pool.kv_events.events import (
 )
 
 MAX_KEPT_BLOCKS = 500_000
-"""The largest number of blocks in all stored batches, which limits their size to about 70 MB."""
+"""Limit on the total number of blocks in the stored batches. These many blocks take about 70 MB."""
 
 
 class Trimmed(OutOfRange):
-    """The requested batches are no longer stored, or their numbers never existed."""
+    """The requested batches are not stored any more, or their numbers never existed."""
 
     reason = "TRIMMED"
 
@@ -35,15 +35,16 @@ class _Block:
 
 
 _Key = tuple[int, BlockHash]
-"""Index of the KV-cache group, and hash."""
+"""Index of a KV-cache group, and hash of a block."""
 
 
 class KVEventLog:
-    """Numbers batches from 0, and stores the last `num_batches` of them and the blocks that are
-    published after the newest one. Fewer batches are stored if they contain more than `max_blocks`.
+    """Numbers batches from 0. Stores the last `num_batches` batches, and the blocks that are
+    published after the newest batch. Stores fewer batches if they would contain more than
+    `max_blocks` blocks.
 
-    Each reader has its own cursor. A slow reader does not make the log grow; it gets an error if
-    its next batch was dropped.
+    Each reader has its own cursor. A slow reader does not make the log grow. An error is raised for
+    a reader whose next batch was dropped.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class KVEventLog:
         max_blocks: int = MAX_KEPT_BLOCKS,
     ) -> None:
         self.time = clock
-        """Returns the time in seconds since 1970."""
+        """A function that returns the time in seconds since 1970."""
         self._num_batches = num_batches
         self._max_blocks = max_blocks
         self._num_blocks = 0
@@ -62,11 +63,11 @@ class KVEventLog:
         self._blocks: dict[_Key, _Block] = {}
         self._news = asyncio.Event()
         self.on_batch: Callable[[KVEventBatch], None] = lambda _: None
-        """Called with each new batch."""
+        """A function that is called with each new batch."""
 
     @property
     def newest(self) -> int:
-        """Number of the newest batch; -1 before the first."""
+        """Number of the newest batch. -1 if there is no batch yet."""
         return self._next - 1
 
     @property
@@ -106,7 +107,7 @@ class KVEventLog:
         return self.batches(sequence + 1)
 
     def snapshot(self) -> list[BlockStored]:
-        """All published blocks, parents before their children."""
+        """All published blocks. A parent precedes its children."""
         listed: dict[_Key, None] = {}
         for key in self._blocks:
             listed.update(dict.fromkeys(reversed(list(self._unlisted(key, listed)))))
@@ -127,7 +128,9 @@ class KVEventLog:
                 self._blocks.clear()
 
     def _unlisted(self, key: _Key, listed: dict[_Key, None]) -> Iterator[_Key]:
-        """A block and its ancestors, up to the first that is already listed or not published."""
+        """A block and its ancestors, up to but not including the first ancestor that is already
+        listed or not published.
+        """
         group = key[0]
         while key in self._blocks and key not in listed:
             yield key
@@ -137,7 +140,7 @@ class KVEventLog:
             key = (group, parent)
 
     def _runs(self, keys: dict[_Key, None]) -> Iterator[BlockStored]:
-        """One event for each run of equally large blocks in which each is the next one's parent."""
+        """One event for each run of equally large blocks. Each block is the parent of the next."""
         run: list[_Key] = []
         for key in keys:
             if run and not self._follows(key, run[-1]):

@@ -25,22 +25,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Known:
-    """A request with hashes or blocks in the pool, and how many of its hashes were committed."""
+    """A request with hashes or blocks in the pool, and its number of committed hashes."""
 
     request: Request
     num_committed: int = 0
 
 
 _Sources = dict[BlockHash, tuple[Request, int]]
-"""The source of each hash that a transaction may publish: request, and index in its hash chain."""
+"""Maps each hash that a transaction may publish to its request and its index in the chain."""
 
 
 class KVEventRecorder:
     """Appends the events of each transaction to a log.
 
-    A request is looked up in the queues when an operation first names it, and is kept until its
-    release. Its hash chain has a hash for each `hash_block_size` tokens. The name of a block is its
-    last hash. As in vLLM, a hash inside a block is reported as a block of the hash's tokens only.
+    A request is looked up in the queues when an operation first names it, and is stored until its
+    release. The chain of a request has a hash for each `hash_block_size` tokens. A block can
+    contain several hashes, and its name is the last of them. As in vLLM, a published hash inside a
+    block is reported as a block that contains only the tokens of this hash.
     """
 
     def __init__(self, log: KVEventLog) -> None:
@@ -50,9 +51,9 @@ class KVEventRecorder:
         self._hash_block_size = 1
         self._hashes_per_block: tuple[int, ...] = ()
         self._hashes_per_hit = 1
-        """Number of hashes between positions where blocks of all groups end. If groups have
-        different block sizes, blocks after the last such position may be published later than they
-        are committed.
+        """Number of hashes between two positions at which the blocks of all groups end. If groups
+        have different block sizes, blocks after the last such position may be published later than
+        they are committed.
         """
 
     def watch(
@@ -61,8 +62,8 @@ class KVEventRecorder:
         groups: Sequence[KVCacheGroup],
         hash_block_size: int,
     ) -> None:
-        """Sets a function that returns the waiting requests, the pool's groups, and the number of
-        tokens in a hash.
+        """Sets the pool's groups, the number of tokens in a hash, and `waiting`, a function that
+        returns the waiting requests.
         """
         self._waiting = waiting
         self._hash_block_size = hash_block_size
@@ -70,7 +71,7 @@ class KVEventRecorder:
         self._hashes_per_hit = hit_block_size(groups) // hash_block_size
 
     def opened(self) -> None:
-        """Records that a new generation of the pool begins, which is empty."""
+        """Records that the pool was opened again and is empty."""
         self._known.clear()
         self._log.append((AllBlocksCleared(),))
 
@@ -161,7 +162,9 @@ class KVEventRecorder:
             yield self._run(*run, stored.group)
 
     def _run(self, request: Request, begin: int, end: int, group: int) -> BlockStored:
-        """The event for a group's blocks in the hashes `begin` to `end` of a request's chain."""
+        """The event for a group's blocks that contain the hashes from `begin` up to `end` of a
+        chain.
+        """
         size = self._hash_block_size
         num_hashes = min(self._hashes_per_block[group], end - begin)
         return BlockStored(

@@ -1,4 +1,4 @@
-"""vLLM's names of the values in events."""
+"""vLLM's names for values in events."""
 
 from services.common.pool.kv_cache_groups import AttentionType
 

@@ -4,10 +4,10 @@ A batch is one message of three frames: topic, sequence number (8 bytes, big-end
 
     [seconds since 1970, [event, ...], data-parallel rank]
 
-An event is a map with its name under "type". In the older format, which vLLM had until 2026 and
-some consumers still expect, it is an array that begins with the name. A subscriber that detects a
-gap sends the first missing number to the replay endpoint, a ROUTER socket. It gets the batches from
-that number on, and then a message with the number -1.
+An event is a map with its name under "type". In the older format, which vLLM used until 2026 and
+some consumers still expect, an event is an array that begins with the name. A subscriber that
+detects a gap sends the first missing number to the replay endpoint, a ROUTER socket. The answer is
+the batches from that number on, and then a message with the number -1.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class EventEncoder:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, batch: KVEventBatch) -> bytes:
-        """The payload of the message of a batch."""
+        """The payload of the message for a batch."""
         events = [self._event(event) for event in batch.events]
         payload: bytes = self._encoder.encode([batch.unix_seconds, events, DATA_PARALLEL_RANK])
         return payload
@@ -96,7 +96,8 @@ class EventEncoder:
 class ZmqEventPublisher:
     """Sends every batch of a log, and answers requests for replay.
 
-    Sending never waits. A subscriber that lags by more than `max_lag` batches loses some.
+    Sending never waits. Batches are dropped for a subscriber that lags by more than `max_lag`
+    batches.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class ZmqEventPublisher:
         topic: str,
         max_lag: int,
     ) -> None:
-        """As vLLM does, binds `endpoint` if it contains a wildcard or is local to the machine, and
-        otherwise connects to it. Raises Unavailable if that fails.
+        """Binds `endpoint` if it contains a wildcard or is local to the machine, as vLLM does.
+        Otherwise connects to `endpoint`. Raises Unavailable if this fails.
         """
         self._log = log
         self._encoder = encoder
