@@ -43,13 +43,15 @@ PUBLIC_TLS = TlsFields(
     ca="tls_client_ca_file",
     is_ca_needed=False,
 )
-"""TLS with clients."""
+"""The settings for TLS with clients."""
 _NEW_OBJECTS_BEFORE_COLLECTION = 2_000
 """Net new objects (allocated minus freed) that trigger a collection of the youngest generation."""
 _LAST_ANSWERS_SECONDS = 1.0
 """Time limit for sending the last answers after all requests have ended."""
 _SCRAPE_SECONDS = 10.0
-"""Time limit of a scrape. Most of it is for replicas that do not respond."""
+"""Time limit for collecting the metrics of all replicas. Replicas that do not respond use most of
+it.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -150,10 +152,10 @@ class Gateway:
         self._metrics = contextlib.ExitStack()
 
     async def start(self) -> Addresses:
-        """Listens on all addresses, and starts to connect to the schedulers.
+        """Listens on all addresses, and starts connecting to the schedulers.
 
-        Raises Unavailable if an address cannot be bound, and SettingError if Redis refuses the
-        password or the file of keys cannot be read. Nothing listens after an error.
+        Raises Unavailable if an address cannot be bound. Raises SettingError if Redis refuses the
+        password, or the file of keys cannot be read. After an error, no address is open.
         """
         await self.parts.follower.require_usable()
         if self.parts.key_store is not None:
@@ -189,7 +191,7 @@ class Gateway:
         return Addresses(http_address, grpc_address, admin_address, trace_address, metrics_address)
 
     def _render_metrics(self, exemplars: bool) -> bytes:
-        """Returns the metrics of gateway and replicas. Called in a thread other
+        """Returns the metrics of the gateway and its replicas. Must be called in another thread
         than the event loop's.
         """
         collecting = self.parts.fleet_metrics.collect(shows_tenants=True, exemplars=exemplars)
@@ -220,9 +222,9 @@ class Gateway:
     async def drain(self, stop: asyncio.Event | None = None) -> None:
         """Waits for requests for at most `drain_seconds`, then ends the remaining ones.
 
-        From the start, health over gRPC is not ready, new HTTP requests are refused as unavailable,
-        and clients are asked to connect elsewhere: a connection closes once it has no request.
-        Health ends after the last request. Spans of other services are then received for
+        At once, gRPC health reports that the gateway is not ready, new HTTP requests are refused as
+        unavailable, and each connection closes when it has no request. The health service ends
+        after the last request. Afterwards the gateway still receives spans of other services for
         `trace_linger_seconds`, or until `stop` is set.
         """
         self.gate.close()

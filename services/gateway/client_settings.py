@@ -1,4 +1,4 @@
-"""Settings of the gateway for its clients: their keys, and limits on their requests, answers and
+"""The gateway's settings that concern clients: API keys, and limits on requests, answers and
 waiting times.
 """
 
@@ -170,15 +170,15 @@ class ClientSettings(ServiceSettings):
 
     @property
     def max_items_per_request(self) -> int:
-        """Limit on the number of values of a request, such as token ids, and of tokens in an answer
-        of /tokenize. All of them are read at once, at some 100 ns each.
+        """Limit on the number of values in a request, such as token ids, and of tokens in an answer
+        of /tokenize. Reading the values blocks the event loop for about 100 ns each.
         """
         return self.max_body_bytes // 32
 
     @property
     def max_logprobs_per_request(self) -> int:
-        """Limit on the number of log-probabilities in an answer that is not streamed. Each takes 8
-        bytes.
+        """Limit on the number of log-probabilities in an answer that is not streamed. A
+        log-probability takes 8 bytes.
         """
         return 32 * self.max_items_per_request
 
@@ -189,8 +189,8 @@ class ClientSettings(ServiceSettings):
 
     @property
     def max_message_bytes(self) -> int:
-        """Limit on the bytes of a message from a gRPC client. It is lower than the limit for HTTP,
-        because numbers take fewer bytes than in JSON.
+        """Limit on the bytes of a message from a gRPC client. The limit for HTTP is higher, because
+        numbers take more bytes in JSON.
         """
         return self.max_body_bytes // 2
 

@@ -1,3 +1,3 @@
-"""The state of requests: prompts, parameters and delivered tokens; and the
-conversion of tokens to text.
+"""The gateway's logic. It keeps the prompts, parameters and delivered tokens of requests, and
+converts tokens to text.
 """

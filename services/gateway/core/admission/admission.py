@@ -1,5 +1,5 @@
-"""Sends sequences to the replicas while they have free places, so that each tenant gets its fair
-share.
+"""Sends sequences to the replicas while these have free places. A place is a slot for one running
+sequence. Each tenant gets its fair share of the places.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,10 +29,10 @@ from services.gateway.core.traces.timeline import Part
 _SHARE_OF_NEWEST = 0.1
 """Weight of the newest answer's length in its tenant's moving mean of answer lengths."""
 _SWEEP_SECONDS = 0.1
-"""Time between two searches for sequences that have waited too long."""
+"""Seconds between two searches for sequences that have waited too long."""
 _ENDED_AT_A_TIME = 2
-"""Limit on the number of sequences that time out in one iteration of the event loop. The sequences
-of a burst time out together, and each error is written to its client in the same iteration.
+"""Limit on the number of sequences that time out in one iteration of the event loop. All sequences
+of a burst time out at the same time, and writing an error to each client takes time.
 """
 
 
@@ -43,29 +43,31 @@ class _Waiter:
     inflight: Inflight
     reason: WaitReason
     num_ahead: int
-    """Number of its tenant's waiting sequences when it arrived."""
+    """Number of the tenant's sequences that were already waiting when this sequence arrived."""
     began: float
     """Time when the wait began, in seconds on the event loop's clock."""
     was_preempted: bool = False
-    """Whether it had a place and lost it. If so, the queue's time limit does not apply."""
+    """Whether the sequence was running and lost its place. If true, the queue's time limit does not
+    apply.
+    """
     has_to_wait: bool = False
-    """Whether it was still waiting at the end of `add`."""
+    """Whether the sequence was still waiting at the end of `add`."""
 
 
 class Admission:
     """Queues sequences while the replicas have no place for them. Each tenant has its own queue.
     The length of a queue and the wait in it are limited. The replicas' own queues stay short.
 
-    1. `add` queues a sequence. `admit` sends the sequences that may take a place. It is called
-       whenever a place may have become free: after a sequence left its replica, or a replica
-       reported.
-    2. `FairShares` determines the tenants that may take a place, and `FairQueue` the next of these.
-       A tenant's sequences are sent by priority, then in order of arrival.
-    3. While a tenant below its share waits and no place is free, sequences of tenants above their
-       shares are preempted: they are aborted at their replica and queued here with their tokens so
-       far.
-    4. A sequence's tokens are charged to its tenant when it is sent, with an estimate of its
-       output. The charge is corrected after the sequence has left its replica.
+    1. `add` queues a sequence. `admit` sends the sequences that may take a place. `admit` is called
+       whenever a place may have become free: when a sequence leaves its replica, and when a replica
+       reports its load.
+    2. `FairShares` determines which tenants may take a place. `FairQueue` chooses the next tenant
+       among these. A tenant's sequences are sent by priority, then in order of arrival.
+    3. If no place is free while a tenant below its share waits, sequences of tenants above their
+       shares are preempted. A preempted sequence is aborted at its replica and queued again, with
+       the tokens that it has generated.
+    4. When a sequence is sent, its prompt tokens and an estimate of its output tokens are charged
+       to the tenant. The charge is corrected after the sequence has left its replica.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Admission:
         self._waiters: dict[Inflight, _Waiter] = {}
         self._charges: dict[Inflight, ServiceCharge] = {}
         self._starting: set[Inflight] = set()
-        """Sequences that were sent and that their replica has not reported as scheduled yet."""
+        """Sequences that were sent, but that their replica has not yet reported as scheduled."""
         self._is_sweeping = False
 
     def __len__(self) -> int:
@@ -109,8 +111,8 @@ class Admission:
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
         """Raises TenantQueueFull if the tenant's queue has no room for a request. Raises
-        DeadlineExceeded if a request would not end by `deadline`, in seconds on the event loop's
-        clock.
+        DeadlineExceeded if a request would not end by `deadline`, a time in seconds on the event
+        loop's clock.
         """
         num_waiting, num_arriving = self.places.num_waiting(tenant), self.arrivals.num(tenant)
         share, capacity = self.places.share(tenant), self._capacity()
@@ -155,12 +157,12 @@ class Admission:
             self._queue.remove(inflight.request.tenant, _order(inflight))
             self._remove(waiter)
 
-    # Places that are taken and become free.
+    # Taking and freeing places.
 
     def admit(self) -> None:
-        """Sends waiting sequences until no tenant with one may take a place. Sequences that are too
-        late end with an error. If more than _ENDED_AT_A_TIME are too late, the next iteration of
-        the event loop calls `admit` again for the others.
+        """Sends waiting sequences until no waiting tenant may take a place. Sequences that have
+        waited too long end with an error. If there are more than _ENDED_AT_A_TIME of these, `admit`
+        is called again for the others in the next iteration of the event loop.
         """
         num_late = 0
         while self._waiters and num_late < _ENDED_AT_A_TIME:
@@ -188,13 +190,13 @@ class Admission:
         self._queue.charge(tenant, charge.num_tokens)
 
     def started(self, inflight: Inflight) -> None:
-        """Stops counting a scheduled sequence as starting, and sends others."""
+        """Stops counting a scheduled sequence as starting, and then sends waiting sequences."""
         if self._end_start(inflight):
             self.admit()
 
     def left(self, inflight: Inflight) -> None:
-        """Frees the place of a sequence that ended or was lost, and sends others. Does nothing if
-        it had no place.
+        """Frees the place of a sequence that ended or was lost, and then sends waiting sequences.
+        Does nothing if the sequence had no place.
         """
         charge = self._charges.get(inflight)
         if charge is not None:
@@ -228,8 +230,8 @@ class Admission:
         return lambda tenant: shares.may_take_place(self.places.usage(tenant))
 
     def _preempt(self) -> FairShares | None:
-        """Preempts sequences until no tenant must return a place. Returns the resulting shares, or
-        None while the capacity is not known.
+        """Preempts sequences until no tenant must return a place. Returns the shares after this, or
+        None if the replicas' capacity is not known.
         """
         while (capacity := self._capacity()) is not None:
             lags = self._queue.lags()
@@ -241,9 +243,10 @@ class Admission:
         return None
 
     def _victim(self, tenant: Tenant) -> Inflight:
-        """Returns the tenant's sequence to preempt. It has the largest `priority` number; among
-        equals it has the fewest preemptions so far, then the latest arrival. Its full blocks stay
-        cached, so that only the tokens after them are recomputed.
+        """Returns the tenant's sequence to preempt: the one with the largest `priority` number.
+        Among equals it is the sequence with the fewest preemptions so far, and then the latest
+        arrival. The full blocks of the sequence stay cached, so that only the tokens after them are
+        recomputed.
         """
         running = (one for one in self._charges if one.request.tenant.tenant_id == tenant.tenant_id)
         return max(
@@ -266,7 +269,7 @@ class Admission:
         self._queue.add(inflight.request.tenant, _order(inflight), waiter, credit_tokens)
 
     def _remove(self, waiter: _Waiter) -> None:
-        """Updates the other counts for a waiter that was removed from the queue."""
+        """Updates the counts after a waiter was removed from its queue."""
         del self._waiters[waiter.inflight]
         self.places.usage(waiter.inflight.request.tenant).num_waiting -= 1
 
@@ -279,8 +282,8 @@ class Admission:
         self._send(inflight)
 
     def _credit(self, usage: TenantUsage, capacity: Capacity | None) -> float:
-        """The credit of a tenant in tokens: the charge of one mean answer for each
-        place of its share.
+        """Returns the credit of a tenant in tokens. It is the charge of one answer of mean length
+        for each place of the tenant's share.
         """
         if capacity is None:
             return 0.0
@@ -294,8 +297,8 @@ class Admission:
             self._clock.call_at(self._clock.time() + seconds, self._sweep)
 
     def _sweep(self) -> None:
-        """Ends sequences that can no longer start in time. At most _ENDED_AT_A_TIME end now. The
-        rest end in later iterations of the event loop.
+        """Ends sequences that can no longer start in time. Ends at most _ENDED_AT_A_TIME of them at
+        once, and the others in later iterations of the event loop.
         """
         self._is_sweeping = False
         capacity = self._capacity()
@@ -308,8 +311,8 @@ class Admission:
         self._sweep_later(0.0 if len(late) > _ENDED_AT_A_TIME else _SWEEP_SECONDS)
 
     def _is_too_late(self, waiter: _Waiter, capacity: Capacity | None) -> bool:
-        """Whether a sequence has waited past its latest start. Preempted sequences
-        never are too late.
+        """Whether a sequence can no longer start in time. This is never true of preempted
+        sequences.
         """
         if waiter.was_preempted:
             return False
@@ -319,8 +322,8 @@ class Admission:
         return latest is not None and latest <= self._clock.time()
 
     def _service_seconds(self, tenant: Tenant, capacity: Capacity | None) -> float:
-        """Returns a running time in seconds that few sequences of the tenant exceed; 0 if it is not
-        known.
+        """Returns a running time in seconds that few sequences of the tenant exceed. 0 means that
+        it is not known.
         """
         usual = self.places.service_time(tenant).longest_usual
         return usual if capacity is None else max(usual, capacity.service_seconds)
@@ -333,8 +336,8 @@ def _order(inflight: Inflight) -> Order:
 def _measure(times: ServiceTime, inflight: Inflight, charge: ServiceCharge, now: float) -> None:
     """Adds the running time of a sequence to the tenant's service time.
 
-    A sequence that already had output when it was sent is skipped. A sequence that was lost before
-    its end counts only if it ran longer than usual.
+    A sequence that already had output when it was sent is not measured. A sequence that was lost
+    before its end is measured only if it ran longer than usual.
     """
     if charge.num_output_tokens_before:
         return

@@ -1,5 +1,5 @@
-"""Counts requests that passed the first check and are not queued yet: they are being read,
-tokenized and checked.
+"""Counts arriving requests. A request is arriving from the first check, while it is read, tokenized
+and checked, until its sequences are queued.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from services.gateway.core.tenant import Tenant
 
 
 class Arrival:
-    """One arriving request. It counts until `end`, or until the end of a `with` block."""
+    """One arriving request. It is counted until `end` is called or its `with` block ends."""
 
     def __init__(self, counts: Counter[str], tenant: Tenant) -> None:
         self._counts = counts
@@ -17,8 +17,8 @@ class Arrival:
         counts[tenant.tenant_id] += 1
 
     def end(self) -> None:
-        """Ends the count, since the request's sequences were queued or it was
-        refused. Idempotent.
+        """Stops counting the request. Call this when its sequences are queued or it is refused.
+        Idempotent.
         """
         if self._tenant_id is None:
             return
@@ -40,9 +40,9 @@ class Arrival:
 
 
 class Arrivals:
-    """The number of arriving requests of each tenant. They count as waiting when a queue's length
-    is checked. Otherwise all requests of a burst would pass the check before the first one is
-    queued.
+    """The number of arriving requests of each tenant. Arriving requests count as waiting when the
+    length of a tenant's queue is checked. Otherwise all requests of a burst would pass the check
+    before the first of them is queued.
     """
 
     def __init__(self) -> None:

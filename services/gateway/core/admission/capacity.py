@@ -1,4 +1,6 @@
-"""The total number of places of all ready replicas, and how fast they complete requests."""
+"""The total number of places of all ready replicas, and how fast the replicas complete requests. A
+place is a slot for one running sequence.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from services.common.replica.queue_state import QueueState
 
 
 class ReplicaCapacity(Protocol):
-    """The data of a replica that the total capacity is computed from."""
+    """The data of a replica from which the total capacity is computed."""
 
     @property
     def num_places(self) -> int | None:
@@ -19,20 +21,22 @@ class ReplicaCapacity(Protocol):
 
     @property
     def num_free_places(self) -> int:
-        """Places without a sequence; negative while sequences wait at the replica."""
+        """Number of places without a sequence. It is negative while sequences wait at the
+        replica.
+        """
 
     @property
     def queue(self) -> QueueState | None:
-        """The last reported state of its queue; None before the first report."""
+        """The last reported state of the replica's queue. None before the first report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The number of places of several replicas, and how fast they complete requests."""
+    """The number of places of several replicas, and how fast the replicas complete requests."""
 
     num_places: int
     num_free: int
-    """Number of free places; negative while sequences wait at the replicas."""
+    """Number of free places. It is negative while sequences wait at the replicas."""
     seconds_per_request: float = 0.0
     """Mean seconds between the ends of two requests while all places are occupied; 0 if not known.
     """
@@ -41,7 +45,8 @@ class Capacity:
 
 
 def capacity_of(replicas: Sequence[ReplicaCapacity]) -> Capacity | None:
-    """The capacity of replicas; None if there are none, or if the places of one are not known.
+    """Returns the capacity of replicas. None if there are no replicas, or if one has an unknown
+    number of places.
 
     A replica without measured times is assumed to serve as many requests per place as the others.
     """

@@ -12,7 +12,7 @@ from services.gateway.core.tenant import Tenant
 T = TypeVar("T")
 
 Order = tuple[int, int]
-"""Priority, then arrival number, which is unique; the lowest order is first."""
+"""A pair of priority and arrival number. The lowest pair is first. Arrival numbers are unique."""
 
 _order: Callable[[tuple[Order, object]], Order] = itemgetter(0)
 
@@ -30,25 +30,24 @@ class _Line(Generic[T]):
 class FairQueue(Generic[T]):
     """Serves waiting tenants in proportion to their weights, measured in tokens.
 
-    The next item is the first one of the tenant with the lowest virtual token counter. Service that
-    a tenant did not use while it had nothing waiting is not saved up: when it starts to wait, its
-    counter is raised to the counter of the tenant served last, minus a credit. The counters are
-    from Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). The credit is an
-    addition here: with it, a tenant with few requests is served first even if some of them arrive
-    together.
+    The next item is the first item of the tenant with the lowest virtual token counter. A tenant
+    cannot save up service for later: when a tenant without waiting items adds one, its counter is
+    raised to the counter of the tenant served last, minus a credit. The counters are from Sheng et
+    al., "Fairness in Serving Large Language Models" (OSDI 2024). The credit is an addition. With
+    it, a tenant with few requests is served first even if some of its requests arrive together.
     """
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[T]] = {}
         self._served_last = 0.0
-        """The counter of the tenant whose item was taken last, before the charge."""
+        """The counter that the tenant served last had before it was charged."""
         self._num_waiting = 0
 
     def __len__(self) -> int:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[T]:
-        """All items; a copy, tenant by tenant."""
+        """Iterates over a copy of all items, grouped by tenant."""
         return iter([item for line in self._lines.values() for _, item in line.items])
 
     def add(self, tenant: Tenant, order: Order, item: T, credit_tokens: float = 0.0) -> None:
@@ -60,8 +59,8 @@ class FairQueue(Generic[T]):
         self._num_waiting += 1
 
     def take(self, may_be_next: Callable[[Tenant], bool]) -> T | None:
-        """Removes and returns the next item among tenants for which `may_be_next` is true; None if
-        there is none.
+        """Removes and returns the next item among the tenants for which `may_be_next` is true.
+        Returns None if there is no such item.
         """
         waiting = [line for line in self._lines.values() if line.items]
         for line in sorted(waiting, key=lambda line: (line.served, line.items[0][0])):
@@ -87,8 +86,9 @@ class FairQueue(Generic[T]):
         self._line(tenant).served += num_tokens / tenant.weight
 
     def lags(self) -> Iterator[tuple[Tenant, float]]:
-        """The lag of each tenant in tokens: the highest counter among the other waiting tenants,
-        minus its own counter, times its weight. 0 if no other tenant waits.
+        """Yields each tenant and its lag in tokens. The lag is the highest counter of the other
+        waiting tenants minus the tenant's own counter, times the tenant's weight. It is 0 if no
+        other tenant waits.
         """
         waiting = [line for line in self._lines.values() if line.items]
         most = nlargest(2, waiting, key=lambda line: line.served)

@@ -13,81 +13,92 @@ from services.gateway.core.tenant import Tenant
 ACTIVE_SECONDS = 10.0
 """Seconds after its last request for which an idle tenant still has a share."""
 _PLACES_PER_RESERVED = 16
-"""At most one place in 16 is reserved for tenants below their shares."""
+"""The total number of places is divided by this number. The quotient limits the places that are
+reserved for tenants below their shares.
+"""
 _PLACES_PER_QUEUED = 16
-"""A tenant alone may queue one sequence at the replicas for every 16 places, so that a freed place
-is taken in the next step.
+"""If there is only one tenant, it may queue one sequence at the replicas for every 16 places. Then
+a sequence can take a freed place in the next step.
 """
 _LEAST_STARTING = 2
-"""A tenant may have this many starting sequences in any case."""
+"""Every tenant may have this many starting sequences. A sequence is starting until its replica
+reports its first step.
+"""
 _SHARE_PER_STARTING = 8
 """A tenant may have one starting sequence for every 8 places of its share."""
 _SHARE_PER_STARTING_AT_MOST = 2
-"""A tenant may have as many starting sequences as it is expected to end while a sequence starts,
-but at most its share divided by this number. The largest of the three limits on starting sequences
-applies.
+"""A tenant may have as many starting sequences as are expected to end while a sequence starts. This
+limit is at most the tenant's share divided by this number. Of the three limits on starting
+sequences, the largest applies.
 """
 _STEPS_TO_START = 4
-"""Number of engine steps between the sending of a sequence and the report of its first step. Two
-steps are assumed to be in flight.
+"""Assumed number of engine steps from sending a sequence until its first step is reported. Two of
+them are steps that are already in flight.
 """
 
 
 @dataclass(slots=True)
 class TenantUsage:
-    """The waiting, starting and running sequences of one tenant, and the service it received."""
+    """The waiting, starting and running sequences of one tenant, and the service that the tenant
+    received.
+    """
 
     tenant: Tenant
     num_waiting: int = 0
-    """Sequences that wait at the gateway."""
+    """Number of sequences that wait at the gateway."""
     num_running: int = 0
-    """Sequences at replicas; each has a place."""
+    """Number of sequences at replicas. Each has a place."""
     num_starting: int = 0
-    """Sequences among `num_running` for which no step was reported yet."""
+    """Number of the running sequences for which no step was reported yet."""
     asked_at: float = 0.0
-    """Time of its last request, in steady seconds."""
+    """Time of the tenant's last request, in seconds on a steady clock."""
     mean_output_tokens: float = 128.0
     service_time: ServiceTime = field(default_factory=ServiceTime)
     lag: float = 0.0
-    """Lag in tokens: the highest virtual token counter of the other waiting tenants minus its own
-    counter, times its weight.
+    """The tenant's lag in tokens: the highest virtual token counter of the other waiting tenants
+    minus the tenant's own counter, times the tenant's weight.
     """
 
     def tokens_of(self, num_answers: float) -> float:
-        """The charge in tokens of `num_answers` answers of its mean length, without prompts."""
+        """Returns the charge in tokens of `num_answers` answers of the tenant's mean length.
+        Prompts are not included.
+        """
         return num_answers * OUTPUT_WEIGHT * self.mean_output_tokens
 
     def num_ending(self, num_steps: int) -> int:
-        """The running sequences expected to end within `num_steps` steps of one token, by its mean
-        answer length; rounded up.
+        """Returns how many running sequences are expected to end within `num_steps` steps, rounded
+        up. The estimate uses the tenant's mean answer length, and one token per step.
         """
         return math.ceil(self.num_running * num_steps / max(1.0, self.mean_output_tokens))
 
 
 class FairShares:
-    """Determines which tenants may take a free place, and which tenant must return one. An object
-    is valid for one moment.
+    """Determines which tenants may take a free place, and which tenant must return a place. The
+    result is valid until a place is taken or freed.
 
-    1. A tenant's share is its fraction of all places by weight, rounded down, and at least 1. Below
-       its share it may take any free place. If none is free, the tenant furthest above its share is
-       preempted.
-    2. Above its share a tenant may take a free place only if enough others are free: one for each
-       waiting sequence of the tenants below their shares, and one more for each of those tenants.
-       These reserved places make preemptions rare (trunk reservation; Kelly, "Loss networks",
-       1991).
+    1. A tenant's share is its fraction of all places by weight, rounded down, and at least 1. A
+       tenant below its share may take any free place. If no place is free, a sequence of the tenant
+       furthest above its share is preempted.
+    2. A tenant above its share may take a free place only if enough other places are free. These
+       are reserved: one for each waiting sequence of the tenants below their shares, and one more
+       for each of those tenants. Reserved places make preemptions rare (trunk reservation; Kelly,
+       "Loss networks", 1991).
     3. The number of places that a tenant needs varies by the square root of its mean (Halfin and
-       Whitt, 1981). So if a tenant's `lag` is at least that many mean answers, it counts as below
-       its share with up to the square root of its share in additional places. No other tenant is
-       preempted for these, and it does not lose them by preemption while its `lag` is above 0.
-    4. Only a few sequences of a tenant start at once. Otherwise all prompts of a burst would be
-       computed before the prompts of requests that arrive meanwhile. If answers are short, more may
-       start: as many as end while a sequence starts. Otherwise places would stay free.
-    5. With a single tenant there are no shares: it may take every place, and queue a few sequences
-       at the replicas.
+       Whitt, 1981). So a tenant whose `lag` is at least the square root of its share, counted in
+       mean answers, may have that many places in addition to its share. No other tenant is
+       preempted for additional places. A tenant does not lose them by preemption while its `lag` is
+       above 0.
+    4. Only a few sequences of a tenant may be starting at the same time. Otherwise all prompts of a
+       burst would be computed before the prompts of requests that arrive later. If answers are
+       short, as many sequences may start as end meanwhile. Otherwise places would stay free.
+    5. A single tenant has no share. It may take every place, and queue a few sequences at the
+       replicas.
     """
 
     def __init__(self, usages: Collection[TenantUsage], num_free: int, num_places: int) -> None:
-        """`num_free` of `num_places` are free; negative while sequences wait at replicas."""
+        """`num_free` of the `num_places` places are free. `num_free` is negative while sequences
+        wait at replicas.
+        """
         self._usages = usages
         self._num_free = num_free
         self._num_places = num_places
@@ -113,8 +124,8 @@ class FairShares:
         return self._num_free > self._num_needed + self._num_reserved
 
     def to_preempt(self) -> TenantUsage | None:
-        """The tenant that must return a place. None if a place is free, if no tenant below its
-        share waits, or if no tenant is above its share.
+        """Returns the tenant that must return a place. None if a place is free, if no tenant below
+        its share waits, or if no tenant is above its share.
         """
         if self._num_free > 0 or not self._waits_below_share:
             return None
@@ -131,15 +142,13 @@ class FairShares:
         return usage.num_starting < bound
 
     def _target(self, usage: TenantUsage) -> int:
-        """The number of places up to which this tenant has precedence over tenants
-        above their shares.
-        """
+        """Returns the number of places up to which this tenant counts as below its share."""
         share = self._share(usage)
         lags_behind = usage.lag >= usage.tokens_of(math.sqrt(share))
         return share + _variation(share) if lags_behind else share
 
     def _excess(self, usage: TenantUsage) -> int:
-        """The places that the tenant must return if others need them."""
+        """Returns the number of places that the tenant must return if other tenants need them."""
         share = self._share(usage)
         return usage.num_running - share - (_variation(share) if usage.lag > 0 else 0)
 
@@ -160,9 +169,7 @@ class Places:
         return iter(self._usages.values())
 
     def usage(self, tenant: Tenant) -> TenantUsage:
-        """Returns the usage of a tenant. Callers modify the returned object. A new tenant gets a
-        new object.
-        """
+        """Returns the usage of a tenant, which the caller may modify. Creates it for a new tenant."""
         usage = self._usages.get(tenant.tenant_id)
         if usage is None:
             usage = self._usages[tenant.tenant_id] = TenantUsage(tenant, asked_at=self._now())
@@ -174,9 +181,7 @@ class Places:
         return 0 if usage is None else usage.num_waiting
 
     def service_time(self, tenant: Tenant) -> ServiceTime:
-        """Returns the service time of a tenant's sequences. It has no measurements if the tenant is
-        new.
-        """
+        """Returns the measured service time of a tenant's sequences. For a new tenant it is empty."""
         usage = self._usages.get(tenant.tenant_id)
         return ServiceTime() if usage is None else usage.service_time
 
@@ -199,15 +204,17 @@ class Places:
         return idle
 
     def share(self, tenant: Tenant) -> float:
-        """The tenant's weight divided by the sum of all tenants' weights; above 0, up to 1."""
+        """Returns the tenant's weight divided by the sum of all tenants' weights. The result is
+        above 0 and at most 1.
+        """
         others = sum(usage.tenant.weight for usage in self.others(tenant))
         return tenant.weight / (tenant.weight + others)
 
     def fair_shares(
         self, num_free: int, num_places: int, lags: Iterable[tuple[Tenant, float]] = ()
     ) -> FairShares:
-        """The shares in `num_places`, of which `num_free` are free. `lags`, in tokens, replace the
-        lags of the named tenants.
+        """Returns the tenants' shares in `num_places` places, of which `num_free` are free. `lags`
+        are pairs of a tenant and its lag in tokens; they replace earlier lags.
         """
         for tenant, lag in lags:
             if (usage := self._usages.get(tenant.tenant_id)) is not None:

@@ -1,4 +1,6 @@
-"""Limits on the length of a tenant's queue at the gateway, and on the wait in it."""
+"""Limits on the length of a tenant's queue at the gateway, and on the time that sequences wait in
+it.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,8 +25,8 @@ class TenantQueueFull(QuotaExceeded):
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """Limits of every tenant's queue. Its length is limited to the tenant's share of
-    `max_total_waiting` sequences, and to `max_num_waiting`. The wait is limited to
+    """The limits of every tenant's queue. The number of sequences in a queue is limited to the
+    tenant's share of `max_total_waiting`, and to `max_num_waiting`. A sequence waits for at most
     `max_queue_seconds`; 0 means no limit.
     """
 
@@ -32,8 +34,8 @@ class QueueBounds:
     max_total_waiting: int
     max_queue_seconds: float
     max_num_queued_tokens: int | None = None
-    """Limit on the total number of prompt tokens in sequences without output, over all tenants;
-    None means no limit.
+    """Limit on the total number of prompt tokens of all tenants' sequences without output. None
+    means no limit.
     """
 
     def check_tokens(self, num_queued_tokens: Callable[[], int]) -> None:
@@ -60,9 +62,9 @@ class QueueBounds:
     def check_time(
         self, tenant: Tenant, timeout_seconds: float | None, wait: float, service_seconds: float
     ) -> None:
-        """Raises TenantQueueFull if the expected `wait` exceeds `max_queue_seconds`, and
-        DeadlineExceeded if the request would not end within `timeout_seconds`. `service_seconds` is
-        its usual running time.
+        """Raises TenantQueueFull if `wait`, the expected wait in seconds, exceeds
+        `max_queue_seconds`. Raises DeadlineExceeded if the request would not end within
+        `timeout_seconds`. `service_seconds` is the usual running time of such a request.
         """
         if self.max_queue_seconds and wait > self.max_queue_seconds:
             excess = wait - self.max_queue_seconds
@@ -79,8 +81,8 @@ class QueueBounds:
     def latest_start(
         self, now: float, deadline: float | None, service_seconds: float
     ) -> float | None:
-        """Returns the latest time for sending a request that arrives at `now`; None if there is no
-        limit. Times are in seconds on the event loop's clock.
+        """Returns the latest time at which a request that arrives at `now` may be sent. None means
+        no limit. Times are in seconds on the event loop's clock.
         """
         bounds = []
         if self.max_queue_seconds:
@@ -96,8 +98,9 @@ def expected_wait(
     """Returns the expected seconds until a sequence is sent. `num_ahead` sequences of its tenant
     wait before it.
 
-    Meanwhile the waiting sequences of other tenants are sent in proportion to the weights, at most
-    as many as wait. A tenant without waiting sequences keeps its places.
+    The estimate assumes that other tenants' waiting sequences are sent in proportion to the
+    tenants' weights, but at most as many as wait. It also assumes that a tenant without waiting
+    sequences keeps its places.
     """
     num_before, num_kept = float(num_ahead), 0
     for usage in others:
@@ -121,8 +124,8 @@ def _queue_full(tenant: Tenant, why: str, excess_seconds: float) -> TenantQueueF
 
 
 def too_late(deadline: float | None) -> StepwellError:
-    """The error of a sequence that was not sent by its latest start: DeadlineExceeded if the client
-    set a deadline, else ResourceExhausted.
+    """Returns the error of a sequence that was not sent in time. It is DeadlineExceeded if the
+    client set a deadline, and otherwise ResourceExhausted.
     """
     message = "the request was not sent to a replica within the time that it may wait"
     if deadline is not None:

@@ -1,4 +1,4 @@
-"""The charge of a sequence to its tenant in tokens."""
+"""The number of tokens that a sequence charges to its tenant."""
 
 from dataclasses import dataclass
 
@@ -6,33 +6,33 @@ from services.gateway.core.fleet.route import Route
 from services.gateway.core.request.inflight import Inflight
 
 OUTPUT_WEIGHT = 2.0
-"""A generated token is charged like this number of prompt tokens (Sheng et al., 2024)."""
+"""A generated token costs as much as this number of prompt tokens (Sheng et al., 2024)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceCharge:
     """The estimated charge of a sequence that is sent to a replica.
 
-    If the sequence already has output, its prompt is not charged: recomputation costs the tenant
-    nothing.
+    If the sequence already has output, its prompt is not charged again, so a tenant does not pay
+    for recomputation.
     """
 
     num_prompt_tokens: int
-    """Prompt tokens that are not expected to be cached."""
+    """Number of prompt tokens that are expected not to be cached."""
     num_output_tokens_before: int
-    """Output tokens of the sequence when it was sent."""
+    """Number of output tokens of the sequence when it was sent."""
     expected_output_tokens: float
-    """Expected output tokens after it was sent."""
+    """Expected number of further output tokens."""
     sent_at: float
-    """Time when it was sent, in seconds on the event loop's clock."""
+    """Time when the sequence was sent, in seconds on the event loop's clock."""
 
     @property
     def num_tokens(self) -> float:
         return self.num_prompt_tokens + OUTPUT_WEIGHT * self.expected_output_tokens
 
     def difference(self, num_output_tokens: int) -> float:
-        """The correction of the charge for a sequence that left after generating
-        `num_output_tokens`; negative if these are fewer than expected.
+        """Returns the correction of the charge for a sequence that left its replica after
+        generating `num_output_tokens`. It is negative if these are fewer than expected.
         """
         return OUTPUT_WEIGHT * (num_output_tokens - self.expected_output_tokens)
 

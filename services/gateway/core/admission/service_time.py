@@ -1,4 +1,4 @@
-"""The running times of a tenant's sequences, from sending to end."""
+"""The running times of a tenant's sequences, from being sent to their ends."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ _DEVIATIONS = 2.0
 
 @dataclass(slots=True)
 class ServiceTime:
-    """The smoothed mean and mean deviation in seconds, computed like round-trip times in Jacobson,
-    "Congestion avoidance and control" (SIGCOMM 1988).
+    """The moving mean of running times and of their deviation, in seconds. Both are computed like
+    round-trip times in Jacobson, "Congestion avoidance and control" (SIGCOMM 1988).
 
-    Under overload, requests wait until shortly before their deadlines. If only the mean were
-    reserved for running, half of the longest waiting requests would miss their deadlines.
+    Under overload, requests wait until the time before their deadlines is just enough for running.
+    If that time were the mean, half of these requests would miss their deadlines.
     """
 
     mean: float = 0.0
@@ -20,8 +20,8 @@ class ServiceTime:
 
     @property
     def longest_usual(self) -> float:
-        """A running time in seconds that few sequences exceed: the mean plus two deviations. 0
-        means that it is not known.
+        """A running time in seconds that few sequences exceed. It is the mean plus two deviations.
+        0 means that it is not known.
         """
         return self.mean + _DEVIATIONS * self.deviation
 

@@ -12,13 +12,13 @@ class WaitReason(enum.Enum):
     NO_PLACE = "no_place"
     """No replica had a free place."""
     SHARE = "share"
-    """The free places were reserved for tenants below their shares, or its tenant had too many
-    starting sequences.
+    """The free places were reserved for tenants below their shares, or the sequence's tenant had
+    too many starting sequences.
     """
     TURN = "turn"
-    """Other sequences of its tenant waited before it."""
+    """Other sequences of the same tenant waited before this sequence."""
     PREEMPTED = "preempted"
-    """It was preempted for a tenant below its share."""
+    """The sequence was preempted for a tenant below its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Wait:
     began: float
     ended: float
     num_ahead: int
-    """Number of its tenant's waiting sequences when it arrived."""
+    """Number of the tenant's sequences that were already waiting when this sequence arrived."""
 
     @property
     def seconds(self) -> float:
@@ -37,7 +37,9 @@ class Wait:
 
 
 def wait_reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:
-    """The wait reason of a new sequence. `num_ahead` sequences of its tenant wait before it."""
+    """Returns the wait reason of a new sequence. `num_ahead` sequences of the same tenant wait
+    before it.
+    """
     if num_ahead:
         return WaitReason.TURN
     if capacity is not None and capacity.num_free > 0:

@@ -1,4 +1,4 @@
-"""Operators' calls to some or all replicas, and the result of each."""
+"""Operators' calls to some or all replicas. Each replica has its own result."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from services.common.request.adapter import Adapter
 
 
 class ReplicaAdmin(Protocol):
-    """Operators' access to one scheduler. Every call raises StepwellError."""
+    """Operators' calls to one scheduler. Every method may raise StepwellError."""
 
     address: str
 
@@ -28,7 +28,9 @@ class ReplicaAdmin(Protocol):
         """Raises FailedPrecondition if requests have blocks and `preempt_running` is false."""
 
     async def drain(self) -> int:
-        """Makes the scheduler refuse new requests; returns how many still run or wait there."""
+        """Makes the scheduler refuse new requests. Returns the number of requests that still run or
+        wait there.
+        """
 
     async def undrain(self) -> None: ...
 
@@ -41,7 +43,7 @@ Said = Mapping[str, bool | int]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a call to one replica: either the answer `said`, or the `error`."""
+    """The result of a call to one replica: the answer `said` or an `error`."""
 
     address: str
     said: Said = field(default_factory=dict)
@@ -49,7 +51,7 @@ class Outcome:
 
 
 class Administration:
-    """Calls the replicas of a fleet concurrently. A failure at one does not affect the others."""
+    """Calls several replicas concurrently. A failure at one replica does not affect the others."""
 
     def __init__(self, replicas: Callable[[], Sequence[ReplicaAdmin]]) -> None:
         """`replicas` returns the replicas at the time of a call."""
@@ -63,7 +65,7 @@ class Administration:
         clear_cache: bool,
         timeout_seconds: float,
     ) -> list[Outcome]:
-        """Pauses the engines, then resets their prefix caches if `clear_cache`."""
+        """Pauses the engines. If `clear_cache` is true, then resets their prefix caches."""
 
         async def pause(replica: ReplicaAdmin) -> Said:
             await replica.pause(mode, timeout_seconds)
@@ -131,8 +133,8 @@ class Administration:
         return await asyncio.gather(*map(ask, self._chosen(addresses)))
 
     def _chosen(self, addresses: Sequence[str]) -> list[ReplicaAdmin]:
-        """The replicas at these addresses; all replicas if `addresses` is empty. Raises NotFound
-        for an unknown address, before any call is made, and Unavailable if there are no replicas.
+        """Returns the replicas at these addresses, or all replicas if `addresses` is empty. Raises
+        NotFound if an address is unknown, and Unavailable if there are no replicas.
         """
         known = {replica.address: replica for replica in self._replicas()}
         if not known:

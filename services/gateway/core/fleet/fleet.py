@@ -1,4 +1,4 @@
-"""All replicas of a model as one engine. No token is lost if a replica dies or hangs."""
+"""Combines all replicas of a model to one engine. No token is lost if a replica dies or hangs."""
 
 import itertools
 import logging
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_SECONDS = 0.1
 NO_REPLICA = "no_replica"
-"""The wait reason of a sequence that no ready replica accepts."""
+"""The wait reason of a sequence that waits because no ready replica accepts it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A sequence that waits at this gateway. Has the wait's reason and, if known, the seconds
-    waited so far.
+    """A sequence that waits at this gateway, with the reason and, if known, the seconds waited so
+    far.
     """
 
     inflight: Inflight
@@ -55,17 +55,17 @@ class Fleet:
 
     1. A sequence without a replica waits, in order of arrival, for at most
        `resubmit_timeout_seconds`.
-    2. Waiting sequences are sent to a replica that becomes ready. If a replica's session ends, its
-       sequences are taken back. If a connected replica cannot run steps, they are taken back after
-       `migrate_after_seconds`, if another replica is ready.
-    3. Sequences taken back are sent to another replica with all their tokens so far. If replicas
-       are lost repeatedly under a sequence without a new token in between, the sequence fails,
-       since it may be the cause.
-    4. Before it is first sent, a tenant's sequence may wait in the queues of Admission, so that no
-       tenant occupies all replicas. Without tenants no sequence waits there.
+    2. When a replica becomes ready, waiting sequences are sent to it. When a replica's session
+       ends, its sequences are taken back. When a connected replica has been unable to run steps for
+       `migrate_after_seconds` and another replica is ready, its sequences are taken back, too.
+    3. A sequence that was taken back is sent to another replica, together with all tokens that it
+       has generated. If several replicas in succession are lost while they have a certain sequence,
+       and it has no new token in between, the sequence fails, since it may be the cause.
+    4. Before it is first sent, a sequence may wait in its tenant's queue in Admission, so that no
+       tenant occupies all replicas. A gateway without tenants does not use these queues.
 
-    Migration by token replay is from NVIDIA Dynamo. Here it is exact, since a sampled token depends
-    only on seed and position.
+    Migration by token replay is from NVIDIA Dynamo. Here the continued sequence is the same as
+    without migration, since a sampled token depends only on seed and position.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Fleet:
         queue_bounds: QueueBounds,
         nanos: Callable[[], int],
     ) -> None:
-        """`nanos` is the steady clock for request times, in nanoseconds."""
+        """`nanos` returns the time in nanoseconds on a steady clock."""
         self.membership = Membership(
             links,
             clock,
@@ -96,8 +96,8 @@ class Fleet:
         self._bounds = queue_bounds
         self._numbers = itertools.count()
         self.num_resubmissions = 0
-        """Number of times that sequences were sent again after a replica was lost,
-        stalled or refused them.
+        """Number of times that a sequence was sent again, after its replica was lost, could not run
+        steps or refused the sequence.
         """
         self._waiting = WaitingQueue(
             resubmit_timeout_seconds,
@@ -114,11 +114,11 @@ class Fleet:
         if self.membership.set_addresses(source, addresses):
             self._update()
 
-    # Calls to the fleet. It implements the core's Engine.
+    # Methods of the interface Engine.
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a replica."""
+        """Number of sequences without a replica."""
         return len(self._waiting) + len(self.admission)
 
     def queued(self, most: int) -> list[Queued]:
@@ -131,7 +131,9 @@ class Fleet:
         return self.membership.limits()
 
     def _num_queued_tokens(self) -> int:
-        """Prompt tokens of all sequences without output, including tokens already computed."""
+        """Returns the number of prompt tokens of all sequences without output. Tokens that are
+        already computed are included.
+        """
         running = [one for replica in self.membership.replicas for one in replica.running.values()]
         sequences = (*running, *self._waiting, *self.admission)
         return sum(len(one.request.prompt_token_ids) for one in sequences if not one.has_output)
@@ -154,8 +156,8 @@ class Fleet:
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
     ) -> Mailbox:
-        """Sends sequences. Sequences with the same prompt are sent to one replica,
-        where they share its blocks.
+        """Sends sequences. Sequences with the same prompt are sent to one replica, so that they
+        share the prompt's blocks.
         """
         mailbox = Mailbox(requests, self._numbers, self._drop, self._nanos)
         replica, prompt = None, None
@@ -181,7 +183,7 @@ class Fleet:
             self._waiting.discard(inflight)
             inflight.failed(error)
 
-    # Reports of the replicas. Fleet implements their ReplicaListener.
+    # Methods of the interface ReplicaListener, which replicas call.
 
     def replica_changed(self, replica: Replica) -> None:
         for inflight in self._waiting:
@@ -213,8 +215,8 @@ class Fleet:
         * a new request fails if the queues are full, and waits if the schedulers drain;
         * a request that was accepted before waits.
 
-        A request refused as invalid had passed the gateway's checks, so its message may have been
-        damaged in transit: it is sent once more.
+        A request that is refused as invalid is sent once more. It had passed the gateway's checks,
+        so its message may have been damaged in transit.
         """
         if isinstance(error, InvalidArgument) and not inflight.was_called_invalid:
             inflight.was_called_invalid = True
@@ -248,7 +250,7 @@ class Fleet:
 
     def _send(self, inflight: Inflight) -> Replica | None:
         """Sends a sequence to a ready replica that has not refused it. Returns the replica, or None
-        if no replica can get the sequence.
+        if there is no such replica.
         """
         placed = self._placement.place(inflight)
         if placed is None:
@@ -261,8 +263,8 @@ class Fleet:
         return replica
 
     def _continue(self, inflight: Inflight) -> bool:
-        """Sends a session's turn to the replica that keeps the session; returns False if no such
-        replica is ready.
+        """Sends a turn of a session to the replica that keeps the session. Returns False if no
+        replica keeps it or that replica is not ready.
         """
         session = inflight.request.session
         held = None if session is None else session.take_held()
@@ -281,8 +283,8 @@ class Fleet:
         return capacity_of(self.membership.ready())
 
     def _send_or_queue(self, inflight: Inflight) -> Replica | None:
-        """Sends a sequence to a replica and returns the replica. If there is none,
-        the sequence waits.
+        """Sends a sequence to a replica and returns the replica. If no replica accepts the
+        sequence, queues it and returns None.
         """
         replica = self._send(inflight)
         if replica is None:
@@ -301,7 +303,7 @@ class Fleet:
         self.admission.admit()
 
     def _migrate(self) -> None:
-        """Takes sequences back from replicas that could not run steps for too long."""
+        """Takes sequences back from replicas that have been unable to run steps for too long."""
         if not self.membership.num_ready:
             return
         for replica in self.membership.replicas:
@@ -325,7 +327,7 @@ class Fleet:
         inflight.failed(no_replica_ready(f"this request found no scheduler in time: {why}"))
 
     def _drop(self, inflight: Inflight) -> None:
-        """Ends a sequence wherever it is."""
+        """Ends a sequence, whether it waits or is at a replica."""
         inflight.aborted()
         self._waiting.discard(inflight)
         self.admission.discard(inflight)

@@ -1,4 +1,4 @@
-"""The load of one replica: this gateway's sequences, and the scheduler's reports."""
+"""Tracks the load of one replica, from this gateway's sequences and the scheduler's reports."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,19 +10,19 @@ from services.gateway.core.fleet.route import Route
 from services.gateway.core.request.inflight import Inflight
 
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
-"""The assumed mean output length at a replica until the first output ends."""
+"""The assumed mean output length at a replica before any sequence has ended there."""
 OWN_TOKENS_COUNT = 2
-"""The factor of a sequence's own uncomputed tokens in its cost: the sequence waits for them, and so
-do the requests behind it.
+"""The factor of a sequence's own uncomputed tokens in its cost. It is 2 because the sequence waits
+for these tokens, and so do the requests behind it.
 """
 EVICTED_TOKENS_COUNT = 4
-"""The additional factor of a sequence's own uncomputed tokens, at a replica with mean pressure: in
-a full pool their blocks evict as many others that would have been hits. More tokens computed at a
-replica mean more pressure (Preble's eviction cost).
+"""An additional factor of a sequence's own uncomputed tokens, at a replica with mean eviction
+pressure. In a full pool, the blocks of these tokens evict as many blocks that would have been hits.
+The pressure grows with the number of tokens computed at the replica (Preble's eviction cost).
 
-Without pressure, small differences in measured speeds send most new conversations to the same
-pools. In simulated time (tests/gateway/simulated_fleet.py) the two factors together have the best
-hit rates and times to first token.
+Without this factor, small differences in measured speeds would send most new conversations to the
+same pools. In simulations (tests/gateway/simulated_fleet.py), these two factors have the best hit
+rates and times to first token.
 """
 RECENT_SECONDS = 30.0
 """Half-life of the number of tokens computed at a replica, in seconds."""
@@ -41,11 +41,13 @@ class Speeds:
 
 
 DEFAULT_SPEEDS = Speeds(1e-4, 1e-4)
-"""Used until a replica has measured its speeds; only their ratio matters then."""
+"""Speeds that are used until a replica has measured its own. Only their ratio matters."""
 
 
 def mean_speeds(loads: Iterable["LoadTracker"]) -> Speeds:
-    """The mean of the known speeds of several replicas; the default if none is known."""
+    """Returns the mean of the known speeds of several replicas, or the default if no speed is
+    known.
+    """
     known = [load.speeds for load in loads if load.speeds is not None]
     if not known:
         return DEFAULT_SPEEDS
@@ -61,17 +63,17 @@ class _Sent:
 
     inflight: Inflight
     num_output_tokens: int
-    """Output tokens when it was sent."""
+    """Number of output tokens when the sequence was sent."""
     num_uncomputed_tokens: int
     """Estimated number of tokens that are not computed yet."""
     num_cached_tokens: int
-    """Tokens that were expected to be cached."""
+    """Number of tokens that were expected to be cached."""
     cached_key: int | None
     """Key of the last block that was expected to be cached; None if there was none."""
 
 
 class LoadTracker:
-    """Counts sequences as soon as they are sent, and corrects the counts by each report.
+    """Counts sequences as soon as they are sent, and corrects the counts with each report.
 
     Reports arrive with each step in which requests arrive or end, or prompts are computed. A
     gateway that relied on reports alone would send all requests between two reports to the same
@@ -80,20 +82,22 @@ class LoadTracker:
 
     def __init__(self) -> None:
         self.trust = 1.0
-        """Of the tokens that were expected to be cached, the fraction that really was; a moving
-        mean.
+        """Moving mean of the fraction of tokens that were really cached, among the tokens that were
+        expected to be cached.
         """
         self._sent: dict[int, _Sent] = {}
         self._num_sharing: Counter[int] = Counter()
         self._num_uncomputed = 0
         self.num_sessions = 0
-        """This gateway's sessions kept at the replica between two turns; each has a place."""
+        """Number of this gateway's sessions that the replica keeps between two turns. Each occupies
+        a slot of a running sequence.
+        """
         self._refreshed_at = -REFRESH_SECONDS
         self._mean_output_tokens = INITIAL_MEAN_OUTPUT_TOKENS
         self.clear()
 
     def clear(self) -> None:
-        """Forgets the load and the speeds, since the session ended."""
+        """Resets the load and the speeds, after the session with the scheduler ended."""
         self._sent.clear()
         self._num_sharing.clear()
         self._num_uncomputed = 0
@@ -101,29 +105,31 @@ class LoadTracker:
         self._num_other_requests = 0
         self._num_other_tokens = 0
         self.speeds: Speeds | None = None
-        """Speeds measured by the scheduler; None until it reports them."""
+        """Speeds that the scheduler measured. None until it reports them."""
         self.recent_tokens = 0.0
-        """Tokens of this gateway's prompts that were recently computed there."""
+        """Number of tokens of this gateway's prompts that were recently computed at the replica."""
 
     @property
     def num_requests(self) -> int:
-        """Requests of all gateways at the replica, and sessions between two turns."""
+        """Number of requests of all gateways at the replica, plus the number of sessions between
+        two turns.
+        """
         return len(self._sent) + self.num_sessions + self._num_other_requests
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Uncomputed tokens of all gateways' requests at the replica."""
+        """Number of uncomputed tokens of all gateways' requests at the replica."""
         return self._num_uncomputed + self._num_other_tokens
 
     def num_sharing(self, cached_key: int) -> int:
-        """This gateway's sequences at the replica that share a cached prefix. `cached_key` is the
-        key of the prefix's last block.
+        """Returns the number of this gateway's sequences at the replica that share a cached prefix.
+        `cached_key` is the key of the prefix's last block.
         """
         return self._num_sharing[cached_key]
 
     def refresh(self, now_seconds: float) -> None:
-        """Stops counting the prompt tokens of sequences that have new output, and decays the recent
-        tokens. Does nothing if it was called less than REFRESH_SECONDS ago.
+        """Stops counting the prompt tokens of sequences that have new output, and decays
+        `recent_tokens`. Does nothing if it was called less than REFRESH_SECONDS ago.
         """
         if now_seconds < self._refreshed_at + REFRESH_SECONDS:
             return
@@ -143,14 +149,14 @@ class LoadTracker:
     ) -> float:
         """The cost in seconds of a sequence with `num_tokens` uncomputed tokens at this replica.
 
-        The cost is the time for the tokens before it, plus several times the time for its own
-        tokens, plus the time by which the sequence and the other requests slow each other down
-        while it decodes.
+        The cost is the sum of three times: the time for the tokens before the sequence, several
+        times the time for the sequence's own tokens, and the time by which the sequence and the
+        other requests slow each other down while it decodes.
 
         `fleet_speeds` are the mean speeds of all replicas. The cost uses the average of these and
-        the replica's own speeds: at low load, equal replicas measure different speeds by chance,
-        and most new conversations would go to the same pools. `pressure` is the replica's eviction
-        pressure divided by the mean of all replicas.
+        the replica's own speeds. With its own speeds only, most new conversations would be sent to
+        the same pools, because at low load equal replicas measure different speeds by chance.
+        `pressure` is the replica's eviction pressure divided by the mean of all replicas.
         """
         speeds = self.speeds or fleet_speeds
         num_output_tokens = self._mean_output_tokens
@@ -209,8 +215,8 @@ class LoadTracker:
             self._mean_output_tokens += _SHARE * (num_output_tokens - self._mean_output_tokens)
 
     def reported(self, load: ReplicaLoad) -> None:
-        """Applies a load report of the scheduler. Tokens beyond this gateway's are
-        other gateways'.
+        """Applies a load report of the scheduler. Tokens that this gateway did not send belong to
+        other gateways.
         """
         self._num_other_requests = load.num_other_requests
         self._num_other_tokens = max(0, load.num_uncomputed_tokens - self._num_uncomputed)

@@ -1,4 +1,6 @@
-"""The set of replicas. Determines which replicas accept requests, and the limits of requests."""
+"""The set of replicas. It determines which replicas accept requests, and the limits that requests
+must meet.
+"""
 
 import asyncio
 import logging
@@ -13,18 +15,18 @@ from services.gateway.core.request.model_limits import ModelLimits, tightest_lim
 logger = logging.getLogger(__name__)
 
 LEAVE_AFTER_SECONDS = 3.0
-"""Time without a session after which a replica is removed if no source lists its address. A drained
-replica is removed as soon as its session has ended.
+"""Seconds without a session after which a replica is removed if no source lists its address. A
+drained replica is removed as soon as its session has ended.
 """
 
 
 class Membership:
-    """The replicas of one model. Replicas with a different fingerprint are not ready.
+    """The replicas of one model. A replica whose model has a different fingerprint is not ready.
 
     Sources, such as a setting or a registry, list addresses of schedulers. A new address becomes a
     replica at once. A replica whose address is no longer listed is kept while it has a session,
-    since a session is better evidence of a scheduler than any source. So if a registry loses its
-    data, no request is affected.
+    since an open session proves that the scheduler exists. So no request is affected if a registry
+    loses its data.
 
     The fleet calls `update` after each change of a replica.
     """
@@ -45,7 +47,9 @@ class Membership:
         self.replicas: list[Replica] = []
         """The replicas in order of joining. The list is replaced, not modified, by each change."""
         self.known_limits: ModelLimits | None = None
-        """The tightest limits of the ready replicas, or the last known ones; None before any."""
+        """The tightest limits of all ready replicas. If none is ready, the last known limits. None
+        before the first replica was ready.
+        """
         self.changed = asyncio.Event()
         """Set whenever a replica joins, leaves or changes. The reader clears it."""
         self._links = links
@@ -55,8 +59,8 @@ class Membership:
         self._model = ServedModel(tokenizer_fingerprint, patience_seconds, clock, on_model_absent)
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> bool:
-        """Stores all addresses that a source currently lists; returns whether a replica was
-        removed. Call it repeatedly, since a replica may be removed later than its address.
+        """Stores all addresses that a source currently lists. Returns whether a replica was
+        removed. Must be called repeatedly, since a replica may be removed later than its address.
         """
         self._addresses[source] = tuple(addresses)
         known = {replica.address for replica in self.replicas}
@@ -71,7 +75,7 @@ class Membership:
 
     @property
     def model_fingerprint(self) -> bytes:
-        """The fingerprint of the model in use; empty until a replica has connected."""
+        """The fingerprint of the model in use. Empty until a replica has connected."""
         return self._model.fingerprint
 
     @property
@@ -79,32 +83,31 @@ class Membership:
         return len(self.ready())
 
     def not_ready(self) -> dict[str, str]:
-        """Maps the address of each replica that accepts no requests now to the reason."""
+        """Returns the unready replicas as a map from address to reason."""
         return {
             replica.address: replica.reason for replica in self.replicas if not replica.is_ready
         }
 
     def why_not_ready(self) -> str:
-        """The reason for which no request can be served now; empty if requests can be served."""
+        """Returns why no request can be served now. Empty if requests can be served."""
         if self.num_ready:
             return ""
         states = ", ".join(f"{address} ({why})" for address, why in self.not_ready().items())
         return f"no replica is ready: {states or 'none is known'}"
 
     def limits(self) -> ModelLimits:
-        """`known_limits`. Raises Unavailable if no replica was ready so far."""
+        """Returns `known_limits`. Raises Unavailable if no replica has been ready so far."""
         if self.known_limits is None:
             raise no_replica_ready(self.why_not_ready())
         return self.known_limits
 
     def max_model_len(self) -> int | None:
-        """The model's context length; None while no replica is ready."""
+        """The model's context length. None while no replica is ready."""
         return self.limits().max_model_len if self.num_ready else None
 
     def update(self) -> bool:
-        """Compares the replicas' models; returns whether the model in use was replaced.
-
-        Limits of a new model apply as soon as it is adopted, otherwise once a replica is ready.
+        """Compares the replicas' models. Returns whether the model in use was replaced. The limits
+        of a new model apply at once. Other changes of limits apply when a replica is ready.
         """
         was_replaced = self._model.compare(self.replicas)
         limits = [
@@ -125,8 +128,8 @@ class Membership:
         self.changed.set()
 
     def _remove_leaving(self) -> bool:
-        """Removes the replicas that have ended and are not listed; returns whether
-        there were any.
+        """Removes the replicas that have ended and are not listed. Returns whether there were
+        any.
         """
         named = {address for addresses in self._addresses.values() for address in addresses}
         leaving = [r for r in self.replicas if r.address not in named and _has_ended(r)]
@@ -139,11 +142,11 @@ class Membership:
 
 
 def _has_ended(replica: Replica) -> bool:
-    """Whether the replica is not expected to open a session again."""
+    """Whether the replica is expected never to open a session again."""
     seconds = replica.seconds_disconnected()
     return seconds is not None and (replica.is_draining or seconds >= LEAVE_AFTER_SECONDS)
 
 
 def no_replica_ready(why: str) -> Unavailable:
-    """The error of a request that no replica accepts."""
+    """Returns the error of a request that no replica accepts."""
     return Unavailable(why, reason="NO_REPLICA_READY", retry_after_seconds=1.0)

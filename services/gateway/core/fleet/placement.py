@@ -1,4 +1,6 @@
-"""Chooses a ready replica for a sequence: one with room for it, by the policy."""
+"""Chooses a ready replica for a sequence, by the routing policy. Replicas with room are
+preferred.
+"""
 
 from typing import cast
 
@@ -14,7 +16,7 @@ from services.gateway.core.traces.timeline import Part
 
 
 class Placement:
-    """Chooses among the replicas of a membership. Sends nothing."""
+    """Chooses among the replicas of a membership. It does not send the sequences."""
 
     def __init__(self, membership: Membership, policy: RoutingPolicy, clock: Clock) -> None:
         self._membership = membership
@@ -23,7 +25,8 @@ class Placement:
 
     def check_queues(self, deadline: float | None, num_arriving: int) -> None:
         """Raises ResourceExhausted if the queues of all ready replicas would refuse another
-        request, counting `num_arriving` requests that are being read.
+        request. `num_arriving` is the number of requests that are being read; they are assumed to
+        be queued first.
         """
         timeout, ready = self._timeout(deadline), self._membership.ready()
         share = num_arriving / max(1, len(ready))
@@ -32,13 +35,13 @@ class Placement:
             try:
                 raise cast(ResourceExhausted, refusals[0])
             finally:
-                # The error's traceback refers to this frame. Without clearing, each refusal would
-                # leave a reference cycle, and refusals can be frequent.
+                # The error's traceback refers to this frame. Clearing the list breaks the reference
+                # cycle, since refusals can be frequent.
                 refusals.clear()
 
     def place(self, inflight: Inflight) -> tuple[Replica, Route] | None:
-        """A ready replica that has not refused the sequence, and the route to it. Replicas with
-        room in their queue are preferred. None if there is no replica.
+        """Returns a ready replica that has not refused the sequence, and the route to it. Replicas
+        with room in their queue are preferred. None if there is no such replica.
         """
         candidates = [
             replica
@@ -70,9 +73,9 @@ class Placement:
 
 
 def _with_place(inflight: Inflight, candidates: list[Replica]) -> list[Replica]:
-    """The candidates with a free place, or all candidates if there are none. If the previous
-    sequence has the same prompt and was sent to one of these, only that replica: the sequences
-    share blocks.
+    """Returns the candidates with a free place (a slot for a running sequence), or all candidates
+    if none has a free place. If the previous sequence has the same prompt and was sent to one of
+    these replicas, returns only that replica, so that the sequences share blocks.
     """
     with_place = [replica for replica in candidates if replica.num_free_places > 0] or candidates
     mailbox, index = inflight.mailbox, inflight.index

@@ -1,16 +1,19 @@
-"""Blocks that were recently sent to a replica and that its pool may not have reported yet."""
+"""The blocks of sequences that were recently sent to a replica. The replica's pool may not have
+reported these blocks as cached yet.
+"""
 
 from collections.abc import Sequence
 
 MIN_SECONDS = 2.0
-"""The least time for which sent blocks are expected to be cached; the longest is twice that."""
+"""Sent blocks are expected to be cached for at least this number of seconds, and at most twice as
+long.
+"""
 
 
 class RecentPrefixes:
-    """Keys of the blocks of sequences that were recently sent to one replica.
-
-    Two sets alternate, so that no entry needs a timer. Speculative entries of two seconds are from
-    llm-d.
+    """The keys of the blocks of sequences that were recently sent to one replica. Keys are added to
+    a newer set. At intervals the newer set becomes the older one, and the older set is dropped, so
+    that no key needs a timer. The idea of expecting blocks for two seconds is from llm-d.
     """
 
     def __init__(self) -> None:
@@ -20,17 +23,16 @@ class RecentPrefixes:
 
     def add(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> None:
         """Adds the blocks of a sequence that was sent. The first `known_depth` blocks are known to
-        be cached. They are not stored: storing them would cost more than looking all of them up.
+        be cached. They are not stored, since storing them costs more than looking them up.
         """
         self._turn(now_seconds)
         self._newer.update(keys[known_depth:])
 
     def depth(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> int:
-        """The number of leading blocks of a chain that are cached or were sent recently. The first
-        `known_depth` are known to be cached.
-
-        If a block of a chain was sent, so were all blocks before it. So mostly one lookup of the
-        block after the known ones suffices, and otherwise bisection finds the end.
+        """Returns the number of leading blocks of a chain that are cached or were sent recently.
+        The first `known_depth` blocks are known to be cached. If a block of a chain was sent, all
+        blocks before it were sent, too. So the end can be found by bisection, and mostly a lookup
+        of the first unknown block suffices.
         """
         if now_seconds - self._turned_at >= MIN_SECONDS:
             self._turn(now_seconds)
@@ -47,7 +49,7 @@ class RecentPrefixes:
         return low
 
     def clear(self) -> None:
-        """Forgets all keys, since the replica lost its cache."""
+        """Drops all keys, after the replica lost its cache."""
         self._newer, self._older = set(), set()
 
     def _turn(self, now_seconds: float) -> None:
