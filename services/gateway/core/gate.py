@@ -8,7 +8,7 @@ from services.common.errors import ResourceExhausted, Unavailable
 
 
 class Gate:
-    """Counts requests in progress. When full or closed, it refuses new ones."""
+    """Counts requests in progress. When the gate is full or closed, it refuses new requests."""
 
     def __init__(self, max_concurrent_requests: int) -> None:
         self._max = max_concurrent_requests
@@ -18,7 +18,7 @@ class Gate:
         self._empty.set()
 
     def check(self) -> None:
-        """Raises ResourceExhausted if the gate is full, Unavailable if it is closed."""
+        """Raises ResourceExhausted if the gate is full, and Unavailable if it is closed."""
         if not self.is_open:
             raise Unavailable("the server is shutting down", retry_after_seconds=1.0)
         if self.inside >= self._max:
@@ -30,7 +30,7 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Counts a request within the context. Raises ResourceExhausted if the gate is full,
+        """A context that counts a request. Raises ResourceExhausted if the gate is full, and
         Unavailable if it is closed.
         """
         self.check()

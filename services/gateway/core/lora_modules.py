@@ -6,11 +6,13 @@ from services.common.errors import InvalidArgument, NotFound
 from services.common.request.adapter import Adapter
 
 MAX_NAME_CHARACTERS = 256
-"""Names appear in requests, answers, logs and metric labels, so longer ones are refused."""
+"""Limit on the length of an adapter's name. Names appear in requests, answers, logs and metric
+labels.
+"""
 
 
 class LoraModules:
-    """Adapters by name. An adapter cannot have the model's name."""
+    """The adapters by their names. An adapter cannot have the model's name."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -24,8 +26,8 @@ class LoraModules:
         return None if name is None else self._adapters.get(name)
 
     def check_new(self, name: str, *, in_place: bool = False) -> None:
-        """Raises InvalidArgument for an invalid adapter name: empty, too long, not printable, or
-        the model's name. Another adapter's name is invalid too, except with `in_place`.
+        """Raises InvalidArgument if a name is empty, too long, not printable, or the model's name.
+        Also raises it for the name of a known adapter, except if `in_place` is true.
         """
         if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()):
             raise InvalidArgument(
@@ -47,7 +49,7 @@ class LoraModules:
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Removes an adapter. Its running requests continue. Raises NotFound."""
+        """Removes an adapter. Running requests that use it continue. Raises NotFound."""
         if self._adapters.pop(name, None) is None:
             raise NotFound(
                 f"there is no adapter {name[:100]!r} here",

@@ -1,5 +1,5 @@
-"""Ports of the core: schedulers, a clock, a tokenizer. DeltaSource, Source and Engine are
-interfaces within the core: through them a generation uses the fleet.
+"""The interfaces that the core uses: schedulers, a clock, a tokenizer. DeltaSource, Source and
+Engine are interfaces within the core, through which a generation uses the fleet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +32,9 @@ class DeltaSource(Protocol):
     routes: list[Route]
     """The routes of the sequences in the order of sending."""
     waits: list[Wait]
-    """Waits of sequences that were not sent to a replica at once, or were preempted."""
+    """The waits of sequences that were not sent to a replica at once, or were preempted."""
     traces: list[SequenceTrace]
-    """The trace of each sequence; empty if another gateway runs the sequences."""
+    """The trace of each sequence. Empty if another gateway runs the sequences."""
 
     def take(self) -> list[tuple[int, Delta]]:
         """Returns the output since the last call as pairs of a sequence's index and its delta. Each
@@ -43,7 +43,7 @@ class DeltaSource(Protocol):
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
         """Calls `on_news` when there is new output. Replaces an earlier callback. After a
-        sequence's first tokens, a source may wait until it has `min_tokens` of them.
+        sequence's first tokens, a source may wait until it has `min_tokens` new tokens.
         """
 
     def abort(self, index: int) -> None:
@@ -62,12 +62,16 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The number of tokens of an answer that were generated or found in the cache so far."""
+    """The number of an answer's tokens that were generated so far, and of its prompts' tokens that
+    were found in the cache.
+    """
 
     num_tokens: int
-    """Generated tokens of all sequences."""
+    """Number of generated tokens of all sequences."""
     num_cached_tokens: tuple[int | None, ...]
-    """Cached prompt tokens of each sequence; None if it was not scheduled."""
+    """Number of cached prompt tokens of each sequence. None for a sequence that was not
+    scheduled.
+    """
 
 
 class KeptSource(Source, Protocol):
@@ -83,13 +87,13 @@ class ResumingEngine(Protocol):
     """An engine that can resume sequences started by another engine."""
 
     def model_fingerprint(self) -> bytes:
-        """The fingerprint of the model in use; empty until a replica has connected."""
+        """The fingerprint of the model in use. Empty until a replica has connected."""
 
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
     ) -> DeltaSource:
-        """Starts sequences. With `progress`, one per sequence, they are resumed from there, and
-        finished ones are skipped.
+        """Starts sequences. If `progress` is given, it has one item per sequence. Each sequence is
+        resumed from its item, and finished sequences are skipped.
         """
 
 
@@ -97,39 +101,44 @@ class Engine(Source, Protocol):
     """All replicas of the model as one engine."""
 
     def limits(self) -> ModelLimits:
-        """The limits of a request. Raises Unavailable if no replica was ready so far."""
+        """Returns the limits of a request. Raises Unavailable if no replica has been ready so
+        far.
+        """
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
         """Raises ResourceExhausted if a request of the tenant would be refused now, and
         DeadlineExceeded if it would not end by its deadline.
 
-        This is an estimate. The scheduler decides after `start`.
+        The result is an estimate. The scheduler decides after `start`.
         """
 
     def arriving(self, tenant: Tenant, deadline: float | None) -> Arrival:
-        """Checks for room like `check_room`, with the same errors, and counts the request until the
-        returned Arrival's `end`. `start` follows.
+        """Checks for room like `check_room`, and raises the same errors. Counts the request until
+        `end` is called on the returned Arrival. The caller calls `start` next.
         """
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
-        """Sends sequences to a replica. While none is ready they wait in order of arrival.
+        """Sends sequences to a replica. While no replica is ready, they wait in order of arrival.
 
-        If its replica is lost, a sequence is sent again with the tokens so far. No token is lost or
-        repeated in its deltas.
+        If a replica is lost, its sequences are sent to another one with the tokens that they have
+        generated. No token is lost or repeated in their deltas.
         """
 
 
 class Link(Protocol):
-    """The connection to one scheduler. Received results are passed to its Replica."""
+    """The connection to one scheduler. It calls the methods of its Replica with received
+    results.
+    """
 
     def add(self, handle: int, inflight: Inflight) -> None:
-        """Sends a sequence with its tokens so far, soon and in order. `handle` identifies it from
-        then on. If the session ends first, it is not sent.
+        """Sends a sequence with the tokens that it has generated. `handle` identifies the sequence
+        in later calls. Sequences are sent soon, in the order of calls. If the session ends first,
+        the sequence is not sent.
         """
 
     def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
-        """Sends the tokens that a turn adds to the first `num_tokens` of a session. `handle`
-        identifies the session.
+        """Sends the tokens that a turn adds to the first `num_tokens` tokens of a client's session.
+        `handle` identifies the client's session.
         """
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
@@ -142,10 +151,12 @@ class Links(Protocol):
     """The connections to all schedulers."""
 
     def make(self, address: str) -> Link:
-        """Makes the link to the scheduler at an address. It is not used before `open`."""
+        """Makes the link to the scheduler at an address. The link is not used before `open`."""
 
     def open(self, replica: "Replica") -> None:
-        """Keeps a session open with the replica's scheduler, over the link made for its address."""
+        """Opens a session with the replica's scheduler over its link, and reopens it whenever it
+        ends.
+        """
 
     def close(self, replica: "Replica") -> None:
         """Ends the session, and opens no new one."""
@@ -164,15 +175,16 @@ class Clock(Protocol):
     def time(self) -> float: ...
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
-        """Calls `callback` at that time, or soon if the time has passed."""
+        """Calls `callback` at the time `when`, or soon if that time has passed."""
 
 
 class PrefixDirectory(Protocol):
     """The cached prefixes of all replicas' pools."""
 
     def match(self, keys: Sequence[int]) -> Mapping[str, int]:
-        """The number of leading blocks of a chain that each node has cached; nodes without any are
-        omitted. `keys` are the keys of the chain's blocks: see `services.common.pool.kv_directory`.
+        """Returns a map from nodes (the pools in the directory) to the number of leading blocks of
+        a chain that the node has cached. Nodes without any are omitted. `keys` are the keys of the
+        chain's blocks, as `services.common.pool.kv_directory` defines them.
         """
         ...
 
@@ -183,14 +195,14 @@ class Grammars(Protocol):
     async def check(
         self, wanted: StructuredOutputs, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        """Raises InvalidArgument for a constraint that cannot be compiled for this vocabulary, and
-        ResourceExhausted if too many others are being compiled.
+        """Raises InvalidArgument if a constraint cannot be compiled for this vocabulary, and
+        ResourceExhausted if too many other constraints are being compiled.
         """
 
 
 class TextTooLong(Exception):
-    """The text with index `number` is too long. It has `num_tokens` tokens, or at least that many
-    if the number is not exact.
+    """The text with index `number` is too long. It has `num_tokens` tokens. If this number is not
+    exact, the text has at least that many.
     """
 
     def __init__(self, num_tokens: int, number: int, *, is_exact: bool) -> None:
@@ -204,15 +216,15 @@ class Tokenizer(Protocol):
     """Converts text to tokens and back. Long work runs off the event loop."""
 
     is_byte_level: bool
-    """Whether text is exactly the concatenation of `token_bytes`."""
+    """Whether the text of tokens is exactly the concatenation of their `token_bytes`."""
     byte_values: Mapping[int, int]
-    """The byte of each byte token (SentencePiece's byte fallback), whose text depends on the
-    adjacent byte tokens; empty for other tokenizers.
+    """Maps byte tokens (SentencePiece's byte fallback) to their bytes. The text of a byte token
+    depends on the adjacent byte tokens. Empty for other tokenizers.
     """
     special_ids: frozenset[int]
-    """Special tokens, which are not text: end of sequence, roles, padding."""
+    """Ids of the special tokens, which are not text, such as end of sequence, roles and padding."""
     eos_token_id: int | None
-    """The tokenizer's end-of-sequence token; None if it has none."""
+    """The tokenizer's end-of-sequence token. None if it has no such token."""
     max_token_bytes: int
     """Number of bytes of the longest token."""
     has_chat_template: bool
@@ -221,34 +233,38 @@ class Tokenizer(Protocol):
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int
     ) -> list[list[int]]:
-        """Token ids of plain texts. Raises TextTooLong for a text with more than `max_tokens`."""
+        """Returns the token ids of plain texts. Raises TextTooLong if a text has more than
+        `max_tokens` tokens.
+        """
 
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int
     ) -> list[tuple[list[int], int]]:
-        """For each pair, the token ids of both texts in one prompt, and the number of tokens before
-        the second text. The number is 0 if the tokenizer's token types do not distinguish the
-        texts. Raises TextTooLong for a pair with more than `max_tokens`.
+        """Returns, for each pair of texts, the token ids of one prompt with both texts, and the
+        number of tokens before the second text. The number is 0 if the tokenizer's token types do
+        not distinguish the texts. Raises TextTooLong if a prompt has more than `max_tokens` tokens.
         """
 
     async def encode_truncated(
         self, prompts: Sequence[tuple[str, ...]], kept: Truncation, *, add_special_tokens: bool
     ) -> list[tuple[list[int], int]]:
-        """For each prompt of one or two texts, the token ids of the kept part, and the number of
-        tokens before the second text; 0 if that is not known.
+        """Returns, for each prompt of one or two texts, the token ids of the kept part, and the
+        number of tokens before the second text. The number is 0 if it is not known.
         """
 
     async def token_starts(
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> list[list[int]]:
-        """The start of each token in its text, in characters. A token that contains part of a
-        character starts where the character does.
+        """Returns, for each text, the position in characters at which each token starts. A token
+        that contains only part of a character starts where the character starts.
         """
 
     async def token_offsets(
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> list[list[tuple[int, int]]]:
-        """The span of each token in its text, in characters; (0, 0) for an added token."""
+        """Returns, for each text, the start and end of each token in characters. An added special
+        token has (0, 0).
+        """
 
     async def render_chat(
         self,
@@ -259,23 +275,23 @@ class Tokenizer(Protocol):
         continue_final_message: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """A conversation rendered by the model's chat template. A message's content is a text, or a
-        list of its parts' texts.
+        """Renders a conversation with the model's chat template. The content of a message is a
+        text, or a list of the texts of its parts.
 
         Raises InvalidArgument if the template does not accept it.
         """
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of any number of token ids, including special tokens."""
+        """Returns the text of any number of token ids, including special tokens."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of a few token ids. Unknown ids have no text."""
+        """Returns the text of a few token ids. Unknown ids have no text."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token; empty for an unknown id."""
+        """Returns the bytes of one token. Empty for an unknown id."""
 
     def description(self) -> Mapping[str, Any]:
-        """The tokenizer's configuration as JSON, without file paths."""
+        """Returns the tokenizer's configuration as JSON values, without file paths."""
 
     def token_name(self, token_id: int) -> str:
-        """The token as spelled in the vocabulary."""
+        """Returns the token's name in the vocabulary."""

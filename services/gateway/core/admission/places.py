@@ -169,7 +169,9 @@ class Places:
         return iter(self._usages.values())
 
     def usage(self, tenant: Tenant) -> TenantUsage:
-        """Returns the usage of a tenant, which the caller may modify. Creates it for a new tenant."""
+        """Returns the usage of a tenant, which the caller may modify. Creates it for a new
+        tenant.
+        """
         usage = self._usages.get(tenant.tenant_id)
         if usage is None:
             usage = self._usages[tenant.tenant_id] = TenantUsage(tenant, asked_at=self._now())
@@ -181,7 +183,9 @@ class Places:
         return 0 if usage is None else usage.num_waiting
 
     def service_time(self, tenant: Tenant) -> ServiceTime:
-        """Returns the measured service time of a tenant's sequences. For a new tenant it is empty."""
+        """Returns the measured service time of a tenant's sequences. For a new tenant it is
+        empty.
+        """
         usage = self._usages.get(tenant.tenant_id)
         return ServiceTime() if usage is None else usage.service_time
 

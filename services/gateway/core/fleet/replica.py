@@ -34,13 +34,15 @@ _UNKNOWN = ReplicaState(ready=False, reason="it has not announced yet whether it
 
 
 class ReplicaListener(Protocol):
-    """Receives the events of a replica, for the fleet."""
+    """The methods of the fleet that a replica calls for its events."""
 
     def replica_changed(self, replica: "Replica") -> None:
         """A session opened, or the replica became able or unable to run steps."""
 
     def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
-        """A session ended for this cause. `inflights` are the sequences lost with it."""
+        """The session with the scheduler ended for this cause. `inflights` are the sequences that
+        were lost.
+        """
 
     def request_rejected(
         self, inflight: Inflight, error: StepwellError, replica: "Replica"
@@ -58,11 +60,11 @@ class ReplicaListener(Protocol):
 
 
 class Replica:
-    """Sends sequences over its link. The link calls the methods from `opened` on with the
-    scheduler's messages.
+    """A scheduler and this gateway's sequences there. Sequences are sent over its link. The link
+    calls the methods from `opened` on when the scheduler's messages arrive.
 
-    Sequences and sessions are identified by integers, called handles. A handle is unique within a
-    session of the gateway.
+    An integer, called a handle, identifies a sequence or a client's session. Handles are unique
+    within one session between gateway and scheduler.
     """
 
     def __init__(self, address: str, link: Link, clock: Clock, listener: ReplicaListener) -> None:
@@ -70,15 +72,15 @@ class Replica:
         self.is_connected = False
         """Whether a session is open."""
         self.description: ReplicaDescription | None = None
-        """The description from the start of its last session."""
+        """The scheduler's description at the start of the last session."""
         self.refusal = ""
-        """The reason for which it gets no requests although it is ready; empty if it may get
-        requests. Set by ServedModel.
+        """Why no requests are sent to the replica although it is ready. Empty if requests may be
+        sent. Set by ServedModel.
         """
         self.is_draining = False
-        """Whether its last state announced that it accepts no more requests."""
+        """Whether the scheduler announced that it accepts no more requests."""
         self.running: dict[int, Inflight] = {}
-        """The sequences at the replica by handle."""
+        """Maps handles to the sequences at the replica."""
         self.load = LoadTracker()
         self.recent_prefixes = RecentPrefixes()
         self._link = link
@@ -92,56 +94,58 @@ class Replica:
         self._unadmitted: set[int] = set()
         """Handles of sequences that were not scheduled yet."""
         self._held: dict[int, ClientSession] = {}
-        """Sessions kept at the replica between two turns, by handle."""
+        """Maps handles to the clients' sessions that the replica keeps between two turns."""
         self.queue: QueueState | None = None
-        """The queue's state in its last announcement; None before the first one."""
+        """The last state of its queue that the scheduler announced. None before the first
+        announcement.
+        """
         self._num_others_waiting = 0
-        """Waiting requests of other gateways at the last announcement of the queue."""
+        """Number of other gateways' waiting requests in that announcement."""
         self._is_blocked = False
         """Whether the queue was blocked in both of its last two announcements."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be sent to it now, and it can run steps."""
+        """Whether requests can be sent to the replica, and it can run steps."""
         return self.is_connected and self._state.ready and not self.refusal
 
     @property
     def reason(self) -> str:
-        """The reason for which it is not ready; empty if it is ready."""
+        """Why the replica is not ready. Empty if it is ready."""
         if not self.is_connected:
             return self._why_disconnected
         return self.refusal or self._state.reason
 
     @property
     def limits(self) -> ModelLimits | None:
-        """The limits of requests to the replica; None without a session."""
+        """The replica's limits on requests. None if no session is open."""
         if self.description is None or not self.is_connected:
             return None
         return self.description.limits
 
     @property
     def num_unfinished(self) -> int:
-        """This gateway's running and waiting sequences at the replica."""
+        """Number of this gateway's running and waiting sequences at the replica."""
         return len(self.running)
 
     def seconds_stalled(self) -> float | None:
-        """Seconds since a connected replica became unable to run steps; None if it
-        can run steps.
+        """Seconds since the connected replica became unable to run steps. None if it can run
+        steps.
         """
         return None if self._stalled_since is None else self._clock.time() - self._stalled_since
 
     def seconds_disconnected(self) -> float | None:
-        """Seconds since the last session ended; None while a session is open."""
+        """Seconds since the last session ended. None while a session is open."""
         return None if self.is_connected else self._clock.time() - self._disconnected_since
 
     @property
     def num_places(self) -> int | None:
-        """Limit on the number of sequences at this replica; None if it did not report
+        """Limit on the number of sequences at this replica. None if the scheduler did not report
         `max_num_seqs`.
 
-        Normally this is `max_num_seqs`. If the queue is blocked, for lack of blocks or of step
-        budget, it is the number of running sequences plus half of the waiting ones, so that few
-        sequences wait there.
+        Normally the limit is `max_num_seqs`. If the queue is blocked, because blocks or token
+        budget are lacking, the limit is the number of running sequences plus half of the waiting
+        ones, so that few sequences wait at the replica.
         """
         if self.description is None or not self.description.max_num_seqs:
             return None
@@ -151,7 +155,9 @@ class Replica:
 
     @property
     def num_free_places(self) -> int:
-        """Places without a sequence; negative while sequences wait at the replica."""
+        """Number of free places, which are slots for running sequences. It is negative while
+        sequences wait at the replica.
+        """
         return (self.num_places or 0) - self.load.num_requests
 
     def queue_refusal(
@@ -161,12 +167,13 @@ class Replica:
         has_output: bool = False,
         num_arriving: float = 0,
     ) -> ResourceExhausted | None:
-        """The error with which the scheduler would refuse a request with this timeout; None if it
-        may accept it.
+        """Returns the error with which the scheduler would refuse a request with this timeout, or
+        None if the scheduler may accept the request.
 
-        The queue's length is estimated: other gateways' requests from the last announcement, plus
-        this gateway's own at present, plus `num_arriving` that will be sent before. If nothing
-        waits there, requests that fit into the free places are not counted.
+        The estimated length of the queue is the sum of other gateways' requests in the last
+        announcement, this gateway's own requests, and `num_arriving`, the number of requests that
+        will be sent first. If no request waits at the replica, requests that fit into the free
+        places are not counted.
         """
         if self.queue is None:
             return None
@@ -186,7 +193,9 @@ class Replica:
         self._link.add(handle, inflight)
 
     def continue_session(self, held: HeldSession, inflight: Inflight) -> Route:
-        """Sends the next turn of a session that the replica keeps. The replica must be ready."""
+        """Sends the next turn of a client's session that the replica keeps. The replica must be
+        ready.
+        """
         handle, session = held.handle, self._held.pop(held.handle)
         self.load.num_sessions -= 1
         self.running[handle] = inflight
@@ -199,12 +208,12 @@ class Replica:
         return route
 
     def release(self, handle: int) -> None:
-        """Ends a session that the replica keeps."""
+        """Ends a client's session that the replica keeps."""
         if self._drop_held(handle):
             self._link.abort(handle)
 
     def turn_ended(self, handle: int, finish: Finish) -> None:
-        """A turn of a session ended. The replica keeps the session under its handle."""
+        """A turn of a client's session ended. The replica keeps the session under this handle."""
         inflight = self._forget(handle)
         session = None if inflight is None else inflight.request.session
         if inflight is None or session is None:
@@ -218,7 +227,9 @@ class Replica:
         inflight.finished(finish)
 
     def _drop_held(self, handle: int) -> bool:
-        """Forgets a session that the replica kept; returns whether it was known."""
+        """Removes a client's session that the replica kept. Returns whether the session was
+        known.
+        """
         session = self._held.pop(handle, None)
         if session is None:
             return False
@@ -234,7 +245,7 @@ class Replica:
         return taken
 
     def opened(self, description: ReplicaDescription) -> None:
-        """A session was opened."""
+        """The session with the scheduler was opened."""
         self.description = description
         self.is_connected, self.is_draining = True, False
         logger.info(
@@ -246,7 +257,7 @@ class Replica:
         self._listener.replica_changed(self)
 
     def state_changed(self, state: ReplicaState) -> None:
-        """The scheduler announced whether it can run steps. The state may be unchanged."""
+        """The scheduler announced its state, which may be unchanged."""
         before, self._state = self._state, state
         if before == state:
             return
@@ -262,8 +273,9 @@ class Replica:
         self._listener.replica_changed(self)
 
     def queue_changed(self, queue: QueueState) -> None:
-        """The scheduler announced its queue's state. The queue counts as blocked only if two
-        consecutive announcements say so, since the prompts of a burst may use up one step's budget.
+        """The scheduler announced its queue's state. The queue counts as blocked only if it was
+        blocked in two consecutive announcements, since the prompts of a burst may use the whole
+        budget of one step.
         """
         before, self.queue = self.queue, queue
         self._is_blocked = before is not None and before.is_blocked and queue.is_blocked
@@ -308,7 +320,7 @@ class Replica:
             self._listener.request_rejected(inflight, error, self)
 
     def closed(self, reason: str) -> None:
-        """The session ended, or could not be opened. Its sequences are lost."""
+        """The session ended or could not be opened. The sequences at the replica are lost."""
         if self.is_connected:
             level = logging.INFO if reason is ENDED_HERE else logging.WARNING
             logger.log(

@@ -17,11 +17,13 @@ class ReplicaDescription:
     """Fingerprint of the tokenizer files, 32 bytes; empty if the worker has no such files."""
     block_size: int
     cache_node: str = ""
-    """The pool's name in the directory; empty if the directory does not know it."""
+    """The pool's name in the directory of cached prefixes. Empty if the pool is not in the
+    directory.
+    """
     kvpool_address: str = ""
-    """The pool's address for its events, as the scheduler reaches it."""
+    """The address at which the pool publishes its events, as the scheduler uses it."""
     pool_id: str = ""
-    """The pool's id at that address."""
+    """The pool's id at `kvpool_address`."""
     max_num_seqs: int = 0
     """Limit on the number of running sequences; 0 if it was not reported."""
     hash_block_size: int | None = None
@@ -34,6 +36,6 @@ class ReplicaState:
 
     ready: bool
     reason: str = ""
-    """The reason, in one sentence, for which it cannot; empty if it can."""
+    """Why the scheduler cannot run a step, in one sentence. Empty if it can."""
     draining: bool = False
-    """Whether it accepts no more requests and finishes those it has."""
+    """Whether the scheduler accepts no more requests and finishes its present ones."""

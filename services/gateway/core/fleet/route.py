@@ -1,4 +1,4 @@
-"""The choice of a replica for a sequence, with its reason."""
+"""The choice of a replica for a sequence, and the reason for the choice."""
 
 import enum
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ class RoutingReason(enum.Enum):
     SAME_PROMPT = "same_prompt"
     """Another sequence of the request, with the same prompt, was sent there."""
     SESSION = "session"
-    """It keeps the session whose next turn the sequence is."""
+    """The sequence is a turn of a client's session that the replica keeps."""
     LEAST_LOADED = "least_loaded"
     TURN = "turn"
     HASH = "hash"
     CACHED = "cached"
-    """It has the lowest cost, and has a part of the prompt cached."""
+    """The replica has the lowest cost, and has a part of the prompt cached."""
     CHEAPEST = "cheapest"
-    """It has the lowest cost, and has no part of the prompt cached."""
+    """The replica has the lowest cost, and has no part of the prompt cached."""
     AFFINITY = "affinity"
-    """It served the session before, and its cost is close to the lowest."""
+    """The replica served the session before, and its cost is close to the lowest cost."""
     SPREAD = "spread"
-    """The replica with the lowest cost has a hot prefix of the prompt cached, but
-    twice this one's load.
+    """The replica with the lowest cost has cached a prefix of the prompt that many requests share,
+    but it has at least twice the load of the chosen replica.
     """
 
 
@@ -39,20 +39,20 @@ class Route:
     num_candidates: int
     """Number of replicas that could accept the sequence."""
     num_cached_tokens: int = 0
-    """Tokens of the sequence that the replica is expected to have cached; 0 if the
+    """Number of the sequence's tokens that are expected to be cached at the replica. 0 if the
     policy has no estimate.
     """
     cost_seconds: float | None = None
-    """Expected cost of the sequence at the replica, in seconds of its time; None if
-    the policy has no estimate.
+    """Expected cost of the sequence, in seconds of the replica's time. None if the policy has no
+    estimate.
     """
     cached_key: int | None = None
-    """Key of the last block expected to be cached. It identifies sequences with the same cached
-    prefix. None if no block is expected.
+    """Key of the last block that is expected to be cached. Sequences with the same key share a
+    cached prefix. None if no block is expected to be cached.
     """
 
     def details(self) -> dict[str, str | int | float]:
-        """The choice as span attributes."""
+        """Returns the choice as attributes of a span."""
         details: dict[str, str | int | float] = {
             names.ATTR_ROUTING_REPLICA: self.address,
             names.ATTR_ROUTING_REASON: self.reason.value,

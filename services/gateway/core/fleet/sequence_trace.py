@@ -1,4 +1,6 @@
-"""The stays of a sequence at replicas. A stay begins when the sequence is sent."""
+"""Records the stays of a sequence at replicas. A stay begins when the sequence is sent to a
+replica.
+"""
 
 import enum
 from collections.abc import Callable
@@ -11,22 +13,22 @@ from services.gateway.core.fleet.route import Route
 from services.gateway.core.traces.timeline import Part, Timeline
 
 _SPANS = 64
-"""The first 64 stays of a sequence have their own span ids."""
+"""Number of stays of a sequence that have their own span ids. Later stays share the last id."""
 
 
 class ResubmitCause(enum.Enum):
-    """The cause for which a sequence is sent again. If a replica refused it, the cause is the
-    error's reason instead.
+    """Why a sequence is sent again. If a replica refused the sequence, the error's reason is used
+    instead.
     """
 
     SCHEDULER_LOST = "scheduler_lost"
-    """The session ended, since the scheduler died or hung."""
+    """The session with the scheduler ended, since the scheduler died or hung."""
     SCHEDULER_DRAINED = "scheduler_drained"
     """The session of a draining scheduler ended before the sequence did."""
     CANNOT_RUN_STEPS = "cannot_run_steps"
     """The replica's pool or workers were unavailable for too long."""
     PREEMPTED = "preempted"
-    """It was preempted for a tenant below its share."""
+    """The sequence was preempted for a tenant below its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,13 @@ class EngineTimes:
     interrupted: float
     """The part of prefill and decode in which the sequence did not run."""
     queued_unix_nanos: int | None = None
-    """Unix time of its arrival at the replica in nanoseconds, by the replica's clock."""
+    """Time when the sequence arrived at the replica, in nanoseconds since 1970 by the replica's
+    clock.
+    """
     parts: tuple[TimePart, ...] = ()
-    """The whole time divided into parts; empty if the replica did not report them."""
+    """The sequence's whole time at the replica, divided into parts. Empty if the replica did not
+    report the parts.
+    """
 
     @property
     def inference(self) -> float:
@@ -49,7 +55,7 @@ class EngineTimes:
 
     @property
     def nanos(self) -> int:
-        """The nanoseconds from its arrival at the replica to its end."""
+        """Nanoseconds from the sequence's arrival at the replica to its end."""
         return round((self.queue + self.inference) * 1e9)
 
 
@@ -61,12 +67,12 @@ class SequenceTrace:
     request_id: str
     nanos: Callable[[], int]
     num_sent: int = 0
-    """Number of times it was sent to a replica."""
+    """Number of times that the sequence was sent to a replica."""
     times: EngineTimes | None = None
     admitted: int | None = None
-    """When it was scheduled at its current replica; None before."""
+    """Time when the current replica scheduled the sequence. None before that."""
     first_token: int | None = None
-    """When the first token from its current replica arrived; None before."""
+    """Time when the first token from the current replica arrived. None before that."""
     stays: dict[str, int] = field(default_factory=dict)
     """Maps a replica's address to the span number of the last stay there."""
     timeline: Timeline = field(init=False)
@@ -76,7 +82,9 @@ class SequenceTrace:
 
     @property
     def span_number(self) -> int:
-        """Number of the span of its last stay, unique within the request; from 1 on."""
+        """The number, from 1, of the span of the sequence's last stay. It is unique within the
+        request.
+        """
         return engine_span_number(self.index, self.num_sent)
 
     def sent(self, route: Route) -> None:
@@ -88,15 +96,15 @@ class SequenceTrace:
         self.timeline.enter(Part.ENGINE, {names.ATTR_ROUTING_REPLICA: route.address})
 
     def left(self, cause: ResubmitCause) -> None:
-        """Marks the sequence as taken away from its replica, to be sent again."""
+        """Records that the sequence was removed from its replica and must be sent again."""
         self._resubmitted(cause.value, cause.value)
 
     def refused(self, error: StepwellError) -> None:
-        """Marks the sequence as refused by a replica, to be sent again."""
+        """Records that a replica refused the sequence, which must be sent again."""
         self._resubmitted(error.error_reason.lower(), "refused")
 
     def found_no_replica(self) -> None:
-        """Marks the sequence as waiting for a replica."""
+        """Records that the sequence waits for a replica."""
         if self.timeline.part is not Part.RESUBMIT:
             self.timeline.enter(Part.WAIT, {names.ATTR_WAIT_REASON: "no_replica"})
 
@@ -105,5 +113,7 @@ class SequenceTrace:
 
 
 def engine_span_number(index: int, num_sent: int) -> int:
-    """The span number of a sequence that was sent `num_sent` times; from 1 on."""
+    """Returns the span number, from 1, of a sequence's last stay. `index` is the sequence's index
+    in its request, and `num_sent` the number of its stays.
+    """
     return 1 + index * _SPANS + min(num_sent, _SPANS) - 1

@@ -1,4 +1,6 @@
-"""The model that the replicas serve, by fingerprint. Two models are never mixed."""
+"""Determines which model the replicas serve. Models are compared by fingerprint. Two models are
+never mixed.
+"""
 
 import logging
 from collections import Counter
@@ -12,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class ServedModel:
-    """The fingerprint in use. Replicas with a different one are refused.
+    """The fingerprint of the model in use. Replicas with a different fingerprint are refused.
 
-    The first connected replica sets it. It is replaced only when no connected replica has it, and
-    additionally either all replicas are connected or `patience_seconds` have passed. So after a
-    crash of the last good replica, its streams do not move to a misconfigured model, and replacing
-    the model on all replicas needs no restart of the gateway. A replica that left without draining
-    counts as not connected.
+    The first connected replica sets the fingerprint. It is replaced only when no connected replica
+    has it, and either all replicas are connected or `patience_seconds` have passed. This has two
+    effects. After a crash of the last good replica, its streams are not continued by a
+    misconfigured model. And the model can be replaced on all replicas without a restart of the
+    gateway. A replica that left without draining counts as not connected.
     """
 
     def __init__(
@@ -28,9 +30,9 @@ class ServedModel:
         clock: Clock,
         on_absent: Callable[[], object],
     ) -> None:
-        """`tokenizer_fingerprint` is the gateway's own; empty if it is not known. `on_absent` is
-        called when the model in use was absent for `patience_seconds`. By then it may have
-        returned.
+        """`tokenizer_fingerprint` is the fingerprint of the gateway's tokenizer, or empty if it is
+        not known. `on_absent` is called `patience_seconds` after the model in use was absent, even
+        if it has returned meanwhile.
         """
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._patience = patience_seconds
@@ -41,7 +43,7 @@ class ServedModel:
         self._is_one_lost = False
 
     def left(self, replica: Replica) -> None:
-        """Notes that a replica was removed."""
+        """Records that a replica was removed."""
         served = replica.description
         was_in_use = served is not None and served.fingerprint == self._fingerprint
         if was_in_use and not replica.is_draining:
@@ -49,12 +51,12 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> bytes:
-        """The fingerprint in use; empty until a replica has connected."""
+        """The fingerprint in use. Empty until a replica has connected."""
         return self._fingerprint or b""
 
     def compare(self, replicas: Sequence[Replica]) -> bool:
-        """Sets the `refusal` of each connected replica; returns whether the model
-        in use was replaced.
+        """Sets the `refusal` of each connected replica. Returns whether the model in use was
+        replaced.
         """
         connected = {
             replica: replica.description

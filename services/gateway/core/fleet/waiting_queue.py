@@ -10,9 +10,9 @@ from services.gateway.core.request.inflight import Inflight
 class WaitingQueue:
     """Keeps sequences until they are sent to a replica, for at most `timeout_seconds`.
 
-    The time starts with the first `add` after a sequence was lost or taken back. A refusal by a
-    replica does not restart it. `on_retry` is called at a sequence's retry time, `on_expired` after
-    its timeout. The sequence is removed from the queue first.
+    The time of a sequence starts with its first `add` after it was lost or taken back. A refusal by
+    a replica does not restart the time. `on_retry` is called at a sequence's retry time, and
+    `on_expired` after its timeout. Before either call, the sequence is removed from the queue.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class WaitingQueue:
         return len(self._timers)
 
     def __iter__(self) -> Iterator[Inflight]:
-        """A copy in order of arrival, since the queue may change during the iteration."""
+        """Iterates over a copy, in order of arrival. The queue may change meanwhile."""
         return iter(sorted(self._timers, key=lambda inflight: inflight.number))
 
     def add(self, inflight: Inflight, retry_seconds: float | None = None) -> None:
-        """Adds a sequence. If `retry_seconds` is given, it is retried after that time."""
+        """Adds a sequence. If `retry_seconds` is given, `on_retry` is called after that time."""
         self.discard(inflight)
         now = self._clock.time()
         if inflight.wait_until is None:

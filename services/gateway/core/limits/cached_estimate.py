@@ -1,4 +1,4 @@
-"""Estimates how much of a prompt is cached, independent of the replica."""
+"""Estimates how much of a prompt is cached, at whichever replica has the most of it."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,7 +11,7 @@ _MAX_SEGMENTS = 1024
 
 
 class CachedEstimate:
-    """Looks up the deepest match in the directory of cached prefixes."""
+    """Looks up the longest cached prefix of a prompt in the directory of cached prefixes."""
 
     def __init__(
         self, directory: PrefixDirectory, replicas: Callable[[], Iterable[Replica]]
@@ -21,7 +21,9 @@ class CachedEstimate:
         self._chain_keys = ChainKeys(_MAX_SEGMENTS)
 
     def num_cached_tokens(self, request: EngineRequest) -> int:
-        """Cached tokens of the prompt, fewer than all; 0 if nothing is known."""
+        """Returns the number of cached tokens of the prompt. It is less than the prompt's length,
+        and 0 if nothing is known.
+        """
         served = next((one.description for one in self._replicas() if one.is_ready), None)
         if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
             return 0

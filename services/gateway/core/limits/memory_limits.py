@@ -1,4 +1,6 @@
-"""Counts limits in this process. Used if Redis is not configured, and while it is unavailable."""
+"""Counts tenants' requests and tokens in this process. Used if Redis is not configured, and while
+it is unavailable.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -30,7 +32,9 @@ class _State:
 
 
 class MemoryLimits:
-    """A LimitStore. A slot expires `lease_millis` after its last HOLD."""
+    """A LimitStore in memory. A slot expires `lease_millis` after it was last taken or kept
+    (HOLD).
+    """
 
     def __init__(self, now_millis: Callable[[], int], lease_millis: int = FOREVER_MILLIS) -> None:
         self._now_millis = now_millis
@@ -81,8 +85,8 @@ class MemoryLimits:
         )
 
     def begin(self, limits: LimitSet, requests_level: int, tokens_level: int) -> None:
-        """Sets initial levels for a tenant without levels here, for example a part
-        of its levels in Redis.
+        """Sets the levels of a tenant that has no levels here yet. They may be a part of the
+        tenant's levels in Redis.
         """
         state = self._states.setdefault(limits.tenant_id, _State(at=self._now_millis()))
         if state.requests is None and state.tokens is None:
@@ -96,15 +100,15 @@ class MemoryLimits:
             state.requests = state.tokens = None
 
     def slots(self) -> dict[str, list[str]]:
-        """The names of occupied slots by tenant."""
+        """Maps tenants to the names of their occupied slots."""
         return {name: list(state.slots) for name, state in self._states.items() if state.slots}
 
 
 def _refusal(
     limits: LimitSet, change: Change, requests: int, tokens: int, slots: dict[str, int]
 ) -> tuple[Quota | None, int]:
-    """Returns the limit that refuses a change at these levels, and the wait in milliseconds.
-    Returns None and 0 if no limit refuses it.
+    """Returns the limit that refuses a change at these levels, and the milliseconds until the
+    change would fit. Returns None and 0 if no limit refuses the change.
     """
     limit = limits.requests_per_minute
     if limit is not None and change.num_requests > 0:

@@ -1,9 +1,10 @@
-"""The rule of limits, in integers, so that every store computes the same results.
+"""The rule by which limits are counted. It uses integers, so that every store computes the same
+results.
 
 A limit per minute is a token bucket. Its capacity is one minute's amount, and it starts full, so
 that a burst of one minute's amount is allowed. Levels are in units of 1/60,000 of a request or
-token: a bucket with a limit of n per minute gains n units per millisecond. A level is negative if
-an answer used more than was reserved for it.
+token, so that a bucket with a limit of n per minute gains n units per millisecond. A level is
+negative if an answer used more than was reserved for it.
 
 Concurrent requests are counted by slots. A slot is occupied under a name until a deadline, so that
 a dead gateway's slots become free.
@@ -56,7 +57,9 @@ class LimitSet:
         )
 
     def divided(self, num_gateways: int) -> "LimitSet":
-        """The limits divided among several gateways; at least 1 each."""
+        """Returns one gateway's part of the limits if they are divided among several gateways. Each
+        limit is at least 1.
+        """
 
         def share(limit: int | None) -> int | None:
             return None if limit is None else max(1, limit // num_gateways)
@@ -79,11 +82,12 @@ class SlotChange(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One request's change to its tenant's levels and slots, applied completely or not at all.
-    Negative numbers return earlier amounts.
+    """One request's change to its tenant's levels and slots. It is applied completely or not at
+    all. Negative numbers return amounts that were taken earlier.
 
-    With `must_fit` the change is refused if a level is too low or no slot is free. It is also
-    refused if no token is left, even if it takes none. Without `must_fit` it is always applied.
+    If `must_fit` is true, the change is refused if a level is too low, no slot is free, or no token
+    is left. The last rule also applies to changes that take no tokens. If `must_fit` is false, the
+    change is always applied.
     """
 
     slot: str
@@ -95,8 +99,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The levels of a tenant's buckets, in units, after a change or a refusal; 0 if there is no
-    limit. `wait_millis` is the time until a refused change would fit; 0 if it is not known.
+    """The levels of a tenant's buckets after a change or a refusal, in units. A level is 0 if there
+    is no limit. `wait_millis` is the time until a refused change would fit, or 0 if it is not
+    known.
     """
 
     refused_by: Quota | None
@@ -108,8 +113,8 @@ class Standing:
 
 
 def refilled(level: int | None, limit: int, elapsed_millis: int) -> int:
-    """Returns the level of a bucket after a time. `None` as the earlier level means a new, full
-    bucket.
+    """Returns the level of a bucket after `elapsed_millis`. A `level` of None means a new bucket,
+    which is full.
     """
     full = limit * UNITS
     if level is None:
@@ -119,10 +124,10 @@ def refilled(level: int | None, limit: int, elapsed_millis: int) -> int:
 
 
 def needed_level(amount: int, limit: int) -> int:
-    """The level needed for an amount. A full bucket suffices for any amount."""
+    """Returns the level that an amount needs. A full bucket suffices for any amount."""
     return min(amount, limit) * UNITS
 
 
 def wait_millis(level: int, needed: int, limit: int) -> int:
-    """The time until a bucket reaches a level above its own."""
+    """Returns the milliseconds until a bucket's level rises from `level` to `needed`."""
     return -(-(needed - level) // limit)

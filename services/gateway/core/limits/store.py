@@ -6,7 +6,7 @@ from services.gateway.core.limits.rule import Change, LimitSet, Standing
 
 
 class LimitStore(Protocol):
-    """Counts tenants' requests and tokens by `services.gateway.core.limits.rule`."""
+    """Counts tenants' requests and tokens by the rule in `services.gateway.core.limits.rule`."""
 
     async def take(self, limits: LimitSet, change: Change) -> Standing:
         """Applies a change, or refuses it without any effect. Never fails, and waits for at most a
@@ -15,7 +15,7 @@ class LimitStore(Protocol):
         ...
 
     def give_back(self, limits: LimitSet, change: Change) -> None:
-        """Applies a change with `must_fit` false, not necessarily at once."""
+        """Applies a change whose `must_fit` is false. It may be applied later."""
         ...
 
     async def run(self) -> None:

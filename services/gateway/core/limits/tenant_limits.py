@@ -1,4 +1,6 @@
-"""The amounts that a request takes from its tenant's limits, and returns at its end."""
+"""Takes amounts from a tenant's limits for each request, and returns unused amounts at the
+request's end.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -66,12 +68,13 @@ def _sentence(limits: LimitSet, standing: Standing, num_tokens: int) -> str:
 
 
 class TenantLimits:
-    """Admits requests by their tenants' limits.
+    """Admits requests within their tenants' limits.
 
-    1. Before its body is read, a request takes one of the requests per minute, and a slot.
-    2. Once its prompt is tokenized, it reserves tokens: the prompt tokens not expected to be
-       cached, and the longest possible answer.
-    3. At its end it releases the slot, and returns the unused part of the reservation.
+    1. Before its body is read, a request takes one of the tenant's requests per minute, and a slot
+       of a concurrent request.
+    2. Once its prompt is tokenized, the request reserves tokens: the prompt tokens that are not
+       expected to be cached, and the longest possible answer.
+    3. At its end, the request releases the slot and returns the unused part of the reservation.
     """
 
     def __init__(
@@ -123,7 +126,9 @@ class Allowance:
         self.tenant = tenant
         self.limits = limits
         self.standing = standing
-        """The tenant's standing after the last change; None if it has no limits."""
+        """The levels of the tenant's limits after the last change. None if the tenant has no
+        limits.
+        """
         self._slot = slot
         self._store = store
         self._num_cached_tokens = num_cached_tokens
@@ -131,7 +136,7 @@ class Allowance:
         self._num_reserved = 0
 
     async def reserve(self, generation: Generation) -> None:
-        """Reserves the most tokens that a request may use. Raises QuotaExceeded."""
+        """Reserves the largest number of tokens that the request may use. Raises QuotaExceeded."""
         limit = self.limits.tokens_per_minute
         if self._store is None or limit is None:
             return
@@ -152,8 +157,8 @@ class Allowance:
         self._generation, self._num_reserved = generation, num_tokens
 
     def close(self, *, was_refused: bool = False) -> None:
-        """Ends the request. If it was refused for a reason other than its tenant's limits, its
-        request per minute is returned.
+        """Ends the request. If the request was refused for another reason than its tenant's limits,
+        it does not count towards the requests per minute.
         """
         if self._store is None:
             return
@@ -173,8 +178,8 @@ class Allowance:
             kept.when_making_ends(self._give_back_unused)
 
     def _kept_source(self) -> KeptSource | None:
-        """The source that may continue the answer after this request, because of an
-        idempotency key.
+        """Returns the source that may continue the answer after this request, because the request
+        has an idempotency key.
         """
         generation = self._generation
         if generation is None or len(generation.finish_reasons()) == len(generation.choices):
@@ -197,8 +202,8 @@ class Allowance:
             self._store.give_back(self.limits, change)
 
     def _demand(self, generation: Generation, limit: int) -> int:
-        """The most tokens that a request may use: uncached tokens of each prompt, and the maximum
-        length of each answer.
+        """Returns the largest number of tokens that a request may use: the uncached tokens of each
+        prompt, and the maximum length of each answer.
         """
         request = generation.request
         firsts = generation.sequences[:: request.num_candidates]
@@ -220,8 +225,8 @@ class Allowance:
 
 
 def was_refused(error: StepwellError) -> bool:
-    """Whether a request with this error is removed from its tenant's count, since the error is not
-    the client's fault.
+    """Whether a request with this error does not count towards its tenant's limits, since the error
+    is not the client's fault.
     """
     return isinstance(error, _NOT_THE_CLIENTS) and not isinstance(error, QuotaExceeded)
 

@@ -1,5 +1,5 @@
-"""The routing policies by their names in the setting. A new policy is a module in this package and
-one line in the table.
+"""The routing policies. The table maps their names in the setting to their classes. A new policy is
+a module in this package and one line in the table.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ POLICIES: dict[str, Callable[[RoutingParts], RoutingPolicy]] = {
 
 
 def make_policy(name: str, parts: RoutingParts) -> RoutingPolicy:
-    """The policy with this name. Raises InvalidArgument if there is none."""
+    """Makes the policy with this name. Raises InvalidArgument if there is no such policy."""
     if name not in POLICIES:
         raise InvalidArgument(
             f"routing_policy must be one of {', '.join(POLICIES)}, not {name!r}",

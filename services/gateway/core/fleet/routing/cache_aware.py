@@ -18,35 +18,37 @@ NEARLY_EQUAL = 1.05
 AFFINITY = 0.9
 """Factor on the cost of the replica that served the session before."""
 MIN_TRUST = 0.5
-"""Predictions for a replica are ignored if the fraction of predicted tokens really
-cached is below this.
+"""Predictions for a replica are ignored if less than this fraction of the predicted tokens was
+really cached.
 """
 SPREAD_LOAD_RATIO = 2
 SPREAD_MIN_SHARING = 8
 """A prefix is hot if at least this many requests at a replica share it, and the replica has
 SPREAD_LOAD_RATIO times the requests of the least loaded one.
 
-A sequence with a hot prefix is sent to the least loaded replica, which computes the prefix and has
-it cached from then on (Preble's rule). A prefix that fewer requests share, such as the prefix of a
-conversation, stays at its replica as long as that one is cheapest.
+A sequence with a hot prefix is sent to the least loaded replica, which computes the prefix and then
+has it cached, too (Preble's rule). Sequences with a prefix that fewer requests share, such as the
+prefix of a conversation, are sent to the cheapest replica as usual.
 """
 FEW_TOKENS = 2048
-"""Added to the recently computed tokens of each replica before they are compared: small numbers of
-tokens evict little.
+"""Added to the number of recently computed tokens of each replica before the numbers are compared,
+since few tokens evict few blocks.
 """
 
 
 @dataclass(slots=True)
 class _Offer:
-    """The cached part and the cost of a sequence at one replica. Not frozen, since frozen
-    dataclasses are slower to create.
+    """What a sequence would cost at one replica, and how much of it is cached there. The class is
+    not frozen, since frozen dataclasses are slower to create.
     """
 
     replica: Replica
     known_depth: int
-    """Leading blocks of the sequence that the directory knows to be cached at the replica."""
+    """Number of leading blocks of the sequence that are cached at the replica according to the
+    directory.
+    """
     depth: int
-    """Leading blocks of the sequence that are expected to be cached at the replica."""
+    """Number of leading blocks of the sequence that are expected to be cached at the replica."""
     num_cached_tokens: int
     is_cached: bool
     """Whether some tokens are expected to be cached and the prediction is trusted."""
@@ -56,17 +58,19 @@ class _Offer:
 class CacheAware:
     """Chooses the replica where the sequence costs the least time.
 
-    1. Replicas with at least `max_load_delta` more requests than the least loaded one are excluded,
-       whatever they have cached. Otherwise a hot prefix could cause a queue that takes longer than
-       computing the prefix.
-    2. The cost at a replica has two parts (see `LoadTracker`). The first is the time to compute the
-       waiting tokens there, and the sequence's own uncached tokens. Own tokens count several times,
-       more if the replica has computed many tokens recently. The second is the time by which the
-       sequence and the replica's requests slow each other down while it decodes.
-    3. The cached depth is the larger of the directory's depth and the depth of recently sent
-       sequences. So a burst of requests with one new prefix goes to one replica, which computes the
-       prefix once.
-    4. A replica whose predictions were mostly wrong is judged by its load alone.
+    1. Replicas with at least `max_load_delta` more requests than the least loaded replica are
+       excluded, even if they have a prefix cached. Otherwise a popular prefix could cause a queue
+       that takes longer than computing the prefix.
+    2. The cost at a replica is computed by `LoadTracker`. It has two parts. The first part is the
+       time to compute the tokens that wait there and the sequence's own uncached tokens. Own tokens
+       are counted several times, and even more if the replica has computed many tokens recently.
+       The second part is the time by which the sequence and the replica's requests slow each other
+       down during decoding.
+    3. The number of cached blocks is the larger of two numbers: blocks that the directory reports,
+       and blocks of recently sent sequences. So a burst of requests with one new prefix is sent to
+       one replica, which computes the prefix once.
+    4. If the predictions for a replica were mostly wrong, its cost is computed as if nothing were
+       cached.
     """
 
     def __init__(self, parts: RoutingParts) -> None:
@@ -104,8 +108,8 @@ class CacheAware:
     def _choose(
         self, offers: Sequence[_Offer], keys: Sequence[int], least: int, address_before: str | None
     ) -> tuple[_Offer, RoutingReason]:
-        """The best offer and its reason. `least` is the number of requests at the least loaded
-        replica. `address_before` is the replica that served the session last.
+        """Returns the best offer and the reason for it. `least` is the number of requests at the
+        least loaded replica. `address_before` is the replica that served the session last.
         """
         best = min(offers, key=lambda offer: offer.cost_seconds)
         if best.is_cached and _is_hot(best, keys, least):
@@ -119,8 +123,8 @@ class CacheAware:
         return chosen, RoutingReason.CACHED if chosen.is_cached else RoutingReason.CHEAPEST
 
     def _keys(self, inflight: Inflight, replica: Replica) -> list[int]:
-        """The keys of the sequence's full blocks. Empty for prompts of embeddings, which have no
-        keys, and for requests that skip the prefix cache.
+        """Returns the keys of the sequence's full blocks. Empty for prompts that are embeddings,
+        which have no keys, and for requests that skip the prefix cache.
         """
         served, request = replica.description, inflight.request
         if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
@@ -143,8 +147,8 @@ class CacheAware:
         most: int,
         now: float,
     ) -> list[_Offer]:
-        """The offers of replicas with at most `most` requests. A single loop with local variables,
-        since routing spends most of its time here.
+        """Returns the offers of replicas with at most `most` requests. It is a single loop with
+        local variables, since routing spends most of its time here.
         """
         request = inflight.request
         max_output_tokens = request.sampling.max_tokens
@@ -173,13 +177,15 @@ class CacheAware:
 
 
 def _cached_key(offer: _Offer, keys: Sequence[int]) -> int | None:
-    """The key of the last block expected to be cached; None if there is none."""
+    """Returns the key of the last block that is expected to be cached. None if there is no such
+    block.
+    """
     return keys[offer.depth - 1] if offer.depth else None
 
 
 def _is_hot(offer: _Offer, keys: Sequence[int], least: int) -> bool:
-    """Whether the offer's cached prefix is shared by many requests at the replica, and the replica
-    has at least twice the load of the least loaded one.
+    """Whether many requests at the offer's replica share the cached prefix, and the replica has at
+    least twice the load of the least loaded replica.
     """
     load, key = offer.replica.load, _cached_key(offer, keys)
     return (

@@ -1,4 +1,6 @@
-"""The directory's keys of a prompt's blocks. Each part of a conversation is hashed once."""
+"""Computes the keys by which the directory of cached prefixes identifies a prompt's blocks. Each
+part of a conversation is hashed only once.
+"""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -19,9 +21,9 @@ class _Segment:
 class ChainKeys:
     """Computes the keys of prompts, with a cache of segments of 16 blocks.
 
-    Turns of a conversation, and prompts with a common prefix, repeat segments: only the new tail is
-    hashed. A segment is looked up by the hash of the block before it and its tokens, so
-    conversations need no ids. 8192 segments of 16-token blocks take about 16 MB.
+    Turns of a conversation, and prompts with a common prefix, repeat segments, so only the new tail
+    is hashed. The cache's key of a segment is the hash of the block before it and the segment's
+    tokens, so conversations need no ids. 8192 segments of 16-token blocks take about 16 MB.
     """
 
     def __init__(self, max_segments: int = MAX_SEGMENTS) -> None:
@@ -37,8 +39,9 @@ class ChainKeys:
         hash_block_size: int | None = None,
         adapter_digest: bytes = b"",
     ) -> list[int]:
-        """The keys of a prompt's full blocks in order. If hashes cover fewer tokens than a block, a
-        block's key is from its last hash. `root` is the model's fingerprint.
+        """Returns the keys of a prompt's full blocks in order. `root` is the model's fingerprint.
+        If `hash_block_size` is smaller than `block_size`, a block has several hashes, and its key
+        is made from the last one.
         """
         unit = hash_block_size or block_size
         last = block_size // unit - 1

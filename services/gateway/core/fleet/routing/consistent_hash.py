@@ -17,8 +17,9 @@ MAX_OVER_MEAN = 1.25
 
 
 class ConsistentHash:
-    """Chooses the next replica on a hash ring with at most 1.25 times the mean load. The start is
-    the hash of the session id or, without one, of the prompt's first tokens.
+    """Chooses a replica on a hash ring. The search starts at the hash of the session id. If there
+    is no session id, it starts at the hash of the prompt's first tokens. The next replica with at
+    most 1.25 times the mean load is chosen.
 
     When a replica joins or leaves, only its own part of the sessions moves. The load bound is from
     consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018).
@@ -44,7 +45,7 @@ class ConsistentHash:
         return Route(replica.address, RoutingReason.HASH, len(candidates))
 
     def _place(self, addresses: frozenset[str]) -> None:
-        """Builds the ring of these replicas."""
+        """Builds the ring of these replicas, if they have changed."""
         if addresses == self._addresses:
             return
         ring = sorted(

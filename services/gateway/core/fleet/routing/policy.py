@@ -15,15 +15,16 @@ class RoutingPolicy(Protocol):
     """A rule that chooses one of several replicas."""
 
     def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> Route:
-        """Chooses one of at least two `candidates`, which are ready. Either all have room in their
-        queues, or none has. For sequences with the same prompt it is called only once.
+        """Chooses one of at least two `candidates`. All candidates are ready, and either all or
+        none of them have room in their queues. For several sequences with the same prompt, this is
+        called only once.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingParts:
-    """The arguments for building policies."""
+    """The arguments with which policies are built."""
 
     rng: random.Random
     clock: Clock
@@ -33,6 +34,6 @@ class RoutingParts:
 
 
 def least_loaded(candidates: Sequence[Replica], rng: random.Random) -> Replica:
-    """The replica with the fewest requests; a random one among equals."""
+    """Returns the replica with the fewest requests. Among equals the choice is random."""
     least = min(replica.load.num_requests for replica in candidates)
     return rng.choice([one for one in candidates if one.load.num_requests == least])
