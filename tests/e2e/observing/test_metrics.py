@@ -13,7 +13,7 @@ from services.common.telemetry.metric_specs import SPECS
 from services.common.telemetry.metric_specs.spec import Kind, MetricSpec, Source
 from tests.e2e.stack import Stack
 from tests.plain_http import http_get, http_post
-from tools.metrics_page import labels
+from tools.reference_pages import labels
 
 # What there is only with TLS, Redis, DNS or API keys, or once a client stopped reading. Tests of
 # these have them.

@@ -12,6 +12,7 @@ from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FULL, FakeScheduler
 from tests.gateway.serving import Serving, serving, until
 from tests.plain_http import async_http_client
+from tools.reference_pages import BODIES
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ANTHROPIC, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -92,6 +93,13 @@ async def test_every_generated_answer_is_as_documented(served: Serving) -> None:
 async def test_every_other_answer_is_as_documented(served: Serving) -> None:
     document = await documented(served)
     assert len(document.document["paths"]) == 34
+    named_bodies = {
+        operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        for operations in document.document["paths"].values()
+        for operation in operations.values()
+        if "requestBody" in operation
+    }
+    assert named_bodies == {body.__name__ for body in BODIES.values()}, "docs/fields.md"
     opened = await served.http.post("/v1/sessions", json={})
     document.check("/v1/sessions", opened)
     session = opened.json()["id"]

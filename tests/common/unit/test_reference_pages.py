@@ -1,26 +1,37 @@
-"""The metrics page of the documentation has exactly the registry's metrics, with all their
+"""The reference pages have exactly the settings, fields and metrics of the code, with all their
 properties.
 """
 
 import re
+from pathlib import Path
+
+import pytest
 
 from services.common.telemetry import names
 from services.common.telemetry.metric_specs import SPECS
 from services.common.telemetry.metric_specs.spec import Kind, Source
-from tools.metrics_page import PAGE, TABLES, filled, labels
+from tools.reference_pages import LISTS, METRICS, PAGES, filled, labels
 
+METRICS_PAGE = next(page for page in PAGES if page.name == "metrics.md").read_text()
 NAMED = {value for key, value in vars(names).items() if key.startswith("METRIC_")}
 
 
-def test_the_page_is_what_the_registry_writes() -> None:
-    page = PAGE.read_text()
-    assert filled(page) == page, "run: python -m tools.metrics_page"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_is_what_the_code_writes(page: Path) -> None:
+    assert filled(page.read_text()) == page.read_text(), "run: python -m tools.reference_pages"
 
 
-def test_every_metric_stands_in_one_table() -> None:
-    rows = re.findall(r"^\| `((?:vllm:|stepwell_|http_|process_)\w+)` \|", PAGE.read_text(), re.M)
+def test_every_list_stands_on_one_page() -> None:
+    listed = [
+        name for page in PAGES for name in re.findall(r"<!-- (?!end)(.+) -->", page.read_text())
+    ]
+    assert sorted(listed) == sorted(LISTS)
+
+
+def test_every_metric_stands_in_one_list() -> None:
+    rows = re.findall(r"^\* `((?:vllm:|stepwell_|http_|process_)\w+)` \(", METRICS_PAGE, re.M)
     assert sorted(rows) == sorted(spec.served_name for spec in SPECS.values())
-    assert sum(map(len, TABLES.values())) == len(SPECS)
+    assert sum(map(len, METRICS.values())) == len(SPECS)
 
 
 def test_the_registry_has_every_name() -> None:
@@ -29,7 +40,7 @@ def test_the_registry_has_every_name() -> None:
 
 def test_metrics_over_otlp_are_on_the_page() -> None:
     sent = {value for key, value in vars(names).items() if key.startswith("GENAI_SERVER_")}
-    assert set(re.findall(r"^\| `(gen_ai\.server\.\S+)` \|", PAGE.read_text(), re.M)) == sent
+    assert set(re.findall(r"^\| `(gen_ai\.server\.\S+)` \|", METRICS_PAGE, re.M)) == sent
 
 
 def test_specs_are_well_formed() -> None:
