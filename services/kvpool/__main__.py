@@ -5,7 +5,7 @@ import signal
 
 if __name__ == "__main__":
     gc.disable()  # until run_service has frozen the imported objects
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles SIGINT
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ SERVICE = "kvpool"
 MAX_POOLS = 64
 """Limit on the number of open pools."""
 _RPCS_PER_POOL = 16
-"""Limit on the concurrent calls for each pool that may be open. It includes the stream of the
+"""Number of concurrent calls that are allowed for each pool. It suffices for the stream of the
 pool's scheduler, the streams of watchers, and some short calls.
 """
 

@@ -20,7 +20,7 @@ from services.scheduler.core.policies import POLICIES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings(ServiceSettings):
-    """Settings of one replica's scheduler, such as queues, token budget, policy and engine loop."""
+    """Schedules one replica: queues, token budget, policy, engine loop."""
 
     kvpool: str = setting(doc="address of the kvpool: host:port or unix:PATH")
     workers: tuple[str, ...] = setting(

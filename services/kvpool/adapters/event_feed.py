@@ -21,8 +21,8 @@ Snapshot = Callable[[], EventBatch]
 class EventFeed:
     """Sends every batch of events to the watchers of the pool.
 
-    Unread batches are kept for each watcher, up to `max_hashes` hashes. With more hashes the
-    batches are dropped, and the watcher receives a new snapshot at its next read.
+    Unread batches are stored for each watcher, up to `max_hashes` hashes. If there are more, the
+    batches are dropped, and a new snapshot is sent to the watcher at its next read.
     """
 
     def __init__(self, max_hashes: int = MAX_UNREAD_HASHES) -> None:
@@ -65,7 +65,9 @@ class EventFeed:
 
 
 class _Watcher:
-    """The unread batches of one reader. Too many batches are dropped, and it is marked lagging."""
+    """The unread batches of one reader. If there are too many, they are dropped, and `_lagging` is
+    set.
+    """
 
     def __init__(self, max_hashes: int) -> None:
         self._max_hashes = max_hashes
@@ -87,7 +89,7 @@ class _Watcher:
         self._news.set()
 
     def pop(self) -> EventBatch | None:
-        """Returns the next batch, or None if the reader must receive a snapshot instead."""
+        """Returns the next batch. Returns None if a snapshot must be sent to the reader instead."""
         if self._lagging:
             self._lagging = False
             return None

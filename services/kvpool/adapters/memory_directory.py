@@ -36,7 +36,7 @@ class _Entry:
                     cached.clear()
 
     def depth(self, chain: Sequence[BlockHash]) -> int:
-        """The number of blocks in the longest prefix that every group can use."""
+        """The number of blocks in the longest prefix of `chain` that every group has cached."""
         is_cached = [_finder(cached, chain) for cached in self.cached]
         return prefix_depth(self.groups, is_cached, len(chain))
 

@@ -1,9 +1,9 @@
 """Writes a pool's cached keys to the directory in Redis.
 
-When a call to Redis fails, the task retries with growing delays and then begins a new epoch of its
-node. It cannot know which of its entries are in the log, so it takes the next epoch number and
-writes a snapshot. Readers discard the previous epoch. `services.common.redis.directory_layout`
-defines the schemas.
+The node stands for the pool of one scheduler. When a call to Redis fails, the task does not know
+which of its entries are in the log. Therefore it retries with growing delays, and then begins a new
+epoch of the node with the next epoch number and a snapshot. Readers discard the previous epoch.
+`services.common.redis.directory_layout` defines the schemas.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ Command = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class WriterTimes:
-    """When a node's task writes (times in seconds), and limits on the number of changes."""
+    """The times at which a node's task writes, in seconds, and limits on the number of changes."""
 
     flush_seconds: float = 0.005
     """How long changes are collected before they are written as one entry."""
@@ -59,7 +59,7 @@ class WriterTimes:
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
     max_unwritten_keys: int = 262_144
-    """With more unwritten changes, the node begins a new epoch with a snapshot."""
+    """If there are more unwritten changes, the node begins a new epoch with a snapshot."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class _Superseded(Exception):
 
 
 class _LifeLost(Exception):
-    """Redis has lost keys of this epoch: it was flushed, was restarted, or evicted them."""
+    """Redis has lost keys of this epoch, because it was flushed, was restarted, or evicted them."""
 
 
 class NodeWriter:
@@ -130,7 +130,7 @@ class NodeWriter:
         self._news.set()
 
     async def stop(self) -> None:
-        """Ends the task without removing the node, because another task will write for the node."""
+        """Ends the task, but keeps the node, because another task will write for it."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -196,8 +196,8 @@ class NodeWriter:
             self._counts.nodes_connected.add(self.node)
 
     async def _follow(self) -> None:
-        """Writes changes when they occur, and periodic heartbeats and snapshots, until a write
-        fails.
+        """Writes changes soon after they occur, and heartbeats and snapshots periodically. Ends
+        when a write fails.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -222,7 +222,7 @@ class NodeWriter:
                 await self._write_snapshot(cached)
 
     async def _changes_before(self, when: float) -> bool:
-        """Waits for changes until `when` at most. Returns whether there are any."""
+        """Waits for changes, at most until time `when`. Returns whether there are changes."""
         if not len(self.changes) and not self.changes.must_restart:
             self._news.clear()
             with suppress(TimeoutError):
@@ -231,14 +231,16 @@ class NodeWriter:
         return len(self.changes) > 0
 
     def _is_snapshot_due(self, now: float) -> bool:
-        """Whether a snapshot is due. A large pool must have more changes, since its snapshot costs
-        more.
+        """Whether a snapshot is due. In a large pool more changes are needed before one is due,
+        because its snapshot costs more.
         """
         bound = max(self._times.snapshot_changes, self._digest.count // 2)
         return now >= self._snapshot_at or self._num_changes_since_snapshot >= bound
 
     def _take_entries(self, *, with_digest: bool) -> list[KeyBatch]:
-        """Returns the changes as log entries. `with_digest` adds the digest to the last one."""
+        """Returns the changes as log entries. With `with_digest`, the last entry has the digest of
+        all keys.
+        """
         added, removed = self.changes.take()
         self._digest = self.changes.digest
         num_changes = len(added) + len(removed)

@@ -103,7 +103,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def MatchPrefix(
         self, request: kvpool_pb2.MatchPrefixRequest, _context: Context
     ) -> kvpool_pb2.MatchPrefixResponse:
-        """Returns how deep a chain is cached in each pool.
+        """Returns how many leading blocks of a chain of hashes are cached in each pool.
 
         Tests and tools use it. Gateways use WatchEvents or the directory in Redis instead.
         """

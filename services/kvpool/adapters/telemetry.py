@@ -1,4 +1,4 @@
-"""Spans of transactions and admissions, recorded by a wrapper around the hot path."""
+"""Records spans of transactions and admissions, in a wrapper around the hot path."""
 
 import time
 from collections.abc import Callable
@@ -94,9 +94,9 @@ def _record_admissions(
     answer: kvpool_pb2.TransactResponse,
     started_unix_nanos: int,
 ) -> None:
-    """Records a span for each sampled admission that fitted.
+    """Records a span for each sampled request that was admitted.
 
-    An admission that did not fit leaves no span: its request waits and is tried again in each step.
+    No span is recorded if blocks were missing, because the admission is tried again in each step.
     """
     for index, result in enumerate(answer.results):
         if result.WhichOneof("result") != "admit":

@@ -1,4 +1,4 @@
-"""Streams of transactions: each pool accepts them only from the newest stream."""
+"""Streams of transactions. A pool accepts transactions only from its newest stream."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +23,9 @@ class TransactStream:
         self._is_taken_over = False
 
     async def read(self, messages: AsyncIterator[Message]) -> Message | None:
-        """Returns the client's next message, None at the end. Raises TakenOver if replaced."""
+        """Returns the client's next message, or None at the end. Raises TakenOver if a newer stream
+        has replaced this one.
+        """
         message = None
         if not self._is_taken_over:
             message = await self._read_interruptibly(messages)
@@ -32,7 +34,7 @@ class TransactStream:
         return message
 
     def take_over(self) -> None:
-        """Ends this stream, which a newer one replaces."""
+        """Ends this stream, because a newer stream replaces it."""
         self._is_taken_over = True
         if self._is_reading and self._task is not None:
             self._task.cancel()

@@ -10,7 +10,7 @@ from services.common.pool.ids import BlockId
 
 
 class BlockAges:
-    """Sums since the pool was opened.
+    """Sums over the time since the pool was opened.
 
     The owner adds 1 to `now` in each transaction. It adds 1 to `num_resets` when it clears the
     whole prefix index. Cleared blocks do not count as evicted.
@@ -44,12 +44,12 @@ class BlockAges:
             published_at[block] = now
 
     def reused(self, free_since: Sequence[int]) -> None:
-        """Records prefix hits on free blocks, which were freed at the times `free_since`."""
+        """Records prefix hits on free blocks. They were freed at the times `free_since`."""
         self.num_reuses += len(free_since)
         self.reuse_gap += self.now * len(free_since) - sum(free_since)
 
     def evicted(self, blocks: Sequence[BlockId], free_since: Sequence[int]) -> None:
-        """Records evictions of cached blocks, each free since the time at the same index."""
+        """Records evictions of cached blocks. `blocks[i]` was freed at `free_since[i]`."""
         self.num_evictions += len(blocks)
         self.lifetime += self.now * len(blocks) - sum(map(self._published_at.__getitem__, blocks))
         self.idle_before_evict += self.now * len(blocks) - sum(free_since)

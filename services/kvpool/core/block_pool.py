@@ -16,11 +16,11 @@ from services.kvpool.core.prefix_index import PrefixIndex
 class BlockPool:
     """Blocks 1 .. num_blocks-1. Block 0 is the null block and is never allocated.
 
-    A block is either free or in one or more block tables (its holders). A block is published when
-    its hash enters the prefix index. A published block keeps its hash when it is freed. It can be
-    found until it is allocated again, which is its eviction. Reference counts are stored only for
-    blocks with several holders, so a block with one holder needs no counting. The caller counts
-    transactions in `ages.now`.
+    A block is either free, or it is in one or more block tables, which are its holders. A block is
+    published when its hash enters the prefix index. A published block keeps its hash when it is
+    freed. Prefixes can hit the block until it is evicted, which means that it is allocated again.
+    Reference counts are stored only for blocks with several holders, so a block with one holder
+    needs no counting. The caller counts transactions in `ages.now`.
     """
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
@@ -30,7 +30,7 @@ class BlockPool:
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         """The published blocks of each group. Only `publish`, `reset` and evictions change them."""
         self._shared: dict[BlockId, int] = {}
-        """ref_cnt of the blocks that are in several tables. Any other block has ref_cnt 0 or 1."""
+        """Maps blocks that are in several tables to their ref_cnt. Others have ref_cnt 0 or 1."""
         self._copies: list[BlockCopy] = []
         self._new_copies: list[BlockCopy] = []
         self._events = EventLog()
@@ -51,7 +51,7 @@ class BlockPool:
         return sum(index.num_changes for index in self.indexes)
 
     def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
-        """The number of leading blocks that have exactly `num_holders` holders. Blocks must be in
+        """The number of leading blocks that have exactly `num_holders` holders. All must be in
         use.
         """
         ref_cnt = self._shared.get
@@ -64,7 +64,7 @@ class BlockPool:
     def get_new_blocks(self, num_blocks: int) -> list[BlockId]:
         """Allocates `num_blocks` blocks from the front of the free queue.
 
-        The queue must have that many. An allocated block that was cached loses its hash.
+        The queue must contain that many blocks. An allocated block that was cached loses its hash.
         """
         blocks = self._free.pop_blank(num_blocks)
         if len(blocks) < num_blocks:
@@ -72,7 +72,7 @@ class BlockPool:
         return blocks
 
     def touch(self, cached_blocks: Sequence[BlockId]) -> None:
-        """Adds a holder to each of these published blocks. Free ones leave the free queue."""
+        """Adds a holder to each of these published blocks. Free blocks leave the free queue."""
         held, free_since = self._free.remove_cached(cached_blocks)
         self.ages.reused(free_since)
         shared = self._shared
@@ -134,7 +134,7 @@ class BlockPool:
         return copies
 
     def release_copies(self, num_copies: int) -> None:
-        """Removes the extra holders of the first `num_copies` copies that still have them."""
+        """Removes the extra holders that the oldest `num_copies` copies have added."""
         copies, self._copies = self._copies[:num_copies], self._copies[num_copies:]
         ends = [
             (copy.group, block)
@@ -181,12 +181,12 @@ class BlockPool:
         self._insert(group, block_hash, block, num_tokens)
 
     def move_hashes(self, group: int, source: BlockId, target: BlockId) -> None:
-        """Moves the hashes of `source` to `target`, which has none and receives its contents."""
+        """Moves the hashes of `source` to `target`, its copy, which has no hash."""
         self.indexes[group].move(source, target)
         self.ages.published([target])
 
     def evict(self, blocks: Sequence[BlockId]) -> set[BlockId]:
-        """Removes the hashes of blocks in use and returns the blocks that had one.
+        """Removes the hashes of blocks in use. Returns the blocks that had a hash.
 
         Free blocks keep their hashes. Blocks that a load failed to fill are never free, because the
         request that waits for the load has them in its table.

@@ -24,7 +24,7 @@ _MANAGERS: dict[AttentionType, Callable[..., GroupManager]] = {
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """A prefix that every group can use: one table for each group, and the hit's token count.
+    """A prefix that every group can use. It has one table for each group, and a number of tokens.
 
     `shared_prefix_boundary` is the token count of a longer prefix that some group has cached, or 0
     if there is none. Another request has computed that prefix. A request that computes it again may
@@ -108,12 +108,12 @@ class Coordinator:
         return PrefixHit(tables, lengths[0])
 
     def _agree(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """Shortens the hit until all kinds of groups agree on its length.
+        """Shortens the hit until its length is a hit in all kinds of groups.
 
-        A hit of one group may be too long for another one. The next shorter hit of the second group
-        may then be no hit of the first, since a window must be cached as a whole. Therefore each
-        kind shortens the hit in turn, and the rounds end when one leaves the length unchanged. One
-        round suffices if there are only full attention and one other kind.
+        A hit of one group may be too long for another group. The next shorter hit of the other
+        group may then be no hit of the first, because a window must be cached as a whole. Therefore
+        the kinds shorten the hit one after another, round after round, until a round does not
+        change the length. One round suffices if there are only full attention and one other kind.
         """
         num_known = len(chain) * self._hash_block_size
         candidate = _Candidate(chain, num_known, max_tokens, [[] for _ in self.groups])
@@ -139,9 +139,10 @@ class Coordinator:
     def admit(self, hits: Sequence[GroupHit], need: Need, num_computed_tokens: int) -> Tables:
         """Creates tables with the hits, followed by new blocks for `need`.
 
-        Enough blocks must be free. Computed tokens after the hits are loaded from elsewhere. All
-        hits leave the free queue before new blocks are allocated, so that no hit is evicted. Then
-        all groups allocate the blocks for the load, and after that the blocks to compute.
+        Enough blocks must be free. `num_computed_tokens` includes tokens after the hits, which are
+        loaded from elsewhere. All hits leave the free queue before new blocks are allocated, so
+        that no hit is evicted. Then all groups allocate the blocks for the load, and after that the
+        blocks to compute.
         """
         tables = tuple(group.admit(hit) for group, hit in zip(self.groups, hits, strict=True))
         for group, hit, table in zip(self.groups, hits, tables, strict=True):
@@ -174,8 +175,8 @@ class _Candidate:
     Full attention is searched once, since each prefix of its hit is a hit too.
     """
     verified: set[int] = field(default_factory=set)
-    """First groups of the kinds that have cached the block after the current length. A hit drops
-    it.
+    """First groups of the kinds in which the block after the present length is known to be cached.
+    These kinds drop this last block of a hit.
     """
 
     def shorten(self, kind: _Kind) -> None:

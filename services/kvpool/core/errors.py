@@ -55,7 +55,7 @@ class RequestAlreadyAdmitted(FailedPrecondition):
 
 
 class StaleGeneration(FailedPrecondition):
-    """The caller names an earlier generation: the pool was opened again since then."""
+    """The caller names an earlier generation, but the pool was opened again since then."""
 
     reason = "STALE_GENERATION"
 

@@ -50,7 +50,9 @@ class EventBatch:
 
 
 class EventLog:
-    """Stores events in order until `take`. Consecutive events of one kind and group are merged."""
+    """Stores events in order until `take` is called. Consecutive events of the same kind and group
+    are merged.
+    """
 
     __slots__ = ("_cleared", "_runs")
 

@@ -14,12 +14,14 @@ from services.common.pool.ids import BlockId
 
 
 class FreeQueue:
-    """Free blocks: first the blank ones (without a hash), then the cached ones, oldest first."""
+    """The free blocks. Blank blocks (without a hash) precede cached blocks, which are oldest
+    first.
+    """
 
     __slots__ = ("_blank", "_cached")
 
     def __init__(self, blocks: Sequence[BlockId]) -> None:
-        """Starts with `blocks`, all blank. The first one is reused first."""
+        """Starts with `blocks`, which are all blank. The first of them is reused first."""
         self._blank = list(reversed(blocks))
         self._cached: OrderedDict[BlockId, int] = OrderedDict()
         """Maps each cached block to the time at which it was freed."""
@@ -37,7 +39,7 @@ class FreeQueue:
         return blocks
 
     def pop_cached(self, num_blocks: int) -> tuple[list[BlockId], list[int]]:
-        """Removes the `num_blocks` least recently used cached blocks. The queue must have that
+        """Removes the `num_blocks` least recently used cached blocks. The queue must contain that
         many.
 
         Returns the blocks, and the time at which each was freed. The caller removes the blocks from
@@ -47,11 +49,11 @@ class FreeQueue:
         return blocks, list(map(self._cached.pop, blocks))
 
     def push_blank(self, blocks: Sequence[BlockId]) -> None:
-        """Adds blocks without a hash to the front. The last one is reused first."""
+        """Adds blocks without a hash to the front. The last of them is reused first."""
         self._blank.extend(blocks)
 
     def push_cached(self, blocks: Iterable[BlockId], now: int) -> None:
-        """Adds blocks with a hash to the back. The last one is reused last."""
+        """Adds blocks with a hash to the back. The last of them is reused last."""
         cached = self._cached
         for block in blocks:
             cached[block] = now
@@ -76,7 +78,8 @@ class FreeQueue:
     def remove_cached(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], list[int]]:
         """Removes the blocks that are cached and free, from anywhere in the queue.
 
-        Returns the remaining `blocks`, and the times at which the removed ones were freed.
+        Returns the blocks that were not removed, and the times at which the removed blocks were
+        freed.
         """
         cached = self._cached
         if cached.keys().isdisjoint(blocks):

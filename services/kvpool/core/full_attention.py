@@ -1,4 +1,4 @@
-"""Full attention: a request keeps every block until it finishes."""
+"""Block tables of full-attention groups. A request keeps every block until it finishes."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""How a KV-cache group manages its block tables.
+"""Manages the block tables of a KV-cache group.
 
 A group has a block table for each request. The attention type decides which tokens a query can
 see, and therefore which blocks a request needs, which are freed while it runs, and which form a
@@ -26,9 +26,11 @@ class Need(NamedTuple):
     """The slots and tokens that a request needs for a step."""
 
     num_slots: int
-    """Token slots, lookahead slots included."""
+    """Number of token slots, lookahead slots included."""
     num_tokens: int
-    """Tokens computed at the end of the step, draft tokens included. States cover these tokens."""
+    """Number of tokens that are computed at the end of the step, draft tokens included. The state
+    of a state-space layer covers these tokens.
+    """
 
 
 @dataclass(slots=True)
@@ -47,8 +49,7 @@ class BlockTable:
     requests can find this block by a prefix that ends inside it.
     """
     has_state: bool = False
-    """Whether the last blocks store states that this request computed. False for states of a hit.
-    """
+    """Whether this request computed the states in the last blocks. False for states of a hit."""
     evicted: frozenset[int] = frozenset()
     """Positions of published blocks whose hash was removed."""
 
@@ -70,8 +71,8 @@ class GroupHit:
     blocks: Sequence[BlockId]
     num_tokens: int
     num_computed_tokens: int
-    """The request's computed tokens after admission: the hit, and the tokens loaded from elsewhere
-    after it.
+    """Number of computed tokens after the admission. It is the sum of the hit's tokens and of the
+    tokens after the hit that are loaded from elsewhere.
     """
 
 
@@ -128,15 +129,19 @@ class GroupManager:
         return max(0, -(-need.num_slots // self._block_size) - len(table.blocks))
 
     def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
-        """The number of blocks that a request needs for a step in addition to its hit."""
+        """The number of blocks that a request needs for a step beyond its hit."""
         return self._num_behind(hit, -(-need.num_slots // self._block_size))
 
     def num_reserved(self, table: BlockTable, num_slots: int) -> int:
-        """The blocks that an admission counts for a whole sequence, minus the table's blocks."""
+        """Number of blocks that an admission counts for a whole sequence, minus the table's
+        blocks.
+        """
         return max(0, self._num_counted(num_slots) - len(table.blocks))
 
     def num_reserved_behind(self, hit: GroupHit, num_slots: int) -> int:
-        """The blocks that an admission counts for a whole sequence, minus the hit's blocks."""
+        """Number of blocks that an admission counts for a whole sequence, minus the hit's
+        blocks.
+        """
         return self._num_behind(hit, self._num_counted(num_slots))
 
     def held_hits(self, hit: GroupHit) -> Sequence[BlockId]:
@@ -159,7 +164,7 @@ class GroupManager:
     # Operations that change tables
 
     def begin_step(self) -> None:
-        """Starts a step: from now on, blocks published in earlier steps count as stored."""
+        """Starts a step. From then on, blocks that earlier steps published count as stored."""
 
     def admit(self, hit: GroupHit) -> BlockTable:
         """Creates a table with the blocks of a hit that the request still reads."""
@@ -228,9 +233,9 @@ class GroupManager:
         """Returns the new blocks since the last call that must be zeroed before use.
 
         These are attention blocks of pools that also have groups with states (vLLM:
-        new_block_ids_to_zero). Groups share the memory of a block. The bytes of a state, read as
-        keys and values, can be NaN, and no mask hides NaN. Old keys and values are finite, and
-        masks hide them.
+        new_block_ids_to_zero). All groups use the same memory for a block. If a block contained a
+        state before, its bytes can be NaN when they are read as keys and values, and no mask hides
+        NaN. Old keys and values are finite, and masks hide them.
         """
         blocks, self._new_blocks = self._new_blocks, []
         return blocks
@@ -280,7 +285,7 @@ class GroupManager:
         self._pool.copy(self._group, source, target, adds_holder_of=target)
 
     def _num_publishable(self, num_tokens: int) -> int:
-        """`num_tokens` rounded down to a possible end of a hit.
+        """Returns `num_tokens`, rounded down to a possible end of a hit.
 
         If hits drop their last block, a look-up reads one block more, and the result includes that
         block.

@@ -1,4 +1,4 @@
-"""The pool: block tables of requests over shared blocks, changed by transactions."""
+"""A pool of blocks. Transactions change the block tables of requests."""
 
 from collections.abc import Callable, Sequence
 
@@ -53,12 +53,12 @@ class KVPool:
         self._observe_blocks_to_zero: Callable[[Sequence[Sequence[BlockId]]], object] | None = None
 
     def transact(self, operations: Sequence[Operation]) -> Outcome:
-        """Executes operations in order and stops at the first item that does not fit.
+        """Executes operations in order and stops at the first item for which blocks are missing.
 
-        All items before that one are applied. That item and all later ones are not, with one
-        exception: a Grow item that does not fit still frees blocks outside the request's window.
-        Raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted, and then changes
-        nothing.
+        All items before that item are applied. That item and all later items are not applied. There
+        is one exception. A Grow item for which blocks are missing still frees blocks outside the
+        request's window. Raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted,
+        and then changes nothing.
         """
         TransactionValidator(self._tables.keys(), self.config.num_blocks).validate(operations)
         self._blocks.ages.now += 1
@@ -99,7 +99,8 @@ class KVPool:
     def observe_blocks_to_zero(
         self, observer: Callable[[Sequence[Sequence[BlockId]]], object]
     ) -> None:
-        """Registers an observer that receives, after each transaction, each group's blocks to zero.
+        """Registers an observer. After each transaction it is called with the blocks of each group
+        that must be zeroed.
 
         It is called only if the pool has state-space groups.
         """

@@ -32,7 +32,9 @@ class PoolConfig:
     """
     node: str = ""
     prefix_match_unit: int | None = None
-    """Tokens per hash. None selects the default of `kv_cache_groups.hash_block_size`."""
+    """Number of tokens in a block hash. None selects the default of
+    `kv_cache_groups.hash_block_size`.
+    """
     prefix_cache_retention_interval: int | None = None
     """The distance in tokens between two published windows or states. Windows and states at the end
     of a prompt and where prompts diverge are published in addition, since later requests are likely
@@ -40,15 +42,15 @@ class PoolConfig:
     states are published.
     """
     max_model_len: int | None = None
-    """The longest sequence in tokens. Together with `max_in_flight_tokens` it limits the blocks
-    that an admission counts for windows. None means no limit.
+    """Number of tokens of the longest sequence. Together with `max_in_flight_tokens` it limits the
+    blocks that an admission counts for windows. None means that there is no limit.
     """
     max_in_flight_tokens: int | None = None
     """Limit on the total number of tokens in all steps that are in flight at once."""
 
     @property
     def hash_block_size(self) -> int:
-        """The number of tokens per hash of a chain."""
+        """Number of tokens in each hash of a chain."""
         return hash_block_size(
             self.groups, self.prefix_match_unit, enable_prefix_caching=self.enable_prefix_caching
         )
@@ -90,8 +92,8 @@ class PoolConfig:
         self._validate_units()
 
     def _group_conflicts(self, group: KVCacheGroup) -> Iterator[tuple[str, str | None]]:
-        """Yields each field with a sentence on why its value is impossible, or None if it is
-        possible.
+        """Yields pairs of a field's name and a sentence on why its value is impossible. The
+        sentence is None if the value is possible.
         """
         yield "window", _window_conflict(group)
         is_chunked = group.attention_type is AttentionType.CHUNKED_LOCAL
@@ -133,7 +135,7 @@ class PoolConfig:
 
 
 def _window_conflict(group: KVCacheGroup) -> str | None:
-    """Returns one sentence on why a group cannot have its window, or None if it can."""
+    """Returns a sentence on why the window of a group is invalid. None if it is valid."""
     window, size = group.window, group.block_size
     match group.attention_type:
         case AttentionType.FULL if window:

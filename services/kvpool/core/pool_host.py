@@ -35,10 +35,10 @@ class HostedPool(Generic[Answer]):
 class PoolHost(Generic[Answer]):
     """Opens pools and publishes their events. Each block takes about a hundred bytes of memory.
 
-    `clock_micros` returns wall-clock time in microseconds. A new generation is at least this time,
-    so generations grow over restarts of the process although nothing is stored. They grow even if
-    the clock was set back, because a new generation is greater than the newest generation that the
-    scheduler has seen.
+    `clock_micros` returns wall-clock time in microseconds. The number of a new generation is at
+    least this time, so that numbers increase when the process is restarted, although nothing is
+    stored. They increase even if the clock was set back, because the number is also greater than
+    the newest generation that the scheduler has seen.
     """
 
     def __init__(
@@ -64,9 +64,10 @@ class PoolHost(Generic[Answer]):
         *,
         reports_events: bool = False,
     ) -> HostedPool[Answer]:
-        """Opens a pool with a generation greater than `seen_generation`, replacing any older one.
+        """Opens a pool with a generation greater than `seen_generation`. It replaces an older
+        generation.
 
-        Raises InvalidPool, UnsupportedGroup or TooManyPools; an existing pool then stays open.
+        Raises InvalidPool, UnsupportedGroup or TooManyPools. Then an existing pool stays open.
         """
         if not pool_id:
             raise InvalidPool("a pool has a name", field="pool_id")

@@ -1,7 +1,7 @@
 """The ports to which pools publish their prefix indexes.
 
-There are three implementations: a directory in memory, which answers MatchPrefix; streams of
-events; and the directory in Redis, which replicas share and gateways read.
+There are three implementations. The directory in memory answers MatchPrefix. Streams of events
+serve WatchEvents. The directory in Redis is shared by replicas and read by gateways.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class PoolMatch:
 
 
 class EventSink(Protocol):
-    """Receives every change of the prefix indexes, in order. It neither blocks nor raises."""
+    """Receives every change of the prefix indexes, in order. Never blocks, and raises no error."""
 
     def open(self, pool_id: PoolId, generation: int, config: PoolConfig) -> None:
         """Starts a new, empty generation of a pool and forgets the earlier generations."""

@@ -25,7 +25,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self.num_changes = 0
-        """The number of additions and removals. Look-ups repeat their results until it changes."""
+        """The number of additions and removals. Until it changes, look-ups have the same result."""
         self._block_of: dict[BlockHash, BlockId] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._duplicates: dict[BlockHash, OrderedDict[BlockId, None]] = {}
@@ -50,7 +50,7 @@ class PrefixIndex:
         return new
 
     def remove(self, blocks: Iterable[BlockId]) -> list[BlockHash]:
-        """Removes those `blocks` that have a hash. Returns the hashes that have no block left."""
+        """Removes those `blocks` that have a hash. Returns hashes that lost their last block."""
         hash_of, block_of = self._hash_of, self._block_of
         blocks = [block for block in blocks if block in hash_of]
         if not blocks:

@@ -1,8 +1,9 @@
 """Searches for prefix hits. There is one search for each set of groups with equal attention.
 
-Groups of equal attention and parameters are searched together. A hash counts only if each of these
-groups has it. A search returns a table for each group and the number of hit tokens. Entries that
-the request does not need to read are the null block. The rules are those of vLLM's managers.
+Groups with equal attention and parameters are searched together. A hash counts only if each of
+these groups has a block with this hash. A search returns a table for each group and the number of
+hit tokens. Entries that the request does not need to read are the null block. The rules are those
+of vLLM's managers.
 
 A chain has a hash at every multiple of the hash block size. A hash covers all tokens up to its
 position. The hash of a larger block is therefore the hash at the block's end.
@@ -65,7 +66,7 @@ class PrefixSearch:
 
 
 class FullSearch(PrefixSearch):
-    """Full attention: a hit is a cached prefix, found from the left up to the first miss."""
+    """The search for full attention. A hit ends before the first block that is not cached."""
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         tables = self._whole_blocks(chain, max_tokens)
@@ -116,9 +117,10 @@ class FullSearch(PrefixSearch):
 
 
 class WindowSearch(PrefixSearch):
-    """Sliding window: a hit needs the last window before its end. The search runs from the right.
+    """The search for sliding windows. Only the last window before the end of a hit must be cached.
+    The search runs from the right.
 
-    A hit that is shorter than a window needs all its blocks.
+    If a hit is shorter than a window, all its blocks must be cached.
     """
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
@@ -152,14 +154,15 @@ class WindowSearch(PrefixSearch):
         return tables, num_blocks * size
 
     def _aligned(self, num_blocks: int) -> int:
-        """`num_blocks` rounded down to a possible end of a hit."""
+        """Returns `num_blocks`, rounded down to a possible end of a hit."""
         return (
             num_blocks * self._block_size // self._alignment * self._alignment // self._block_size
         )
 
 
 class ChunkSearch(PrefixSearch):
-    """Chunked local attention: whole chunks before the next token's chunk are never read.
+    """The search for chunked local attention. Chunks before the chunk of the next token are not
+    read any more.
 
     These chunks are a hit whether they are cached or not.
     """
@@ -181,7 +184,9 @@ class ChunkSearch(PrefixSearch):
 
 
 class StateSearch(PrefixSearch):
-    """State-space layers: a hit needs only the last state. No state is dropped for a draft head."""
+    """The search for state-space layers. Only the state at the end of a hit must be cached. No
+    state is dropped for a draft head.
+    """
 
     def find(
         self,

@@ -1,4 +1,4 @@
-"""The blocks of requests: allocated with their prefix hits, extended, published, and freed."""
+"""Allocates, extends, publishes and frees the blocks of requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +87,8 @@ class RequestBlocks:
                 self.coordinator.remove_skipped_blocks(tables, num_computed_tokens)
 
     def grow(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
-        """Extends the tables of admitted requests up to the first request that does not fit.
+        """Extends the tables of admitted requests, up to the first request for which blocks are
+        missing.
 
         `index` is the position of the operation in its transaction.
         """
@@ -160,8 +161,8 @@ class RequestBlocks:
     def admit(self, index: int, admit: Admit) -> tuple[AdmitResult, Stop | None]:
         """Allocates blocks to requests, cached ones first.
 
-        Stops at the first request that does not fit, or whose prefix hit has changed since its
-        look-up.
+        Stops at the first request for which blocks are missing, or whose prefix hit has changed
+        since its look-up.
         """
         result = AdmitResult(self._no_blocks())
         for item, admission in enumerate(admit.admissions):
@@ -227,7 +228,8 @@ class RequestBlocks:
     def _continue(self, admission: Admission) -> Tables | None:
         """Extends and publishes the tables of a waiting request that already has blocks.
 
-        Returns None if the request does not fit. Blocks outside its window may be freed even then.
+        Returns None if blocks are missing. Even then blocks outside the request's window may be
+        freed.
         """
         tables, need = self.tables[admission.request], _need(admission)
         num_reserved = sum(
@@ -323,7 +325,9 @@ def _need(admission: Admission) -> Need:
 
 
 def _num_stored(admission: Admission) -> int:
-    """Windows free the blocks that no query after this number of tokens can see."""
+    """The number of tokens that count as stored. Windows free the blocks that no query after these
+    tokens can see.
+    """
     num_stored = admission.num_stored_tokens
     return admission.num_computed_tokens if num_stored is None else num_stored
 

@@ -88,9 +88,9 @@ class AlignedStateManager(GroupManager):
         )
 
     def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
-        """Also counts a block for a state that is loaded from elsewhere.
+        """Also counts the block of a state that is loaded from elsewhere.
 
-        vLLM does not count this block if the step continues into another block.
+        vLLM counts this block only if the step ends in the same block.
         """
         num_loaded, num_entries = 0, len(hit.blocks)
         if hit.num_computed_tokens > hit.num_tokens:

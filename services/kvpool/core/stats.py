@@ -8,8 +8,7 @@ class PoolStats:
     """The current occupancy, and counts of the prefix cache since the pool was opened.
 
     `num_query_tokens` is the number of tokens that admissions looked up. `num_hit_tokens` is the
-    number of these tokens that were hits. Requests that resume after a preemption are in neither
-    count.
+    number of these tokens that were hits. Requests that resume after a preemption are not counted.
     """
 
     num_usable_blocks: int

@@ -10,9 +10,9 @@ from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksS
 class UnwrittenChanges:
     """Stores the keys that are cached now, and the keys added or removed since the last `take`.
 
-    A key that was added and removed in between is in neither list. With more than `max_keys`
-    changes, all changes are dropped and `must_restart` is set: the log must begin a new epoch with
-    a snapshot. A reset of the pool also sets `must_restart`.
+    A key that was both added and removed since then is in neither list. If there are more than
+    `max_keys` changes, all changes are dropped and `must_restart` is set. Then the log must begin a
+    new epoch with a snapshot. A reset of the pool also sets `must_restart`.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -63,7 +63,7 @@ class UnwrittenChanges:
         return list(self._cached)
 
     def restart(self) -> list[int]:
-        """Begins a new epoch: drops the changes and returns all keys."""
+        """Drops the changes, because a new epoch begins, and returns all keys."""
         self._forget_changes()
         self.must_restart = False
         return self.keys()

@@ -20,7 +20,7 @@ from services.kvpool.core.errors import RequestAlreadyAdmitted, RequestNotAdmitt
 
 
 class TransactionValidator:
-    """Checks a transaction as if all of it fitted, and tracks which requests would have blocks.
+    """Checks a transaction as if enough blocks were free. Tracks which requests would have blocks.
 
     A transaction that passes these checks cannot fail half-way. This also holds if it stops early
     and only a part of its operations is applied. The pool is only read.

@@ -9,9 +9,7 @@ MIN_STEPS = 8
 MIN_PROMPT_TOKENS = 16
 """A step with fewer prompt tokens is not used to estimate the cost of prompts."""
 MIN_COMPUTED_TOKENS = 128
-"""Number of prompt tokens that recent steps must contain in total before the cost of prompts is
-estimated.
-"""
+"""Total of prompt tokens in recent steps from which the cost of prompts is estimated."""
 
 
 class StepCosts:
@@ -24,10 +22,9 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._decoding: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
-        """Number of requests and duration in seconds of steps in which each request had one token.
-        """
+        """Number of requests and duration in seconds of each decode-only step."""
         self._computing: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)
-        """Number of requests, number of prompt tokens and duration in seconds of steps with
+        """Number of requests, number of prompt tokens and duration in seconds of each step with
         prompts.
         """
         self._fitted: tuple[float, float] | None = None

@@ -46,9 +46,7 @@ class DeferredFrees:
         return [list(free.blocks) for free in self._waiting]
 
     def add_request(self, key: RequestKey, tables: BlockTables, fence: int) -> None:
-        """Adds the blocks of an ended request. `fence` is the number of the step after whose output
-        they are freed, as one list.
-        """
+        """Adds the blocks of an ended request. They are freed after the output of step `fence`."""
         held = (block for table in tables for block in dropwhile(lambda block: not block, table))
         self._waiting.append(_DeferredFree(Release((key,), as_one_list=True), [*held], fence))
 

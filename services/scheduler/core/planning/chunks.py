@@ -36,7 +36,7 @@ def _stops(config: SchedulerConfig, request: Request, start: int, end: int) -> I
     * the end of a block that an earlier step left unfinished;
     * the last block boundary at which a hit of another request can end;
     * if hits may end inside a block, the last position in the prompt at which a hit can end;
-    * the last block boundary of the prefix that another request shares.
+    * the last block boundary in a prefix that another request shares.
     """
     size, drops_last = config.block_size, config.drop_last_hit_block
     if start % size:

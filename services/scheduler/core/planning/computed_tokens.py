@@ -27,7 +27,7 @@ _STOPPED = StepClock()
 
 @dataclass(slots=True, eq=False)
 class ComputedTokens:
-    """The count of one request's computed tokens; base of `Request`."""
+    """The number of computed tokens of one request. The base class of `Request`."""
 
     is_on_fast_path: bool = field(init=False, default=False)
     """Whether each step computes exactly one more token of the request and needs no further block.

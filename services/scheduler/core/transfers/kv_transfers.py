@@ -56,8 +56,9 @@ class KVTransfers:
         self._leaving: dict[RequestKey, tuple[Request, BlockTables]] = {}
         """Ended requests whose blocks a transfer still uses."""
         self._filled: list[Request] = []
-        """Requests that recent steps admitted, or of which recent steps filled a block. The
-        connector is called with their blocks before these leave the sliding windows and are freed.
+        """Requests that recent steps admitted, or of which recent steps filled a block. Their
+        blocks are offered to the connector, so that it can store them before sliding windows free
+        them.
         """
         self._prefills: set[Request] = set()
         """Requests that are being loaded or whose prompt is partly computed. Blocks are reserved
