@@ -2,14 +2,12 @@
 
 import json
 import math
-from collections.abc import Hashable, Iterable
-from functools import lru_cache
+from collections.abc import Hashable
 from http import HTTPStatus
 from typing import NamedTuple, Protocol
 
 from starlette.responses import Response
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from services.common import errors
 from services.common.rpc.retry_hint import retry_hint_seconds
@@ -36,8 +34,7 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
 entry of its nearest ancestor.
 """
 
-_MEDIA_TYPE = "application/json"
-_KEPT_BODIES = 256
+MEDIA_TYPE = "application/json"
 
 MESSAGES = "/v1/messages"
 """The path of Anthropic's API."""
@@ -69,7 +66,7 @@ def error_body(error: errors.StepwellError, message: str | None = None) -> dict[
     message.
     """
     said = described(error)
-    return _OPENAI.body(said if message is None else said._replace(message=message))
+    return OPENAI.body(said if message is None else said._replace(message=message))
 
 
 class ErrorWriter(Hashable, Protocol):
@@ -141,14 +138,14 @@ _ANTHROPIC_TYPES = {
 client or of the server.
 """
 
-_OPENAI, _ANTHROPIC = OpenAiErrors(), AnthropicErrors()
+OPENAI, _ANTHROPIC = OpenAiErrors(), AnthropicErrors()
 
 
 def error_writer(scope: Scope) -> ErrorWriter:
     """The error writer of the API that a request calls."""
     path = scope["path"]
     is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
-    return _ANTHROPIC if is_anthropic else _OPENAI
+    return _ANTHROPIC if is_anthropic else OPENAI
 
 
 def error_response(error: errors.StepwellError, scope: Scope) -> Response:
@@ -158,7 +155,7 @@ def error_response(error: errors.StepwellError, scope: Scope) -> Response:
         json.dumps(error_writer(scope).body(said)),
         status_code=said.status,
         headers=error_headers(error),
-        media_type=_MEDIA_TYPE,
+        media_type=MEDIA_TYPE,
     )
 
 
@@ -175,29 +172,6 @@ def error_headers(error: errors.StepwellError) -> dict[str, str]:
     if isinstance(error, errors.Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
     return headers
-
-
-def raw_error_response(
-    error: errors.StepwellError, scope: Scope, headers: Iterable[tuple[bytes, bytes]]
-) -> bytes:
-    """Returns the bytes of a complete error answer. `headers` are added to the error's own headers.
-    The connection stays open.
-    """
-    said = described(error)
-    fixed, body = _encoded(error_writer(scope), said)
-    own = "".join([f"{name.lower()}: {value}\r\n" for name, value in error_headers(error).items()])
-    further = [b"%b: %b\r\n" % header for header in headers]
-    return b"".join([STATUS_LINE[said.status], *further, fixed, own.encode(), b"\r\n", body])
-
-
-@lru_cache(maxsize=_KEPT_BODIES)
-def _encoded(writer: ErrorWriter, error: Described) -> tuple[bytes, bytes]:
-    """Returns the headers that describe an error's body, and the body. Results are cached, because
-    most refusals under overload are identical.
-    """
-    body = json.dumps(writer.body(error)).encode()
-    headers = f"content-length: {len(body)}\r\ncontent-type: {_MEDIA_TYPE}\r\n"
-    return headers.encode(), body
 
 
 def status_of(error: errors.StepwellError) -> int:
@@ -219,16 +193,4 @@ def plain_error_response(status_code: int, message: str, scope: Scope) -> Respon
     record: RequestRecord = scope["state"]["record"]
     record.failed(HTTPStatus(status_code).name.lower(), message, is_failure=False)
     body = json.dumps(error_writer(scope).plain_body(status_code, message))
-    return Response(body, status_code=status_code, media_type=_MEDIA_TYPE)
-
-
-def raw_refusal(status: int, message: str) -> bytes:
-    """Returns the bytes of an error answer to a request that was not read far enough to know its
-    API. The schema is OpenAI's. The connection must be closed after this answer.
-    """
-    body = json.dumps(_OPENAI.plain_body(status, message)).encode()
-    head = (
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        "connection: close\r\n\r\n"
-    )
-    return STATUS_LINE[status] + head.encode() + body
+    return Response(body, status_code=status_code, media_type=MEDIA_TYPE)

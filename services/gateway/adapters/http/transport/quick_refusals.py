@@ -11,10 +11,11 @@ from starlette.types import Scope
 
 from services.common.errors import StepwellError
 from services.gateway.adapters.http.exchange.deadline import deadline_of
-from services.gateway.adapters.http.exchange.errors import raw_error_response, status_of
+from services.gateway.adapters.http.exchange.errors import status_of
 from services.gateway.adapters.http.exchange.request_records import call_of, headers_of, names_of
 from services.gateway.adapters.http.exchange.request_state import ARRIVAL, ARRIVED
 from services.gateway.adapters.http.transport.hosts import HostNames, hosts_of
+from services.gateway.adapters.http.transport.raw_errors import raw_error_response
 from services.gateway.adapters.keys.auth import ApiKeys, authorization_of
 from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.observation import Observer
