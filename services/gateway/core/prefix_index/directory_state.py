@@ -1,4 +1,4 @@
-"""Reliability of the index of cached prefixes."""
+"""How reliable the index of cached prefixes is."""
 
 import enum
 
@@ -9,11 +9,11 @@ class DirectoryState(enum.Enum):
     EXACT = "exact"
     """The view equals the pool's cache at the last entry that was read."""
     DEGRADED = "degraded"
-    """Entries are missing or differ, and are being loaded again; matches may be wrong."""
+    """Entries are missing or wrong, and are being loaded again. Matches may be wrong."""
     FALLBACK = "fallback"
     """Nothing is known. There are no matches, and requests are routed by load."""
     UNUSED = "unused"
-    """There are fewer than two pools, so routing needs no matches: there are none."""
+    """There are fewer than two pools. Routing needs no matches, so the index returns none."""
 
     @property
     def has_matches(self) -> bool:

@@ -1,4 +1,6 @@
-"""One node's view in the index of cached prefixes, and the outcome of applying a batch."""
+"""The view of one node (a replica's pool) in the index of cached prefixes, and the outcome of
+applying a batch of keys to it.
+"""
 
 import enum
 from dataclasses import dataclass, field
@@ -16,8 +18,8 @@ class Applied(enum.Enum):
     GAP = "gap"
     """Batches before this one are missing in the view. The node is degraded."""
     DRIFTED = "drifted"
-    """The batch was applied, but the view's digest differs from the batch's. The node is
-    degraded.
+    """The batch was applied, but afterwards the view's digest differed from the digest in the
+    batch. The node is degraded.
     """
     AWAITS_SNAPSHOT = "awaits_snapshot"
     """The node is degraded, and needs a snapshot."""
@@ -27,7 +29,9 @@ class Applied(enum.Enum):
 
 @dataclass(slots=True)
 class NodeView:
-    """The view of one epoch of a node: its last entry and its digest."""
+    """What the index knows about one epoch of a node: the last applied entry and the digest of the
+    keys.
+    """
 
     node: str
     epoch: int

@@ -1,15 +1,16 @@
-"""Index of the blocks that each replica's pool has cached. Finds the number of leading blocks of a
-prompt that each pool has.
+"""An index of the blocks that each replica's pool has cached. It finds how many leading blocks of a
+prompt each pool has.
 
-One table maps a block's key to the set of nodes that have it, stored as an integer with one bit per
-node. If nodes have a prefix of every chain (full attention; pools evict the tail of a chain first),
-a lookup reads only every 128th block, and bisects where a node drops out. The jumps are from NVIDIA
-Dynamo's PositionalIndexer, which uses 32. Each block that is read is a cache miss of the processor,
-and longer jumps with bisection read fewer.
+A node is a pool. One table maps a block's key to the set of nodes that have the block. The set is
+an integer with one bit per node. A chain is the sequence of a prompt's blocks. With full attention,
+pools evict the tail of a chain first, so a node always has a prefix of the chain. Then a lookup
+reads only every 128th block, and bisects where a node has no more blocks. The jumps are from NVIDIA
+Dynamo's PositionalIndexer, which jumps over 32 blocks. Each block that is read is a cache miss of
+the processor, and longer jumps with bisection read fewer blocks.
 
-A node gets a new bit when a new epoch starts or it is loaded again. The old bit is invalid at once,
-and is removed from the table in small steps (`sweep`), so that no call takes long, however large
-the table is.
+A node gets a new bit when a new epoch starts or when the node is loaded again. The old bit becomes
+invalid at once. It is removed from the table in small steps (`sweep`), so that no call takes long
+even if the table is large.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,8 +25,8 @@ from services.gateway.core.prefix_index.node_view import Applied, NodeView
 
 JUMP = 128
 NUM_SHARDS = 1024
-"""The table is divided by the low bits of the key, so that a sweep step, or the growth of a
-dictionary, affects only a small part: of a million blocks, a thousand.
+"""The table is divided into this number of dictionaries by the low bits of the key. So a step of a
+sweep, or the growth of a dictionary, processes only a small part of the table.
 """
 MAX_INTERNED_SETS = 65_536
 
@@ -43,7 +44,7 @@ class PrefixIndex:
         self._live = 0
         """The bits of all views' nodes."""
         self._jumping = 0
-        """Bits of nodes that have prefixes of chains; see `_match_by_jumps`."""
+        """The bits of nodes that always have prefixes of chains. `_match_by_jumps` matches them."""
         self._retired = 0
         """Invalid bits that are still in the table."""
         self._being_swept = 0
@@ -52,17 +53,18 @@ class PrefixIndex:
         """The shard that the sweep processes next."""
         self._interned: dict[int, int] = {}
         self.contact = DirectoryState.FALLBACK
-        """State of the connection to the source of the views. Set by the adapter
-        that reads the source.
+        """The state of the connection to the source of the views. The adapter that reads the source
+        sets it.
         """
 
     # Queries.
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """The number of leading blocks of a chain that each node need not compute.
+        """Returns a map from nodes to the number of leading blocks of a chain that the node need
+        not compute.
 
-        `keys` are the chain's keys in group 0, from `block_keys`. Nodes without any blocks of it
-        are omitted. Empty while the state is FALLBACK or UNUSED.
+        `keys` are the chain's keys in KV-cache group 0, from `block_keys`. Nodes without any of
+        these blocks are omitted. The map is empty while the state is FALLBACK or UNUSED.
         """
         if not self.contact.has_matches or not keys:
             return {}
@@ -75,8 +77,8 @@ class PrefixIndex:
 
     @property
     def state(self) -> DirectoryState:
-        """The state of the whole index. It is the state of the connection, or DEGRADED if the
-        connection is EXACT and any node is degraded.
+        """The state of the whole index. If the connection is EXACT and any node is degraded, the
+        state is DEGRADED. Otherwise it is the state of the connection.
         """
         if self.contact is DirectoryState.EXACT and not all(
             view.is_exact for view in self._views.values()
@@ -85,7 +87,7 @@ class PrefixIndex:
         return self.contact
 
     def node_state(self, node: str) -> DirectoryState:
-        """The state of one node; FALLBACK if the node is not known."""
+        """Returns the state of one node. FALLBACK if the node is not known."""
         view = self._views.get(node)
         if view is None:
             return DirectoryState.FALLBACK
@@ -99,26 +101,26 @@ class PrefixIndex:
         return self._views.values()
 
     def view(self, node: str) -> NodeView | None:
-        """The view of one node; None if it is not known."""
+        """Returns the view of one node. None if the node is not known."""
         return self._views.get(node)
 
     @property
     def num_keys(self) -> int:
-        """Keys in the table."""
+        """Number of keys in the table."""
         return sum(map(len, self._shards))
 
     def keys_of(self, node: str) -> set[int]:
-        """All keys of a node. Reads the whole table."""
+        """Returns all keys of a node. Reads the whole table."""
         view = self._views.get(node)
         if view is None:
             return set()
         return {key for shard in self._shards for key, held in shard.items() if held & view.bit}
 
-    # Changes by the source of the views.
+    # Changes that the source of the views reports.
 
     def begin(self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...]) -> NodeView:
-        """Makes an empty view for a new epoch of a node, which is exact after entry 0. The node's
-        earlier keys are invalid.
+        """Makes an empty view for a new epoch of a node. The view is exact as of entry 0. The
+        node's earlier keys become invalid.
         """
         self.remove(node)
         view = NodeView(node, epoch, groups, 0, self._new_bit(), is_exact=True)
@@ -126,15 +128,15 @@ class PrefixIndex:
         return view
 
     def remove(self, node: str) -> None:
-        """Removes a node. Does nothing if it is not known."""
+        """Removes a node. Does nothing if the node is not known."""
         view = self._views.pop(node, None)
         if view is not None:
             del self._by_epoch[view.epoch]
             self._retire(view)
 
     def apply(self, batch: KeyBatch) -> Applied:
-        """Applies the next batch of an epoch. With the results DONE and DRIFTED it was applied,
-        with others not.
+        """Applies the next batch of an epoch. If the result is DONE or DRIFTED, the batch was
+        applied. Otherwise it was not.
         """
         view = self._by_epoch.get(batch.epoch)
         if view is None:
@@ -161,10 +163,10 @@ class PrefixIndex:
             view.is_exact = False
 
     def compare(self, node: str, lease: NodeLease) -> bool:
-        """Returns whether a view agrees with a lease of the same epoch. If they differ, the node is
-        degraded.
+        """Compares a node's view with a lease of the same epoch, and degrades the node if they
+        differ. Returns whether the view is exact.
 
-        The digests are compared only if view and lease are at the same entry.
+        They are compared only if they are at the same entry.
         """
         view = self._views[node]
         if lease.sequence == view.sequence and lease.digest != view.digest:
@@ -174,12 +176,14 @@ class PrefixIndex:
     def load(
         self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...], sequence: int
     ) -> "Loading":
-        """Starts loading a node from a snapshot. An existing view stays in use meanwhile."""
+        """Starts loading a node from a snapshot. The existing view, if any, stays in use until the
+        end.
+        """
         view = NodeView(node, epoch, groups, sequence, self._new_bit(), is_exact=True)
         return Loading(self, view)
 
     def sweep(self) -> bool:
-        """Removes invalid bits from a small part of the table; returns whether there are more."""
+        """Removes invalid bits from a small part of the table. Returns whether any are left."""
         if not self._being_swept:
             if not self._retired:
                 return False
@@ -203,8 +207,8 @@ class PrefixIndex:
     # Lookups.
 
     def _match_by_jumps(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """Matches nodes that have prefixes of chains. In each iteration, `holders` are the nodes
-        with all blocks up to and including `position`.
+        """Matches the nodes that always have prefixes of chains. In each iteration, `holders` are
+        the nodes that have all blocks up to and including `position`.
         """
         shards, last = self._shards, len(keys) - 1
         position = 0
@@ -222,7 +226,9 @@ class PrefixIndex:
     def _bisect(
         self, keys: Sequence[int], lost: int, low: int, high: int, depths: dict[str, int]
     ) -> None:
-        """Records the depths of nodes that have block `low` of the chain and not block `high`."""
+        """Stores in `depths` the number of leading blocks of the nodes in `lost`, which have block
+        `low` of the chain but not block `high`.
+        """
         shards = self._shards
         while lost and high - low > 1:
             middle = (low + high) // 2
@@ -239,8 +245,8 @@ class PrefixIndex:
         self._record(lost, high, depths)
 
     def _match_exactly(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """Matches nodes whose groups are not only full attention: reads every block
-        of every group.
+        """Matches the nodes that have other KV-cache groups than one with full attention. Reads
+        every block of every group.
         """
         shards = self._shards
         held_by_group: list[list[int]] = []
@@ -258,7 +264,7 @@ class PrefixIndex:
             if present & view.bit:
                 depth = prefix_depth(view.groups, is_cached, len(keys))
             else:
-                # Chunked attention may need no block at all.
+                # With chunked attention, a request may need no block at all.
                 depth = depths_of_nothing.get(view.groups, -1)
                 if depth < 0:
                     depth = prefix_depth(view.groups, is_cached, len(keys))
@@ -302,8 +308,8 @@ class PrefixIndex:
                 view.xor ^= key
 
     def _intern(self, held: int) -> int:
-        """Returns the shared integer object for a set of nodes. A million separate objects would
-        take 32 MB.
+        """Returns the one integer object that is stored for a set of nodes. A million separate
+        objects would take 32 MB.
         """
         return self._interned.setdefault(held, held)
 
@@ -321,7 +327,7 @@ class PrefixIndex:
         self._retired |= view.bit
 
     def _new_bit(self) -> int:
-        """The lowest bit that is unused in the table."""
+        """Returns the lowest bit that the table does not use."""
         used = self._retired | sum(self._node_of_bit)
         bit = ~used & (used + 1)
         self._node_of_bit[bit] = ""
@@ -329,7 +335,9 @@ class PrefixIndex:
 
 
 class Loading:
-    """A snapshot that is loaded in parts. When complete, it replaces the node's view."""
+    """A snapshot of a node that is loaded in parts. When it is complete, it replaces the node's
+    view.
+    """
 
     def __init__(self, index: PrefixIndex, view: NodeView) -> None:
         self._index = index

@@ -10,8 +10,8 @@ def best_answers(answers: Sequence[Answer], request: ClientRequest) -> list[Answ
     """Returns, for each prompt, the best `n` of the `best_of` generated answers, best first.
 
     As in OpenAI's definition, the best answer has the highest mean log-probability per token. Among
-    equals the first generated is better. Log-probabilities are dropped if the client did not
-    request them.
+    equals, the answer with the lowest index is better. Log-probabilities are removed if the client
+    did not request them.
     """
     if not request.is_ranked:
         return list(answers)
@@ -26,7 +26,7 @@ def best_answers(answers: Sequence[Answer], request: ClientRequest) -> list[Answ
 
 
 def _mean_logprob(answer: Answer) -> float:
-    """The mean log-probability per token; minus infinity without tokens."""
+    """Returns the mean log-probability per token. Minus infinity for an answer without tokens."""
     rows = answer.logprobs
     if rows is None or not len(rows):
         return float("-inf")

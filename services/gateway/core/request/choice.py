@@ -14,35 +14,37 @@ from services.gateway.core.text.stop_strings import StopPatterns, StopStrings
 
 @dataclass(slots=True)
 class Piece:
-    """An addition to one answer: text, tokens, or its end."""
+    """An addition to one answer: text, tokens, or the answer's end."""
 
     index: int
     text: str = ""
-    """Whole characters. None of them may become part of a stop string."""
+    """Whole characters that cannot become part of a stop string."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: LogprobRows | None = None
-    """One row per token; None if log-probabilities were not requested."""
+    """One row for each token. None if log-probabilities were not requested."""
     offsets: list[int] | None = None
-    """For each token, the number of characters in the answer before its text; None if not
-    computed.
+    """For each token, the number of characters that precede it in the answer. None if the offsets
+    were not computed.
     """
     prompt_logprobs: LogprobRows | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended the answer; None if another cause did."""
+    """The stop string or the id of the stop token that ended the answer. None if something else
+    ended it.
+    """
     pooled: bytes | None = None
-    """The vector of the prompt, little-endian float32."""
+    """The vector of the prompt as little-endian float32 numbers."""
     events: list[OutputEvent] | None = None
-    """The text as parsed events; None if the request has no output form."""
+    """The text as parsed events. None if the request has no output form."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it contains nothing that is sent to clients."""
+        """Whether the piece contains nothing that is sent to clients."""
         return not self.token_ids and self.finish_reason is None and self.prompt_logprobs is None
 
     @property
     def is_text(self) -> bool:
-        """Whether it contains only text and its tokens."""
+        """Whether the piece contains only text and the text's tokens."""
         return bool(self.text) and (
             self.finish_reason is None
             and self.logprobs is None
@@ -54,9 +56,9 @@ class Piece:
 class Choice:
     """Converts deltas of one sequence to pieces, and finds its stop strings.
 
-    The result does not depend on how tokens were grouped into deltas. The text of the token that
-    ended the sequence (end of sequence, or a stop token) is omitted, except if the request includes
-    stop strings.
+    The result does not depend on how tokens were grouped into deltas. The text of an
+    end-of-sequence or stop token that ended the sequence is omitted. If the request sets
+    include_stop_str_in_output, it is kept.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Choice:
         )
 
     def accept(self, delta: Delta) -> Piece:
-        """The piece for a delta. Must not be called after `finish_reason` is set."""
+        """Converts a delta to a piece. Must not be called after `finish_reason` is set."""
         if delta.num_cached_tokens is not None:
             self.num_cached_tokens = delta.num_cached_tokens
         if self._prompt_only:
@@ -154,7 +156,7 @@ class Choice:
         """Returns the visible text, the number of tokens used, the start of each token's text, and
         the stop string that ended the text.
 
-        Parsed events of the text are appended to `events`.
+        Appends the parsed events of the text to `events`.
         """
         shown: list[str] = []
         offsets: list[int] = []
@@ -172,8 +174,8 @@ class Choice:
         return "".join(shown), len(token_ids), offsets, None
 
     def _parse(self, text: str, events: list[OutputEvent] | None) -> None:
-        """Appends the parsed events of one token's text to `events`, and counts the
-        token if it is reasoning.
+        """Appends the parsed events of one token's text to `events`. Counts the token if it is
+        reasoning.
         """
         if self._parser is None or events is None:
             return
@@ -200,6 +202,8 @@ class Choice:
         return self.finish_reason, delta.finish.stop_token_id
 
     def _rest(self) -> str:
-        """The held-back text at the end of the sequence. It cannot contain a stop string."""
+        """Returns the text that is still held back at the end of the sequence. It cannot contain a
+        stop string.
+        """
         tail = self._detokenizer.flush()
         return tail if self._stops is None else self._stops.flush() + tail

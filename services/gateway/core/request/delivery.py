@@ -24,30 +24,33 @@ class Sink(Protocol):
         """Whether `put` may be called. If not, `drain` must be awaited first."""
 
     def put(self, added: list[Piece]) -> None:
-        """Accepts new pieces. The list is empty if a sequence was only scheduled."""
+        """Accepts new pieces. The list is empty if a sequence was scheduled and has no output
+        yet.
+        """
 
     async def drain(self) -> None:
         """Sends everything that was put; returns when the sink is ready again."""
 
 
 class Delivery:
-    """Runs a generation's sequences at an engine, and puts their output into a sink.
+    """Runs a generation's sequences at an engine, and puts their output into a sink, the reader's
+    side.
 
-    Pieces are made and put in callbacks of the event loop, since waking a task for each piece would
-    cost several times as much. After a drain, and at the start, the task that runs the delivery
-    puts the next piece itself, so that the sink is drained in the same iteration. Output that
-    arrives meanwhile is merged.
+    Pieces are made and put into the sink in callbacks of the event loop. Waking a task for each
+    piece would cost several times as much. At the start and after a drain, the task that runs the
+    delivery puts the next piece itself, so that the sink is drained in the same iteration of the
+    event loop. Output that arrives during a drain is merged.
 
-    Many tokens, for example after a pause of the sink, are put in several parts, in separate
-    iterations of the event loop.
+    If there are many tokens, for example after a long drain, they are put in several parts, each in
+    another iteration of the event loop.
     """
 
     def __init__(
         self, generation: Generation, engine: Source, sink: Sink, min_tokens: int = 1
     ) -> None:
-        """After a sequence's first tokens, at least `min_tokens` tokens are put together. Fewer are
-        put if there is other output. With stop strings each token is put separately, since it may
-        be the last.
+        """After a sequence's first tokens, at least `min_tokens` tokens are put together, or fewer
+        if there is other output. If the request has stop strings, each token is put separately,
+        since it may be the last.
         """
         self._min_tokens = 1 if generation.request.stop else min_tokens
         self._generation = generation
@@ -59,16 +62,16 @@ class Delivery:
         self._parts: deque[Sequence[tuple[int, Delta]]] = deque()
         self._is_due = False
         self._is_for_task = True
-        """Whether the task, not a callback, puts the next output."""
+        """Whether the task puts the next output. Otherwise a callback does."""
         self._wanted: asyncio.Future[None] | None = None
         """The future that the task awaits; None while the task is busy."""
         self._error: Exception | None = None
 
     async def run(self) -> None:
-        """Starts the sequences; returns when every answer has ended and was delivered.
+        """Starts the sequences. Returns when every answer has ended and was delivered.
 
-        Raises StepwellError if the engine refuses or fails, and the errors of `put` and `drain`.
-        Unfinished sequences are then aborted.
+        Raises StepwellError if the engine refuses the request or fails, and any error that `put` or
+        `drain` raises. After an error, unfinished sequences are aborted.
         """
         generation = self._generation
         try:
@@ -91,13 +94,15 @@ class Delivery:
             self.close()
 
     def end(self, error: StepwellError) -> None:
-        """Makes `run` raise an error, after a drain in progress."""
+        """Makes `run` raise this error. If the sink is being drained, `run` raises afterwards."""
         if self._error is None:
             self._error = error
         self._wake()
 
     def wake(self) -> None:
-        """Has the sink drained soon, since it has output of its own."""
+        """Makes `run` drain the sink soon. Call this if the sink has output of its own, such as a
+        keep-alive.
+        """
         self._wake()
 
     def close(self) -> None:
@@ -112,8 +117,8 @@ class Delivery:
             self._loop.call_soon(self._deliver, context=self._context)
 
     def _deliver(self) -> None:
-        """Puts the next part of the output if the task is waiting. Wakes the task
-        if there is work for it.
+        """If the task is waiting, puts the next part of the output into the sink. Wakes the task if
+        it must drain the sink or end.
         """
         self._is_due = False
         if self._wanted is None or self._wanted.done():
@@ -126,8 +131,8 @@ class Delivery:
         self._wake()
 
     def _put_next(self) -> bool:
-        """Puts the next part of the output; returns whether the task must be woken. If more parts
-        are left, schedules another delivery.
+        """Puts the next part of the output into the sink. Returns whether the task must be woken.
+        If more parts are left, schedules another delivery.
         """
         assert self._source is not None
         if self._parts:
@@ -149,8 +154,8 @@ class Delivery:
             self._wanted.set_result(None)
 
     def _take_error(self) -> Exception:
-        """Returns the error and drops the reference to it: its traceback refers to frames that
-        refer to this delivery.
+        """Returns the error and removes the reference to it. The error's traceback refers to this
+        delivery, so the reference would form a cycle.
         """
         error, self._error = self._error, None
         assert error is not None
@@ -174,7 +179,7 @@ class Answers:
 
 
 async def received(source: DeltaSource) -> list[tuple[int, Delta]]:
-    """Waits for output of sequences and returns it. Only one call at a time."""
+    """Waits for output of the sequences and returns it. Calls must not overlap."""
     news = asyncio.Event()
     source.listen(news.set)
     while not (deltas := source.take()):

@@ -16,24 +16,28 @@ class Delta:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
-    """Cached prompt tokens, if the sequence was scheduled since the last delta; else None."""
+    """Number of cached prompt tokens, if the sequence was scheduled since the last delta. Otherwise
+    None.
+    """
     finish: Finish | None = None
     error: StepwellError | None = None
-    """The error that ended the sequence. If set, `finish` is None and no delta follows."""
+    """The error that ended the sequence. If it is set, `finish` is None and no delta follows."""
     pooled: bytes | None = None
-    """The vector of the prompt, little-endian float32; None without one."""
+    """The vector of the prompt as little-endian float32 numbers. None if the request generates
+    text.
+    """
 
     def take_error(self) -> StepwellError:
-        """Returns the error and drops the reference to it. When raised, its traceback refers to the
-        frames with this delta, which would form a reference cycle.
+        """Returns the error and removes the reference to it. When the error is raised, its
+        traceback refers to frames with this delta, so the reference would form a cycle.
         """
         error, self.error = self.error, None
         assert error is not None
         return error
 
     def cut(self, max_tokens: int) -> "Iterator[Delta]":
-        """Splits the delta into deltas of up to `max_tokens`. Only the last one has the finish
-        reason or error.
+        """Splits the delta into deltas of at most `max_tokens` tokens. Only the last delta has the
+        finish reason or error.
         """
         num_tokens = len(self.token_ids)
         for start in range(0, max(num_tokens, 1), max_tokens):
@@ -53,11 +57,12 @@ class Delta:
 def parts_of(
     deltas: list[tuple[int, Delta]], max_tokens: int
 ) -> Sequence[Sequence[tuple[int, Delta]]]:
-    """Splits deltas, each with its sequence's index, into parts of about `max_tokens`; none is
-    empty. Errors that arrived together with tokens are in the last part, so that the tokens are
-    delivered first.
+    """Splits a list of deltas, each with its sequence's index, into parts of about `max_tokens`
+    tokens. No part is empty. Errors that arrived together with tokens are in the last part, so that
+    the tokens are delivered first.
 
-    There is almost always one part: a delta has one step's tokens if its reader is not slow.
+    There is almost always one part, because a delta has only one step's tokens if its reader is
+    fast enough.
     """
     num_tokens, has_error = 0, False
     for _, delta in deltas:

@@ -16,20 +16,22 @@ from services.gateway.core.text.stop_strings import StopPatterns
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request. Each prompt is counted once, and every answer."""
+    """The token counts of a request. Each prompt is counted once. Every answer is counted, even if
+    it is not returned.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
     num_reasoning_tokens: int | None = None
-    """Generated tokens that are reasoning; None if reasoning is not parsed."""
+    """Number of generated tokens that are reasoning. None if reasoning is not parsed."""
 
 
 class Generation:
-    """A checked request, with the state of its answers. If it is a session's turn, it updates the
-    session's tokens at its end.
+    """A checked request with the state of its answers. If the request is a turn of a client's
+    session, the session's tokens are updated at the end.
 
-    Answer i is for prompt i // num_candidates.
+    Answer i answers prompt i // num_candidates.
     """
 
     def __init__(
@@ -39,33 +41,36 @@ class Generation:
         sequences: list[EngineRequest],
         tokenizer: Tokenizer,
     ) -> None:
-        """`sequences` were made with `identity`."""
+        """`sequences` must have been made with `identity`."""
         self.request = request
         self.identity = identity
         self.sequences = sequences
         stops = StopPatterns(request.stop)
         self.mailbox: DeltaSource | None = None
-        """Output of its sequences at the engine; None before `start`."""
+        """The output of the sequences at the engine. None before `start`."""
         self.source: KeptSource | None = None
-        """The source of a shared answer; None if an engine generates it for this request."""
+        """The source of an answer that is shared under an idempotency key. None if an engine
+        generates the answer for this request.
+        """
         self.is_replay = False
         """Whether another request started the shared answer."""
         self._turn = Answer()
         """The answer of a session's turn."""
         self.was_taken = False
-        """Whether one of its sequences was scheduled. If not, the request is queued or was refused.
+        """Whether a replica has scheduled one of the sequences. If false, the request is queued or
+        was refused.
         """
         self.choices = [
             Choice(index, tokenizer, request, sequence, stops)
             for index, sequence in enumerate(sequences)
         ]
         self.num_open = len(self.choices)
-        """Unfinished answers."""
+        """Number of unfinished answers."""
         self._is_in_turn = False
 
     def start(self, engine: Source) -> DeltaSource:
-        """Starts its sequences at an engine, or attaches to a shared answer. In a
-        session, the turn begins.
+        """Starts the sequences at an engine, or attaches to a shared answer. If the request is a
+        turn of a session, the turn begins.
         """
         session = self.request.session
         if session is not None:
@@ -75,8 +80,8 @@ class Generation:
         return self.mailbox
 
     def accept(self, deltas: Sequence[tuple[int, Delta]]) -> list[Piece]:
-        """The pieces that deltas add to its answers; none for ended answers. Raises StepwellError
-        if the engine refused or failed.
+        """Returns the pieces that deltas add to the answers. Deltas of ended answers are ignored.
+        Raises StepwellError if the engine refused the request or failed.
         """
         choices = self.choices
         added = [
@@ -90,8 +95,8 @@ class Generation:
         return added
 
     def close(self) -> None:
-        """Aborts unfinished sequences, and ends the session's turn. Tokens that were generated and
-        not read count as used. Idempotent.
+        """Aborts unfinished sequences, and ends the session's turn. Generated tokens that were not
+        read count as used. Idempotent.
         """
         if self.mailbox is not None:
             if self.source is None:
@@ -103,7 +108,7 @@ class Generation:
             self.request.session.end_turn(self._tokens_after_turn())
 
     def _tokens_after_turn(self) -> list[int] | None:
-        """The session's tokens after this turn; None if the turn was not completed."""
+        """Returns the session's tokens after this turn. None if the turn was not completed."""
         reason, last = self.choices[0].finish_reason, self._turn.last
         if reason is None:
             return None
@@ -125,8 +130,8 @@ class Generation:
         return piece
 
     def usage(self) -> Usage:
-        """Token counts so far, including answers that are not returned. Cached tokens are counted
-        for the first answer to each prompt only.
+        """Returns the token counts so far, including answers that are not returned to the client.
+        Cached tokens are counted only for the first answer to each prompt.
         """
         firsts = self.choices[:: self.request.num_candidates]
         return Usage(
@@ -143,7 +148,7 @@ class Generation:
         return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     def finish_reasons(self) -> list[str]:
-        """The finish reasons of ended answers, in order."""
+        """Returns the finish reasons of the answers that have ended, in order."""
         return [c.finish_reason.value for c in self.choices if c.finish_reason is not None]
 
 
@@ -157,9 +162,9 @@ class Answer:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     pooled: bytes = b""
-    """The vector of its prompt, little-endian float32; empty if the answer is text."""
+    """The vector of the prompt as little-endian float32 numbers. Empty if the answer is text."""
     message: ParsedMessage = field(default_factory=ParsedMessage)
-    """The text as a parsed message; empty if the request has no output form."""
+    """The text as a parsed message. Empty if the request has no output form."""
     _text: list[str] = field(default_factory=list)
 
     @property

@@ -1,4 +1,4 @@
-"""The identity of a request. With it another gateway generates the same answer."""
+"""The identity of a request. Another gateway with the same identity generates the same answer."""
 
 from dataclasses import dataclass
 
@@ -13,5 +13,5 @@ class Identity:
 
     @property
     def created(self) -> int:
-        """Arrival time in whole seconds since 1970, as in answers."""
+        """Arrival time in whole seconds since 1970. Answers contain this number."""
         return self.arrival_unix_nanos // 10**9

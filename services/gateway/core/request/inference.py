@@ -1,4 +1,4 @@
-"""The service behind all protocols: checks requests, and makes the generations that run."""
+"""The service behind all protocols. It checks requests, and makes the generations that run them."""
 
 import asyncio
 from collections import Counter
@@ -33,16 +33,18 @@ from services.gateway.core.text.parsing.output_formats import NO_FORMATS, Output
 from services.gateway.core.text.parsing.special_tokens import SpecialTokens
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536
-"""Prompt tokens that are checked in one iteration of the event loop."""
+"""Number of prompt tokens that are checked in one iteration of the event loop."""
 _MAX_NAMES = 8
 """Limit on the number of models that an error lists."""
 _ANSWERS_AT_A_TIME = 32
-"""For requests with more answers, the event loop runs between two stages of preparation."""
+"""If a request has more answers than this, each stage of its preparation runs in another iteration
+of the event loop.
+"""
 
 
 class Inference:
-    """Checks clients' requests, tokenizes their prompts, and makes generations to run at the
-    engine. HTTP and gRPC use it.
+    """Checks clients' requests, tokenizes prompts, and makes generations, which run at the engine.
+    Both HTTP and gRPC use it.
     """
 
     def __init__(
@@ -62,9 +64,10 @@ class Inference:
         draw_seed: Callable[[], int],
         unix_nanos: Callable[[], int],
     ) -> None:
-        """One request may have `max_choices` answers, `max_items` values in its lists, and, if it
-        is not streamed, `max_logprobs` log-probabilities in its answers. In a stream,
-        `stream_interval` tokens are sent together. `draw_seed` returns seeds below 2**64.
+        """One request may have at most `max_choices` answers and `max_items` values in its lists.
+        An answer that is not streamed may have at most `max_logprobs` log-probabilities. In a
+        stream, `stream_interval` tokens are sent together. `draw_seed` returns random seeds below
+        2**64.
         """
         self.model_name = model_name
         self.adapters = adapters or LoraModules(model_name)
@@ -83,8 +86,8 @@ class Inference:
         self._unix_nanos = unix_nanos
 
     def check_model(self, name: str | None, tenant: Tenant = ANYONE) -> None:
-        """Raises NotFound if a name is given that is neither the model's nor an adapter's. Raises
-        PermissionDenied if the tenant may not use it.
+        """Raises NotFound if `name` is given and is the name of neither the model nor an adapter.
+        Raises PermissionDenied if the tenant may not use it.
         """
         if (adapter := self.adapters.find(name)) is not None:
             tenant.check_model(adapter.name)
@@ -98,17 +101,19 @@ class Inference:
         tenant.check_model(self.model_name)
 
     def _names_for(self, tenant: Tenant) -> str:
-        """The models that a tenant may use, as text for an error; at most _MAX_NAMES of them."""
+        """Returns the names of the models that a tenant may use, as text for an error. It contains
+        at most _MAX_NAMES names.
+        """
         names = [self.model_name, *(adapter.name for adapter in self.adapters)]
         allowed = [repr(name) for name in names if tenant.may_use(name)]
         more = f" and {len(allowed) - _MAX_NAMES} more" if len(allowed) > _MAX_NAMES else ""
         return (", ".join(allowed[:_MAX_NAMES]) or "none that this key may use") + more
 
     def limits(self) -> ModelLimits:
-        """The limits of a request. Raises Unavailable before the first replica is ready.
+        """Returns the limits of a request. Raises Unavailable before the first replica is ready.
 
-        End-of-sequence tokens are those in the model's configuration and, as in vLLM, the
-        tokenizer's own. Fine-tuned chat models often change only the tokenizer.
+        The end-of-sequence tokens are the tokens in the model's configuration and, as in vLLM, the
+        tokenizer's own token. Fine-tuned chat models often change only the tokenizer's.
         """
         limits = self._engine.limits()
         eos_token_id = self.tokenizer.eos_token_id
@@ -119,8 +124,8 @@ class Inference:
         return replace(limits, eos_token_ids=(*limits.eos_token_ids, eos_token_id))
 
     def check_pools(self, task: PoolingTask | None = None) -> Pooler:
-        """The model's pooler. Raises InvalidArgument if the model generates text, or if it embeds
-        while `task` is scores, or the reverse.
+        """Returns the model's pooler. Raises InvalidArgument if the model generates text, or has
+        another pooling task than `task`.
         """
         pooler = self.limits().pooler
         if pooler is None:
@@ -139,19 +144,20 @@ class Inference:
         return pooler
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
-        """Raises ResourceExhausted if the engine is known to refuse another request, or
-        DeadlineExceeded.
+        """Raises ResourceExhausted if the engine would refuse another request, and DeadlineExceeded
+        if the request would not end in time.
 
-        Called before the prompt is tokenized, since under overload most requests are refused.
+        Call this before the prompt is tokenized, since under overload most requests are refused.
         """
         self._engine.check_room(tenant, deadline)
 
     def arriving(
         self, tenant: Tenant, deadline: float | None, *, needs_room: bool = True
     ) -> Arrival:
-        """Counts a request that is being read, tokenized and prepared, until the Arrival's `end`.
-        Raises ResourceExhausted or DeadlineExceeded if there is no room. If `needs_room` is false,
-        since the answer already exists, the request is not counted.
+        """Counts a request that is being read, tokenized and prepared, until `end` is called on the
+        returned Arrival. Raises ResourceExhausted or DeadlineExceeded if the engine has no room. If
+        `needs_room` is false, the request is neither checked nor counted, since its answer already
+        exists.
         """
         if not needs_room:
             return Arrival(Counter(), tenant)
@@ -163,10 +169,9 @@ class Inference:
         trace: TraceHeaders = UNTRACED,
         deadline: float | None = None,
     ) -> Generation:
-        """Checks a request and makes its generation. Raises InvalidArgument or OutOfRange before
-        anything is sent.
-
-        With many tokens, the event loop runs between the checks.
+        """Checks a request and makes its generation. Raises InvalidArgument or OutOfRange if the
+        request is invalid. If it has many tokens, other work of the event loop runs between the
+        checks.
         """
         limits = self.limits()
         request = in_session(self._defaults.bounded(request))
@@ -200,12 +205,12 @@ class Inference:
         return generation
 
     async def check_form(self, wanted: StructuredOutputs) -> None:
-        """Raises InvalidArgument for a constraint that cannot be compiled."""
+        """Raises InvalidArgument if a constraint cannot be compiled."""
         limits = self.limits()
         await self._grammars.check(wanted, limits.vocab_size, limits.eos_token_ids)
 
     def again(self, generation: Generation, identity: Identity) -> Generation:
-        """A new generation of the same request, with another identity."""
+        """Makes a new generation of the same request, with another identity."""
         request = replace(generation.request, request_id=identity.request_id)
         first = generation.sequences[0]
         sequences = to_engine_requests(
@@ -220,22 +225,21 @@ class Inference:
 
     @staticmethod
     async def _turn_for(num_answers: int) -> None:
-        """Yields to the event loop if the next stage is for many answers."""
+        """Lets the event loop do other work if there are many answers."""
         if num_answers > _ANSWERS_AT_A_TIME:
             await asyncio.sleep(0)
 
     def delivery(self, generation: Generation, sink: Sink, *, stream: bool) -> Delivery:
-        """The delivery of a generation to the sink. If it is not a stream, as many tokens as
-        possible are put at once.
+        """Makes the delivery of a generation to a sink. If the answer is not streamed, many tokens
+        are put into the sink together.
         """
         source = generation.source or self._engine
         min_tokens = self._stream_interval if stream else TOKENS_AT_A_TIME
         return Delivery(generation, source, sink, min_tokens)
 
     def check_num_choices(self, num_prompts: int, n: int, best_of: int | None = None) -> None:
-        """Raises InvalidArgument if one request would have too many answers.
-
-        Also called before the prompts are tokenized.
+        """Raises InvalidArgument if a request would have too many answers. It can be called before
+        the prompts are tokenized.
         """
         name, each = ("n", n) if best_of is None else ("best_of", best_of)
         if num_prompts * each > self._max_choices:
@@ -246,7 +250,9 @@ class Inference:
             )
 
     def check_num_logprobs(self, generation: Generation) -> None:
-        """Raises OutOfRange for too many log-probabilities in answers that are not streamed."""
+        """Raises OutOfRange if answers that are not streamed would have too many
+        log-probabilities.
+        """
         count = sum(
             (sequence.sampling.max_tokens or 0) * _width(sequence.sampling.logprobs)
             + len(sequence.prompt_token_ids) * _width(sequence.sampling.prompt_logprobs)
@@ -270,8 +276,8 @@ class Inference:
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, kept: Truncation | None = None
     ) -> list[list[int]]:
-        """Token ids of prompts, truncated if `kept` is given. Raises OutOfRange for
-        a prompt that cannot fit.
+        """Returns the token ids of prompts, truncated if `kept` is given. Raises OutOfRange if a
+        prompt does not fit into the context.
         """
         limits = self.limits()
         if kept is not None:
@@ -291,8 +297,8 @@ class Inference:
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], kept: Truncation | None = None
     ) -> list[tuple[list[int], int]]:
-        """Token ids of pairs; see Tokenizer. Raises OutOfRange for a pair that cannot fit, if it is
-        not truncated.
+        """Returns the same as `Tokenizer.encode_pairs`. Pairs are truncated if `kept` is given.
+        Raises OutOfRange if a pair does not fit into the context.
         """
         limits = self.limits()
         if kept is not None:
@@ -306,9 +312,9 @@ class Inference:
     def truncation(
         self, num_tokens: int | None, side: str | None, max_tokens: int | None = None
     ) -> Truncation | None:
-        """The truncation of prompts; None if they are not truncated. `max_tokens` is the answer's
-        maximum length. By default, the end of a prompt is kept if text is generated, and its
-        beginning if a vector is computed. `side` overrides this.
+        """Returns the truncation of prompts, or None if `num_tokens` is None. `max_tokens` is the
+        maximum length of the answer. `side` is the side on which tokens are removed. By default,
+        the end of a prompt is kept if text is generated, and the beginning if a vector is computed.
         """
         if num_tokens is None:
             return None
@@ -320,7 +326,9 @@ class Inference:
         return truncation(num_tokens, most, keeps_end=keeps_end)
 
     def _check_lengths(self, lengths: Sequence[int], limits: ModelLimits) -> None:
-        """Raises OutOfRange for a text with too many characters to fit as tokens."""
+        """Raises OutOfRange if a text has so many characters that its tokens cannot fit into the
+        context.
+        """
         longest = limits.capacity * self.tokenizer.max_token_bytes
         for number, length in enumerate(lengths):
             if length > longest:
@@ -328,7 +336,9 @@ class Inference:
                 raise of_prompt(error, number, len(lengths))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of any text. Raises OutOfRange if they are too many for one answer."""
+        """Returns the token ids of any text. Raises OutOfRange if there are too many tokens for one
+        answer.
+        """
         try:
             [token_ids] = await self.tokenizer.encode(
                 [text], add_special_tokens=add_special_tokens, max_tokens=self.max_items
@@ -341,15 +351,16 @@ class Inference:
         return token_ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids. Raises OutOfRange if they are too many for one request."""
+        """Returns the text of token ids. Raises OutOfRange if there are too many tokens for one
+        request.
+        """
         self.check_num_items("tokens", len(token_ids))
         return await self.tokenizer.detokenize(token_ids)
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of words that must not appear, also as they are tokenized after a space.
-
-        By vLLM's rule, the variant with the space is used only if it has a different first token
-        and the same length.
+        """Returns the token sequences of words that must not appear. Each word is tokenized alone
+        and after a space. By vLLM's rule, the second sequence is used only if its first token
+        differs and its length is the same.
         """
         if not words:
             return ()
@@ -382,5 +393,5 @@ def _too_long(error: TextTooLong, limits: ModelLimits, num_texts: int) -> Stepwe
 
 
 def _width(num_logprobs: int | None) -> int:
-    """Columns in a row of log-probabilities."""
+    """Returns the number of columns in a row of log-probabilities."""
     return 0 if num_logprobs is None else num_logprobs + 1

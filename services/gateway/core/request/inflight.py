@@ -1,4 +1,6 @@
-"""Unfinished sequences with their tokens so far, and the mailbox of their reader."""
+"""Unfinished sequences with the tokens that they have generated, and the mailbox from which a
+reader takes their output.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,31 +17,31 @@ from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
 
 MAX_LOSSES_COMPUTED = 5
-"""Limit on the number of replicas that may be lost while they compute a sequence, without a new
-token in between.
+"""Limit on the number of replicas that may be lost in succession while they compute a sequence. A
+new token resets the count.
 """
 MAX_LOSSES_WAITED = 50
-"""Limit on the number of replicas that may be lost while the sequence waits in their queue. A
-waiting sequence is unlikely to cause a loss.
+"""Limit on the number of replicas that may be lost in succession while a sequence waits in their
+queue. A waiting sequence is unlikely to cause a loss.
 """
 
 
 @dataclass(slots=True)
 class Losses:
-    """Replicas lost under a sequence since its last token."""
+    """Counts the replicas that were lost while they had a certain sequence, since its last new
+    token.
+    """
 
     computing: bool = False
-    """Whether its current replica has scheduled it and generated no token yet."""
+    """Whether the current replica has scheduled the sequence and has not generated a token yet."""
     num_computed: int = 0
-    """Losses while it was being computed."""
+    """Number of losses while the sequence was being computed."""
     num_waited: int = 0
-    """Losses while it was waiting at the replica."""
+    """Number of losses while the sequence was waiting at the replica."""
 
     @property
     def are_suspicious(self) -> bool:
-        """Whether the sequence may be the cause of the losses. More losses are allowed while it
-        only waits.
-        """
+        """Whether the sequence may be the cause of the losses."""
         return self.num_computed > MAX_LOSSES_COMPUTED or self.num_waited > MAX_LOSSES_WAITED
 
     def forget(self) -> None:
@@ -62,44 +64,43 @@ def _nothing() -> None:
 
 @dataclass(slots=True, eq=False)
 class Inflight:
-    """One unfinished sequence. Its request and its tokens so far are all that a
-    replica needs to continue it.
-    """
+    """One unfinished sequence. A replica can continue it from its request and its tokens so far."""
 
     request: EngineRequest
     index: int
-    """Its index among the sequences of its client's request."""
+    """The sequence's index in the client's request."""
     number: int
-    """Arrival number: a sequence that arrived later has a higher number."""
+    """The arrival number. A sequence that arrived later has a higher number."""
     mailbox: "Mailbox"
     output_token_ids: list[int] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
     refused_by: set[str] = field(default_factory=set)
-    """Addresses of the replicas that refused it."""
+    """Addresses of the replicas that refused the sequence."""
     was_accepted: bool = False
-    """Whether a replica has accepted it. After that it waits in cases in which a
-    new request is refused.
+    """Whether a replica has accepted the sequence. If true, the sequence waits if all queues are
+    full; a new request would be refused.
     """
     num_times_taken_back: int = 0
-    """Number of times that it was preempted, or taken back from a replica that could not run
-    steps.
+    """Number of times that the sequence was preempted or taken back from a replica that could not
+    run steps.
     """
     was_called_invalid: bool = False
-    """Whether a replica refused it as invalid."""
+    """Whether a replica has refused the sequence as invalid."""
     was_sent: bool = False
-    """Whether it was sent to a replica at least once."""
+    """Whether the sequence was sent to a replica at least once."""
     was_stopped: bool = False
-    """Whether a stop string ended it."""
+    """Whether a stop string ended the sequence."""
     wait_until: float | None = None
-    """End of its current wait for a replica, on the event loop's clock; None if it does not wait.
+    """Time on the event loop's clock at which the current wait for a replica ends with an error.
+    None if the sequence does not wait.
     """
     release: Callable[[], None] = _nothing
-    """Aborts it at its replica."""
+    """Aborts the sequence at its replica."""
     trace: SequenceTrace = field(init=False)
     _num_prompt_rows: int = 0
-    """Rows of prompt log-probabilities that were delivered."""
+    """Number of rows of prompt log-probabilities that were delivered."""
     _num_repeated_rows: int = 0
-    """Delivered rows that the current replica will send again."""
+    """Number of these rows that the current replica will send again."""
 
     def __post_init__(self) -> None:
         self.trace = SequenceTrace(self.index, self.request.request_id, self.mailbox.nanos)
@@ -115,7 +116,7 @@ class Inflight:
         return self.request.sampling.prompt_logprobs is not None and not self.output_token_ids
 
     def resume(self, progress: Progress) -> None:
-        """Adopts earlier output of the sequence."""
+        """Sets the output of the sequence to earlier output from which it is resumed."""
         self.output_token_ids = list(progress.token_ids)
         self.was_accepted = bool(progress.token_ids)
         self._num_prompt_rows = progress.num_prompt_rows
@@ -131,8 +132,8 @@ class Inflight:
         self._num_repeated_rows = self._num_prompt_rows
 
     def admitted(self, num_cached_tokens: int) -> None:
-        """Records that the sequence was scheduled. The number of cached tokens is delivered only
-        before any output, since later ones follow a loss.
+        """Records that the sequence was scheduled. `num_cached_tokens` is delivered only if there
+        is no output yet. Later numbers are from another replica, after a loss.
         """
         self.was_accepted = True
         self.losses.computing = True
@@ -141,7 +142,7 @@ class Inflight:
             self._delta().num_cached_tokens = num_cached_tokens
 
     def tokens(self, token_ids: list[int]) -> None:
-        """Appends new tokens. The caller must not use the list afterwards."""
+        """Appends new tokens. The caller must not modify the list afterwards."""
         if not token_ids:
             return
         self.was_accepted = True
@@ -152,8 +153,8 @@ class Inflight:
         self.mailbox.add_tokens(self.index, token_ids)
 
     def lost(self, cause: ResubmitCause) -> None:
-        """Records that its replica's session ended. Its next wait for a replica has the full time
-        limit again.
+        """Records that the session with the replica ended. The sequence's next wait for a replica
+        has the full time limit.
         """
         self.was_accepted = True
         self.wait_until = None
@@ -163,7 +164,7 @@ class Inflight:
         self.trace.left(cause)
 
     def taken_back(self, cause: ResubmitCause) -> None:
-        """Aborts the sequence at its replica, to continue it later or at another replica."""
+        """Aborts the sequence at its replica. It will be continued later or at another replica."""
         self.was_accepted = True
         self.num_times_taken_back += 1
         self.wait_until = None
@@ -178,7 +179,7 @@ class Inflight:
         delta.logprobs = joined(delta.logprobs, rows)
 
     def prompt_logprobs(self, rows: LogprobRows) -> None:
-        """Adds log-probabilities of the prompt, without rows delivered before."""
+        """Adds log-probabilities of the prompt. Rows that were delivered before are skipped."""
         num_repeated = min(self._num_repeated_rows, len(rows))
         self._num_repeated_rows -= num_repeated
         rows = rows.part(num_repeated)
@@ -189,7 +190,7 @@ class Inflight:
         delta.prompt_logprobs = joined(delta.prompt_logprobs, rows)
 
     def pooled(self, values: bytes) -> None:
-        """Adds the vector of the prompt; `finished` follows."""
+        """Adds the vector of the prompt. A call of `finished` follows."""
         self.was_accepted = True
         self._delta().pooled = values
 
@@ -213,8 +214,8 @@ class Inflight:
 
 
 def ended(inflight: Inflight) -> Finish | None:
-    """Derives the sequence's end from its tokens; None if it is not finished. Used if a replica was
-    lost before it reported the end.
+    """Determines from a sequence's tokens how it ended. Returns None if it has not ended. Used if a
+    replica was lost before it reported the end.
     """
     tokens, sampling = inflight.output_token_ids, inflight.request.sampling
     if not tokens:
@@ -227,8 +228,8 @@ def ended(inflight: Inflight) -> Finish | None:
 class Mailbox:
     """The sequences of one client request, and their output since it was last read.
 
-    There is at most one delta per sequence, so a stopped reader costs no more memory than its own
-    request's tokens.
+    There is at most one delta per sequence, so a reader that stops reading costs only the memory of
+    its request's tokens.
     """
 
     def __init__(
@@ -238,20 +239,20 @@ class Mailbox:
         drop: Callable[[Inflight], None],
         nanos: Callable[[], int],
     ) -> None:
-        """`numbers` counts sequences in order of arrival. `drop` is called for each aborted
-        sequence. `nanos` is the steady clock of the timelines.
+        """`numbers` yields the arrival numbers of sequences. `drop` is called for each aborted
+        sequence. `nanos` returns the time of the timelines, in nanoseconds on a steady clock.
         """
         self.nanos = nanos
         self.inflights = [
             Inflight(request, index, next(numbers), self) for index, request in enumerate(requests)
         ]
         self.routes: list[Route] = []
-        """Routes of its sequences in the order of sending. A sequence that was sent
-        again has several.
+        """The routes of the sequences, in the order in which they were sent. A sequence that was
+        sent several times has several routes.
         """
         self.waits: list[Wait] = []
-        """Waits of its sequences that were not sent to a replica at once, or were preempted, in the
-        order of their ends.
+        """The waits of sequences that were not sent to a replica at once or were preempted, in the
+        order in which the waits ended.
         """
         self.traces = [inflight.trace for inflight in self.inflights]
         """The trace of each sequence."""
@@ -261,17 +262,19 @@ class Mailbox:
         self._on_news: Callable[[], None] = _nothing
         self._min_tokens = 1
         self._begun: set[int] = set()
-        """Sequences whose first tokens were taken."""
+        """Indices of the sequences whose first tokens were taken."""
 
     def delta(self, index: int) -> Delta:
-        """The sequence's current delta, to be added to. Notifies the reader."""
+        """Returns the sequence's current delta, to which the caller adds output. Notifies the
+        reader.
+        """
         delta = self.open_delta(index)
         self._on_news()
         return delta
 
     def open_delta(self, index: int) -> Delta:
-        """The sequence's current delta, to be added to. Does not notify the reader: another
-        addition does.
+        """Returns the sequence's current delta, to which the caller adds output. Does not notify
+        the reader, since a later addition will.
         """
         delta = self._deltas.get(index)
         if delta is None:
@@ -279,9 +282,7 @@ class Mailbox:
         return delta
 
     def add_tokens(self, index: int, token_ids: list[int]) -> None:
-        """Adds tokens to the delta. Takes ownership of the list if these are the
-        delta's first tokens.
-        """
+        """Adds tokens to the sequence's delta. The caller must not modify the list afterwards."""
         delta = self._deltas.get(index)
         if delta is None:
             delta = self._deltas[index] = Delta(token_ids)
@@ -292,8 +293,8 @@ class Mailbox:
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
         """Calls `on_news` after additions to a delta. The callback must not take the delta. If only
-        tokens are added, it is called for a sequence's first tokens, and then whenever at least
-        `min_tokens` have accumulated.
+        tokens are added, it is called for a sequence's first tokens, and then whenever a delta has
+        at least `min_tokens` tokens.
         """
         self._on_news, self._min_tokens = on_news, min_tokens
 
@@ -310,7 +311,7 @@ class Mailbox:
         return list(deltas.items())
 
     def resume(self, progress: Sequence[Progress]) -> list[Inflight]:
-        """Resumes sequences from their progress; returns the unfinished ones."""
+        """Resumes the sequences from their progress. Returns the unfinished sequences."""
         going_on = []
         for inflight, one in zip(self.inflights, progress, strict=True):
             inflight.resume(one)
@@ -323,7 +324,9 @@ class Mailbox:
         return going_on
 
     def abort(self, index: int) -> None:
-        """Ends a sequence whose text is complete. Later output is dropped. Idempotent."""
+        """Ends a sequence because a stop string completed its text. Later output is dropped.
+        Idempotent.
+        """
         if index in self._unfinished:
             self.inflights[index].was_stopped = True
             self._abort(index)

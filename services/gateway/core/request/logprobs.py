@@ -1,4 +1,4 @@
-"""Log-probabilities of consecutive positions."""
+"""The log-probabilities of tokens at consecutive positions."""
 
 from array import array
 from collections.abc import Iterable, Iterator
@@ -10,11 +10,11 @@ LOWEST_LOGPROB = -9999.0
 
 @dataclass(slots=True)
 class LogprobRows:
-    """A row-major matrix. Column 0 is the position's token, the others are the most probable tokens
-    in descending order.
+    """The log-probabilities as a row-major matrix with one row for each position. Column 0 has the
+    position's token. The other columns have the most probable tokens in descending order.
 
-    `token_ids` and `logprobs` have rows x `width` values, `ranks` has one per row. All are packed
-    numbers of 4 bytes: lists would take nine times the memory.
+    `token_ids` and `logprobs` have `width` values per row, and `ranks` has one. All are arrays of
+    4-byte numbers, since lists would take nine times the memory.
     """
 
     width: int
@@ -42,7 +42,7 @@ class LogprobRows:
         self.ranks += other.ranks
 
     def part(self, start: int, stop: int | None = None) -> "LogprobRows":
-        """The rows from `start` to `stop`; without `stop`, to the end."""
+        """Returns the rows from `start` to `stop`, or to the end if `stop` is None."""
         first, last = start * self.width, None if stop is None else stop * self.width
         return LogprobRows(
             self.width,
@@ -52,7 +52,9 @@ class LogprobRows:
         )
 
     def rows(self) -> Iterator[tuple[list[int], list[float], int]]:
-        """Each row: its token ids, their log-probabilities, and the rank of its own token."""
+        """Yields each row as its token ids, their log-probabilities, and the rank of the position's
+        token.
+        """
         for row, rank in enumerate(self.ranks):
             cells = slice(row * self.width, (row + 1) * self.width)
             yield (
@@ -63,7 +65,9 @@ class LogprobRows:
 
 
 def joined(rows: LogprobRows | None, more: LogprobRows | None) -> LogprobRows | None:
-    """Rows followed by more rows; either may be None. May extend `rows` in place."""
+    """Returns rows followed by more rows. Either argument may be None. May extend `rows` in
+    place.
+    """
     if rows is None or more is None:
         return more if rows is None else rows
     rows.extend(more)

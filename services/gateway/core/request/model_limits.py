@@ -10,8 +10,8 @@ from services.common.request.pooling import Pooler
 class ModelLimits:
     """The limits of a request. They are the tightest limits of all ready replicas.
 
-    `capacity` is the largest number of tokens of a sequence, prompt plus output, that fits in both
-    model and pool.
+    `capacity` is the largest number of tokens, prompt plus output, that a sequence can have in both
+    the model and the pool.
     """
 
     max_model_len: int
@@ -21,7 +21,7 @@ class ModelLimits:
     priority_scheduling: bool
     hidden_size: int
     pooler: Pooler | None = None
-    """How the model pools prompts into vectors; None if it generates."""
+    """How the model computes a vector of a prompt. None if the model generates text."""
 
     @property
     def capacity(self) -> int:
@@ -29,14 +29,14 @@ class ModelLimits:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Limit on the number of prompt tokens. A model that generates needs space for one more
-        token.
+        """Limit on the number of prompt tokens. If the model generates text, one token less than
+        the capacity.
         """
         return self.capacity if self.pooler is not None else self.capacity - 1
 
 
 def tightest_limits(limits: Sequence[ModelLimits]) -> ModelLimits:
-    """The limits of a request that fits every replica."""
+    """Returns the limits that a request must meet to fit every replica."""
     if len(limits) == 1:
         return limits[0]
     return ModelLimits(

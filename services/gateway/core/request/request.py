@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
-"""Roles of messages over gRPC, which have no tool calls."""
+"""The roles of messages over gRPC. These messages have no tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
-    """Its text, if the client wants it returned."""
+    """The text of the prompt, if the client requested that it is returned."""
     offsets: list[int] | None = None
     """For each token, the number of characters in `text` before it."""
     embeds: PromptEmbeds | None = None
     """Embeddings instead of tokens. The token ids are then placeholders."""
     num_first_text_tokens: int = 0
-    """Tokens before the second text of a pair; see PoolingParams."""
+    """Number of tokens before the second text, if the prompt is a pair of texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,9 @@ class ClientRequest:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     shown_special_ids: frozenset[int] = frozenset()
-    """Special tokens that are kept in the text, since they mark the parts of its format."""
+    """Special tokens that are kept in an answer's text, because they mark the parts of its
+    format.
+    """
     priority: int = 0
     cache_salt: str = ""
     skip_reading_prefix_cache: bool = False
@@ -66,26 +68,28 @@ class ClientRequest:
     """
     tenant: Tenant = ANYONE
     best_of: int | None = None
-    """Number of answers generated for each prompt; the best `n` are returned. None means `n`."""
+    """Number of answers that are generated for each prompt. The best `n` of them are returned. None
+    means `n`.
+    """
     pooling: PoolingParams | None = None
-    """How prompts are pooled into vectors; None if answers are generated."""
+    """How a vector of each prompt is computed. None if text is generated."""
     session: "ClientSession | None" = None
-    """The session that it is a turn of; None without a session."""
+    """The client's session of which the request is a turn. None if it is not in a session."""
     turn: int = 0
     """The turn's number, from 0."""
     output_form: OutputForm | None = None
-    """How its answers are parsed; None if they are plain text."""
+    """How answers are parsed. None if they are plain text."""
     adapter: Adapter | None = None
-    """The LoRA adapter that it names in place of the model."""
+    """The LoRA adapter that the client requested in place of the model."""
 
     @property
     def num_candidates(self) -> int:
-        """Answers generated for each prompt; `n` of them are returned."""
+        """Number of answers that are generated for each prompt. `n` of them are returned."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def num_choices(self) -> int:
-        """Answers generated for all prompts."""
+        """Number of answers that are generated for all prompts."""
         return len(self.prompts) * self.num_candidates
 
     @property
@@ -109,25 +113,27 @@ class EngineRequest:
     trace: TraceHeaders = UNTRACED
     prompt_embeds: PromptEmbeds | None = None
     deadline: float | None = None
-    """The client's deadline on the engine's clock; None without a deadline."""
+    """The client's deadline on the engine's clock. None if the client set none."""
     session_id: str = ""
     tenant: Tenant = ANYONE
     num_choices: int = 0
-    """The client's n in the first sequence of a prompt; 0 in the others."""
+    """In the first sequence of a prompt, the number of answers that the client requested. 0 in
+    other sequences.
+    """
     pooling: PoolingParams | None = None
-    """How its prompt is pooled; None if an answer is generated."""
+    """How the prompt's vector is computed. None if text is generated."""
     skip_reading_prefix_cache: bool = False
     """Whether its whole prompt is computed even if a part is cached."""
     session: "ClientSession | None" = None
-    """The session that it is a turn of, whose tokens are the start of its prompt;
-    None without a session.
+    """The client's session of which the sequence is a turn. The session's tokens are the start of
+    the prompt. None if the sequence is not in a session.
     """
     adapter: Adapter | None = None
 
     @property
     def adapter_digest(self) -> bytes:
-        """SHA-256 of its adapter's files, which is part of its block hashes; empty
-        without an adapter.
+        """SHA-256 of the adapter's files, which is part of the sequence's block hashes. Empty if it
+        uses no adapter.
         """
         return b"" if self.adapter is None else self.adapter.digest
 
@@ -141,10 +147,10 @@ def to_engine_requests(
     trace: TraceHeaders = UNTRACED,
     deadline: float | None = None,
 ) -> list[EngineRequest]:
-    """The sequences of a checked request, prompt by prompt.
+    """Makes the sequences of a checked request, prompt by prompt.
 
-    If the request has no seed, the sequences' seeds are derived from `seed`. If the best answers
-    are to be selected, log-probabilities of their tokens are requested.
+    If the request has no seed, the sequences' seeds are derived from `seed`. If more answers are
+    generated than returned, log-probabilities are requested, by which the best are selected.
     """
     eos_token_ids = () if request.ignore_eos else limits.eos_token_ids
     sampling, num_candidates = request.sampling, request.num_candidates
