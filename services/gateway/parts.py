@@ -1,4 +1,4 @@
-"""The parts that the servers of a gateway share, built from the settings."""
+"""Builds, from the settings, the parts that all servers of a gateway share."""
 
 import asyncio
 import random
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """The core of a gateway, with its adapters. Gateway starts and stops them."""
+    """The core of a gateway and its adapters. The class Gateway starts and stops them."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class Parts:
         meter: Meter | None = None,
         traces: TraceStore | None = None,
     ) -> None:
-        """`tls` is for clients and operators, `internal_tls` for the other services. Raises
-        FailedPrecondition for an invalid generation_config.json. Raises SettingError for an invalid
-        certificate, for settings that conflict, and if the package for Redis is missing.
+        """`tls` is used with clients and operators, and `internal_tls` with the other services.
+        Raises FailedPrecondition if generation_config.json is invalid. Raises SettingError if a
+        certificate is invalid, if settings conflict, or if the package for Redis is missing.
         """
         self.settings = settings
         self.tls = tls
@@ -146,7 +146,7 @@ class Parts:
         return self.membership.replicas
 
     def _own_metrics(self, fleet_collector: FleetCollector, tracing: Tracing) -> Exposition:
-        """The metrics of this gateway, without the replicas'."""
+        """Returns the metrics of this gateway, without the metrics of replicas."""
         return Exposition(
             "gateway",
             (

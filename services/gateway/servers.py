@@ -54,15 +54,15 @@ _ADMIN_CONNECTIONS = 64
 _MAX_EXPORTS = 64
 """Limit on the number of concurrent exports of spans."""
 _OTHER_RPCS = 256
-"""Number of concurrent calls, such as health checks, that are allowed in addition to generating
-calls.
+"""Number of concurrent calls, such as health checks, that are allowed in addition to calls that
+generate.
 """
 _GRPC_IDLE_MILLISECONDS = 300_000
-"""A gRPC connection without calls is closed after this time."""
+"""A gRPC connection without calls is closed after this number of milliseconds."""
 
 
 def http_server(parts: Parts, max_connections: int) -> HttpServer:
-    """The HTTP server of the clients' API, for up to `max_connections`."""
+    """Makes the HTTP server of the clients' API, for at most `max_connections` connections."""
     settings = parts.settings
     inference, gate = parts.inference, parts.gate
     budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
@@ -121,7 +121,9 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
 
 
 def admin_server(parts: Parts) -> HttpServer | None:
-    """The HTTP server of operators' calls, separate from the clients'; None without an address."""
+    """Makes the HTTP server of operators' calls, which is separate from the clients' server. None
+    if its address is not set.
+    """
     settings = parts.settings
     if settings.admin_address is None:
         return None
@@ -154,7 +156,9 @@ def admin_server(parts: Parts) -> HttpServer | None:
 
 
 def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
-    """The routes of displays, such as `/ui`. The route classes document `sees_all`."""
+    """Returns the routes whose data displays such as `/ui` show. With `sees_all`, they show the
+    data of all tenants.
+    """
     activity = ActivityRoutes(
         parts.activity,
         parts.history.history,
@@ -170,7 +174,7 @@ def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
 
 
 def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
-    """The gRPC server of the clients' API, for up to `max_connections`."""
+    """Makes the gRPC server of the clients' API, for at most `max_connections` connections."""
     settings, servicer = parts.settings, _inference_servicer(parts)
     max_streams = settings.max_concurrent_requests + settings.max_client_sessions
     server = GrpcServer(
@@ -178,10 +182,11 @@ def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
         options={
             "grpc.max_receive_message_length": settings.max_message_bytes,
             "grpc.max_allowed_incoming_connections": max_connections,
-            # One connection needs at most as many streams as requests and sessions are allowed.
+            # One connection may have a stream for every request and session that the gateway
+            # allows.
             "grpc.max_concurrent_streams": max_streams,
             "grpc.max_connection_idle_ms": _GRPC_IDLE_MILLISECONDS,
-            # Time limits from connecting to the first frame, and to the settings in it.
+            # The time limits for the client's first frame and for the settings in it.
             "grpc.server_handshake_timeout_ms": int(1000 * settings.receive_timeout_seconds),
             "grpc.http2.settings_timeout": int(1000 * settings.receive_timeout_seconds),
         },
@@ -237,7 +242,9 @@ def _request_interceptor(parts: Parts, servicer: InferenceServicer) -> RequestIn
 
 
 def trace_server(parts: Parts) -> GrpcServer | None:
-    """The OTLP server, which receives the other services' spans; None without a store."""
+    """Makes the OTLP server, which receives the spans of the other services. None if traces are not
+    stored.
+    """
     if parts.traces is None:
         return None
     server = GrpcServer(max_concurrent_rpcs=_MAX_EXPORTS, tls=parts.internal_tls)

@@ -33,7 +33,7 @@ DEFAULT_SCHEDULERS = ("127.0.0.1:9001",)
 
 
 def _are_schedulers(addresses: tuple[str, ...]) -> str | None:
-    """Checks that each entry is an address or a name in DNS."""
+    """Checks that each entry is an address or a DNS name."""
     for address in addresses:
         check = is_dns_address if address.startswith(DNS) else is_listen_address
         if check(address) is not None:
@@ -42,7 +42,7 @@ def _are_schedulers(addresses: tuple[str, ...]) -> str | None:
 
 
 def _are_named_paths(entries: tuple[str, ...]) -> str | None:
-    """Checks that each entry is a name and a path, without repeated names."""
+    """Checks that each entry has the form name=path, and that no name is repeated."""
     names = [entry.partition("=")[0] for entry in entries]
     if not all(entry.partition("=")[0] and entry.partition("=")[2] for entry in entries):
         return "must be name=path each"
@@ -50,7 +50,9 @@ def _are_named_paths(entries: tuple[str, ...]) -> str | None:
 
 
 def _json_object(text: str | None) -> dict[str, Any]:
-    """Parses a JSON object in checked text; empty without a text."""
+    """Parses a text that was checked to be a JSON object. Returns an empty dict if the text is
+    None.
+    """
     value: dict[str, Any] = json.loads(text or "{}")
     return value
 
@@ -278,8 +280,8 @@ class GatewaySettings(ClientSettings):
 
     @property
     def known_schedulers(self) -> tuple[str, ...]:
-        """The schedulers that are known without a registry. Raises SettingError if there are
-        neither such schedulers nor a registry.
+        """Returns the addresses of the schedulers that settings name. Raises SettingError if there
+        are neither such schedulers nor a registry.
         """
         if self.schedulers is None:
             return DEFAULT_SCHEDULERS if self.redis_url is None else ()
@@ -289,10 +291,10 @@ class GatewaySettings(ClientSettings):
 
     @property
     def generation_overrides(self) -> dict[str, Any]:
-        """The operator's defaults of sampling parameters."""
+        """Returns the operator's defaults for sampling parameters."""
         return _json_object(self.override_generation_config)
 
     @property
     def chat_template_variables(self) -> dict[str, Any]:
-        """Chat template variables that a request may override."""
+        """Returns variables for the chat template. A request may override them."""
         return _json_object(self.default_chat_template_kwargs)

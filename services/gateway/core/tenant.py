@@ -1,4 +1,4 @@
-"""Tenants: each has its own limits, fair share and cache."""
+"""Tenants. Each tenant has its own limits, a fair share of the replicas, and its own cache."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from services.common.errors import PermissionDenied
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of one or more API keys, with its limits. None means no limit for the tenant.
+    """The owner of one or more API keys. A limit of None means no limit.
 
-    If requests of several tenants compete, shares are proportional to `weight`. Tokens per minute
-    count uncached prompt tokens and generated tokens.
+    If requests of several tenants compete, the tenants' shares are proportional to `weight`. Tokens
+    per minute are the uncached prompt tokens plus the generated tokens.
     """
 
     tenant_id: str
@@ -19,9 +19,11 @@ class Tenant:
     tokens_per_minute: int | None = None
     max_concurrent_requests: int | None = None
     priority_ceiling: int | None = None
-    """Smallest `priority` of its requests. Smaller values are scheduled earlier."""
+    """The smallest `priority` that requests of the tenant can have. Requests with smaller values
+    are scheduled earlier. None means no limit.
+    """
     models: frozenset[str] | None = None
-    """The models that the request's key may use; None means all models."""
+    """The models that the request's API key may use. None means all models."""
     cache_salt: str = ""
     """Tenants with different salts do not share cached prompts."""
 
@@ -38,14 +40,14 @@ class Tenant:
             )
 
     def effective_priority(self, priority: int) -> int:
-        """The priority of a request whose client asked for `priority`."""
+        """Returns the priority of a request whose client requested `priority`."""
         ceiling = self.priority_ceiling
         return priority if ceiling is None else max(priority, ceiling)
 
     def effective_cache_salt(self, cache_salt: str) -> str:
-        """The cache salt of a request whose client set `cache_salt`.
+        """Returns the cache salt of a request whose client set `cache_salt`.
 
-        Clients' salts contain no NUL, so no client can construct the salt of another tenant.
+        Clients' salts cannot contain NUL, so no client can construct the salt of another tenant.
         """
         if not self.cache_salt:
             return cache_salt
@@ -53,4 +55,4 @@ class Tenant:
 
 
 ANYONE = Tenant("")
-"""The tenant of all requests if no keys are needed."""
+"""The tenant of all requests if clients need no API keys."""

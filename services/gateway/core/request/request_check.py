@@ -20,7 +20,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def is_request_id(name: str) -> bool:
-    """Whether a client may use this request id, which appears in logs, traces and answers."""
+    """Whether a text is allowed as a request id. Request ids appear in logs, traces and answers."""
     return _REQUEST_ID.fullmatch(name) is not None
 
 
@@ -34,8 +34,8 @@ def check_request_id(name: str) -> None:
 
 
 def check_request(request: ClientRequest, limits: ModelLimits) -> None:
-    """Raises InvalidArgument, with the field, for an invalid request. Prompts are
-    checked separately.
+    """Raises InvalidArgument, which names the field, if a request is invalid. Prompts are not
+    checked here.
     """
     if request.n < 1:
         raise InvalidArgument(f"n must be at least 1, not {request.n}", field="n")
@@ -63,7 +63,7 @@ def check_request(request: ClientRequest, limits: ModelLimits) -> None:
 
 
 def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) -> None:
-    """Raises InvalidArgument or OutOfRange for a prompt that cannot be served."""
+    """Raises InvalidArgument or OutOfRange if a prompt cannot be served."""
     length = len(prompt.token_ids)
     if length == 0:
         raise InvalidArgument("prompt must not be empty: it has no tokens", field="prompt")
@@ -95,7 +95,9 @@ def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) 
 
 
 def of_prompt(error: StepwellError, number: int, num_prompts: int) -> StepwellError:
-    """The error about a prompt. If there are several prompts, it includes the prompt's number."""
+    """Returns an error about a prompt. If there are several prompts, the prompt's number is added
+    to the error.
+    """
     if error.field != "prompt" or num_prompts == 1:
         return error
     name = f"prompt[{number}]"
@@ -104,7 +106,7 @@ def of_prompt(error: StepwellError, number: int, num_prompts: int) -> StepwellEr
 
 
 def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
-    """The error for a prompt that is too long. `size` is its length as text, such
+    """Returns the error of a prompt that is too long. `size` is the prompt's length as a text, such
     as "600 tokens".
     """
     sentence = f"{_context_length(limits)} prompt has {size}"
@@ -118,10 +120,10 @@ def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
 
 
 def _context_length(limits: ModelLimits) -> str:
-    """The first words of an error about length.
+    """Returns the first words of an error about a length.
 
-    They are OpenAI's and vLLM's words, by which clients recognize the error: LiteLLM searches for
-    this text. LangChain compares the code.
+    OpenAI and vLLM use the same words, and some clients recognize the error by them. For example,
+    LiteLLM searches for this text. LangChain compares the error code instead.
     """
     sentence = f"This model's maximum context length is {limits.capacity} tokens"
     if limits.max_request_tokens < limits.max_model_len:

@@ -1,4 +1,4 @@
-"""The server's defaults of sampling parameters."""
+"""The server's defaults for sampling parameters."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,21 +8,21 @@ from services.gateway.core.request.request import ClientRequest
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """A server's defaults, as read from a generation_config.json."""
+    """A server's defaults, read from a generation_config.json."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The default of each sampling parameter."""
     max_tokens: int | None = None
-    """Maximum answer length if neither client nor API sets one. None means as many tokens as
-    fit.
+    """Maximum length of an answer if neither the client nor the API sets one. None means as many
+    tokens as fit.
     """
     most_tokens: int | None = None
-    """Upper bound on every answer's length, even if the client asks for more; None means no
+    """Upper bound on the length of every answer, even if the client requests more. None means no
     bound.
     """
 
     def bounded(self, request: ClientRequest) -> ClientRequest:
-        """The request with defaults and bounds applied to its length."""
+        """Returns the request with the defaults and bounds of the answer's length applied."""
         default = request.default_max_tokens
         if default is None:
             default = self.max_tokens

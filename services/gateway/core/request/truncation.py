@@ -19,12 +19,13 @@ class Truncation:
     keeps_end: bool
 
     def kept(self, token_ids: list[int]) -> list[int]:
-        """The kept tokens of a prompt."""
+        """Returns the kept tokens of a prompt."""
         return token_ids[-self.num_tokens :] if self.keeps_end else token_ids[: self.num_tokens]
 
 
 def truncation(num_tokens: int, most: int, *, keeps_end: bool) -> Truncation:
-    """The truncation that a client requested. -1 keeps `most` tokens, the longest possible prompt.
+    """Returns the truncation that a client requested. If `num_tokens` is -1, `most` tokens are
+    kept, the longest possible prompt.
 
     Raises InvalidArgument if the number is less than 1 or more than `most`.
     """
@@ -39,9 +40,9 @@ def truncation(num_tokens: int, most: int, *, keeps_end: bool) -> Truncation:
 
 
 def lengths_kept(lengths: Sequence[int], most: int) -> tuple[int, int]:
-    """Returns the numbers of tokens that are kept of two texts with these lengths. In total `most`
-    tokens are kept. The longer one is shortened until both are equal, then both ("longest_first" of
-    the tokenizers package).
+    """Returns how many tokens are kept of each of two texts with these lengths. In total at most
+    `most` tokens are kept. The longer text is shortened until both are equally long, and then both
+    texts are shortened ("longest_first" of the tokenizers package).
     """
     shorter, longer = sorted(lengths)
     if shorter + longer > most:

@@ -1,9 +1,9 @@
-"""Sessions of clients: a prompt that grows in turns, by the client's input and the generated
-output.
+"""Clients' sessions. A session is a prompt that grows turn by turn: each turn adds the client's
+input and the generated output.
 
 A session consists of its tokens, which only the gateway stores. Between two turns a replica keeps
-the session's blocks and a place, so that the next turn can start at once. If the replica cannot,
-the next turn is a normal request with all tokens.
+the session's blocks and a slot of a running sequence, so that the next turn can start at once. If
+the replica does not keep them, the next turn is sent as a normal request with all tokens.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Holder(Protocol):
-    """A replica that keeps sessions between their turns."""
+    """A replica that keeps clients' sessions between their turns."""
 
     def release(self, handle: int) -> None:
-        """Ends a session at the replica. Does nothing if it has ended."""
+        """Ends a session at the replica. Does nothing if the session has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class HeldSession:
     handle: int
     """The handle of the session at the replica."""
     num_tokens: int
-    """The number of the session's leading tokens that are kept."""
+    """Number of the session's leading tokens that the replica keeps."""
     priority: int
     cache_salt: str
     adapter_digest: bytes
 
     def fits(self, request: EngineRequest) -> bool:
-        """Whether the next turn can continue from there. It must have more tokens, the same
-        priority, cache salt and adapter, and must not skip the prefix cache.
+        """Whether the next turn can continue the kept session. The turn must have more tokens, must
+        have the same priority, cache salt and adapter, and must not skip the prefix cache.
         """
         return (
             self.num_tokens < len(request.prompt_token_ids)
@@ -71,16 +71,16 @@ class ClientSession:
         self.token_ids: list[int] = []
         """The tokens before the next turn's prompt."""
         self.num_turns = 0
-        """Completed turns."""
+        """Number of completed turns."""
         self.is_in_turn = False
         self.held: HeldSession | None = None
         self.ended: StepwellError | None = None
-        """The error for further turns, after the session has ended; else None."""
+        """The error that further turns raise, if the session has ended. Otherwise None."""
         self._sessions = sessions
 
     def check_idle(self) -> None:
-        """Raises FailedPrecondition if a turn is running, or the session's error if
-        it has ended.
+        """Raises FailedPrecondition if a turn is running. Raises `ended` if the session has
+        ended.
         """
         if self.ended is not None:
             raise self.ended
@@ -92,8 +92,8 @@ class ClientSession:
             )
 
     def begin_turn(self, number: int) -> None:
-        """Starts the turn with this number, from 0. Raises FailedPrecondition if another turn is
-        running, or was completed first.
+        """Starts the turn with this number, which counts from 0. Raises FailedPrecondition if
+        another turn is running, or another turn with this number was completed.
         """
         self.check_idle()
         if number != self.num_turns:
@@ -106,8 +106,8 @@ class ClientSession:
         self._sessions.turn_began(self)
 
     def end_turn(self, token_ids: list[int] | None) -> None:
-        """Ends the turn. `token_ids` are the session's new tokens; None if the turn was not
-        completed, and the tokens are unchanged.
+        """Ends the turn. `token_ids` are all tokens of the session after the turn. If the turn was
+        not completed, they are None, and the session's tokens are unchanged.
         """
         self.is_in_turn = False
         if token_ids is not None:
@@ -118,20 +118,20 @@ class ClientSession:
         self._sessions.turn_ended(self)
 
     def take_held(self) -> HeldSession | None:
-        """Removes and returns the session kept at a replica. The caller continues
-        or releases it.
+        """Returns the session that a replica keeps, and sets it to None here. The caller must
+        continue or release it.
         """
         held, self.held = self.held, None
         return held
 
     def release(self) -> None:
-        """Ends the session at the replica that keeps it, if any."""
+        """If a replica keeps the session, ends it there."""
         if (held := self.take_held()) is not None:
             held.release()
 
     def hold(self, held: HeldSession) -> None:
-        """Records that a replica keeps the session. If the session has ended, it is
-        released there.
+        """Records that a replica keeps the session. If the session has ended, releases it at the
+        replica.
         """
         if self.ended is None:
             self.held = held
@@ -140,9 +140,9 @@ class ClientSession:
 
 
 def in_session(request: ClientRequest) -> ClientRequest:
-    """The request of a turn with its whole prompt: the session's tokens, then the turn's own.
-    Raises InvalidArgument for a parameter that sessions do not support, FailedPrecondition while
-    another turn runs.
+    """Returns the request of a turn with its whole prompt: the session's tokens, followed by the
+    turn's tokens. Raises InvalidArgument for a parameter that sessions do not support, and
+    FailedPrecondition while another turn runs.
     """
     session = request.session
     if session is None:
@@ -176,9 +176,9 @@ def tokens_after(
     *,
     by_token: bool,
 ) -> list[int]:
-    """The session's tokens after a turn with this output. If `by_token`, the token that ended the
-    turn (end of sequence, or a stop token) is left out, as in vLLM. Other tokens are kept,
-    including those of a stop string.
+    """Returns the session's tokens after a turn with this output. If `by_token` is true, an
+    end-of-sequence or stop token ended the turn, and is omitted, as in vLLM. All other tokens are
+    kept, including the tokens of a stop string.
     """
     tokens = [*request.prompt_token_ids, *output_token_ids]
     if reason is FinishReason.STOP and by_token:

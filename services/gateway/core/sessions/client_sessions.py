@@ -1,4 +1,4 @@
-"""The client sessions at this gateway. Their number and their idle time are limited."""
+"""The clients' sessions at this gateway. Their number and their idle time are limited."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -10,12 +10,12 @@ from services.gateway.core.sessions.client_session import ClientSession
 from services.gateway.core.tenant import ANYONE, Tenant
 
 MAX_ENDED = 4096
-"""Number of ended sessions whose error is remembered."""
+"""Limit on the number of ended sessions whose error is remembered."""
 EXPIRED = "SESSION_EXPIRED"
 
 
 class TooManySessions(QuotaExceeded):
-    """The tenant has reached its number of open sessions."""
+    """The tenant has reached its limit on open sessions."""
 
     reason = "TOO_MANY_SESSIONS"
 
@@ -27,11 +27,11 @@ class SessionLimits:
     max_sessions: int
     max_sessions_per_tenant: int
     idle_seconds: float
-    """Time without a turn after which a session ends."""
+    """Seconds without a turn after which a session ends."""
 
 
 class ClientSessions:
-    """Opens sessions, finds them by id, and ends those that are idle for too long."""
+    """Opens sessions, finds them by id, and ends sessions that are idle for too long."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ClientSessions:
     ) -> None:
         self.limits = limits
         self.num_expired = 0
-        """Sessions ended for being idle too long."""
+        """Number of sessions that were ended because they were idle for too long."""
         self._clock = clock
         self._new_id = new_id
         self._unix_seconds = unix_seconds
@@ -62,8 +62,8 @@ class ClientSessions:
     def open(
         self, tenant: Tenant, on_ended: Callable[[StepwellError], object] | None = None
     ) -> ClientSession:
-        """Opens a session. `on_ended` is called if it ends without its client. Raises
-        TooManySessions at the tenant's limit, and ResourceExhausted at the gateway's limit.
+        """Opens a session. `on_ended` is called if something else than the client ends the session.
+        Raises TooManySessions at the tenant's limit, and ResourceExhausted at the gateway's limit.
         """
         limits, num_own = self.limits, self._num_of_tenant[tenant.tenant_id]
         if tenant != ANYONE and num_own >= limits.max_sessions_per_tenant:
@@ -87,8 +87,8 @@ class ClientSessions:
         return session
 
     def find(self, session_id: str, tenant: Tenant) -> ClientSession:
-        """The tenant's session with this id. Raises NotFound; the error differs if
-        the session has ended.
+        """Returns the tenant's session with this id. Raises NotFound if there is none. If the
+        session has ended, the error says so.
         """
         session = self._sessions.get(session_id)
         if session is not None and session.tenant.tenant_id == tenant.tenant_id:
@@ -113,7 +113,7 @@ class ClientSessions:
         for session in list(self._sessions.values()):
             self._end_and_tell(session, error)
 
-    # Calls from sessions.
+    # Methods that sessions call.
 
     def turn_began(self, session: ClientSession) -> None:
         """Stops the session's idle timer."""

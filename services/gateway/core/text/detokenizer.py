@@ -1,16 +1,17 @@
 """Converts tokens to text incrementally, without splitting characters.
 
 The joined pieces equal the tokenizer's `decode` of all tokens. The only exception is an incomplete
-character at the very end, which is dropped. A token may end inside a character: its bytes are held
-back until the character is complete. There are two methods, by the kind of tokenizer:
+character at the very end, which is dropped. If a token ends inside a character, its bytes are held
+back until the character is complete. There are two methods for two kinds of tokenizers:
 
-* Byte-level (GPT-2, Llama 3, Qwen): text is the concatenation of the tokens' bytes. One incremental
-  UTF-8 decoder converts it exactly, in constant time per token.
-* Any other: decode a short window with and without the new tokens, and take the difference, as in
-  text-generation-inference and vLLM. The window starts a few tokens earlier, since a token's text
-  may depend on the tokens before it. With byte tokens (SentencePiece's byte fallback: Llama 2,
-  Mistral, Gemma), `decode` converts a whole run of them: to characters if the run is valid UTF-8,
-  else to one replacement character per byte. So a run is held back until it ends.
+* Byte-level tokenizers (GPT-2, Llama 3, Qwen): the text is the concatenation of the tokens' bytes.
+  An incremental UTF-8 decoder converts the bytes in constant time per token.
+* Other tokenizers: a short window of tokens is decoded with and without the new tokens, and the
+  difference is the new text, as in text-generation-inference and vLLM. The window starts a few
+  tokens before the new ones, since a token's text may depend on the tokens before it. Some of these
+  tokenizers have byte tokens (SentencePiece's byte fallback: Llama 2, Mistral, Gemma). `decode`
+  converts a whole run of byte tokens to characters if the run is valid UTF-8, and otherwise to one
+  replacement character per byte. So a run is held back until it ends.
 """
 
 import codecs
@@ -20,16 +21,16 @@ from services.gateway.core.ports import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_OF_CHARACTER = 4
-"""A character has at most four bytes, hence at most four tokens."""
+"""A character has at most four bytes, so it has at most four tokens."""
 _CONTEXT_TOKENS = 6
 """Number of prompt tokens at the start of a window."""
 _MAX_SILENT_TOKENS = 24
-"""If more than this many consecutive tokens have no text, they are dropped from the window."""
+"""If more than this number of consecutive tokens have no text, they are removed from the window."""
 _SPACE = 0x20
 
 
 class ByteDetokenizer:
-    """Incremental text of one sequence, for tokenizers whose tokens are byte strings."""
+    """Converts the tokens of one sequence, for tokenizers whose tokens are byte strings."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skipped: frozenset[int]
@@ -43,7 +44,7 @@ class ByteDetokenizer:
         self.num_characters = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The characters that these tokens complete."""
+        """Returns the characters that these tokens complete."""
         skipped, bytes_of = self._skipped, self._bytes_of
         text = self._decoder.decode(
             b"".join([bytes_of(token) for token in token_ids if token not in skipped])
@@ -52,17 +53,17 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """The held-back text; an incomplete character is dropped."""
+        """Returns the text that is held back. An incomplete character is dropped."""
         self._decoder.reset()
         return ""
 
 
 class WindowDetokenizer:
-    """Incremental text of one sequence, for all other tokenizers.
+    """Converts the tokens of one sequence, for all other tokenizers.
 
     `_window[:_read]` is the context: tokens whose text was returned, or the end of the prompt.
-    `_window[_read:]` has produced no text yet. `_run` has the bytes of the latest byte tokens. Byte
-    tokens are not in the window, except the last one of a finished run.
+    `_window[_read:]` are tokens that have produced no text yet. `_run` has the bytes of the current
+    run of byte tokens. The window contains no byte tokens, except the last one of a finished run.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class WindowDetokenizer:
 
     def _step(self, token_id: int) -> str:
         if token_id in self._skipped or not self._tokenizer.token_bytes(token_id):
-            return ""  # `decode` also skips this token: it does not even end a run.
+            return ""  # `decode` skips this token, too, so it does not end a run.
         byte = self._tokenizer.byte_values.get(token_id)
         if byte is not None:
             self._run.append(token_id, byte)
@@ -115,11 +116,13 @@ class WindowDetokenizer:
         return text
 
     def _may_be_cut(self, text: str) -> bool:
-        """Whether more tokens could change the last character of the text."""
+        """Whether further tokens could change the last character of the text."""
         return not self._tokenizer.byte_values and text.endswith(_REPLACEMENT)
 
     def _end_run(self) -> str:
-        """The text of the held-back bytes, after a token that is not a byte token."""
+        """Returns the text of the held-back bytes. Called after a token that is not a byte
+        token.
+        """
         if not self._run.values:
             return ""
         run, self._run = self._run, _ByteRun()
@@ -159,9 +162,8 @@ def new_detokenizer(
     skip_special_tokens: bool,
     shown: frozenset[int] = frozenset(),
 ) -> ByteDetokenizer | WindowDetokenizer:
-    """A detokenizer for the output after a prompt. Special tokens in `shown` are not skipped.
-
-    A prompt given as token ids may end inside a character, which the output completes.
+    """Makes a detokenizer for the output after a prompt. Special tokens in `shown` are not skipped.
+    A prompt that a client sent as token ids may end inside a character, which the output completes.
     """
     skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
     if tokenizer.is_byte_level:
@@ -170,11 +172,12 @@ def new_detokenizer(
 
 
 def echoed(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-    """The text of a prompt, including special tokens, and the start of each token within it.
+    """Returns the text of a prompt, including special tokens, and the position at which each token
+    starts.
 
-    Offsets count characters. A token that contains part of a character starts where the character
-    does. An incomplete character at the prompt's end is omitted; it belongs to the answer, which
-    completes it.
+    Positions count characters. A token that contains only part of a character starts where the
+    character starts. An incomplete character at the prompt's end is omitted, since it becomes part
+    of the answer.
     """
     detokenizer = new_detokenizer(tokenizer, (), skip_special_tokens=False)
     pieces, offsets = [], []
@@ -192,7 +195,7 @@ class _ByteRun:
         self.values = bytearray()
         self.first_id = self.last_id = -1
         self.num_whole_characters = 0
-        """Complete characters in the bytes."""
+        """Number of complete characters in the bytes."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def append(self, token_id: int, byte: int) -> None:
@@ -215,7 +218,7 @@ class _ByteRun:
 
 
 def _open_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
-    """The byte tokens of an incomplete character at the end of these tokens."""
+    """Returns the byte tokens at the end of these tokens that form an incomplete character."""
     run = _ByteRun()
     for token in token_ids:
         byte = tokenizer.byte_values.get(token)

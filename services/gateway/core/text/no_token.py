@@ -15,9 +15,8 @@ NO_CONFORMING_TOKEN = FinishReason.NO_CONFORMING_TOKEN.name
 def why_no_token(
     request: EngineRequest, output: Sequence[int], vocab_size: int
 ) -> InvalidArgument | None:
-    """The error of a request that ended after `output` because no logit was usable.
-
-    None if the request is not the cause. In that case the model itself computed NaN.
+    """Returns the error of a request that ended after `output` because no logit was usable. None if
+    the request is not the cause, because the model itself computed NaN.
     """
     if request.prompt_embeds is not None:
         return InvalidArgument(
@@ -35,8 +34,9 @@ def why_no_token(
 
 
 def nothing_conforms(request: EngineRequest, output: Sequence[int]) -> InvalidArgument | None:
-    """The error of a request that ended after `output` because no token conformed to its
-    constraint. It names the parameters that ban tokens; None if there are none.
+    """Returns the error of a request that ended after `output` because no token conformed to its
+    constraint. The error names the parameters that ban tokens. None if the request has no such
+    parameters.
     """
     sampling = request.sampling
     banning = [name for name in ("allowed_token_ids", "bad_words") if getattr(sampling, name)]
@@ -51,8 +51,8 @@ def nothing_conforms(request: EngineRequest, output: Sequence[int]) -> InvalidAr
 
 
 def _bans_every_token(sampling: SamplingParams, output: Sequence[int], vocab_size: int) -> bool:
-    """Whether every possible next token is banned, because it would complete a bad word, or end the
-    answer before `min_tokens`.
+    """Whether every possible next token is banned. A token is banned if it would complete a bad
+    word, or would end the answer before `min_tokens`.
     """
     recent = tuple(output[-max(map(len, sampling.bad_words), default=0) :])
     banned = {

@@ -1,7 +1,9 @@
-"""Finds stop strings in a stream of text. No part of a stop string is shown.
+"""Finds stop strings in a stream of text. By default, no part of a stop string is shown. With
+`include`, the stop string that ended the text is shown whole.
 
-Text that may be the start of a stop string is held back. The match that ends first is used, and
-among equals the longest, so that the result does not depend on how the text was split.
+Text that may be the start of a stop string is held back. The stop string that is complete first
+ends the text. If several are complete at the same character, the longest one is used. So the result
+does not depend on how the text is split into pieces.
 
 The algorithm is Knuth, Morris and Pratt's (1977). Each stop string has a state: the length of its
 longest prefix with which the text ends. Each character updates the states in constant time on
@@ -23,14 +25,16 @@ class StopStrings:
     """Finds the stop strings of a request in the text of one answer."""
 
     def __init__(self, stops: StopPatterns, *, include: bool) -> None:
-        """With `include`, the stop string itself is part of the text."""
+        """If `include` is true, the stop string itself is part of the shown text."""
         self._stops = stops
         self._include = include
         self._states = [0] * len(stops.patterns)
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Returns the text that can be shown, and the stop string that ended the text or None."""
+        """Returns the text that can be shown, and the stop string that ended the text. The second
+        value is None if the text has not ended.
+        """
         if not self._held and self._stops.first_characters.isdisjoint(text):
             return text, None
         num_before = len(self._held)
@@ -46,13 +50,13 @@ class StopStrings:
         return shown, None
 
     def flush(self) -> str:
-        """The held-back text at the end of the answer."""
+        """Returns the text that is still held back at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Updates every state with one character; returns the longest stop string
-        that it completes.
+        """Updates every state with one character. Returns the longest stop string that the
+        character completes, or None.
         """
         states = self._states
         complete = None
@@ -66,7 +70,7 @@ class StopStrings:
 
 
 class _Pattern:
-    """One stop string, with the needed part of its border table.
+    """One stop string, with the part of its border table that was needed so far.
 
     `_borders[i]` is the length of the longest proper prefix of `text[:i + 1]` that is also its
     suffix. The table grows with the largest state reached, so a long stop string costs nothing
@@ -80,7 +84,9 @@ class _Pattern:
         self._borders = [0]
 
     def next_state(self, state: int, character: str) -> int:
-        """The state after one more character. Not called after the stop string is complete."""
+        """Returns the state after one more character. Must not be called after the stop string is
+        complete.
+        """
         text, borders = self.text, self._borders
         while state and text[state] != character:
             state = borders[state - 1]

@@ -1,7 +1,7 @@
-"""History of the last minutes: latencies, rates, queues and pools over time, and events.
+"""Records the last minutes: latencies, rates, queues and pools over time, and events.
 
-Everything is bounded: MAX_BINS bins of BIN_SECONDS, MAX_VALUES latencies of each kind per bin, and
-MAX_EVENTS events. Times are in seconds since 1970.
+Its size is bounded by MAX_BINS bins of BIN_SECONDS seconds, MAX_VALUES latencies of each kind per
+bin, and MAX_EVENTS events. Times are in seconds since 1970.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ MAX_EVENTS = 100
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """A replica's status at one time; `incarnation` is empty if its scheduler did not respond."""
+    """A replica's status at one time. `incarnation` is empty if the scheduler did not respond."""
 
     name: str
     is_ready: bool
@@ -34,7 +34,7 @@ class ReplicaStatus:
 
 @dataclass(slots=True)
 class Event:
-    """An event for operators. Equal events within BIN_SECONDS are merged, with a count."""
+    """An event for operators. Equal events within BIN_SECONDS seconds are merged and counted."""
 
     unix_seconds: float
     kind: str
@@ -45,7 +45,7 @@ class Event:
 
 @dataclass(slots=True)
 class Bin:
-    """The statistics of one interval of BIN_SECONDS."""
+    """The statistics of one interval of BIN_SECONDS seconds."""
 
     began: int
     first_token: list[float] = field(default_factory=list)
@@ -62,17 +62,17 @@ class Bin:
 
 
 class History:
-    """Bins and events, newest last."""
+    """The bins and events, from the oldest to the newest."""
 
     def __init__(self) -> None:
         self._bins: deque[Bin] = deque(maxlen=MAX_BINS)
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._statuses: Mapping[str, ReplicaStatus] = {}
         self._were_ready: set[str] = set()
-        """Addresses of replicas that were ready at some time."""
+        """Addresses of replicas that have been ready."""
 
     def bins(self, now: float) -> list[Bin]:
-        """The bins up to the current one."""
+        """Returns all bins, up to the current one."""
         self._bin(now)
         return list(self._bins)
 
@@ -102,8 +102,8 @@ class History:
         self._note(now, "refused", "", reason.replace("_", " "))
 
     def sampled(self, now: float, statuses: Mapping[str, ReplicaStatus], num_queued: int) -> None:
-        """Records a sample: the status of each replica by address, and the number of sequences
-        waiting at the gateway.
+        """Records a sample. `statuses` maps the addresses of replicas to their status. `num_queued`
+        is the number of sequences that wait at the gateway.
         """
         one = self._bin(now)
         one.num_running = sum(status.num_running for status in statuses.values())
@@ -124,8 +124,8 @@ class History:
         self._statuses = dict(statuses)
 
     def _bin(self, now: float) -> Bin:
-        """The current bin. Missing bins before it are added; until the next sample they have the
-        last numbers of queues and pools.
+        """Returns the current bin. Adds it and missing bins before it. Until the next sample, new
+        bins have the last numbers of queues and pools.
         """
         began = int(now // BIN_SECONDS) * BIN_SECONDS
         if not self._bins or began - self._bins[-1].began > MAX_BINS * BIN_SECONDS:
@@ -148,8 +148,8 @@ class History:
 
 
 def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, str]]:
-    """The changes of a replica's status, each as a kind of event and a sentence. While a scheduler
-    does not respond, its state is unknown and counts as unchanged.
+    """Yields the changes of a replica's status, each as a kind of event and a sentence. If a
+    scheduler does not respond, its state is unknown and counts as unchanged.
     """
     if before.is_ready and not after.is_ready:
         yield "lost", after.reason or "it cannot run steps"
@@ -166,7 +166,7 @@ def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, 
 
 
 def median_and_p99(values: list[float]) -> tuple[float, float] | None:
-    """The median and the 99th percentile; None without values."""
+    """Returns the median and the 99th percentile. None if there are no values."""
     if len(values) < 2:
         return (values[0], values[0]) if values else None
     hundredths = quantiles(values, n=100, method="inclusive")

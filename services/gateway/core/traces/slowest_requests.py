@@ -7,8 +7,9 @@ _MINUTE_SECONDS = 60.0
 
 class SlowestRequests:
     """Selects requests when they end. A request is selected if it is among the `num_kept` slowest
-    of its minute so far. So the slowest of the whole minute are always selected. Of N requests in
-    random order, about num_kept * (1 + ln(N / num_kept)) are selected.
+    requests that have ended in the current minute. So the slowest requests of the whole minute are
+    always selected. Of N requests in random order, about num_kept * (1 + ln(N / num_kept)) are
+    selected.
     """
 
     def __init__(self, num_kept: int) -> None:
@@ -18,8 +19,8 @@ class SlowestRequests:
         """A heap of the longest durations in this minute."""
 
     def is_among(self, seconds: float, now: float) -> bool:
-        """Whether a request with this duration in seconds is selected. `now` is on
-        a steady clock.
+        """Whether a request that took `seconds` is selected. `now` is the time in seconds on a
+        steady clock.
         """
         minute = int(now // _MINUTE_SECONDS)
         if minute != self._minute:

@@ -1,7 +1,7 @@
 """The parts of a request's time, from its arrival to its end at the gateway.
 
-They are the request's timeline. Its part GENERATE is replaced by the parts of the sequence that
-ended last: the waits at the gateway, and the times that the last replica reported.
+These are the parts of the request's timeline. The part GENERATE is replaced by the parts of the
+sequence that ended last: its waits at the gateway, and the times that its last replica reported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,17 +23,17 @@ from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.traces.timeline import Part, Stretch, Timeline
 
 EngineParts = Mapping[str, Sequence[TimePart]]
-"""Parts of sequences at their current replicas, by sequence id."""
+"""Maps the ids of sequences to their parts at their current replicas."""
 
 _NAMES = {Part.READ: CLIENT, Part.WRITE: CLIENT, Part.RESUBMIT: "resubmit"}
-"""Names of parts that are not the gateway's own work. Waits are named by their reason instead."""
+"""The names of parts that are not the gateway's own work. A wait is named after its reason."""
 
 
 def request_parts(
     timeline: Timeline, traces: Sequence[SequenceTrace], now: int, so_far: EngineParts | None = None
 ) -> tuple[TimePart, ...]:
-    """The parts of a request's time up to its end, or up to `now` while it runs. They add up to the
-    whole time. `so_far` has the parts of sequences that are still at a replica.
+    """Returns the parts of a request's time up to its end, or up to `now` while it runs. Their sum
+    is the whole time. `so_far` has the parts of sequences that are still at a replica.
     """
     last = max(traces, key=lambda trace: trace.timeline.ended or now, default=None)
     parts: list[TimePart] = []
@@ -48,7 +48,7 @@ def request_parts(
 def _sequence_parts(
     trace: SequenceTrace, began: int, ended: int, so_far: EngineParts
 ) -> list[TimePart]:
-    """The parts of a sequence's time from `began` to `ended`. The remaining time is
+    """Returns the parts of a sequence's time from `began` to `ended`. Time that no part covers is
     counted as the gateway's.
     """
     parts: list[TimePart] = []
@@ -73,8 +73,8 @@ def _sequence_parts(
 def _stay_parts(
     trace: SequenceTrace, start: int, end: int, so_far: Sequence[TimePart]
 ) -> list[TimePart]:
-    """The parts of the last stay at a replica: as reported by the replica, else by the gateway's
-    own observations.
+    """Returns the parts of the last stay at a replica. If the replica has not reported them, they
+    are estimated from what the gateway observed.
     """
     reported = so_far if trace.times is None else trace.times.parts
     if not reported:
@@ -100,7 +100,7 @@ def _name(stretch: Stretch) -> str:
 
 
 def _stretches(timeline: Timeline, now: int) -> Iterator[tuple[Stretch, int, int]]:
-    """Each part with its start and its end."""
+    """Yields each part with its start and end."""
     for one, following in pairwise(timeline.stretches):
         yield one, one.began, following.began
     last = timeline.stretches[-1]

@@ -1,5 +1,5 @@
-"""The timeline of a request at the gateway, as numbers. Spans are made from it at
-the end, if needed.
+"""The timeline of a request at the gateway. It consists of numbers. If a trace is needed, spans are
+made from it at the end.
 """
 
 import enum
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from services.common.telemetry import names
 
 MAX_STRETCHES = 64
-"""Limit on the number of parts of a timeline. Without it, a sequence that is refused repeatedly
-would have thousands.
+"""Limit on the number of parts of a timeline. A sequence that is refused repeatedly could have
+thousands.
 """
 
 Details = Mapping[str, str | int | float | bool]
@@ -20,7 +20,7 @@ class Part(enum.Enum):
     """A stage in the processing of a request or a sequence."""
 
     ADMIT = names.SPAN_GATEWAY_ADMIT
-    """Key, tenant limits and room are checked."""
+    """The API key, the tenant's limits and the room at the replicas are checked."""
     READ = names.SPAN_GATEWAY_READ
     PARSE = names.SPAN_GATEWAY_PARSE
     TOKENIZE = names.SPAN_GATEWAY_TOKENIZE
@@ -29,7 +29,7 @@ class Part(enum.Enum):
     WAIT = names.SPAN_GATEWAY_WAIT
     """The request waits at the gateway. The details have the reason."""
     GENERATE = names.SPAN_GATEWAY_GENERATE
-    """The fleet processes the sequences, until the last one ends."""
+    """The replicas process the sequences, until the last sequence ends."""
     ROUTE = names.SPAN_GATEWAY_ROUTE
     """A replica is chosen for a sequence."""
     ENGINE = names.SPAN_GATEWAY_ENGINE
@@ -53,10 +53,10 @@ class Stretch:
 
 
 class Timeline:
-    """Consecutive parts: each starts at the end of the previous one, so together they cover the
-    whole time. Times are nanoseconds of the given clock.
+    """A list of consecutive parts. Each part starts at the end of the previous part, so together
+    they cover the whole time. Times are in nanoseconds of the given clock.
 
-    After MAX_STRETCHES parts, further time is added to the last part.
+    When there are MAX_STRETCHES parts, all further time is added to the last part.
     """
 
     __slots__ = ("_nanos", "ended", "num_dropped", "stretches")
@@ -69,7 +69,7 @@ class Timeline:
 
     @property
     def part(self) -> Part:
-        """The current part; after the end, the last one."""
+        """The current part. After the end, the last part."""
         return self.stretches[-1].part
 
     @property
@@ -82,8 +82,8 @@ class Timeline:
     def enter(
         self, part: Part, details: Details | None = None, outcome: str = "", at: int | None = None
     ) -> None:
-        """Ends the current part with an outcome and starts `part`, now or at an earlier time. Does
-        nothing if kind and details are unchanged, or after the end.
+        """Ends the current part with an outcome, and starts `part` now or at the earlier time `at`.
+        Does nothing if the part and its details are unchanged, or after the timeline's end.
         """
         last = self.stretches[-1]
         if self.ended is not None or (last.part is part and last.details == details):
@@ -100,14 +100,14 @@ class Timeline:
             self.stretches[-1].details = details
 
     def end(self, outcome: str = "") -> None:
-        """Ends the current part. Idempotent: only the first end counts."""
+        """Ends the current part and the timeline. Idempotent."""
         if self.ended is None:
             self.stretches[-1].outcome = outcome
             self.ended = self._nanos()
 
     def nanos_of(self, *parts: Part) -> int:
-        """The total nanoseconds of the given parts, up to the timeline's end or, before the end, up
-        to now.
+        """Returns the total nanoseconds of the given parts, up to the timeline's end. If the
+        timeline has not ended, up to now.
         """
         ends = [*(stretch.began for stretch in self.stretches[1:]), self.ended or self._nanos()]
         pairs = zip(self.stretches, ends, strict=True)

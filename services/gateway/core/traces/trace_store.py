@@ -1,4 +1,4 @@
-"""Keeps the newest traces in memory, within limits, if no collector is configured."""
+"""Stores the newest traces in memory, within limits, if no collector is configured."""
 
 import enum
 from collections.abc import Iterator
@@ -9,17 +9,19 @@ class SpanRole(enum.Enum):
     """The role of a span in its trace."""
 
     REQUEST = "request"
-    """The whole of a client's request at this gateway. Its trace can be listed."""
+    """The span of a client's whole request at this gateway. Its trace can be listed."""
     STEP = "step"
-    """A span without a parent that is not a client's request. Its trace is an engine step."""
+    """A span that has no parent and is not a client's request. Its trace is the trace of an engine
+    step.
+    """
     PART = "part"
     """Any other span."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSpan:
-    """A span as received, encoded in OTLP, with the service that made it. For a request it also has
-    the request's id and tenant; otherwise these are empty.
+    """A span in OTLP encoding, with the service that made it. A request's span also has the
+    request's id and tenant, which are empty in other spans.
     """
 
     service: str
@@ -28,7 +30,7 @@ class StoredSpan:
     request_id: str = ""
     tenant_id: str = ""
     is_wanted: bool = False
-    """Whether its trace is worth keeping, since the request failed or was slow."""
+    """Whether its trace should be kept, because the request failed or was slow."""
 
 
 @dataclass(slots=True)
@@ -39,11 +41,13 @@ class StoredTrace:
     spans: list[StoredSpan] = field(default_factory=list)
     num_bytes: int = 0
     root: StoredSpan | None = None
-    """The span of the client's request, after its end or of a running one; None before."""
+    """The span of the client's request. None until it is received, which is after the request's
+    end. A trace that is made from a running request has it, too.
+    """
     encoded: set[bytes] = field(default_factory=set)
-    """The spans' bytes, to detect repeated spans."""
+    """The bytes of all spans, by which repeated spans are detected."""
     is_running: bool = False
-    """Whether it was made from a running request, and is not in the store."""
+    """Whether the trace was made from a running request. Such a trace is not in the store."""
 
     @property
     def request_id(self) -> str:
@@ -55,22 +59,22 @@ class StoredTrace:
 
 
 class TraceStore:
-    """Stores at most `max_traces` traces and `max_bytes` bytes of spans. The oldest are dropped for
-    new ones.
+    """Stores at most `max_traces` traces and `max_bytes` bytes of spans. At a limit, the oldest
+    traces are removed.
 
     Half of both limits is reserved for ended requests, so that engine steps cannot displace them.
-    Among the other traces, steps are dropped before unfinished requests. A single trace has at most
-    an eighth of the bytes; its further spans are dropped.
+    Among the other traces, steps are removed before unfinished requests. A single trace may have at
+    most an eighth of the bytes. Its further spans are dropped.
 
-    Two groups of ended requests are dropped last: failed or slow requests, up to a quarter of
-    `max_traces`, and requests that were listed recently, up to an eighth.
+    Two groups of ended requests are removed last: up to `max_traces` / 4 failed or slow requests,
+    and up to `max_traces` / 8 requests that were listed recently.
     """
 
     def __init__(self, max_traces: int, max_bytes: int) -> None:
         self._max_traces = max_traces
         self._max_bytes = max_bytes
         self._ended: dict[str, StoredTrace] = {}
-        """Traces of ended requests, by trace id."""
+        """Maps trace ids to the traces of ended requests."""
         self._others: dict[str, StoredTrace] = {}
         self._steps: dict[str, None] = {}
         """Ids of the engine-step traces in `_others`."""
@@ -115,9 +119,9 @@ class TraceStore:
         _keep_newest(self._shown, trace_id, self._max_traces // 8)
 
     def find(self, name: str) -> StoredTrace | None:
-        """The trace with this id, or the newest trace of the request with this id. A client's own
-        request id is accepted, which is the end of the gateway's id, and a sequence's id, which
-        starts with it.
+        """Returns the trace with this id, or the newest trace of the request with this id. The id
+        may also be the client's own request id, with which the gateway's id ends, or the id of a
+        sequence, which starts with the gateway's id.
         """
         trace_id = name.lower()
         if (found := self._ended.get(trace_id) or self._others.get(trace_id)) is not None:
@@ -125,7 +129,7 @@ class TraceStore:
         return next((one for one in self.requests() if is_called(one.request_id, name)), None)
 
     def requests(self) -> Iterator[StoredTrace]:
-        """Traces of ended requests, newest first."""
+        """Iterates over the traces of ended requests, the newest first."""
         return reversed(self._ended.values())
 
     def _drop_one(self) -> None:
@@ -144,7 +148,7 @@ class TraceStore:
 
 
 def _keep_newest(ids: dict[str, None], trace_id: str, most: int) -> None:
-    """Adds an id as the newest one. Removes the oldest if there are too many."""
+    """Adds an id as the newest. Removes the oldest id if there are more than `most`."""
     ids.pop(trace_id, None)
     ids[trace_id] = None
     if len(ids) > most:
@@ -152,7 +156,7 @@ def _keep_newest(ids: dict[str, None], trace_id: str, most: int) -> None:
 
 
 def is_called(request_id: str, name: str) -> bool:
-    """Whether the name is a request's id, the client's own id of the request, or the id of one of
+    """Whether `name` is the request's id, the client's own id of the request, or the id of one of
     its sequences.
     """
     if not request_id:

@@ -1,4 +1,4 @@
-"""The formats by the names of their parsers in vLLM."""
+"""The known output formats. Each has the name of its parser in vLLM."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +31,9 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The text that a format writes around a call's arguments, which are JSON. `begin` contains
-    {name} for the tool's name. Every `begin` starts with `trigger`.
+    """The text that a format writes around the arguments of a call, which are JSON. `begin` is the
+    text before them and contains {name} for the tool's name. `trigger` is the start of `begin`, the
+    same for all tools.
     """
 
     trigger: str
@@ -42,14 +43,14 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes tool calls. Without an `envelope`, grammars cannot constrain the arguments
-    of calls in this format. `id_length` is the length of call ids that the chat template requires;
-    None if it accepts any.
+    """How a model writes tool calls. If `envelope` is None, grammars cannot constrain the arguments
+    of calls in this format. `id_length` is the length of call ids that the chat template requires.
+    None means any length.
     """
 
     make: Callable[[Schemas], ReadAnswer]
     marks: tuple[str, ...]
-    """Texts around calls that may be special tokens of a model."""
+    """The texts around calls. Some may be special tokens of the model."""
     envelope: Envelope | None = None
     id_length: int | None = None
 
@@ -138,4 +139,6 @@ REASONING_FORMATS = {
     ),
 }
 HARMONY = "openai_gptoss"
-"""The reasoning format that is part of the harmony answer format, whose reader also reads it."""
+"""The name of the harmony format (gpt-oss), which has reasoning and content. One reader reads
+both.
+"""

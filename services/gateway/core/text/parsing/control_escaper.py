@@ -9,7 +9,7 @@ _SHORT = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f"}
 class ControlEscaper:
     """Escapes raw control characters in strings of a JSON text that is fed in pieces.
 
-    Models often write them, and JSON does not allow them.
+    Models often write control characters, but JSON does not allow them in strings.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class ControlEscaper:
         return "".join(pieces)
 
     def _next_mark(self, text: str, at: int) -> int:
-        """The position of the next quote, backslash or control character that
-        matters; else the end.
+        """Returns the position of the next quote, backslash or control character that must be
+        processed, or the end of the text.
         """
         if self._in_string:
             found = _IN_STRING.search(text, at)
@@ -54,7 +54,7 @@ class ControlEscaper:
 
 
 def _escape(character: str) -> str:
-    """The escape code of a character after a backslash."""
+    """Returns what must follow a backslash to escape this character."""
     if character >= " ":
         return character
     return _SHORT.get(character) or f"u{ord(character):04x}"

@@ -1,4 +1,4 @@
-"""Parsed parts of an answer's text, as events and as a whole message."""
+"""The parsed parts of an answer's text, as events and as a whole message."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """The start of a tool call. `call` numbers the calls of one answer from 0."""
+    """The start of a tool call. `call` is the index of the call in the answer."""
 
     call: int
     name: str
@@ -28,8 +28,8 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A part of a started call's arguments. The joined parts are JSON if the model wrote valid
-    arguments to the end.
+    """A part of the arguments of a call that has started. The joined parts are valid JSON if the
+    model wrote complete and valid arguments.
     """
 
     call: int
@@ -37,7 +37,7 @@ class CallArguments:
 
 
 OutputEvent = ContentDelta | ReasoningDelta | CallStart | CallArguments
-"""Events are in the order of the model's text."""
+"""Any event. Events are in the order of the model's text."""
 
 
 @dataclass(slots=True)
@@ -53,10 +53,10 @@ MessagePart = ContentDelta | ReasoningDelta | ParsedCall
 
 @dataclass(slots=True)
 class _Part:
-    """Pieces of one text: content, reasoning, or a call's arguments."""
+    """The pieces of one text: content, reasoning, or the arguments of a call."""
 
     kind: type[ContentDelta] | type[ReasoningDelta] | None
-    """None for a call."""
+    """The kind of the text. None means a call."""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
 
@@ -104,7 +104,7 @@ class ParsedMessage:
         return [ParsedCall(call.name, call.text) for call in self._calls]
 
     def _part(self, kind: type[ContentDelta] | type[ReasoningDelta]) -> _Part:
-        """The last part if it has this kind, else a new part."""
+        """Returns the last part if it has this kind, and otherwise adds a new part."""
         if not self._parts or self._parts[-1].kind is not kind:
             self._parts.append(_Part(kind))
         return self._parts[-1]

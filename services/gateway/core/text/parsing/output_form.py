@@ -19,31 +19,35 @@ class OutputForm:
     """The format of one request's answers."""
 
     tools: ToolFormat | None = None
-    """The model's own call format; None if calls are treated as content."""
+    """The model's own call format. None if calls are treated as content."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """JSON schemas of the tools' parameters by tool name."""
+    """Maps the names of tools to the JSON schemas of their parameters."""
     is_call_list: bool = False
-    """Whether a grammar forces the answer to be a list of calls; see `read_call_list`."""
+    """Whether a grammar forces the answer to be a JSON list of calls."""
     named: str | None = None
-    """The tool whose arguments the answer is, forced by a grammar; None without one."""
+    """The tool that must be called. A grammar forces the answer to be the arguments of this tool.
+    None if there is no such tool.
+    """
     reasoning: ReasoningFormat | None = None
-    """How the model marks its reasoning; None if reasoning is not parsed."""
+    """How the model marks its reasoning. None if reasoning is not parsed."""
     begins_in_reasoning: bool = False
     """Whether the prompt ends inside reasoning."""
     is_harmony: bool = False
-    """Whether the answer is parsed by gpt-oss's channels, with or without `tools`."""
+    """Whether the answer is in gpt-oss's harmony format. If true, `tools` may be None."""
     open_message: str = ""
-    """The start of an unfinished channel message in the prompt, which the answer continues."""
+    """The start of an unfinished harmony message at the end of the prompt, which the answer
+    continues.
+    """
     single_call: bool = False
-    """Whether calls after the first are dropped. In channels without `tools`, all
-    calls are dropped.
+    """Whether calls after the first are dropped. In the harmony format without `tools`, all calls
+    are dropped.
     """
 
     unserved_fields: tuple[str, ...] = ()
-    """Request fields with a structured-output constraint that is not enforced."""
+    """Names of request fields whose constraint on the answer is not enforced."""
 
     def make_parser(self) -> OutputParser:
-        """The parser of one answer."""
+        """Makes the parser of one answer."""
         reads_channels = self._reads_channels
         return FormatParser(
             self._read_answer(),

@@ -1,4 +1,4 @@
-"""The output formats of a server's model, by its settings."""
+"""The output formats of a server's model. Settings choose them."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """Formats chosen by settings named like vLLM's flags. An empty setting selects no format.
-
-    If `auto_tools`, the model may choose to call tools, in its own format.
+    """The formats that settings select. The settings have the names of vLLM's flags. An empty
+    setting selects no format. If `auto_tools` is true, the model may decide to call tools, in its
+    own format.
     """
 
     reasoning_parser: str = ""

@@ -9,12 +9,12 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat, read_r
 from services.gateway.core.text.parsing.sink import Sink
 
 ReadAnswer = Callable[[Reader, Sink], Reading[None]]
-"""Reads an answer without its reasoning, to the end, in one format."""
+"""Reads the part of an answer after its reasoning to the end. Each format has such a function."""
 
 
 class OutputParser(Protocol):
     """Parses the text of one answer. The joined events do not depend on how the text is split. The
-    time is linear in the text's length.
+    parsing time is linear in the text's length.
     """
 
     @property
@@ -22,17 +22,18 @@ class OutputParser(Protocol):
         """Whether the text so far ends inside reasoning."""
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
-        """Adds text; returns the events that are now certain."""
+        """Adds text. Returns the events that are certain now."""
 
     def finish(self) -> Sequence[OutputEvent]:
-        """Ends the text; returns the remaining events."""
+        """Ends the text. Returns the remaining events."""
 
 
 class FormatParser:
-    """An OutputParser for reasoning in one format, followed by an answer in another.
+    """An OutputParser for text that begins with reasoning in one format and continues in another
+    format.
 
-    The formats are written as generators over a Reader, which keep their state between two pieces
-    of text. Only a marker that may be incomplete is read twice.
+    Readers of formats are generators, which keep their state between two pieces of text. Text is
+    read once, except for a marker that may be incomplete.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class FormatParser:
         max_calls: int | None = None,
         before: str = "",
     ) -> None:
-        """Calls beyond `max_calls` are dropped. `before` is text of the prompt that affects parsing
-        and produces no events.
+        """Calls after the first `max_calls` are dropped. `before` is text at the end of the prompt
+        that is parsed first, without producing events.
         """
         self._reader = Reader()
         self._sink = Sink(max_calls)

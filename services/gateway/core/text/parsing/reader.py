@@ -1,4 +1,4 @@
-"""A text that is fed in pieces, and the reading operations that formats are built from."""
+"""A text that arrives in pieces, and the operations with which formats read it."""
 
 import re
 from collections.abc import Callable, Generator
@@ -7,15 +7,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""A read operation: yields if it needs more text, and returns its result."""
+"""An operation that reads text. It is a generator that yields when it needs more text and returns
+its result.
+"""
 Take = Callable[[str], None]
-"""Receives text in pieces."""
+"""A function that receives text in pieces."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"{}\[\]]+')
-"""JSON outside of strings that can be skipped at once: no quotes or brackets."""
+"""Matches JSON outside of strings, up to the next quote or bracket."""
 _IN_STRING = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
-"""Maps a quote to the pattern of string content that can be skipped at once: no such quote and no
+"""Maps a quote to a pattern that matches the content of a string, up to the next such quote or
 backslash.
 """
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
@@ -26,7 +28,7 @@ class Malformed(Exception):
 
 
 class Reader:
-    """Reads a text sequentially."""
+    """Reads a text from start to end."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -35,11 +37,13 @@ class Reader:
         self._recorded: list[str] | None = None
 
     def record(self) -> None:
-        """Starts recording the text that is read, so that it can be treated as content instead."""
+        """Starts recording the text that is read, so that it can be treated as content if it is not
+        in the format.
+        """
         self._recorded = []
 
     def recorded(self) -> str:
-        """The recorded text. Ends the recording."""
+        """Ends the recording. Returns the recorded text."""
         recorded, self._recorded = self._recorded or [], None
         return "".join(recorded)
 
@@ -51,18 +55,20 @@ class Reader:
         self._has_ended = True
 
     def peek(self, count: int) -> Reading[str]:
-        """The next characters, without reading them; fewer at the end of the text."""
+        """Returns the next `count` characters without reading them. At the end of the text there
+        may be fewer.
+        """
         while len(self._text) - self._at < count and not self._has_ended:
             yield
         return self._text[self._at : self._at + count]
 
     def skip(self, count: int) -> None:
-        """Reads characters after a `peek`."""
+        """Reads `count` characters, which `peek` must have returned before."""
         self._pass(self._at + count)
 
     def skip_space(self) -> Reading[str]:
-        """Reads white space, and returns the next character without reading it;
-        empty at the end.
+        """Reads white space. Returns the next character without reading it, or an empty string at
+        the end.
         """
         while True:
             match = _SPACE.match(self._text, self._at)
@@ -75,8 +81,9 @@ class Reader:
             yield
 
     def starts_with(self, *literals: str) -> Reading[str]:
-        """Reads one of these literals if the text starts with it; returns it, or an empty string.
-        If one literal is a prefix of another, the longer one must be first.
+        """If the text continues with one of these literals, reads and returns the literal.
+        Otherwise returns an empty string. If one literal is a prefix of another, the longer literal
+        must be first.
         """
         while True:
             ahead = self._text[self._at : self._at + max(map(len, literals))]
@@ -91,8 +98,8 @@ class Reader:
             yield
 
     def until(self, markers: tuple[str, ...], take: Take) -> Reading[str]:
-        """Reads up to and including the first of these markers. Passes the text before it to
-        `take`. Returns the marker; empty if the text ended without one.
+        """Reads up to and including the first of these markers. The text before the marker is
+        passed to `take`. Returns the marker, or an empty string if the text ended without one.
         """
         pattern, starts = _search(markers)
         while True:
@@ -108,8 +115,8 @@ class Reader:
             yield
 
     def text_until(self, markers: tuple[str, ...]) -> Reading[tuple[str, str]]:
-        """Reads up to and including the first of these markers; returns the text
-        before it, and the marker.
+        """Reads up to and including the first of these markers. Returns the text before the marker,
+        and the marker.
         """
         pieces: list[str] = []
         marker = yield from self.until(markers, pieces.append)
@@ -124,8 +131,9 @@ class Reader:
             yield
 
     def matching(self, pattern: re.Pattern[str], take: Take) -> Reading[str]:
-        """Reads the text that a pattern (a run of one character class) matches, and passes it to
-        `take`. Returns the next character without reading it; empty at the end.
+        """Reads the text that a pattern matches, and passes it to `take`. The pattern must match
+        any number of characters of one class. Returns the next character without reading it, or an
+        empty string at the end.
         """
         while True:
             match = pattern.match(self._text, self._at)
@@ -138,9 +146,8 @@ class Reader:
             yield
 
     def json_value(self, take: Take) -> Reading[None]:
-        """Reads one JSON value and passes its text to `take`. Only its end is determined; its
-        syntax is not checked. Raises Malformed if no value starts here, or the text ends inside the
-        value.
+        """Reads one JSON value and passes its text to `take`. The syntax of the value is not
+        checked. Raises Malformed if no value starts here, or the text ends inside the value.
         """
         first = yield from self.skip_space()
         if first == '"':
@@ -151,7 +158,7 @@ class Reader:
             yield from self._json_scalar(take)
 
     def json_text(self) -> Reading[str]:
-        """The text of one JSON value."""
+        """Reads one JSON value and returns its text."""
         pieces: list[str] = []
         yield from self.json_value(pieces.append)
         return "".join(pieces)
@@ -171,8 +178,8 @@ class Reader:
                 return
 
     def quoted(self, take: Take) -> Reading[None]:
-        """Reads a quoted string and passes it to `take`. The next character is the quote. A
-        backslash escapes the character after it. Raises Malformed if the text ends inside the
+        """Reads a quoted string and passes it to `take`. The next character must be the quote. A
+        backslash escapes the character that follows. Raises Malformed if the text ends inside the
         string.
         """
         quote = self._text[self._at]
@@ -206,12 +213,12 @@ class Reader:
 
 
 def drop(_text: str) -> None:
-    """A Take that ignores its text."""
+    """A `Take` that ignores the text."""
 
 
 @lru_cache(64)
 def _search(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]]:
-    """A pattern that matches the markers, and the set of all their proper prefixes."""
+    """Returns a pattern that matches the markers, and the set of all their proper prefixes."""
     ordered = sorted(markers, key=len, reverse=True)
     starts = frozenset(marker[:count] for marker in markers for count in range(1, len(marker)))
     return re.compile("|".join(map(re.escape, ordered))), starts

@@ -1,5 +1,5 @@
-"""Reasoning before an answer, between two markers. The first marker is often at the
-end of the prompt.
+"""Reads the reasoning that precedes an answer. Two markers delimit the reasoning. The first marker
+is often already at the end of the prompt.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from services.gateway.core.text.parsing.sink import Sink
 
 
 class ReasoningState(Enum):
-    """Where an answer starts relative to its reasoning, by its prompt."""
+    """Where an answer starts relative to its reasoning. The prompt determines this."""
 
     AHEAD = "ahead"
     """Before the reasoning, which is optional."""
@@ -22,8 +22,9 @@ class ReasoningState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model marks its reasoning. With `is_assumed` an answer starts with reasoning, except if
-    the prompt has ended it. `answer` is an additional mark that starts a part without reasoning.
+    """How a model marks its reasoning. If `is_assumed` is true, an answer starts with reasoning
+    even without a start mark, except if the prompt has ended the reasoning. `answer` is an
+    additional mark that starts a part without reasoning.
     """
 
     start: str
@@ -36,12 +37,12 @@ class ReasoningFormat:
         return tuple(filter(None, (self.start, self.end, self.answer)))
 
     def state_after(self, prompt: str, turn: str) -> ReasoningState:
-        """The state at the end of a prompt. `turn` is the prompt's last part, in which the answer
-        starts.
+        """Returns the state at the end of a prompt. `turn` is the last turn in the prompt, in which
+        the answer starts.
 
-        The last mark in `turn` decides, as in vLLM's `is_reasoning_end`. Without a mark there, an
-        end mark in an earlier turn overrides `is_assumed`. An unclosed start mark in an earlier
-        turn is plain text.
+        The last mark in `turn` determines the state, as in vLLM's `is_reasoning_end`. If `turn` has
+        no mark, `is_assumed` determines it, except if an earlier turn has an end mark. A start mark
+        without an end mark in an earlier turn is plain text.
         """
         last = self._last_mark(turn)
         if last is not None:
@@ -64,7 +65,7 @@ class PromptedReasoning:
 
 
 def read_reasoning(reader: Reader, sink: Sink, form: ReasoningFormat) -> Reading[None]:
-    """Reads the reasoning at the start, if any."""
+    """Reads the reasoning at the start of the text, if there is any."""
     if not sink.in_reasoning:
         space: list[str] = []
         first = yield from _leading_space(reader, space)
@@ -86,8 +87,8 @@ def _leading_space(reader: Reader, space: list[str]) -> Reading[str]:
 
 
 def _repeats_start(reader: Reader, form: ReasoningFormat) -> Reading[bool]:
-    """Reads a repeated start mark. Models sometimes write it again though the prompt has already
-    started the reasoning.
+    """Reads a start mark, if there is one, and returns whether there was. Models sometimes write
+    the mark again even if the prompt ends with it.
     """
     yield from reader.skip_space()
     return bool((yield from reader.starts_with(form.start)))

@@ -11,8 +11,9 @@ from services.gateway.core.text.parsing.events import (
 
 
 class Sink:
-    """Makes events. White space at a boundary between content, reasoning and calls belongs to the
-    format, and is dropped. Control characters in the strings of arguments are escaped.
+    """Makes events from what format readers report. White space between content, reasoning and
+    calls is part of the format, so it is dropped. Control characters in strings of arguments are
+    escaped.
     """
 
     def __init__(self, max_calls: int | None = None) -> None:
@@ -26,13 +27,13 @@ class Sink:
         self._trims_start = False
 
     def take(self) -> list[OutputEvent]:
-        """The events since the last call."""
+        """Returns the events since the last call of this method."""
         self._close_arguments()
         events, self._events = self._events, []
         return events
 
     def drop_space(self) -> None:
-        """Drops held-back white space."""
+        """Drops the white space that is held back."""
         self._space.clear()
 
     def content(self, text: str) -> None:
@@ -50,7 +51,7 @@ class Sink:
         self.in_reasoning = False
 
     def call(self, name: str) -> int:
-        """Starts a call; returns its number."""
+        """Starts a tool call. Returns the call's index."""
         self._close_arguments()
         self._escaper = ControlEscaper()
         self._boundary()
@@ -60,7 +61,7 @@ class Sink:
         return self.num_calls - 1
 
     def arguments(self, text: str) -> None:
-        """Adds arguments to the last call."""
+        """Adds a piece of arguments to the last tool call."""
         self._arguments.append(text)
 
     def whole_call(self, name: str, arguments: str) -> None:
@@ -78,7 +79,7 @@ class Sink:
         return self._max_calls is not None and self.num_calls >= self._max_calls
 
     def _close_arguments(self) -> None:
-        """Makes one event of the collected arguments."""
+        """Makes one event from the collected arguments."""
         text = self._escaper.feed("".join(self._arguments))
         if text and (self._max_calls is None or self.num_calls <= self._max_calls):
             self._events.append(CallArguments(self.num_calls - 1, text))

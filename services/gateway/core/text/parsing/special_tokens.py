@@ -1,4 +1,6 @@
-"""Special tokens as marks of an answer's format, and as boundaries of a prompt's turns."""
+"""The special tokens of a model. Some are marks of an answer's format, others separate a prompt's
+turns.
+"""
 
 from collections.abc import Sequence
 
@@ -11,10 +13,10 @@ class SpecialTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._marks: dict[tuple[str, ...], frozenset[int]] = {}
-        """Results by the marks of the formats in use."""
+        """Results of the method `marks`. The keys are its arguments."""
 
     def marks(self, marks: tuple[str, ...]) -> frozenset[int]:
-        """The special tokens whose text is one of these marks, or a part of one."""
+        """Returns the special tokens whose text is one of these marks or a part of one."""
         found = self._marks.get(marks)
         if found is None:
             tokenizer = self._tokenizer
@@ -26,8 +28,8 @@ class SpecialTokens:
         return found
 
     def open_turn(self, prompt: str, token_ids: Sequence[int], marks: tuple[str, ...]) -> str:
-        """The text of a prompt's last turn: everything after the last special token that is not one
-        of these marks. The whole prompt if there is no such token.
+        """Returns the text of a prompt's last turn: everything after the last special token that is
+        not one of these marks. If there is no such token, returns the whole prompt.
         """
         boundaries = self._all - self.marks(marks)
         for at in range(len(token_ids) - 1, -1, -1):

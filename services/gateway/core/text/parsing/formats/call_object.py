@@ -16,12 +16,13 @@ def read_call_object(
     needs_arguments: bool = False,
     names: Container[str] | None = None,
 ) -> Reading[None]:
-    """Reads {"name": …, "arguments": {…}}; "parameters" is also accepted for the arguments.
+    """Reads {"name": …, "arguments": {…}}. "parameters" is also accepted as the key of the
+    arguments.
 
-    Until the call has a name and arguments, other text raises Malformed, and the caller treats it
-    as content. After that, a truncated call is left incomplete. Without arguments, they are empty;
-    with `needs_arguments`, Malformed is raised instead. With `names`, an object with another name
-    raises Malformed.
+    Until both the name and the start of the arguments were read, invalid text raises Malformed, and
+    the caller treats the text as content. After that, a truncated call stays incomplete. A call
+    without arguments has empty arguments; if `needs_arguments` is true, it raises Malformed. If
+    `names` is given, an object with a name that it does not contain raises Malformed.
     """
     call = _Call(sink, reader, names)
     try:
@@ -50,8 +51,8 @@ def _read_members(reader: Reader, member: Callable[[str], Reading[None]]) -> Rea
 
 
 class _Call:
-    """Puts a call into the sink while its members are read. Name and arguments may
-    be in any order.
+    """Puts a call into the sink while the members of its object are read. Name and arguments may be
+    in any order.
     """
 
     def __init__(self, sink: Sink, reader: Reader, names: Container[str] | None) -> None:
@@ -74,7 +75,9 @@ class _Call:
             yield from self._reader.json_value(drop)
 
     def close(self, *, needs_arguments: bool) -> None:
-        """Ends the call: its object has ended, or was truncated after the call had started."""
+        """Ends the call. Called when the object has ended, or was truncated after the call had
+        started.
+        """
         if self.has_started:
             return
         if self._name is None or needs_arguments:

@@ -13,8 +13,8 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 def read_harmony(reader: Reader, sink: Sink) -> Reading[None]:
-    """Reads messages by channel: analysis is reasoning, final is content. Commentary with a
-    recipient is a call; without one it is content before calls.
+    """Reads messages. The channel `analysis` is reasoning, and `final` is content. `commentary`
+    with a recipient is a call, and without a recipient it is content.
     """
     yield from reader.starts_with(_START)
     while not (yield from _is_at_end(reader)):
@@ -39,7 +39,9 @@ def read_harmony(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def open_message(prompt: str) -> str:
-    """The start of an unfinished message at the prompt's end, which the answer continues."""
+    """Returns the start of an unfinished message at the prompt's end, which the answer
+    continues.
+    """
     _, start, message = prompt.rpartition(_START)
     return message if start else ""
 

@@ -1,4 +1,4 @@
-"""Call formats with the name before the arguments: Mistral and DeepSeek."""
+"""Call formats in which the tool's name precedes the arguments: Mistral's and DeepSeek's."""
 
 import re
 
@@ -59,8 +59,9 @@ def read_deepseek_v31(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def _next_call(reader: Reader, sink: Sink) -> Reading[bool]:
-    """Reads up to the start of a call; returns whether there is one. Within the tags around all
-    calls, text outside of calls is dropped. Other text is content.
+    """Reads up to the start of a call. Returns whether there is one. A pair of outer tags surrounds
+    all calls. Text outside the outer tags is content. Text inside them that is not part of a call
+    is dropped.
     """
     take = sink.content if not sink.num_calls else drop
     marker = _CALLS_BEGIN

@@ -1,4 +1,6 @@
-"""Calls as JSON objects: between tags (Hermes, Qwen), separate (Llama 3), or in a list."""
+"""Call formats in which a call is a JSON object: between tags (Hermes, Qwen), separate (Llama 3),
+or in a list.
+"""
 
 import re
 from collections.abc import Container
@@ -33,9 +35,9 @@ def read_hermes(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def read_llama3_json(names: Container[str], reader: Reader, sink: Sink) -> Reading[None]:
-    """Reads {"name": …, "parameters": {…}}, also several, joined by ; or in a list. At the
-    beginning, after a tag, and after a call, any name is accepted. After other text, an object is a
-    call only if its name is in `names`; otherwise it is content.
+    """Reads {"name": …, "parameters": {…}}. There may be several objects, separated by semicolons
+    or in a list. At the beginning, after a tag, and after a call, any name is accepted. After other
+    text, an object is a call only if its name is in `names`. Otherwise the object is content.
     """
     is_expected = True
 

@@ -1,4 +1,4 @@
-"""Calls as a list of Python calls: Llama 3.2 and 4, ToolACE."""
+"""A call format that is a list of Python calls: Llama 3.2 and 4, ToolACE."""
 
 import ast
 import json
@@ -9,7 +9,9 @@ from services.gateway.core.text.parsing.reader import Malformed, Reader, Reading
 from services.gateway.core.text.parsing.sink import Sink
 
 MAX_CALL_CHARACTERS = 65_536
-"""Longer calls are treated as content, since a call is parsed as a whole."""
+"""Limit on the length of a call, which is parsed as a whole. Longer calls are treated as
+content.
+"""
 
 _NO_LIST = re.compile(r"[^\[<]+")
 _NAME = re.compile(r"[\w.\-]+")
@@ -20,8 +22,9 @@ PYTHONIC_MARKS = (_START, _END)
 
 
 def read_pythonic(names: Container[str], reader: Reader, sink: Sink) -> Reading[None]:
-    """Reads [f(a=1), g()]. At the beginning and after a mark, any name is accepted. After other
-    text, the first call is accepted only if its name is in `names`; otherwise the text is content.
+    """Reads [f(a=1), g()]. At the beginning and after a special mark, any name is accepted. After
+    other text, the first call is accepted only if its name is in `names`. Otherwise the text is
+    content.
     """
     is_expected = True
 
@@ -101,7 +104,7 @@ def _nested(reader: Reader, take: Take) -> Reading[None]:
 
 
 def _to_json(arguments: str) -> str:
-    """Converts a call's keyword arguments, which are literals, to JSON."""
+    """Converts the keyword arguments of a call to JSON. Their values must be literals."""
     try:
         call = ast.parse("f" + arguments, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -118,7 +121,7 @@ def _literal(node: ast.expr) -> object:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Accepts true, false and null as in JSON."""
+    """Replaces the names true, false and null of JSON by Python's values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_NAMES[node.id]) if node.id in _NAMES else node

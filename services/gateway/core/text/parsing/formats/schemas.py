@@ -1,4 +1,6 @@
-"""Types of argument values by the tools' schemas, for formats that write values as plain text."""
+"""Converts argument values to JSON by the types in the tools' schemas. Some formats write values as
+plain text without types.
+"""
 
 import ast
 import json
@@ -8,7 +10,7 @@ from typing import Any
 from services.common.request.schema_refs import find_ref
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""The schema of each tool's parameters, by the tool's name."""
+"""Maps the names of tools to the JSON schemas of their parameters."""
 
 _IMPLIED: dict[str, frozenset[str]] = {
     "object": frozenset({"properties", "required", "additionalProperties", "patternProperties"}),
@@ -16,7 +18,7 @@ _IMPLIED: dict[str, frozenset[str]] = {
     "string": frozenset({"pattern", "minLength", "maxLength", "format"}),
     "number": frozenset({"minimum", "maximum", "multipleOf", "exclusiveMinimum"}),
 }
-"""Keywords that imply a type in schemas without a type."""
+"""Maps types to keywords. A schema that has no type but one of these keywords has that type."""
 _ANY = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _MAX_SCHEMAS = 256
@@ -25,12 +27,12 @@ _MAX_LITERAL_CHARACTERS = 65_536
 
 
 def typed_value(schemas: Schemas, tool: str, key: str, text: str) -> str:
-    """The JSON of a value written as plain text. Returns the value if the text has a type that the
-    schema allows; else a string.
+    """Converts a value that is written as plain text to JSON. If the text is a value of a type that
+    the schema allows, returns that value. Otherwise returns the text as a string.
 
-    References, alternatives and enumerations are followed. If an enumeration contains the text as a
-    string, it is a string. Otherwise other types have precedence over strings. Without a schema for
-    the parameter, the value is a string.
+    References, alternatives and enumerations of the schema are evaluated. If an enumeration
+    contains the text as a string, the value is a string. Otherwise other types have precedence over
+    strings. If the parameter has no schema, the value is a string.
     """
     root = schemas.get(tool, {})
     found = _Schema(root)
@@ -55,8 +57,8 @@ def is_json(text: str) -> bool:
 
 
 class _Schema:
-    """One tool's schema. Visits a bounded number of its subschemas. A schema that
-    refers to itself adds nothing.
+    """The schema of one tool. At most _MAX_SCHEMAS subschemas are visited. A reference from a
+    schema to itself is ignored.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
@@ -64,7 +66,7 @@ class _Schema:
         self._num_left = _MAX_SCHEMAS
 
     def of_property(self, schema: object, key: str) -> dict[str, Any] | None:
-        """The schema of an object's property; None if there is none."""
+        """Returns the schema of an object's property. None if there is none."""
         found: list[object] = []
         others: list[object] = []
         for one in self._all(schema, set()):
@@ -76,7 +78,7 @@ class _Schema:
         return {"anyOf": found or others} if found or others else None
 
     def literals(self, schema: object) -> Iterator[object]:
-        """The values of all enumerations and constants."""
+        """Yields the values of all enumerations and constants in a schema."""
         for one in self._all(schema, set()):
             values = one.get("enum")
             yield from values if isinstance(values, list) else ()
@@ -84,11 +86,11 @@ class _Schema:
                 yield one["const"]
 
     def types(self, schema: object) -> frozenset[str]:
-        """The types that a schema allows."""
+        """Returns the types that a schema allows."""
         return self._types(schema, frozenset()) or frozenset()
 
     def _all(self, schema: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
-        """The schema and its subschemas, through references and alternatives."""
+        """Yields the schema and the subschemas that its references and alternatives lead to."""
         if not isinstance(schema, Mapping) or id(schema) in seen or not self._takes_one():
             return
         seen.add(id(schema))
@@ -98,8 +100,8 @@ class _Schema:
             yield from self._all(part, seen)
 
     def _types(self, schema: object, above: frozenset[int]) -> frozenset[str] | None:
-        """The types that a schema allows; None if the schema encloses itself, or the limit of
-        visits is reached.
+        """Returns the types that a schema allows. None if the schema contains itself, or the limit
+        on visits is reached.
         """
         if id(schema) in above or not self._takes_one():
             return None
@@ -114,7 +116,7 @@ class _Schema:
         return types | {"null"} if schema.get("nullable") is True else types
 
     def _bounds(self, schema: Mapping[str, Any], above: frozenset[int]) -> Iterator[frozenset[str]]:
-        """The types that each keyword of a schema allows."""
+        """Yields the types that each keyword of a schema allows."""
         declared = schema.get("type")
         names = [declared] if isinstance(declared, str) else declared
         if isinstance(names, list):
@@ -134,7 +136,7 @@ class _Schema:
                 yield types
 
     def _referred(self, schema: Mapping[str, Any]) -> object:
-        """The target of a schema's reference; None without one."""
+        """Returns the target of a schema's reference. None if the schema has no reference."""
         ref = schema.get("$ref")
         found = find_ref(self._root, ref) if isinstance(ref, str) else None
         return None if found is None else found[0]
@@ -177,8 +179,8 @@ def _is_whole(value: object, types: frozenset[str]) -> bool:
 
 
 def _readings(text: str, types: frozenset[str]) -> Iterator[tuple[Any, str]]:
-    """Possible values of a text other than a string, each with its JSON. A value encoded in a JSON
-    string is included only if strings are not allowed.
+    """Yields the values other than strings that a text may stand for, each with its JSON. A value
+    that is encoded inside a JSON string is included only if the schema allows no strings.
     """
     named = _PYTHON_NAMES.get(text, text)
     if "boolean" in types and text.lower() in ("true", "false"):
@@ -201,7 +203,7 @@ def _readings(text: str, types: frozenset[str]) -> Iterator[tuple[Any, str]]:
 
 
 def _json(text: str) -> Any:
-    """The value of a JSON text; None for invalid JSON, and for null."""
+    """Returns the value of a JSON text. None for invalid JSON and for null."""
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -209,7 +211,7 @@ def _json(text: str) -> Any:
 
 
 def _loose(text: str) -> Any:
-    """The value of a JSON text whose strings may have raw line breaks."""
+    """Returns the value of a JSON text whose strings may contain raw line breaks."""
     return json.loads(text, strict=False)
 
 

@@ -1,4 +1,4 @@
-"""Call formats with each argument between tags: Qwen 3.5, Qwen3-Coder, DeepSeek V3.2."""
+"""Call formats in which each argument is between tags: Qwen 3.5, Qwen3-Coder, DeepSeek V3.2."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _NAME_ATTRIBUTE = re.compile(r'name\s*=\s*"([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The tags of a format. `outer` tags are around all calls."""
+    """The tags of a format. The `outer` tags surround all calls."""
 
     outer_open: str
     outer_close: str
@@ -24,15 +24,15 @@ class _Tags:
     value_open: str
     value_close: str
     value: Callable[[Schemas, str, str, str], tuple[str, str]]
-    """Returns the key and the JSON of a value. The arguments are the schemas, the tool, the text of
-    the value's tag, and the value's text.
+    """Returns the key and the JSON of a value. The arguments of this function are the schemas, the
+    tool's name, the text of the value's tag, and the value's text.
     """
     name: Callable[[str], str]
     """Returns the tool's name from the text of a call's tag."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts around calls and values that may be special tokens of a model."""
+        """The texts around calls and values. Some may be special tokens of the model."""
         outer = self.outer_open, self.outer_close
         return (*outer, self.call_open, self.call_close, self.value_open, self.value_close)
 
@@ -47,8 +47,8 @@ def _read(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[
 
 
 def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[str]:
-    """Reads a call after its tag; returns the tag that ended it. A value or call without a closing
-    tag ends at the next opening tag, or at an outer closing tag.
+    """Reads a call after its opening tag. Returns the tag that ended the call. A value or call
+    without a closing tag ends at the next opening tag, or at the outer closing tag.
     """
     head, closed = yield from reader.text_until((">",))
     if not closed:
