@@ -23,11 +23,11 @@ from typing import ClassVar
 
 
 class StepwellError(Exception):
-    """Has one sentence for people, a `reason` for programs, and optionally the invalid field."""
+    """Has a sentence for people, a `reason` for programs, and optionally the invalid field."""
 
     reason: ClassVar[str] = "UNKNOWN"
     may_retry: bool | None = None
-    """Whether a retry of the same request may succeed. None: the gRPC status decides."""
+    """Whether a retry of the same request may succeed. If None, the gRPC status decides."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class QuotaExceeded(ResourceExhausted):
 
 
 class FailedPrecondition(StepwellError):
-    """The current state forbids the call: a stale generation, a wrong sequence number, blocks in
-    use.
+    """The current state forbids the call, for example because a generation is stale, a sequence
+    number is wrong, or blocks are in use.
     """
 
     reason = "FAILED_PRECONDITION"

@@ -65,7 +65,7 @@ class KeyRecord:
 
 @dataclass(frozen=True, slots=True)
 class TenantRecord:
-    """The limits of a tenant, over all its keys. None means no limit."""
+    """The limits of a tenant, which apply to all its keys together. None means no limit."""
 
     tenant_id: str
     weight: float = 1.0

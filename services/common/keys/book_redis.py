@@ -53,7 +53,7 @@ return 1
 
 
 class ChangedMeanwhile(Exception):
-    """The record differs from the one on which the change is based."""
+    """The stored record differs from the record on which the change is based."""
 
 
 @dataclass(frozen=True, slots=True)

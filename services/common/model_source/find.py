@@ -27,7 +27,7 @@ def find_model_files(text: str) -> Path:
 
 
 def model_name(directory: Path) -> str:
-    """The default name of a served model: its hub name, or else its directory's name."""
+    """The default name of a served model. Without a hub name it is the directory's name."""
     directory = directory.absolute()
     return name_of_snapshot(directory) or directory.resolve().name
 
@@ -46,7 +46,7 @@ def _find(text: str, *, with_weights: bool) -> Path:
     cached = find_snapshot(name, with_weights=with_weights)
     if cached is not None:
         return _with_configuration(cached)
-    # A mistyped path must not be looked up on the hub.
+    # Without this check, a mistyped path would be looked up on the hub.
     if "/" not in name.repo or Path(name.repo).parent.exists():
         raise ModelSourceError(f"there is no directory {path}")
     return _with_configuration(fetch_snapshot(name, with_weights=with_weights))

@@ -74,7 +74,7 @@ def gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
 
 
 def gguf_generation_config(header: GgufHeader) -> dict[str, Any]:
-    """Returns the content of generation_config.json: the tokens that end answers."""
+    """Returns the content of generation_config.json, which lists the tokens that end answers."""
     metadata = header.metadata
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     kinds = metadata.get("tokenizer.ggml.token_type") or []
@@ -100,7 +100,9 @@ class _Reader:
         self._architecture = architecture
 
     def optional(self, key: str) -> Any:
-        """Returns a value or None. A list of equal values, one per layer, counts as one value."""
+        """Returns a value or None. A list of equal values, one for each layer, counts as one
+        value.
+        """
         value = self._metadata.get(f"{self._architecture}.{key}")
         if isinstance(value, list) and len(set(value)) == 1:
             return value[0]
@@ -129,7 +131,7 @@ def _rope_scaling(reader: _Reader) -> dict[str, Any] | None:
 
 
 def _llama3(file: Path, tensor: GgufTensor, theta: float, head_dim: int) -> dict[str, Any]:
-    """Returns Llama 3's RoPE scaling, inferred from the file's divisors of all frequencies."""
+    """Returns Llama 3's RoPE scaling, inferred from the file's divisors of RoPE frequencies."""
     count = tensor.shape[0]
     with file.open("rb") as stream:
         stream.seek(tensor.begin)
@@ -165,7 +167,9 @@ def _original_length(factor: float, divisor: float, wave: float) -> int | None:
 
 
 def _dtype(tensors: list[GgufTensor]) -> str:
-    """The data type for computation: float32 or float16 if all matrices have it, else bfloat16."""
+    """The data type for computation. float32 or float16 if all matrices have it, otherwise
+    bfloat16.
+    """
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
     if kinds == {_F32}:
         return "float32"
@@ -173,5 +177,5 @@ def _dtype(tensors: list[GgufTensor]) -> str:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal of a 32-bit float."""
+    """The shortest decimal number that has the same 32-bit float."""
     return float(f"{value:.7g}")

@@ -25,7 +25,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor: its name, its shape, the number of its type, and the offset of its first byte."""
+    """Describes a tensor by its name, shape, type number, and the offset of its first byte."""
 
     name: str
     shape: tuple[int, ...]

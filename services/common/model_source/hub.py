@@ -34,7 +34,7 @@ _CACHE_FOLDER = "models--"
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A model of the hub, with a branch, tag or commit. The revision None means main."""
+    """A model of the hub, with a branch, tag or commit. The revision None stands for main."""
 
     repo: str
     revision: str | None = None

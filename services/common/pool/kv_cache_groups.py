@@ -1,4 +1,4 @@
-"""KV-cache groups: layers that share a block table, and the blocks that their attention needs."""
+"""KV-cache groups (layers that share a block table), and the blocks that their attention needs."""
 
 import enum
 import math
@@ -19,9 +19,9 @@ class MambaCacheMode(enum.Enum):
     """Which earlier states of state-space layers are kept. The names are vLLM's."""
 
     NONE = "none"
-    """One state, which each step overwrites. Prefixes cannot be cached."""
+    """Only one state is kept, and each step overwrites it. Prefixes cannot be cached."""
     ALIGN = "align"
-    """States at block boundaries, each in its own block. Steps of a prompt end at boundaries."""
+    """The states at block boundaries are kept, so steps of a prompt end at these boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class KVCacheGroup:
 
     attention_type: AttentionType
     block_size: int
-    """Tokens per block."""
+    """Number of tokens in a block."""
     window: int = 0
-    """For sliding windows, the number of tokens that a query sees, its own included. For chunked
-    local attention, the tokens per chunk. For other types, 0.
+    """For sliding windows, the number of tokens that a query sees, its own token included. For
+    chunked local attention, the number of tokens in a chunk. For other types, 0.
     """
     num_layers: int = 1
     is_eagle_group: bool = False
@@ -80,7 +80,8 @@ class KVCacheGroup:
     def max_held_blocks(
         self, num_slots: int, max_in_flight_tokens: int, num_steps_in_flight: int
     ) -> int:
-        """Limit on the blocks that a request with `num_slots` token slots has at one time.
+        """Upper bound of the number of blocks that a request with `num_slots` token slots has at
+        one time.
 
         `max_in_flight_tokens` is the number of tokens in steps that are planned but not processed.
         A sliding window may begin inside a block and then needs one block more. In a state-space
@@ -124,7 +125,8 @@ def hit_block_size(groups: Sequence[KVCacheGroup]) -> int:
 
 
 def chain_block_size(groups: Sequence[KVCacheGroup]) -> int:
-    """Tokens per block in the hash chains that measure a prompt's cached prefix.
+    """Number of tokens in a block of the hash chains with which a prompt's cached prefix is
+    measured.
 
     This is the greatest common divisor of the block sizes of all groups with prefix caching.
     """
@@ -171,8 +173,8 @@ def has_partial_hits(groups: Sequence[KVCacheGroup], hash_size: int) -> bool:
 def last_state_position(num_tokens: int, unit: int, *, drops_last: bool) -> int:
     """The last multiple of `unit` at which a sequence can continue from a state.
 
-    At least one token must be left to compute. If a hit's last block is dropped, a whole unit must
-    be left.
+    After it, at least one token must be left to compute, or a whole unit if a hit's last block is
+    dropped.
     """
     if drops_last:
         return max(0, num_tokens // unit * unit - unit)

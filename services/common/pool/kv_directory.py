@@ -20,7 +20,7 @@ _GROUP_MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 def group_salt(group: int) -> int:
-    """The value that is XORed with a group's keys, so that groups have different keys.
+    """The value with which a group's keys are XORed, so that groups have different keys.
 
     It is 0 for the first group.
     """
@@ -28,7 +28,8 @@ def group_salt(group: int) -> int:
 
 
 def block_keys(hashes: Iterable[bytes], group: int = 0) -> list[int]:
-    """The keys of block hashes in a KV-cache group: the first 48 bits of each hash.
+    """The keys of block hashes in a KV-cache group. A key is the first 48 bits of a hash, XORed
+    with the group's salt.
 
     Among a million blocks, three look-ups in a billion match a wrong block.
     """
@@ -37,13 +38,13 @@ def block_keys(hashes: Iterable[bytes], group: int = 0) -> list[int]:
 
 
 def node_name(replica: str, started_unix_nanos: int) -> str:
-    """The node name of a scheduler process's pool. It survives a restart of the pool process."""
+    """The node name of a scheduler process's pool. A restart of the pool does not change it."""
     return f"{replica}-{started_unix_nanos:x}"
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Count and XOR of a set of keys. Different sets have equal digests only by chance."""
+    """Number and XOR of the keys in a set. Different sets have equal digests only by chance."""
 
     count: int = 0
     xor: int = 0
@@ -57,7 +58,9 @@ def digest_of(keys: Iterable[int]) -> Digest:
 
 @dataclass(frozen=True, slots=True)
 class KeyBatch:
-    """A log entry: keys added to and removed from a node's index since the previous entry."""
+    """A log entry, with the keys added to and removed from a node's index since the entry
+    before.
+    """
 
     epoch: int
     sequence: int

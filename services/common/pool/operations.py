@@ -1,6 +1,6 @@
 """The operations of a pool transaction and their outcome, shared by scheduler and kvpool.
 
-An operation covers several requests: its fields are parallel sequences with one item for each
+An operation covers several requests. Its fields are parallel sequences with one item for each
 request. An item *fits* if enough blocks are free for it and its planned prefix hit is still the
 current one. stepwell.kvpool.v1 specifies the fields. Types with an instance per step or per request
 are not frozen, since creating a frozen instance takes three times as long.
@@ -77,14 +77,15 @@ class Grow:
 
     requests: Sequence[RequestKey]
     num_computed_tokens: Sequence[int]
-    """For each request, the tokens that are stored at the start of the step and will not be
-    recomputed. Blocks that no later query can see are freed before new blocks are allocated. They
-    stay free even if the request does not fit.
+    """For each request, the number of tokens that are stored at the start of the step and will not
+    be recomputed. Blocks that no later query can see are freed before new blocks are allocated.
+    They stay free even if the request does not fit.
     """
     num_slots: Sequence[int]
     num_tokens: Sequence[int] = ()
-    """For each request, the tokens computed at the end of the step, draft tokens included. An empty
-    sequence means equal to `num_slots`, which is the case without lookahead.
+    """For each request, the number of tokens that are computed at the end of the step, draft tokens
+    included. If the sequence is empty, these numbers equal `num_slots`, as is the case without
+    lookahead.
     """
 
 
@@ -112,8 +113,8 @@ class Lookup:
     max_hit_tokens: Sequence[int]
     new_hashes: Sequence[Sequence[BlockHash]]
     with_divergent_hits: bool = False
-    """Whether to also look up the hit of the full-attention groups alone. Other groups may have
-    cached less of it.
+    """Whether the hit of the full-attention groups alone is also looked up. Other groups may have
+    cached only a part of this hit.
     """
 
 
@@ -127,9 +128,9 @@ class Admission:
     request: RequestKey
     max_hit_tokens: int
     num_hit_tokens: int
-    """Tokens of the planned hit."""
+    """Number of tokens of the planned hit."""
     num_slots: int
-    """Token slots in the block tables after the admission."""
+    """Number of token slots in the block tables after the admission."""
     num_commit_tokens: int
     """Blocks that end at or before this number of tokens are published."""
     num_reserve_slots: int
@@ -144,46 +145,45 @@ class Admission:
     resumed: bool = False
     """Whether the request was preempted before. Hit statistics exclude resumed requests."""
     num_external_tokens: int = 0
-    """Tokens after the hit that are loaded from elsewhere. They need blocks and count as computed.
-    If no slots follow them, they are loaded between steps, and their blocks must not be zeroed.
+    """Number of tokens after the hit that are loaded from elsewhere. They need blocks and count as
+    computed. If no slots follow them, they are loaded between steps, and their blocks must not be
+    zeroed.
     """
     num_blocks_kept_free: int = 0
-    """Blocks that must stay free after this admission takes the blocks for `num_slots`. They are
+    """Number of blocks that must stay free after the blocks for `num_slots` are allocated. They are
     not added to the blocks for `num_reserve_slots`.
     """
     holds_blocks: bool = False
-    """Whether the request already has blocks, since it waited for a load from elsewhere. It keeps
-    its tables, nothing is looked up, and `num_hit_tokens` of its tokens are computed.
+    """Whether the request already has blocks, because it waited for a load from elsewhere. Then it
+    keeps its tables, nothing is looked up, and its first `num_hit_tokens` tokens count as computed.
     """
     num_tokens: int | None = None
-    """Tokens computed at the end of the step (see `Grow.num_tokens`). None means equal to
-    `num_slots`.
-    """
+    """Number of computed tokens after the step, drafts included. None if it equals `num_slots`."""
     num_prompt_tokens: int = 0
-    """Tokens of the prompt. Later requests are likely to continue at its end."""
+    """Number of tokens in the prompt. Later requests are likely to continue at its end."""
     shared_prefix_boundary: int = 0
-    """The shared prefix boundary of the planned hit. If it differs, the hit has changed, except
-    when `diverges` is set.
+    """The shared prefix boundary of the planned hit. If the present boundary differs, the hit
+    counts as changed, except if `diverges` is set.
     """
     diverges: bool = False
     """Whether the hit is a hit of the full-attention groups alone. The other groups load the blocks
     that they lack.
     """
     num_stored_tokens: int | None = None
-    """Windows free the blocks that no query after this number of tokens can see. The number is set
-    if it is less than the number of computed tokens. This is so if the other tokens are computed
-    again, or if steps in flight still read earlier tokens.
+    """Windows free the blocks that no query after this number of tokens can see. None if it equals
+    the number of computed tokens. It is less if the other tokens are computed again, or if steps in
+    flight still read earlier tokens.
     """
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens that need no computation: the hit, and tokens loaded from elsewhere."""
+        """Number of tokens that need no computation. They are hit or loaded from elsewhere."""
         return self.num_hit_tokens + self.num_external_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Admits requests in order. Each one sees the blocks that earlier ones published."""
+    """Admits requests in order. Each can hit blocks that earlier admissions have published."""
 
     admissions: Sequence[Admission]
 
@@ -228,7 +228,7 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class GroupBlocks:
-    """Blocks of one group for several requests: counts per request, and concatenated ids."""
+    """Blocks of one group for several requests. The ids of all requests are concatenated."""
 
     num_blocks: list[int]
     block_ids: list[BlockId]
@@ -247,10 +247,11 @@ class LookupResult:
 
     num_hit_tokens: list[int]
     shared_prefix_boundaries: list[int]
-    """Tokens of a prefix longer than the hit that some group has cached, or 0 if there is none."""
+    """Length of a longer prefix that some group has cached, in tokens. 0 if there is none."""
     num_divergent_hit_tokens: list[int] = field(default_factory=list)
-    """Divergent hits, if requested: tokens of the full-attention hit, if no other group has a
-    longer hit; otherwise tokens of the common hit.
+    """Divergent hits, if they were requested. A divergent hit is the number of tokens of the
+    full-attention hit. If another group has a longer hit, it is the number of tokens of the common
+    hit.
     """
 
 
@@ -280,14 +281,14 @@ class StopReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The first item that did not fit. This item and all later ones were not applied."""
+    """The first item that did not fit. This item and all later items were not applied."""
 
     operation_index: int
     item_index: int
     reason: StopReason
     num_hit_tokens: int = 0
-    """The tokens of the current hit if the hit has changed, else 0. `shared_prefix_boundary`
-    follows the same rule.
+    """Number of tokens of the current hit if the hit has changed, otherwise 0.
+    `shared_prefix_boundary` is set in the same case.
     """
     shared_prefix_boundary: int = 0
 

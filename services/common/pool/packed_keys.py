@@ -1,4 +1,4 @@
-"""Packs block keys into bytes: a sequence with 6 bytes per key, or a set with fewer.
+"""Packs block keys into bytes. A sequence takes 6 bytes for each key, a set fewer.
 
 Keys have 48 bits. The keys of a set are sorted. The first bytes of all keys are replaced by 256
 counts, one for each value of a byte. The second byte becomes the difference from the previous key,
@@ -83,7 +83,7 @@ def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
 
 
 def unpack_key_set(packed: bytes) -> Iterator[list[int]]:
-    """The inverse of `pack_key_set`: yields parts of the set. Raises DamagedKeys when called."""
+    """The inverse of `pack_key_set`. Yields parts of the set. The call raises DamagedKeys."""
     try:
         num_keys, num_compressed = _LENGTHS.unpack_from(packed)
         begin = _LENGTHS.size + num_compressed

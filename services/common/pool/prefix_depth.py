@@ -7,8 +7,8 @@ from itertools import takewhile
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, chain_block_size
 
 IsCached = Callable[[int], bool]
-"""Receives the index of a chain block. Returns whether the group has cached its own block that ends
-with this chain block.
+"""A function of the index of a block in the chain. Returns whether the group has cached its own
+block that ends with this block of the chain.
 """
 
 
@@ -35,7 +35,7 @@ def prefix_depth(
 
 
 def _usable(group: KVCacheGroup, scale: int, is_cached: IsCached, num_blocks: int) -> int:
-    """Group blocks in the longest prefix, up to `num_blocks`, that one group can use.
+    """Number of blocks in the longest prefix, up to `num_blocks` blocks, that one group can use.
 
     `scale` is the number of chain blocks per group block. Full attention searches from the left,
     since most chains are not cached at all. Other types search from the right.

@@ -1,4 +1,4 @@
-"""A file with a service's readiness, for probes that cost next to nothing.
+"""A file with a service's readiness, which probes can read at almost no cost.
 
 The event loop writes its one line, so the file's age reveals a blocked loop:
 
@@ -62,9 +62,7 @@ class HealthFile:
             self._try_to_write()
 
     def _try_to_write(self) -> None:
-        """Writes the file. Logs a failure, such as a full disk, unless the last failure was the
-        same.
-        """
+        """Writes the file. Logs a failure, such as a full disk, if it is a new one."""
         failure = ""
         try:
             self.write()

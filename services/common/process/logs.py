@@ -1,4 +1,4 @@
-"""Logs: one line per event, as text or JSON, with the ids of the current trace."""
+"""Writes logs with one line for each event, as text or JSON, with the ids of the current trace."""
 
 import asyncio
 import enum
@@ -53,7 +53,8 @@ def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
     handler.setFormatter(formatter(service))
     logging.basicConfig(level=level.value.upper(), handlers=[handler], force=True)
     logging.getLogger(_GRPC).addFilter(_says_more_than_that_a_peer_left)
-    # Values that no log line contains are not computed ("Optimization" in logging's documentation).
+    # Prevents logging from computing values that no log line contains ("Optimization" in its
+    # documentation).
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
@@ -124,7 +125,8 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields of a line: those in `extra`, and those of the request being served.
+    """The fields of a line, which are the fields in `extra` and the fields of the request being
+    served.
 
     If these fields have no trace id, the ids of the current trace and span are added.
     """

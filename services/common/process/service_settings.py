@@ -1,5 +1,5 @@
-"""Settings that every service has: addresses, the certificate with which it connects to other
-services, traces, logs, and the drain time.
+"""Settings that every service has. They concern addresses, the certificate with which it connects
+to other services, traces, logs, and the drain time.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from services.common.rpc.addresses import is_listen_address
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
-    """The base class of each service's settings. Subclasses give `address` a default port."""
+    """The base class of each service's settings. Subclasses define a default port of `address`."""
 
     address: str = setting(
         doc="where gRPC listens: host:port, with port 0 for a free one, or unix:PATH",

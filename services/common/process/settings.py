@@ -1,4 +1,5 @@
-"""Settings of a service: a frozen, flat dataclass, filled from flags and environment variables.
+"""Settings of a service. They are a frozen, flat dataclass, whose fields are set by flags and
+environment variables.
 
 The worker's field `max_num_seqs` is the flag `--max-num-seqs` and the variable
 `STEPWELL_WORKER_MAX_NUM_SEQS`. A flag overrides a variable, and a variable overrides the default. A
@@ -214,12 +215,12 @@ def flag_name(field_name: str) -> str:
 
 
 def variable_name(service: str, field_name: str) -> str:
-    """The environment variable of a setting."""
+    """The name of a setting's environment variable."""
     return env_prefix(service) + field_name.upper()
 
 
 def env_prefix(service: str) -> str:
-    """The prefix of a service's environment variables."""
+    """The prefix of the names of a service's environment variables."""
     return f"STEPWELL_{service.upper()}_"
 
 

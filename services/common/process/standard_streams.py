@@ -1,4 +1,4 @@
-"""Standard output and error that may be unwritable, for example because of a full disk."""
+"""Uses standard output and error although they may be unwritable, such as on a full disk."""
 
 import os
 import sys

@@ -75,8 +75,8 @@ class RedisConnection:
         try:
             async with asyncio.timeout(seconds):
                 answer = await use(await self._connected())
-        # Catches every error: redis-py does not document all errors that it can raise while a
-        # cluster changes, and each of them means that the call has failed.
+        # Every error is caught, because redis-py does not document all errors that it can raise
+        # while a cluster changes. Each of them means that the call has failed.
         except Exception as error:
             _raise_if_cancelled()
             raise RedisUnavailable(f"Redis at {self.name}: {_text(error)}") from error
@@ -138,7 +138,8 @@ class RedisConnection:
 
 
 def why_unusable(error: BaseException) -> str | None:
-    """Infers from the error of a call what is wrong with the URL, password or certificate.
+    """Infers, from the error of a call, what is wrong with the URL, the password or the
+    certificate.
 
     Returns None if a later retry may succeed.
     """
@@ -160,7 +161,7 @@ def why_unusable(error: BaseException) -> str | None:
 async def _is_cluster(client: Redis) -> bool:
     try:
         return bool((await client.info("cluster")).get("cluster_enabled"))
-    except exceptions.NoPermissionError:  # a user that may only use its own keys
+    except exceptions.NoPermissionError:  # the user may only use its own keys
         return False
 
 
@@ -171,7 +172,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _raise_if_cancelled() -> None:
-    """Raises CancelledError if the task is cancelled: redis-py may hide a cancellation."""
+    """Raises CancelledError if the task is cancelled, because redis-py may hide a cancellation."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,4 +1,5 @@
-"""The directory's schemas in Redis: names of keys, and the encoding of their values.
+"""The schemas of the directory of cached prefixes in Redis. They are the names of keys, and the
+encoding of values.
 
 `kvd:{fp}:log`            stream; each entry has one field, `b`, with a batch of keys
 `kvd:{fp}:epoch`          counter; a new epoch of any node takes the next number

@@ -1,4 +1,4 @@
-"""The setting --redis-url: its format, and its display without secrets."""
+"""Checks the format of the setting --redis-url, and displays it without secrets."""
 
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit

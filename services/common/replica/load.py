@@ -1,4 +1,4 @@
-"""The load of a replica: its outstanding work and its speed."""
+"""The load of a replica, which consists of its outstanding work and its speed."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,8 @@ class ReplicaLoad:
     num_requests: int
     """The number of running and waiting requests."""
     num_uncomputed_tokens: int
-    """Tokens of these requests that must still be computed or found in the prefix cache."""
+    """Number of their tokens that must still be computed or found in the prefix cache."""
     seconds_per_prompt_token: float = 0.0
     seconds_per_decode: float = 0.0
     num_other_requests: int = 0
-    """The requests in `num_requests` that were not sent by the gateway that receives this report.
-    """
+    """How many of `num_requests` other gateways than the receiver of this report have sent."""

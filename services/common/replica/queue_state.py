@@ -9,7 +9,7 @@ RETRY_AFTER_SECONDS = 1.0
 
 
 def longest_wait(timeout_seconds: float, service_seconds: float) -> float:
-    """The number of seconds for which a request with a timeout may wait in the queue.
+    """Limit on the seconds that a request with a timeout may wait in the queue.
 
     This is the timeout minus the usual service time. At most half of the timeout is subtracted.
     """
@@ -29,7 +29,9 @@ class QueueState:
     max_queue_seconds: float
     """Limit on the time that a request without output waits to be scheduled. 0 means no limit."""
     seconds_per_request: float = 0.0
-    """Seconds that each request ahead adds if it must wait for the end of another. 0 if unknown."""
+    """Seconds that each waiting request adds to the wait of later requests, if it must wait for the
+    end of another request. 0 if unknown.
+    """
     service_seconds: float = 0.0
     """Seconds from a request's admission to its end; 0 if unknown."""
     num_running: int = 0
@@ -37,7 +39,7 @@ class QueueState:
     """Whether requests wait because the last step had no free blocks or no token budget for them.
     """
     num_free: int = 0
-    """The number of waiting requests for which slots and blocks are free already."""
+    """The number of waiting requests for which slots and blocks are already free."""
     seconds_per_prompt: float = 0.0
     """Seconds that the prompt of each of the `num_free` requests adds. 0 if unknown."""
 
@@ -49,7 +51,7 @@ class QueueState:
         return num_with_place * seconds_per_prompt + num_behind * self.seconds_per_request
 
     def longest_wait(self, timeout_seconds: float | None, *, has_output: bool) -> float | None:
-        """Seconds that a request may wait to be scheduled. None means no limit.
+        """Limit on the seconds that a request waits until it is scheduled. None means no limit.
 
         Only the client's timeout limits a request that has output.
         """

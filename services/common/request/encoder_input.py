@@ -28,7 +28,7 @@ class EncoderInput:
         return self.length if self.embeds is None else len(self.embeds)
 
     def has_embeds_between(self, start: int, end: int) -> bool:
-        """Whether an embedding of the item is at a prompt position from `start` up to `end`."""
+        """Whether an embedding of the item is at a prompt position in range(start, end)."""
         start, end = max(start, self.offset), min(end, self.end)
         if self.embeds is None:
             return start < end

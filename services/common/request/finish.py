@@ -21,7 +21,7 @@ class Finish:
 
 
 def ending_token_ids(sampling: SamplingParams) -> frozenset[int]:
-    """Tokens that end a sequence: EOS tokens and the client's stop tokens.
+    """Tokens that end a sequence, which are EOS tokens and the client's stop tokens.
 
     Requests with equal tokens share one set object. Each step looks up the new tokens of each
     request in its set. With a thousand set objects, most look-ups would miss the processor's

@@ -28,7 +28,8 @@ class PoolingType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """How one prompt is pooled. The names are vLLM's.
+    """How one prompt is pooled, which means that a vector is computed from it. The names are
+    vLLM's.
 
     * `dimensions`: the length to which the vector is truncated. None keeps all numbers.
     * `use_activation`: normalization of embeddings, or sigmoid or softmax of classes. None selects

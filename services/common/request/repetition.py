@@ -1,4 +1,4 @@
-"""Detects answers that repeat the same few tokens: vLLM's `repetition_detection`."""
+"""Detects answers that repeat the same few tokens, as vLLM's `repetition_detection` does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ MAX_COUNT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class RepetitionDetection:
-    """A pattern of `min_pattern_size` to `max_pattern_size` tokens, `min_count` times in a row."""
+    """The repetition to detect. It is a pattern of `min_pattern_size` to `max_pattern_size` tokens
+    that occurs at least `min_count` times in a row.
+    """
 
     max_pattern_size: int
     min_pattern_size: int
@@ -23,7 +25,9 @@ class RepetitionDetection:
     def of(
         cls, max_pattern_size: int, min_pattern_size: int, min_count: int
     ) -> "RepetitionDetection | None":
-        """Creates a rule from client values. None if both sizes are 0. A minimum of 0 means 1."""
+        """Creates a rule from a client's values. None if both sizes are 0. A minimum of 0 means
+        1.
+        """
         if max_pattern_size == min_pattern_size == 0:
             return None
         return cls(max_pattern_size, min_pattern_size or 1, min_count)

@@ -23,7 +23,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, MAX_INT32),
     "min_tokens": (0, MAX_INT32),
 }
-"""The minimum and maximum of each numeric parameter that has both."""
+"""Maps each numeric parameter that has both to its minimum and maximum."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Structured outputs: the format that a client requires of an answer, as in vLLM."""
+"""Structured outputs, which are formats that a client requires of an answer, as in vLLM."""
 
 import enum
 import json

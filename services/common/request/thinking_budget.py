@@ -1,4 +1,4 @@
-"""The limit of an answer's reasoning tokens, vLLM's `thinking_token_budget`."""
+"""The limit on an answer's reasoning tokens (vLLM's `thinking_token_budget`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MAX_MARK_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """At most `num_tokens` reasoning tokens, followed by the end mark.
+    """Limits an answer to `num_tokens` reasoning tokens, which the end mark follows.
 
     stepwell.common.v1.ThinkingBudget specifies the fields.
     """

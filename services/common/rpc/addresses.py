@@ -1,4 +1,4 @@
-"""Addresses in settings: host:port or unix:PATH. IPv6 addresses have brackets.
+"""Addresses in settings have the form host:port or unix:PATH. IPv6 addresses have brackets.
 
 A setting that may name several addresses also accepts dns:NAME:PORT.
 """
@@ -24,8 +24,8 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def is_on_this_machine(address: str) -> bool:
-    """Whether only processes of this machine can reach the address: a loopback address or a Unix
-    socket.
+    """Whether only processes of this machine can reach the address, because it is a loopback
+    address or a Unix socket.
     """
     if is_unix_address(address):
         return True
@@ -69,7 +69,7 @@ def is_wildcard(address: str) -> bool:
     host, _ = split_host_port(address)
     try:
         return ipaddress.ip_address(host).is_unspecified
-    except ValueError:  # a name
+    except ValueError:  # the host is a name
         return not host
 
 

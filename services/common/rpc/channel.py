@@ -1,4 +1,4 @@
-"""Client channels of all services: bounded buffers, keepalive, fast reconnects."""
+"""Client channels of all services. They have bounded buffers and keepalive, and reconnect fast."""
 
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,10 @@ KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     # a network partition stays undetected for half a minute or more.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # How long a stopped or starved peer may leave a ping unanswered. The time limits of steps,
-    # transactions and sessions detect a hung peer earlier.
+    # Time for which a peer may leave a ping unanswered, for example because it is stopped or
+    # starved. The time limits of steps, transactions and sessions detect a hung peer earlier.
     ("grpc.http2.ping_timeout_ms", 20_000),
-    # How long the peer's machine may leave a packet unacknowledged (TCP_USER_TIMEOUT).
+    # Time for which the peer's machine may leave a packet unacknowledged (TCP_USER_TIMEOUT).
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
@@ -48,9 +48,9 @@ def open_channel(
 ) -> ForwardingChannel:
     """Creates a channel to host:port or unix:PATH, which connects at its first use.
 
-    `tls` is used except for Unix sockets. For a Unix socket, bidirectional streams have sockets of
-    their own. On each stream the peer may send `lookahead_bytes` before they are read. The rest of
-    a longer message is sent once its reader waits for it.
+    `tls` is not used for Unix sockets. For a Unix socket, each bidirectional stream has a separate
+    socket. On each stream the peer may send `lookahead_bytes` bytes that are not read yet. The rest
+    of a longer message is sent once its reader waits for it.
     """
     options = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", lookahead_bytes))
     if tls is not None and not is_unix_address(address):

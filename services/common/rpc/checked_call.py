@@ -70,7 +70,7 @@ class CheckedCall:
             yield message
 
     def add_done_callback(self, callback: Callable[["CheckedCall"], object]) -> None:
-        """Schedules `callback` with this call for when the call ends."""
+        """Makes the event loop call `callback` with this call when the call has ended."""
         self._call.add_done_callback(lambda _: callback(self))
 
     async def read(self) -> Any:

@@ -19,9 +19,9 @@ class ForwardingChannel(grpc.aio.Channel):
     def renew(self) -> None:
         """Makes the next call use a new connection.
 
-        A broken connection may seem intact for as long as its packets are lost. Running calls
-        continue. Without running calls the old connection is closed at once, which also ends grpc's
-        attempts to establish it.
+        A broken connection may seem intact while its packets are lost. Running calls continue.
+        Without running calls the old connection is closed at once, which also ends grpc's attempts
+        to establish it.
         """
 
     def began(self, call: grpc.aio.Call) -> None:

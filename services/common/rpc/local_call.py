@@ -35,7 +35,7 @@ class LocalCall:
         deserialize: Callable[[bytes], Any] | None,
         lookahead_bytes: int,
     ) -> None:
-        """Without `serialize` and `deserialize` messages are bytes, as in grpc."""
+        """Without `serialize` and `deserialize`, messages are bytes, as in grpc."""
         self._method = method
         self._serialize = serialize or bytes
         self._deserialize = lenient(deserialize) or bytes
@@ -109,7 +109,7 @@ class LocalCall:
         return self.ended.done() and self.ended.result() is _CANCELLED
 
     def add_done_callback(self, callback: Callable[["LocalCall"], object]) -> None:
-        """Schedules `callback` with this call for when the call ends."""
+        """Makes the event loop call `callback` with this call when the call has ended."""
         self.ended.add_done_callback(lambda _: callback(self))
 
     async def initial_metadata(self) -> grpc.aio.Metadata:

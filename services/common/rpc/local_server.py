@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 64
 _OPENING_SECONDS = 10.0
-"""How long a client may take to name a method after connecting."""
+"""Time that a client may take to name a method after it has connected."""
 _ACCEPT_PAUSE_SECONDS = 1.0
-"""How long accepting pauses after a failure, such as a lack of file descriptors."""
+"""Time for which no connection is accepted after a failure, such as a lack of file descriptors."""
 _OK = status_pb2.Status()
 _STOPPED = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="the server stops")
 _DEFECT = status_pb2.Status(code=code_pb2.UNKNOWN, message="a defect of the server")
@@ -40,7 +40,7 @@ class LocalServer:
     ) -> None:
         """A connection that names no method within `opening_seconds` is closed."""
         self.handlers: dict[str, Any] = {}
-        """grpc's method handlers, by the method's name."""
+        """Maps the names of methods to grpc's handlers."""
         self.max_calls = max_calls
         self.tasks: set[asyncio.Task[None]] = set()
         """The tasks of running calls."""
@@ -51,7 +51,7 @@ class LocalServer:
         self._path = Path()
 
     def start(self, path: str) -> None:
-        """Listens at `path`, replacing the socket of an ended process. Raises OSError."""
+        """Listens at `path`. Replaces the socket of an ended process. Raises OSError."""
         self._path = Path(path)
         listener = socket.socket(socket.AF_UNIX)
         try:
@@ -201,7 +201,7 @@ class _Call:
             self._stream.close()
             return
         self._handler = server.handlers.get(method)
-        if self._stream.has_lost_peer:  # such as while this process was stopped
+        if self._stream.has_lost_peer:  # for example while this process was stopped
             self._stream.close()
         elif self._handler is None:
             self._refuse(code_pb2.UNIMPLEMENTED, f"no stream is served by the name {method}")
@@ -224,7 +224,7 @@ class _Call:
 
     def _served(self, task: asyncio.Task[None]) -> None:
         self._server.tasks.discard(task)
-        if task.cancelled():  # before `_serve` began
+        if task.cancelled():  # cancelled before `_serve` began
             self._end(_STOPPED)
 
     async def _serve(self) -> None:

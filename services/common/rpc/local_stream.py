@@ -1,8 +1,9 @@
 """Messages in both directions over a connected Unix socket, between processes of one machine.
 
-All data is sent in frames: the kind (one byte), the length of the payload (four bytes, big-endian),
-and the payload. The client sends OPEN first. MESSAGE frames follow in both directions. END means
-that the client sends no more messages. The server's last frame is STATUS, a google.rpc.Status.
+All data is sent in frames. A frame consists of the kind (one byte), the length of the payload (four
+bytes, big-endian), and the payload. The client sends OPEN first. MESSAGE frames follow in both
+directions. END means that the client sends no more messages. The server's last frame is STATUS, a
+google.rpc.Status.
 """
 
 import asyncio
@@ -60,9 +61,9 @@ def opened(payload: bytes) -> tuple[str, int]:
 class LocalStream:
     """One end of a stream, in the running event loop. One task may read and one task may write.
 
-    The event loop's thread does all the work: a message is sent by the call that writes it, and an
-    arriving message wakes only this thread. In grpc.aio another thread is woken first and passes
-    each message, and the end of each write, to the loop.
+    The event loop's thread does all the work. A message is sent by the call that writes it, and an
+    arriving message wakes only this thread. In grpc.aio another thread is woken first, which then
+    notifies the loop of each message and of the end of each write.
     """
 
     def __init__(
@@ -135,13 +136,15 @@ class LocalStream:
             self._loop.add_writer(self._connection, self._send_on)
 
     async def drained(self) -> None:
-        """Returns when all frames are sent or the connection has ended."""
+        """Waits until all frames are sent or the connection has ended."""
         while self._unsent and not self._is_closed:
             self._writer = self._loop.create_future()
             await self._writer
 
     async def read(self) -> bytes | None:
-        """Returns the next message. None if the peer sends no more or the connection has ended."""
+        """Waits for the next message and returns it. Returns None if the peer sends no more
+        messages or the connection has ended.
+        """
         while not self._messages:
             if self._has_ended:
                 return None

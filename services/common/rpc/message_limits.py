@@ -1,4 +1,4 @@
-"""Limits of messages between services: their size, and the number of unread bytes."""
+"""Limits on the size of messages between services, and on the number of unread bytes."""
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 

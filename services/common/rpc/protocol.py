@@ -1,9 +1,9 @@
 """Checks that services have the same protocol number. Their versions may differ.
 
-A client sends its protocol and version with its first call: a gateway when it opens a session, a
-scheduler when it opens its pool and queries its workers. A service with another protocol rejects
-this call. The answer contains the service's own protocol, which the client compares. Because of
-these checks, neither side misinterprets a message.
+A client sends its protocol and version with its first call. A gateway sends them when it opens a
+session, and a scheduler when it opens its pool and queries its workers. A service with another
+protocol rejects this call. The answer contains the service's own protocol, which the client
+compares. Because of these checks, neither side misinterprets a message.
 """
 
 from functools import cache

@@ -11,7 +11,7 @@ clients that were rejected together from returning together.
 
 
 def retry_hint_seconds(error: StepwellError) -> float | None:
-    """Seconds until the client should retry, never less than the error's own value.
+    """Seconds after which the client should retry. They are never less than the error's own value.
 
     None if the error has no retry time or a retry does not help.
     """

@@ -1,4 +1,4 @@
-"""The grpc.aio server of every service: health, reflection, statuses, keepalive, drain."""
+"""The grpc.aio server of every service, with health, reflection, statuses, keepalive and drain."""
 
 import asyncio
 import logging
@@ -48,7 +48,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # The shortest interval between pings of a client without traffic. After two shorter ones the
     # server closes the connection ("Too many pings"). grpc's default is five minutes.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    # How long a client may take for the TLS handshake and the start of HTTP/2.
+    # Time that a client may take for the TLS handshake and the start of HTTP/2.
     ("grpc.server_handshake_timeout_ms", 10_000),
     # Otherwise the window grows to megabytes, which an unread stream would fill.
     ("grpc.http2.bdp_probe", 0),
@@ -133,7 +133,7 @@ class GrpcServer:
         return address if is_unix_address(address) else f"{address.rpartition(':')[0]}:{port}"
 
     async def set_ready(self, ready: bool) -> None:
-        """Sets readiness. Once `drain` has begun, the service stays not ready."""
+        """Sets readiness. After `drain` has begun, the service stays not ready."""
         if self._health_file is not None:
             self._health_file.set_ready(ready and not self._draining)
         for name in (READINESS, *self._names):

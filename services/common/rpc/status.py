@@ -44,9 +44,11 @@ _CONNECTION_ENDS = (
     (r"Connection reset", "closed the connection"),
     (r"Socket closed", "closed the connection"),
 )
-"""Patterns of grpc's messages about connections, each with its meaning. The first match counts."""
+"""Patterns of grpc's messages about connections, each with the meaning of the message. The first
+pattern that matches counts.
+"""
 _WRITE_FAILED = "Internal error from Core"
-"""grpc.aio's message, with INTERNAL, for a connection that ended during a write."""
+"""grpc.aio's message, with the status INTERNAL, for a connection that ended during a write."""
 
 STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -74,7 +76,7 @@ _KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
 
 
 def status_code(error: errors.StepwellError) -> grpc.StatusCode:
-    """The status of an error, by the nearest class in its MRO that has a status."""
+    """The gRPC status of an error. The nearest class in its MRO with a status decides."""
     kinds = (kind for kind in type(error).__mro__ if kind in STATUS_OF)
     return STATUS_OF[next(kinds, errors.InternalError)]
 
@@ -106,7 +108,7 @@ def to_rich_status(
 
 
 def trailing_metadata(error: errors.StepwellError) -> tuple[tuple[str, str | bytes], ...]:
-    """The trailing metadata of an error: its details, and grpc's own retry delay.
+    """The trailing metadata of an error, which contains its details and grpc's own retry delay.
 
     grpc retries by itself only if the service config has a retryPolicy. A delay of -1 forbids it.
     """

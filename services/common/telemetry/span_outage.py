@@ -1,4 +1,4 @@
-"""Logs dropped spans: one line when an outage begins, and one line when it ends."""
+"""Logs dropped spans, with one line when an outage begins and one line when it ends."""
 
 import logging
 from collections import Counter

@@ -30,7 +30,7 @@ class NotTaken(Exception):
     """The collector did not accept an exporter's spans. The message is a part of a sentence."""
 
     def __init__(self, message: str, *, may_retry: bool) -> None:
-        """`may_retry`: whether the collector may accept the same spans later."""
+        """`may_retry` is true if the collector may accept the same spans later."""
         super().__init__(message)
         self.may_retry = may_retry
 

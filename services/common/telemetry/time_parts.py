@@ -1,4 +1,4 @@
-"""The parts of a request's time, which add up to the whole: names, explanations, and formatting."""
+"""The parts of a request's total time, which add up to it. Names, explains and formats them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class TimePart:
         return self.nanos / 1e9
 
     def plus(self, other: "TimePart") -> "TimePart":
-        """The sum of both parts. `request_id` and `step` are those of the longer part."""
+        """The sum of both parts. `request_id` and `step` are taken from the longer part."""
         longer = self if self.nanos >= other.nanos else other
         return TimePart(self.name, self.nanos + other.nanos, longer.request_id, longer.step)
 
@@ -89,7 +89,9 @@ def part_of_reason(reason: str) -> str:
 
 
 def added_up(parts: Sequence[TimePart]) -> tuple[TimePart, ...]:
-    """Sums parts by name, in the order of EXPLANATIONS, and omits empty ones."""
+    """Adds up parts of equal names. Returns them in the order of EXPLANATIONS, without empty
+    ones.
+    """
     sums: dict[str, TimePart] = {}
     for part in parts:
         before = sums.get(part.name)

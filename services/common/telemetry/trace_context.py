@@ -1,4 +1,4 @@
-"""The W3C trace context that services send with messages: `traceparent`, and ids of new spans."""
+"""The W3C trace context of messages between services, and the ids of new spans."""
 
 import random
 import re

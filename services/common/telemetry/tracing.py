@@ -1,8 +1,8 @@
-"""Tracing over OTLP if an endpoint is set, or else no tracing.
+"""Tracing over OTLP if an endpoint is set. Otherwise nothing is traced.
 
-Sampling is parent-based: the service where a trace begins decides by ratio, and later services
-follow the flag in the W3C `traceparent` of their messages. An unsampled trace context is sent as an
-empty string, so that it costs later services one comparison.
+Sampling is parent-based. The service where a trace begins decides at random, by a ratio. Later
+services follow the flag in the W3C `traceparent` of their messages. An unsampled trace context is
+sent as an empty string, so that it costs later services one comparison.
 """
 
 import logging
@@ -191,7 +191,9 @@ class Tracing:
         links: Sequence[Link] = (),
         events: Sequence[Event] = (),
     ) -> None:
-        """Records a span that has already ended. Its context says whether it is sampled."""
+        """Records a span that has already ended. A flag of its context shows whether it is
+        sampled.
+        """
         if self.provider is None or self.processor is None:
             return
         span = ReadableSpan(

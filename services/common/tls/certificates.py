@@ -1,6 +1,6 @@
 """A certificate, its key and the trusted authorities, read from PEM files (RFC 7468).
 
-`cryptography` is an optional dependency: this module is imported only if a certificate is set.
+`cryptography` is an optional dependency, so this module is imported only if a certificate is set.
 """
 
 import datetime

@@ -23,9 +23,10 @@ _NAME_OF_SERVER = "grpc.ssl_target_name_override"
 class Tls:
     """A service's certificate, and the names that peers' certificates must have.
 
-    `allowed_names`: a caller's certificate must have one of these subject alternative names (DNS
-    name, address or URI). Empty allows any certificate of the authority. `server_name`: the name
-    that servers' certificates must have. None means the host of the server's address.
+    A caller's certificate must have one of `allowed_names` as subject alternative name (DNS name,
+    address or URI). If `allowed_names` is empty, every certificate of the authority is allowed.
+    `server_name` is the name that servers' certificates must have. None means the host of the
+    server's address.
     """
 
     watch: CertificateWatch

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class TlsCollector(Collector):
     """Exports the certificates of a service, read at each scrape.
 
-    If a certificate is not used, its argument is None, and there are no metrics of it.
+    The argument of a certificate that is not used is None, and there are no metrics of it.
     """
 
     def __init__(self, *each: "Tls | None") -> None:

@@ -1,4 +1,4 @@
-"""Measures a process's silence: the time in which it could have answered but did not.
+"""Measures a process's silence, which is the time in which it could have answered but did not.
 
 On a machine with more runnable threads than processors, threads wait for a processor before they
 can answer. A fixed timeout would treat a starved process as hung. Silence therefore counts only
@@ -71,7 +71,7 @@ class MachineTimes:
 
     @property
     def share(self) -> float:
-        """The fraction of time that counts: 1, or less if there are too many runnable threads."""
+        """The fraction of time that counts. It is 1, or less with too many runnable threads."""
         quiet = _THREADS_PER_PROCESSOR * self.num_processors
         return min(1.0, quiet / max(1, self.num_runnable))
 

@@ -1,4 +1,4 @@
-"""Metrics of a gateway: requests of clients, tenants, and replicas."""
+"""Metrics of a gateway about clients' requests, tenants and replicas."""
 
 from services.common.telemetry import names
 from services.common.telemetry.metric_specs import buckets

@@ -1,4 +1,6 @@
-"""Metrics of every process: Prometheus' standard process metrics, certificates, and sent spans."""
+"""Metrics of every process. They are Prometheus' standard process metrics, and metrics of
+certificates and sent spans.
+"""
 
 from dataclasses import replace
 

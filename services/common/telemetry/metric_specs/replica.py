@@ -1,4 +1,4 @@
-"""Metrics of a replica without a vLLM name: scheduler, pool, worker."""
+"""Metrics of a replica's scheduler, pool and workers that have no vLLM name."""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Metrics of a gateway's shared state: the index of cached prefixes, answers to keyed requests."""
+"""Metrics of the index of cached prefixes and of answers to keyed requests, which gateways
+share.
+"""
 
 from services.common.telemetry import names
 from services.common.telemetry.metric_specs.spec import MetricSpec, counter, gauge
