@@ -45,7 +45,7 @@ LONG_FILES = (
     "tests/parity/test_offloading_parity.py",
     "tests/parity/test_speculation_parity.py",
     "tests/parity/test_draft_model_parity.py",
-    "tests/conformance/test_replay_command.py",
+    "tests/conformance/test_replayed_logs.py",
     "tests/parity/test_scheduled_parity.py",
     "tests/parity/test_hybrid_parity.py",
 )

@@ -21,7 +21,7 @@ COMMANDS = {
     "admin": "pause, resume, reset and drain replicas",
     "bench": "send a load to an OpenAI server and measure it",
     "deploy": "bring a compose file up, break its containers, and watch them heal",
-    "replay": "drive the scheduler again from a scenario or a step log",
+    "replay": "drive the scheduler again from a step log",
 }
 
 _INTERRUPTED = 130

@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.cli.replay.record import Record
-from services.cli.replay.scenarios.run import ScenarioRun
-from services.cli.replay.scenarios.scenario import Scenario
 from services.common.pool.block_hash import BlockHash, unpack_token_ids
 from services.common.pool.operations import Operation, Outcome
 from services.common.pool.operations_proto import outcome_to_proto
@@ -28,6 +25,9 @@ from services.scheduler.adapters.pool.kv_events.recorder import KVEventRecorder
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
+from tests.scenarios.record import Record
+from tests.scenarios.run import ScenarioRun
+from tests.scenarios.scenario import Scenario
 
 _Block = tuple[int, str]
 """Group index and block name."""

@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.cli.replay.scenarios.scenario import read_scenario
 from tests.conformance.differences import FIELDS, differences
 from tests.conformance.recorded_events import EventfulRun
 from tests.conformance.recording import Recording, load_recordings
+from tests.scenarios.scenario import read_scenario
 
 
 @pytest.mark.parametrize("recording", load_recordings("events"), ids=str)

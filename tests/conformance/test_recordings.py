@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
-from services.cli.replay.scenarios.run import ScenarioRun, run_scenario
-from services.cli.replay.scenarios.scenario import read_scenario
 from services.common.pool.ids import PoolId
 from services.common.rpc.channel import open_channel
 from services.common.rpc.server import GrpcServer
@@ -30,6 +28,8 @@ from tests.conformance.recording import (
     Recording,
     load_recordings,
 )
+from tests.scenarios.run import ScenarioRun, run_scenario
+from tests.scenarios.scenario import read_scenario
 
 
 async def replay_in_process(scenario: Record) -> Record:

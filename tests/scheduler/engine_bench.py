@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from services.cli.replay.scenarios.stand_in_connector import StandInConnector
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine.engine_core import LINGER_SECONDS, EngineCore, EngineState
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
 from services.scheduler.core.transfers.kv_role import KVRole
+from tests.scenarios.stand_in_connector import StandInConnector
 from tests.scheduler.fakes import (
     SECONDS,
     FakeExecutor,

@@ -11,12 +11,12 @@ overwritten.
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.cli.replay.scenarios.stand_in_grammar import StandInGrammar
 from services.common.pool.kv_cache_groups import KVCacheGroup
 from services.common.pool.operations import BlockCopy
 from services.common.request.encoder_input import EncoderInput
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
+from tests.scenarios.stand_in_grammar import StandInGrammar
 from tests.scheduler.paged_cache import PagedCache, Tables
 
 VOCAB_SIZE = 1000

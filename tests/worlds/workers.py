@@ -4,8 +4,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from services.cli.replay.scenarios.stand_in_connector import StandInConnector
-from services.cli.replay.scenarios.stand_in_model import pooled_output
+from services.cli.replay.what_if import pooled_output
 from services.common.pool.ids import RequestKey
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.engine.deadlines import Deadlines
@@ -13,6 +12,7 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.transfers.kv_connector import NO_RESULTS
+from tests.scenarios.stand_in_connector import StandInConnector
 from tests.scheduler.paged_model import PagedModel, StepWork, StoredTokens, work_of
 from tests.worlds.tier import WorldTier
 from tests.worlds.world import Arrival, World

@@ -3,11 +3,11 @@
 import enum
 from dataclasses import dataclass, field
 
-from services.cli.replay.scenarios.stand_in_connector import ExternalTokens
-from services.cli.replay.scenarios.stand_in_grammar import StandInGrammar
 from services.common.request.encoder_input import EncoderInput
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
+from tests.scenarios.stand_in_connector import ExternalTokens
+from tests.scenarios.stand_in_grammar import StandInGrammar
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`stepwell replay`: runs the scheduler and the pool on a scenario or on a step log."""
+"""`stepwell replay`: runs the scheduler and the pool on a step log."""
 
 from services.cli.replay.command import main
 

@@ -8,21 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.errors import CommandError, CommandParser
-from services.cli.replay.fields import FieldError, line_of, parse_json
-from services.cli.replay.log_file import StepLogFile, is_step_log, open_file
+from services.cli.replay.log_file import StepLogFile
 from services.cli.replay.log_replay import Difference, LogReplay
 from services.cli.replay.plot import draw
-from services.cli.replay.scenarios.run import run_scenario
-from services.cli.replay.scenarios.scenario import read_scenario
 from services.cli.replay.settings import NAMES, parse_override
 from services.cli.replay.table import comparison, summary
 from services.cli.replay.what_if import changed_config, what_if
 
 DESCRIPTION = """\
 Drives the scheduler and the KV pool again, without a model or a network.
-
-A scenario (JSON: a configuration, and the requests that arrive and end at each step) is run with a
-deterministic function in place of the model; the record of all decisions is printed as JSON.
 
 A step log (what the scheduler writes with --step-log) is replayed call by call, and must lead to
 the same decisions, bit for bit: the exit status is 0 then, and 1 if a difference is shown.
@@ -44,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", type=Path, help="a scenario or a step log")
+    parser.add_argument("file", type=Path, help="a step log")
     parser.add_argument(
         "--set",
         action="append",
@@ -60,24 +54,7 @@ def main(argv: Sequence[str]) -> int:
         overrides = dict(map(parse_override, arguments.set))
     except ValueError as error:
         raise CommandError(str(error), exit_status=2) from None
-    if is_step_log(arguments.file):
-        return asyncio.run(_replay_log(arguments, overrides))
-    if arguments.set or arguments.plot:
-        raise CommandError(f"{arguments.file} is a scenario: --set and --plot are for step logs")
-    return _replay_scenario(arguments.file)
-
-
-def _replay_scenario(path: Path) -> int:
-    with open_file(path) as file:
-        data = file.read()
-    document = parse_json(data, path)
-    try:
-        scenario = read_scenario(document)
-    except FieldError as error:
-        line = line_of(data.decode(), error.path)
-        raise CommandError(f"{path} line {line}: {error}") from None
-    print(json.dumps(asyncio.run(run_scenario(scenario)), separators=(",", ":")))
-    return 0
+    return asyncio.run(_replay_log(arguments, overrides))
 
 
 async def _replay_log(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:

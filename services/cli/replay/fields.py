@@ -12,10 +12,9 @@ from services.cli.errors import CommandError
 E = TypeVar("E", bound=Enum)
 FieldPath = tuple[str | int, ...]
 
-_JSON_SPACE = " \t\n\r"
 _MAX_SHOWN = 40
 LARGEST = 2**31 - 1
-"""The largest number in scenarios and logs, unless a field has another bound."""
+"""The largest number in logs, unless a field has another bound."""
 
 
 class FieldError(ValueError):
@@ -140,48 +139,6 @@ def parse_json(data: bytes, file: Path, line: int = 1) -> Any:
     except ValueError as error:
         complaint = f"is not usable: {error}"
     raise CommandError(f"{file} line {line} {complaint}")
-
-
-def line_of(text: str, path: FieldPath) -> int:
-    """The line on which the value at `path` begins. For a missing member it is the line of the
-    object.
-    """
-    position = _skip_space(text, 0)
-    for step in path:
-        found = _find(text, position, step)
-        if found is None:
-            break
-        position = found
-    return text.count("\n", 0, position) + 1
-
-
-def _find(text: str, position: int, wanted: str | int) -> int | None:
-    """The position at which the wanted member or item of the value at `position` begins. Of members
-    with equal names, the last one counts.
-    """
-    decoder = json.JSONDecoder()
-    in_object, opened = text[position] == "{", text[position] in "[{"
-    found, index = None, 0
-    position = _skip_space(text, position + 1)
-    while opened and text[position] not in "]}":
-        name: str | int = index
-        if in_object:
-            name, position = decoder.raw_decode(text, position)
-            position = _skip_space(text, _skip_space(text, position) + 1)
-        if name == wanted:
-            found = position
-        _, position = decoder.raw_decode(text, position)
-        position = _skip_space(text, position)
-        if text[position] == ",":
-            position = _skip_space(text, position + 1)
-        index += 1
-    return found
-
-
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position] in _JSON_SPACE:
-        position += 1
-    return position
 
 
 def _no_constant(name: str) -> Any:

@@ -34,19 +34,6 @@ class Line:
     entry: Field
 
 
-def is_step_log(path: Path) -> bool:
-    """Whether a file is a step log, possibly a damaged one. Raises CommandError if it cannot be
-    read.
-    """
-    with open_file(path) as file:
-        start = file.read(4096)
-    return (
-        start.startswith(_ZSTD_MAGIC)
-        or path.suffix in (".jsonl", ".zst")
-        or SCHEMA.encode() in start.split(b"\n", 1)[0]
-    )
-
-
 class StepLogFile:
     """The header and the entries of a file. Each entry is parsed when it is reached.
 
@@ -94,7 +81,7 @@ class StepLogFile:
 
     def _raw_lines(self) -> Iterator[tuple[int, bytes]]:
         number = 0
-        with open_file(self.path) as file:
+        with _open_file(self.path) as file:
             try:
                 for number, text in enumerate(_decompressed_lines(file), start=1):
                     yield number, text
@@ -107,7 +94,7 @@ class StepLogFile:
         return CommandError(f"{self.path} line {number} {complaint}")
 
 
-def open_file(path: Path) -> IO[bytes]:
+def _open_file(path: Path) -> IO[bytes]:
     """Opens the file for reading. Raises CommandError."""
     try:
         return path.open("rb")

@@ -3,11 +3,36 @@
 from collections import deque
 
 from services.cli.replay.fields import Field
-from services.cli.replay.scenarios.storeless_connector import StorelessConnector
 from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.request import Request
 from services.scheduler.core.transfers.kv_connector import ExternalMatch, KVTransferResults
+
+
+class StorelessConnector:
+    """A part of KVConnector: the methods that do nothing without storage, as in a replay.
+    Subclasses add the methods that return answers to the scheduler.
+    """
+
+    __slots__ = ()
+
+    def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
+        """Does nothing: there is no storage."""
+
+    def blocks_released(self, request: Request) -> None:
+        """Does nothing, because no state is kept for a request."""
+
+    def build_connector_meta(self, step: int) -> None:
+        """Returns None: workers get no message."""
+
+    def update_connector_output(self, step: int, results: KVTransferResults) -> None:
+        """Does nothing."""
+
+    def reset_cache(self) -> None:
+        """Does nothing: there is no storage."""
+
+    def forget(self) -> None:
+        """Does nothing: there is no state."""
 
 
 class LoggedConnector(StorelessConnector):

@@ -1,4 +1,4 @@
-"""The scheduler's configuration in scenarios, logs and `--set`: types and ranges."""
+"""The scheduler's configuration in logs and `--set`: types and ranges."""
 
 import dataclasses
 import typing

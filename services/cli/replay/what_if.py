@@ -16,7 +16,6 @@ from typing import Any
 from services.cli.errors import CommandError
 from services.cli.replay.history import COMPLETE, Event, History
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.cli.replay.scenarios.stand_in_model import pooled_output
 from services.cli.replay.scheduler_run import SchedulerRun
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
@@ -187,6 +186,18 @@ class WhatIf(SchedulerRun):
 
     def _is_aborted(self, request: Request) -> bool:
         return self._history.requests[request.key].finish_reason in _ENDS_BY_EVENTS
+
+
+def pooled_output(plan: SchedulerOutput) -> ModelRunnerOutput:
+    """The output of a pooling model for one step: no tokens, and None as each vector."""
+    starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
+    ends = (start + count for start, count in zip(starts, counts, strict=True))
+    pooled = [
+        index
+        for index, (request, end) in enumerate(zip(plan.requests, ends, strict=True))
+        if end >= request.num_tokens
+    ]
+    return ModelRunnerOutput([()] * len(plan.requests), pooled=dict.fromkeys(pooled))
 
 
 _ENDS_BY_EVENTS = {FinishReason.ABORT, FinishReason.QUEUE_TIMEOUT, FinishReason.STEP_FAILED}

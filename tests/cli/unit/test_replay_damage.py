@@ -1,4 +1,4 @@
-"""A damaged scenario or log ends in one sentence that names the line, and never in a traceback."""
+"""A damaged log ends in one sentence that names the line, and never in a traceback."""
 
 import json
 import tempfile
@@ -17,7 +17,6 @@ from services.scheduler.core.step_log.log_entry import VERSION
 from tests.cli.recorded_logs import crowded, record
 
 LOG = record(crowded(5)).text().encode()
-SCENARIO = json.dumps(crowded(5), indent=1).encode()
 KINDS = {json.loads(line).get("call", "header"): n for n, line in enumerate(LOG.splitlines())}
 
 
@@ -44,7 +43,7 @@ def expect_one_sentence(path: Path, status: int, out: str, err: str) -> None:
         assert err.count("\n") == 1
         assert "0 differences" not in out
     else:
-        assert (status == 0) == ("0 differences" in out or '"requests"' in out)
+        assert (status == 0) == ("0 differences" in out)
 
 
 @st.composite
@@ -114,15 +113,6 @@ def test_a_damaged_compressed_log_ends_the_replay_with_one_sentence(
     capsys: pytest.CaptureFixture[str], folder: Path, content: bytes
 ) -> None:
     path = folder / "steps.jsonl.zst"
-    expect_one_sentence(path, *replay(capsys, path, content))
-
-
-@HARD
-@given(content=damaged(SCENARIO))
-def test_a_damaged_scenario_ends_the_replay_with_one_sentence(
-    capsys: pytest.CaptureFixture[str], folder: Path, content: bytes
-) -> None:
-    path = folder / "scenario.json"
     expect_one_sentence(path, *replay(capsys, path, content))
 
 
@@ -213,29 +203,4 @@ def test_a_line_that_makes_no_sense_is_named_with_its_field(
     status, _, err = replay(capsys, path, content)
     assert status == 1
     assert err.startswith(f"stepwell replay: {path} line {number + 1}: {complaint}")
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "complaint"),
-    [
-        ('"step": 4,', '"step": "4",', "events[2].step must be a whole number"),
-        ('"max_tokens": 12,', '"max_tokens": 0,', "events[2].add.max_tokens must be"),
-        ('"request_id": "r3"', '"request_id": "r1"', 'must be new, not "r1"'),
-        ('"block_size": 4', '"blocksize": 4', "config.blocksize is not known"),
-        ('"num_gpu_blocks": 17', '"num_gpu_blocks": 1', "config.num_gpu_blocks must be"),
-        ('"phase": "mid"', '"phase": "late"', "events[5].phase must be one of before, mid"),
-    ],
-    ids=["step", "limit", "twice", "unknown", "pool", "phase"],
-)
-def test_a_scenario_that_makes_no_sense_is_named_with_line_and_field(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, old: str, new: str, complaint: str
-) -> None:
-    before, _, after = SCENARIO.decode().partition(old)
-    text, number = before + new + after, before.count("\n") + 1
-    path = tmp_path / "scenario.json"
-    status, _, err = replay(capsys, path, text.encode())
-    assert status == 1
-    assert err.startswith(f"stepwell replay: {path} line {number}: ")
-    assert complaint in err
     assert err.count("\n") == 1

@@ -15,7 +15,6 @@ from services.cli.replay.fields import Field
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay
-from services.cli.replay.scenarios.stand_in_model import next_token
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
@@ -27,6 +26,7 @@ from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
 from tests.cli.recorded_logs import crowded, record
 from tests.cli.replaying import replayed
+from tests.scenarios.stand_in_model import next_token
 
 # Any run
 

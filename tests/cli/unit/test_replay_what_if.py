@@ -1,7 +1,6 @@
-"""What-if replays of a log, their table and plot; and replays of scenarios."""
+"""What-if replays of a log, their table and plot."""
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -169,32 +168,6 @@ def test_a_setting_that_cannot_be_is_refused_in_one_sentence(
     assert status in (1, 2)
     assert complaint in err
     assert err.count("\n") == 1
-
-
-# Scenarios
-
-
-def test_a_scenario_in_which_no_request_can_be_scheduled_is_stuck(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "scenario.json"
-    path.write_text(json.dumps(crowded(2, num_gpu_blocks=3)))
-    status, out, _ = replayed(capsys, path)
-    printed = json.loads(out)
-    assert (status, printed["status"]) == (0, "stuck")
-    assert printed["steps"][-1]["waiting_after"] == ["r0", "r1"]
-
-
-def test_a_scenario_takes_no_options_of_logs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "scenario.json"
-    path.write_text(json.dumps(crowded(1)))
-    assert replayed(capsys, path, "--set", "policy=fcfs") == (
-        1,
-        "",
-        f"stepwell replay: {path} is a scenario: --set and --plot are for step logs\n",
-    )
 
 
 # Pictures

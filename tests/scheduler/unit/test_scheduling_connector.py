@@ -6,10 +6,6 @@ import pytest
 
 from services.cli.replay.fields import FieldError
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.cli.replay.scenarios.run import run_scenario
-from services.cli.replay.scenarios.scenario import read_scenario
-from services.cli.replay.scenarios.stand_in_connector import ExternalTokens, StandInConnector
-from services.cli.replay.scenarios.stand_in_model import continuation
 from services.common.pool.ids import RequestKey
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
@@ -18,6 +14,10 @@ from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRole
+from tests.scenarios.run import run_scenario
+from tests.scenarios.scenario import read_scenario
+from tests.scenarios.stand_in_connector import ExternalTokens, StandInConnector
+from tests.scenarios.stand_in_model import continuation
 
 Record = dict[str, Any]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.replay.scenarios.run import run_scenario
-from services.cli.replay.scenarios.scenario import read_scenario
+from tests.scenarios.run import run_scenario
+from tests.scenarios.scenario import read_scenario
 
 
 async def run(prompts: dict[str, int], **config: Any) -> dict[str, Any]:

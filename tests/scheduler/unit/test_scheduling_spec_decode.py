@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.cli.replay.scenarios.run import run_scenario
-from services.cli.replay.scenarios.scenario import read_scenario
-from services.cli.replay.scenarios.stand_in_model import continuation
+from tests.scenarios.run import run_scenario
+from tests.scenarios.scenario import read_scenario
+from tests.scenarios.stand_in_model import continuation
 from tests.scheduler.story import Story, prompt
 
 

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.cli.replay.scenarios.stand_in_connector import StandInConnector
 from services.common.errors import Aborted, FailedPrecondition, Unavailable
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish_reason import FinishReason
@@ -16,6 +15,7 @@ from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.ports import WorkersLost
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.transfers.kv_connector import ExternalMatch
+from tests.scenarios.stand_in_connector import StandInConnector
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.fakes import SECONDS
 from tests.scheduler.paged_model import continuation

@@ -1,8 +1,8 @@
 """Pauses and resets of a scenario, with the scheduler calls that vLLM's engine makes for them."""
 
-from services.cli.replay.record import Record
-from services.cli.replay.scenarios.scenario import Pause, ResetPrefixCache
 from services.scheduler.core.planning.scheduler import Scheduler
+from tests.scenarios.record import Record
+from tests.scenarios.scenario import Pause, ResetPrefixCache
 
 
 class ScenarioControl:

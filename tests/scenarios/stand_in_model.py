@@ -4,9 +4,10 @@ the recorded decisions.
 
 from collections.abc import Collection, Iterable, Mapping
 
-from services.cli.replay.scenarios.stand_in_grammar import StandInGrammar
+from services.cli.replay.what_if import pooled_output
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
+from tests.scenarios.stand_in_grammar import StandInGrammar
 
 
 class StandInModel:
@@ -133,18 +134,6 @@ class StandInModel:
             token if (len(tokens) * 7 + index * 13) % 10 < 7 else token + 1
             for index, token in enumerate(self._continuation(request, tokens, count))
         ]
-
-
-def pooled_output(plan: SchedulerOutput) -> ModelRunnerOutput:
-    """The output of a pooling model for one step: no tokens, and None as each vector."""
-    starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
-    ends = (start + count for start, count in zip(starts, counts, strict=True))
-    pooled = [
-        index
-        for index, (request, end) in enumerate(zip(plan.requests, ends, strict=True))
-        if end >= request.num_tokens
-    ]
-    return ModelRunnerOutput([()] * len(plan.requests), pooled=dict.fromkeys(pooled))
 
 
 def next_token(tokens: list[int]) -> int:

@@ -1,40 +1,21 @@
-"""`stepwell replay` on the recorded scenarios, and on step logs of them."""
+"""Replays of step logs of the recorded scenarios."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from services.cli.__main__ import main
 from services.cli.errors import CommandError
 from services.cli.replay.fields import Field
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay
-from services.cli.replay.scenarios.run import ScenarioRun
-from services.cli.replay.scenarios.scenario import read_scenario
 from services.cli.replay.table import ROWS
 from services.cli.replay.what_if import what_if
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
-from tests.conformance.differences import FIELDS, differences
 from tests.conformance.recording import RECORDINGS, Recording
-
-
-@pytest.mark.parametrize("recording", RECORDINGS[::6], ids=str)
-def test_the_command_prints_the_record(
-    recording: Recording, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "scenario.json"
-    path.write_text(json.dumps(recording.scenario, indent=1))
-    assert main(["replay", str(path)]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    recorded = recording.recorded
-    assert differences(recorded, printed, FIELDS) == []
-    assert (printed["status"], len(printed["steps"])) == (
-        recorded["status"],
-        len(recorded["steps"]),
-    )
+from tests.scenarios.run import ScenarioRun
+from tests.scenarios.scenario import read_scenario
 
 
 @pytest.mark.parametrize("recording", RECORDINGS, ids=str)

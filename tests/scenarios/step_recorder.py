@@ -3,15 +3,15 @@
 import hashlib
 from typing import Any
 
-from services.cli.replay.group_record import GroupRecord
-from services.cli.replay.record import Record, request_ids
-from services.cli.replay.transfer_record import begun_loads
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.encoder_cache_manager import EncoderCacheManager
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
+from tests.scenarios.group_record import GroupRecord
+from tests.scenarios.record import Record, request_ids
+from tests.scenarios.transfer_record import begun_loads
 
 
 class StepRecorder:

@@ -9,24 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.cli.replay.record import Record, request_ids
-from services.cli.replay.recorded_request import RecordedRequest, recorded_reason
-from services.cli.replay.scenarios.control import ScenarioControl
-from services.cli.replay.scenarios.scenario import (
-    Abort,
-    NextChunk,
-    Pause,
-    ResetEncoderCache,
-    ResetPrefixCache,
-    Scenario,
-    Signal,
-)
-from services.cli.replay.scenarios.stand_in_connector import StandInConnector
-from services.cli.replay.scenarios.stand_in_grammar import COMPILE_ERROR
-from services.cli.replay.scenarios.stand_in_model import StandInModel
 from services.cli.replay.scheduler_run import as_added
-from services.cli.replay.step_recorder import StepRecorder
-from services.cli.replay.transfer_record import reported_transfers, transfers_after_step
 from services.common.pool.ids import BlockId
 from services.common.replica.pause_mode import PauseMode
 from services.kvpool.core.kv_pool import KVPool
@@ -35,6 +18,23 @@ from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.transfers.kv_connector import NO_RESULTS
+from tests.scenarios.control import ScenarioControl
+from tests.scenarios.record import Record, request_ids
+from tests.scenarios.recorded_request import RecordedRequest, recorded_reason
+from tests.scenarios.scenario import (
+    Abort,
+    NextChunk,
+    Pause,
+    ResetEncoderCache,
+    ResetPrefixCache,
+    Scenario,
+    Signal,
+)
+from tests.scenarios.stand_in_connector import StandInConnector
+from tests.scenarios.stand_in_grammar import COMPILE_ERROR
+from tests.scenarios.stand_in_model import StandInModel
+from tests.scenarios.step_recorder import StepRecorder
+from tests.scenarios.transfer_record import reported_transfers, transfers_after_step
 
 _CHANGES = ("scheduled", "preempted", "outputs", "finished_recving", "finished_sending")
 """Fields of a step's record. If one of them is not empty, a waiting request may have become

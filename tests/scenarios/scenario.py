@@ -7,10 +7,7 @@ from enum import Enum
 from typing import Any
 
 from services.cli.replay.fields import Field, FieldError
-from services.cli.replay.groups import read_scenario_groups, require_a_pool
-from services.cli.replay.scenarios.connector import ConnectorScript, read_connector
-from services.cli.replay.scenarios.stand_in_connector import StandInConnector
-from services.cli.replay.scenarios.stand_in_grammar import COMPILE_ERROR, StandInGrammar
+from services.cli.replay.groups import require_a_pool
 from services.cli.replay.settings import read_config
 from services.common.pool.ids import RequestKey
 from services.common.replica.pause_mode import PauseMode
@@ -20,6 +17,10 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.request import Request
+from tests.scenarios.connector import ConnectorScript, read_connector
+from tests.scenarios.groups import read_scenario_groups
+from tests.scenarios.stand_in_connector import StandInConnector
+from tests.scenarios.stand_in_grammar import COMPILE_ERROR, StandInGrammar
 
 DEFAULTS: dict[str, Any] = {
     "policy": "fcfs",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.cli.replay.scenarios.storeless_connector import StorelessConnector
+from services.cli.replay.logged_connector import StorelessConnector
 from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.operations import BlockTables
 from services.common.request.finish_reason import FinishReason

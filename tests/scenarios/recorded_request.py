@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from services.cli.replay.record import Record
 from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
 from services.scheduler.core.request import Request, TurnEnd
+from tests.scenarios.record import Record
 
 
 @dataclass(slots=True)

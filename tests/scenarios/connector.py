@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.cli.replay.fields import Field
-from services.cli.replay.scenarios.stand_in_connector import ExternalTokens, StandInConnector
 from services.common.pool.ids import RequestKey
 from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRole
+from tests.scenarios.stand_in_connector import ExternalTokens, StandInConnector
 
 
 @dataclass(slots=True)

@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from services.cli.replay.record import Record
-from services.cli.replay.scenarios.stand_in_connector import StandInConnector
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.transfers.kv_connector import KVTransferResults
+from tests.scenarios.record import Record
+from tests.scenarios.stand_in_connector import StandInConnector
 
 
 def begun_loads(plan: SchedulerOutput, config: SchedulerConfig) -> list[Any]:
