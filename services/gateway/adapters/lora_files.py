@@ -1,5 +1,5 @@
-"""LoRA adapters on disk: adapters of --lora-modules, and adapters that operators
-load from --lora-dir.
+"""Reads LoRA adapters on disk: the adapters of --lora-modules, and adapters that operators load
+from --lora-dir.
 """
 
 import errno
@@ -17,8 +17,8 @@ _MAX_SHOWN_CHARACTERS = 300
 
 
 def read_adapter(name: str, directory: Path) -> Adapter:
-    """The adapter in a directory. Its digest covers all its files. Raises NotFound
-    if a file is missing.
+    """Returns the adapter in a directory. Its digest is computed from all its files. Raises
+    NotFound if a file is missing.
     """
     try:
         return Adapter(adapter_digest(directory), name, str(directory))
@@ -33,9 +33,9 @@ def read_adapter(name: str, directory: Path) -> Adapter:
 def within(allowed: Path, path: str) -> Path:
     """Resolves the directory of an adapter. A relative path is relative to `allowed`.
 
-    Raises PermissionDenied if the directory or one of its files is outside of `allowed`, also
-    through links. Raises InvalidArgument for an invalid path, such as one with a null character, or
-    a link to itself.
+    Raises PermissionDenied if the directory or one of its files is outside of `allowed`, for
+    example because of a link. Raises InvalidArgument if the path is invalid, for example because it
+    contains a null character or is a link to itself.
     """
     root = allowed.resolve()
     try:
@@ -53,8 +53,8 @@ def within(allowed: Path, path: str) -> Path:
 
 
 def _resolved(path: Path) -> Path:
-    """The path without links. Raises OSError or RuntimeError for a link to itself, which `resolve`
-    of Python 3.13 returns unchanged.
+    """Returns the path without links. Raises OSError or RuntimeError if it is a link to itself.
+    `resolve` of Python 3.13 would return such a link unchanged.
     """
     resolved = path.resolve()
     if resolved.is_symlink():
@@ -63,7 +63,9 @@ def _resolved(path: Path) -> Path:
 
 
 def lora_modules(model_name: str, named: Iterable[str]) -> LoraModules:
-    """The adapters of --lora-modules, each as name=path. Raises SettingError."""
+    """Reads the adapters of --lora-modules. Each entry has the form name=path. Raises
+    SettingError.
+    """
     modules = LoraModules(model_name)
     for entry in named:
         name, _, path = entry.partition("=")
@@ -75,8 +77,8 @@ def lora_modules(model_name: str, named: Iterable[str]) -> LoraModules:
 
 
 def _shown(entry: str) -> str:
-    """An entry as shown in errors: truncated, and quoted if it has characters that
-    are not printable.
+    """Returns an entry for an error message. A long entry is truncated, and an entry with
+    characters that are not printable is quoted.
     """
     cut = entry[:_MAX_SHOWN_CHARACTERS] + "…" * (len(entry) > _MAX_SHOWN_CHARACTERS)
     return cut if cut.isprintable() else repr(cut)

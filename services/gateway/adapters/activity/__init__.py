@@ -1,1 +1,3 @@
-"""The replicas' current activity for displays: queried from the schedulers, formatted as JSON."""
+"""The replicas' current activity for displays. It is queried from the schedulers and formatted as
+JSON.
+"""

@@ -1,4 +1,6 @@
-"""Activity of a replica as JSON, with names of enums in lower case and times in seconds."""
+"""Formats the activity of a replica as JSON. Names of enums are in lower case, and times in
+seconds.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +17,7 @@ _UNSPECIFIED = "unspecified"
 
 
 def stats_document(stats: scheduler_pb2.GetStatsResponse) -> Document:
-    """A scheduler's statistics, by the names of the fields in the .proto."""
+    """Returns a scheduler's statistics. The keys are the names of the fields in the .proto."""
     numbers = MessageToDict(
         stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -28,7 +30,7 @@ def stats_document(stats: scheduler_pb2.GetStatsResponse) -> Document:
 
 
 def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) -> Document:
-    """A running or waiting request; `unix_nanos` is now."""
+    """Describes a running or waiting request. `unix_nanos` is the current time."""
     state = scheduler_pb2.RequestState.Name(request.state).removeprefix(_REQUEST_STATE).lower()
     return {
         "key": request.key,
@@ -48,7 +50,9 @@ def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) ->
 def step_documents(
     steps: Iterable[scheduler_pb2.StepActivity], done_before_nanos: int
 ) -> Iterable[Document]:
-    """Steps in order. The duration of a step is measured from the end of the previous step."""
+    """Describes steps in order. The duration of a step is measured from the end of the previous
+    step.
+    """
     for step in steps:
         began = max(step.begun_unix_nanos, done_before_nanos)
         done_before_nanos = step.done_unix_nanos
@@ -67,7 +71,7 @@ def step_documents(
 
 
 def blocks_document(blocks: common_pb2.BlockMap) -> Document:
-    """A map of blocks. Each state is one digit, numbered as in the .proto."""
+    """Describes a map of blocks. Each state is one digit, numbered as in the .proto."""
     return {
         "blocks_per_cell": blocks.blocks_per_cell,
         "states": "".join(map(str, blocks.states)),
@@ -80,7 +84,7 @@ def blocks_document(blocks: common_pb2.BlockMap) -> Document:
 
 
 def _reason(number: int) -> str | None:
-    """The name of a wait reason; None if there is none."""
+    """Returns the name of a wait reason. None if there is no such reason."""
     if number not in scheduler_pb2.WaitReason.values():
         return None
     name = scheduler_pb2.WaitReason.Name(scheduler_pb2.WaitReason.ValueType(number))

@@ -1,5 +1,5 @@
-"""Samples of the replicas' activity, taken only while clients request them. The rate of queries to
-a scheduler is bounded, whatever the number of clients.
+"""Samples of the replicas' activity. They are taken only while clients request them. The rate of
+queries to a scheduler does not depend on the number of clients.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 SAMPLE_SECONDS = 0.2
-"""Minimum time between two samples."""
+"""Minimum number of seconds between two samples."""
 LARGE_POOL_SECONDS = 1.0
-"""Minimum time between two block maps of a pool with more blocks than `MAX_CELLS`."""
+"""Minimum number of seconds between two block maps of a pool with more than `MAX_CELLS` blocks."""
 MAX_CELLS = 4096
 MAX_STEPS = 256
 _TIMEOUT_SECONDS = 1.0
@@ -34,21 +34,21 @@ _TIMEOUT_SECONDS = 1.0
 
 @dataclass(slots=True)
 class ReplicaSample:
-    """The state of one replica; `stats` is None if its scheduler did not respond."""
+    """The state of one replica. `stats` is None if the scheduler did not respond."""
 
     address: str
     name: str = ""
-    """The replica's own name; its address until the name is known."""
+    """The replica's own name, or its address until the name is known."""
     model: str = ""
     is_ready: bool = False
     reason: str = ""
     num_unfinished_here: int = 0
     cached_tokens: int | None = None
-    """Tokens in cached blocks of its pool, by the directory. If the directory does not know the
-    pool, the tokens are counted from the cached free blocks.
+    """Number of tokens in the pool's cached blocks, according to the directory. If the pool is not
+    in the directory, only free cached blocks are counted.
     """
     directory: str = ""
-    """State of the directory's view of this pool; empty if the directory does not know the pool."""
+    """State of the directory's view of this pool. Empty if the pool is not in the directory."""
     stats: Document | None = None
     requests: list[Document] = field(default_factory=list)
     steps: deque[Document] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
@@ -78,7 +78,7 @@ class ActivityFeed:
         self._sampled_at = 0.0
 
     async def samples(self) -> list[ReplicaSample]:
-        """Samples of all replicas, no older than `SAMPLE_SECONDS`."""
+        """Returns samples of all replicas. They are at most `SAMPLE_SECONDS` old."""
         async with self._lock:
             if time.monotonic() >= self._sampled_at + SAMPLE_SECONDS:
                 replicas = self._membership.replicas
@@ -117,7 +117,7 @@ class ActivityFeed:
         return sample
 
     def _look_up(self, replica: Replica, sample: ReplicaSample) -> None:
-        """Sets how many tokens a replica's pool has cached."""
+        """Sets the number of tokens that a replica's pool has cached."""
         served = replica.description
         view = None if served is None else self._index.view(served.cache_node)
         if served is not None and view is not None:
@@ -144,7 +144,7 @@ class ActivityFeed:
             cursor.blocks_at = now
             found = answer.HasField("blocks")
             sample.blocks = blocks_document(answer.blocks) if found else None
-        if cursor.step > answer.stats.num_steps:  # The scheduler never ran this step.
+        if cursor.step > answer.stats.num_steps:  # The step was of an earlier process.
             cursor.step = 0
         if answer.steps:
             sample.steps.extend(step_documents(answer.steps, cursor.done_unix_nanos))

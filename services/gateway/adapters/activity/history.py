@@ -1,4 +1,4 @@
-"""Periodic samples of the replicas' statistics, and their history as JSON."""
+"""Takes periodic samples of the replicas' statistics, and formats their history as JSON."""
 
 import asyncio
 import time
@@ -63,13 +63,13 @@ class HistoryKeeper:
 
 
 def name_of(replica: Replica) -> str:
-    """The replica's own name; its address until the name is known."""
+    """Returns the replica's own name, or its address until the name is known."""
     return (replica.description and replica.description.pool_id) or replica.address
 
 
 def history_document(history: History, now: float) -> dict[str, Any]:
-    """The bins as parallel lists, with the median and 99th percentile of each
-    latency, and the events.
+    """Returns the events, and the bins as parallel lists. Each latency is a pair of median and 99th
+    percentile.
     """
     bins = history.bins(now)
     return {

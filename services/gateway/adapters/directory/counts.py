@@ -5,17 +5,19 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ReaderCounts:
-    """Counts since the start."""
+    """Counts since the gateway's start."""
 
     entries: int = 0
-    """Entries of the log, or messages of pools, that were applied."""
+    """Number of applied entries of the log, or messages of pools."""
     damaged: int = 0
-    """Entries, records, leases and snapshots that could not be decoded, and were skipped."""
+    """Number of entries, records, leases and snapshots that were skipped because they could not be
+    decoded.
+    """
     gaps: int = 0
     """Number of times that entries of a node were missing."""
     drifts: int = 0
-    """Number of times that the digest of a node differed from its view's."""
+    """Number of times that the digest of a node differed from the digest of its view."""
     loads: int = 0
-    """Snapshots that were loaded."""
+    """Number of snapshots that were loaded."""
     failures: int = 0
-    """Failed calls of Redis, or failed streams of pools."""
+    """Number of failed calls of Redis, or failed streams of pools."""

@@ -1,4 +1,6 @@
-"""Updates the index from Redis if it is configured, else from the pools' events."""
+"""Updates the index of cached prefixes. The source is Redis if it is configured, and otherwise the
+pools' events.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -41,8 +43,8 @@ class Follower(Protocol):
 def make_follower(
     index: PrefixIndex, redis_url: str | None, replicas: Replicas, tls: "Tls | None" = None
 ) -> Follower:
-    """The follower for the pools of the current `replicas`. It reads Redis if `redis_url` is set,
-    else the pools' events, over `tls`.
+    """Makes the follower of the replicas' pools. It reads from Redis if `redis_url` is set, and
+    otherwise the pools' events, with `tls`.
 
     Raises SettingError if the package for Redis is missing.
     """
@@ -79,15 +81,15 @@ class RedisFollower:
             tasks.create_task(self._reader.run(self._fingerprint))
 
     def _fingerprint(self) -> bytes | None:
-        """The fingerprint of the model in use, ignoring refused replicas, which
-        serve another model.
+        """Returns the fingerprint of the model in use. Refused replicas, which serve another model,
+        are ignored.
         """
         return next((served.fingerprint for served in _served(self._replicas())), None)
 
 
 class PoolFollower:
-    """Follows the event stream of each pool. A single pool is not followed: with one replica there
-    is no routing decision, and each step would cost a message.
+    """Follows the event stream of each pool. A single pool is not followed, because routing needs
+    no index for one replica, and each step would cost a message.
     """
 
     def __init__(self, index: PrefixIndex, replicas: Replicas, tls: "Tls | None") -> None:
@@ -117,7 +119,7 @@ class PoolFollower:
 
 
 def _served(replicas: Iterable[Replica]) -> Iterator[ReplicaDescription]:
-    """The descriptions of the connected replicas that are not refused."""
+    """Yields the descriptions of the connected replicas that are not refused."""
     for replica in replicas:
         if replica.is_connected and replica.description is not None and not replica.refusal:
             yield replica.description

@@ -13,14 +13,16 @@ from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 
 class IndexCollector(Collector):
-    """States of the index and counts of its reader, read at each scrape. Exactly one state is 1."""
+    """The state of the index and the counts of its reader, read at each scrape. Each state is a
+    series. The current state's series is 1, the others are 0.
+    """
 
     def __init__(self, index: PrefixIndex, counts: ReaderCounts) -> None:
         self._index = index
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one family for each metric."""
         index, counts = self._index, self._counts
         state = value_family(names.METRIC_INDEX_STATE)
         for name in DirectoryState:

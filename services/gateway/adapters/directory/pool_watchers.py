@@ -1,7 +1,9 @@
-"""Follows the pools by their WatchEvents when there is no Redis.
+"""Updates the index from the pools' event streams (the RPC WatchEvents), if Redis is not
+configured.
 
-Each pool has a task that reads its stream into the index: a snapshot, then changes. When the stream
-ends, the pool is removed from the index, and the stream is opened again after a growing delay.
+Each pool has a task that reads its stream into the index. The stream begins with a snapshot, and
+changes follow. When the stream ends, the pool is removed from the index. The stream is opened again
+after a delay that grows with each failure.
 """
 
 import asyncio
@@ -38,7 +40,7 @@ _MAX_BACKOFF_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PoolAddress:
-    """The address of a replica's pool, for its events."""
+    """The address at which a replica's pool publishes its events."""
 
     node: str
     address: str
@@ -56,7 +58,7 @@ class PoolWatchers:
 
     async def run(self, pools: Callable[[], Iterable[PoolAddress]]) -> None:
         """Follows the pools that `pools` returns, until cancelled. `pools` is called repeatedly.
-        While it returns none, the index is unused.
+        While it returns no pools, the index is unused.
         """
         tasks: dict[PoolAddress, asyncio.Task[None]] = {}
         try:
@@ -70,7 +72,7 @@ class PoolWatchers:
                     tasks[pool] = asyncio.create_task(self._follow(pool))
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
                 for task in tasks.values():
-                    if task.done():  # A task that ended has a defect.
+                    if task.done():  # Only a defect ends a task.
                         task.result()
         finally:
             self._index.contact = DirectoryState.FALLBACK
@@ -111,7 +113,7 @@ class PoolReader:
     def __init__(
         self, node: str, index: PrefixIndex, epochs: Iterable[int], counts: ReaderCounts
     ) -> None:
-        """`epochs` yields numbers that no other reader of this index gets."""
+        """`epochs` yields numbers that no other reader of this index uses."""
         self._node = node
         self._index = index
         self._epochs = iter(epochs)
@@ -120,8 +122,8 @@ class PoolReader:
         self._epoch = 0
 
     async def apply(self, message: kvpool_pb2.WatchEventsResponse) -> None:
-        """Applies a message. After a gap the node is degraded. The pool sends a new snapshot to a
-        reader that fell behind.
+        """Applies a message. If messages before it are missing, the node is degraded. To a reader
+        that is too slow, the pool sends a new snapshot.
         """
         self._counts.entries += 1
         if message.snapshot:
@@ -178,7 +180,9 @@ def _keys(hashes: bytes, group: int) -> list[int]:
 
 
 def _move(keys: Iterable[int], source: dict[int, None], target: dict[int, None]) -> None:
-    """Moves keys from `source` to `target`: only the last event of each key in a message counts."""
+    """Moves keys from `source` to `target`, so that only the last event of each key in a message
+    counts.
+    """
     for key in keys:
         source.pop(key, None)
         target[key] = None

@@ -1,14 +1,16 @@
-"""Reads the directory in Redis into the index: the log, leases and snapshots.
+"""Reads the directory of cached prefixes from Redis into the index. The directory consists of a
+log, records, leases and snapshots of nodes. A node is a replica's pool.
 
-Requests never wait for this reader. One task reads the log, and once a second the records and
-leases of the nodes:
+Requests never wait for this reader. One task reads the log. Once a second, it also reads the
+records and leases of the nodes:
 
-1. A node is removed if it has no lease, or if the epoch of its lease differs from its record's.
+1. A node is removed if it has no lease, or if its lease and its record have different epochs.
 2. A node is loaded from its snapshot if its epoch is new, its entries have a gap, or its digest
    differs. The log is then read again from the snapshot's position. Entries that are already
    applied to other nodes are skipped.
-3. After a failed call the index is `degraded`, and `fallback` once leases would have expired. The
-   known keys are kept: if Redis returns with the same epochs, reading continues.
+3. After a failed call, the index is `degraded`. After the time in which leases expire, it is
+   `fallback`. The keys in the index are kept. If Redis can be reached again and has the same
+   epochs, reading continues.
 """
 
 import asyncio
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 _BEGINNING = "0-0"
 _ENTRIES_PER_READ = 256
 _KEYS_PER_TURN = 2048
-"""Keys that are applied before other tasks may run: about two milliseconds of work."""
+"""Number of keys that are applied before other tasks may run. This takes about two milliseconds."""
 _SNAPSHOT_SECONDS = 5.0
 
 
@@ -51,9 +53,9 @@ class ReaderTimes:
     urgent_seconds: float = 0.05
     """Interval between two reads of records and leases while a node needs to be loaded."""
     lease_seconds: float = 3.0
-    """Time without contact after which leases may have expired."""
+    """Seconds without contact after which leases may have expired."""
     watchdog_seconds: float = 0.5
-    """A read may take this much longer than its waiting time at the server."""
+    """A read may take this number of seconds longer than its waiting time at the server."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
 
@@ -83,15 +85,15 @@ class RedisReader:
         number.
         """
         self._loaded: dict[str, tuple[int, int]] = {}
-        """Epoch and sequence number of the last snapshot of each node."""
+        """Maps nodes to the epoch and sequence number of the last loaded snapshot."""
         self._is_at_end = False
         """Whether the last read reached the end of the log."""
         self._is_known_lost = False
         self._applied_since_turn = 0
 
     async def run(self, fingerprint: Callable[[], bytes | None]) -> None:
-        """Reads until cancelled. `fingerprint` returns the fingerprint of the model in use; None
-        while it is not known. When it changes, the index is cleared.
+        """Reads until cancelled. `fingerprint` returns the fingerprint of the model in use, or None
+        while it is not known. When the fingerprint changes, the index is cleared.
         """
         loop, times = asyncio.get_running_loop(), self._times
         backoff = times.first_backoff_seconds
@@ -151,7 +153,7 @@ class RedisReader:
     # The log.
 
     async def _read_log(self, wait_seconds: float) -> None:
-        """Applies the next entries; waits up to `wait_seconds` for one."""
+        """Applies the next entries of the log. Waits up to `wait_seconds` for the first of them."""
         millis = max(1, int(1000 * wait_seconds))
         answer = await self._tail.call(
             lambda client: client.xread(
@@ -190,7 +192,7 @@ class RedisReader:
                     self._refresh_soon()
 
     def _refresh_soon(self) -> None:
-        """Schedules the next read of records and leases soon."""
+        """Makes the next read of records and leases happen soon."""
         soon = asyncio.get_running_loop().time() + self._times.urgent_seconds
         self._refresh_at = min(self._refresh_at, soon)
 
@@ -219,8 +221,8 @@ class RedisReader:
                 await self._load(record)
 
     def _follow_log(self, newest: str) -> None:
-        """Sets the position to read from. If the log ends before the cursor, it was emptied, and is
-        read from its beginning.
+        """Sets the position in the log from which the next entries are read. If the log ends before
+        the current position, it was emptied, and is read from its beginning.
         """
         if self._cursor is None:
             self._cursor = newest
@@ -320,6 +322,6 @@ class RedisReader:
 
 
 def _position(log_id: str) -> tuple[int, int]:
-    """The id of a stream entry as a comparable tuple."""
+    """Returns the id of a stream entry as a tuple that can be compared."""
     millis, _, number = log_id.partition("-")
     return int(millis), int(number or 0)

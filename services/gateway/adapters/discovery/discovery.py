@@ -17,7 +17,7 @@ from services.common.telemetry.metric_specs import value_family
 from services.gateway.adapters.discovery.watcher import SetAddresses, Watcher
 
 SETTINGS, REDIS = "settings", "redis"
-"""Names of sources in logs and metrics. A DNS source is named by the name that it resolves."""
+"""Names of sources in logs and metrics. A DNS source has the name that it resolves."""
 
 _DNS_SECONDS, _REGISTRY_SECONDS = 3.0, 1.0
 """Intervals between two queries of DNS, and between two reads of the registry."""
@@ -33,8 +33,8 @@ class Discovery(Collector):
         model_name: str,
         set_addresses: SetAddresses,
     ) -> None:
-        """Addresses in the settings are set at once. Raises SettingError if the
-        package for Redis is missing.
+        """Reports the addresses in the settings at once. Raises SettingError if the package for
+        Redis is missing.
         """
         in_dns = [address for address in schedulers if address.startswith(DNS)]
         set_addresses(SETTINGS, [address for address in schedulers if address not in in_dns])
@@ -58,7 +58,7 @@ class Discovery(Collector):
                 await self._registry.close()
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric, with the source as a label."""
+        """Yields one family for each metric. The source is a label."""
         up = value_family(names.METRIC_DISCOVERY_UP)
         addresses = value_family(names.METRIC_DISCOVERY_ADDRESSES)
         failures = value_family(names.METRIC_DISCOVERY_FAILURES)
@@ -70,7 +70,7 @@ class Discovery(Collector):
 
 
 class _Registry:
-    """The registry of the replicas that serve one model, over its own connection."""
+    """Reads the registry of the replicas that serve one model, over its own connection."""
 
     def __init__(self, redis_url: str, model_name: str) -> None:
         try:
@@ -82,7 +82,7 @@ class _Registry:
         self._registry = FleetRegistry(self._redis, model_name)
 
     async def addresses(self) -> set[str]:
-        """The addresses of the replicas that are registered now. Raises Unavailable."""
+        """Returns the addresses of the replicas that are registered. Raises Unavailable."""
         return {replica.address for replica in await self._registry.replicas()}
 
     async def close(self) -> None:

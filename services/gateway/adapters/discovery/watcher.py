@@ -13,7 +13,9 @@ SetAddresses = Callable[[str, Iterable[str]], None]
 
 
 class Watcher:
-    """Forwards the addresses of a source. While the source fails, its last addresses are kept."""
+    """Forwards the addresses of a source. While the source fails, its last addresses stay in
+    use.
+    """
 
     def __init__(
         self, source: str, look: Look, set_addresses: SetAddresses, every_seconds: float

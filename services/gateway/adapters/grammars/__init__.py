@@ -1,1 +1,3 @@
-"""Grammars that the gateway writes: forced calls, structural tags, answers after reasoning."""
+"""Grammars that the gateway writes. They force tool calls, implement structural tags, and constrain
+answers after reasoning.
+"""

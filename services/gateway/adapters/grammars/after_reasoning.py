@@ -11,10 +11,10 @@ _SPACE = r"/[ \n\t]{0,4}/"
 async def after_reasoning(
     form: StructuredOutputs, reasoning: PromptedReasoning, tokenizer: Tokenizer
 ) -> StructuredOutputs:
-    """The constraint of a whole answer whose part after the reasoning must match `form`.
+    """Returns the constraint of a whole answer. The part after the reasoning must match `form`.
 
-    vLLM applies its masks from the end of the reasoning. Here the grammar has a free part, so that
-    an answer also cannot end within its reasoning.
+    vLLM applies its masks only after the reasoning. Here the grammar has an unconstrained part for
+    the reasoning, so that an answer cannot end within it.
     """
     if reasoning.state is ReasoningState.OVER:
         return form
@@ -23,7 +23,7 @@ async def after_reasoning(
 
 
 def wanted_rule(lark: Lark, form: StructuredOutputs) -> str:
-    """The client's structured-output constraint as a rule. Raises InvalidArgument."""
+    """Returns a rule for the client's structured-output constraint. Raises InvalidArgument."""
     try:
         return lark.wanted(form)
     except ValueError as error:
@@ -31,12 +31,12 @@ def wanted_rule(lark: Lark, form: StructuredOutputs) -> str:
 
 
 def reasoning_literals(reasoning: PromptedReasoning | None) -> list[str]:
-    """The literals of the rule that `thought` writes."""
+    """Returns the literals of the rule that `thought` writes."""
     return [] if reasoning is None else [reasoning.form.start, reasoning.form.end]
 
 
 def thought(lark: Lark, reasoning: PromptedReasoning | None) -> str:
-    """The reasoning before the answer, as a rule; empty if there is none."""
+    """Returns a rule for the reasoning before the answer. Empty if the answer has no reasoning."""
     if reasoning is None or reasoning.state is ReasoningState.OVER:
         return ""
     inside = lark.rule(f"{lark.text_to(reasoning.form.end)} {_SPACE}")

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests at the gateway, to refuse those that cannot be compiled."""
+"""Compiles the grammars of requests at the gateway, to refuse grammars that cannot be compiled."""
 
 import asyncio
 import time
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from services.common.request.grammar_compiler import GrammarCompiler
 
 MAX_COMPILE_SECONDS = 2.0
-"""Limit on the processor time of one compilation. Only the gateway has this limit. Measured times
-vary, so a worker with a limit could refuse a grammar that the gateway accepted.
+"""Limit on the processor time of one compilation. Workers have no such limit: measured times vary,
+so a worker could refuse a grammar that the gateway accepted.
 """
 _MAX_WAITING = 64
 _MAX_KEPT = 256
@@ -53,7 +53,9 @@ class GrammarJudge:
             raise InvalidArgument(verdict, field=FIELD)
 
     async def _new_verdict(self, wanted: StructuredOutputs, vocabulary: _Vocabulary) -> str:
-        """Runs `_judge` in the thread. Raises ResourceExhausted if too many calls wait for it."""
+        """Runs `_judge` in the thread. Raises ResourceExhausted if too many calls wait for the
+        thread.
+        """
         if self._num_waiting >= _MAX_WAITING:
             raise ResourceExhausted(
                 f"{FIELD}: {self._num_waiting} others are compiled first", retry_after_seconds=1.0
@@ -66,7 +68,9 @@ class GrammarJudge:
             self._num_waiting -= 1
 
     def _judge(self, wanted: StructuredOutputs, vocabulary: _Vocabulary) -> str:
-        """The reason that a grammar cannot be compiled; empty if it can be. Runs in the thread."""
+        """Returns why a grammar cannot be compiled. Empty if it can be compiled. Runs in the
+        thread.
+        """
         try:
             compiler = self._compiler_of(vocabulary)
             began = time.thread_time()

@@ -1,4 +1,4 @@
-"""Writes grammars in llguidance's Lark."""
+"""Writes grammars in the dialect of Lark that llguidance compiles."""
 
 import json
 import re
@@ -35,7 +35,7 @@ class Lark:
         return name
 
     def literal(self, text: str) -> str:
-        """A rule body that matches exactly this text; empty for an empty text."""
+        """Returns a rule body that matches exactly this text. Empty for an empty text."""
         parts: list[str] = []
         for piece in _split(text):
             token_id = self._marker_ids.get(piece)
@@ -43,15 +43,15 @@ class Lark:
         return " ".join(parts)
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """A rule for the JSON that a schema accepts. Raises InvalidArgument if it
+        """Adds a rule for JSON that conforms to a schema. Raises InvalidArgument if the schema
         cannot be enforced.
         """
         whole = {**held_schema(schema), "x-guidance": JSON_OPTIONS}
         return self.rule("%json " + json.dumps(whole, ensure_ascii=False))
 
     def wanted(self, form: StructuredOutputs) -> str:
-        """A rule for a client's structured-output constraint. Raises InvalidArgument, or ValueError
-        for a malformed grammar.
+        """Adds a rule for a client's structured-output constraint. Raises InvalidArgument, or
+        ValueError for a malformed grammar.
         """
         form.validate()
         if form.kind is StructuredOutputsKind.JSON:
@@ -67,7 +67,7 @@ class Lark:
         return self.rule("%lark {\n" + text + "\n}")
 
     def regex(self, pattern: str) -> str:
-        """A rule for a text that a regular expression matches as a whole."""
+        """Adds a rule for a text that a regular expression matches as a whole."""
         escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
         return self.rule("/" + escaped.replace("\n", r"\n") + "/")
 
@@ -75,7 +75,9 @@ class Lark:
         return self.rule(_ANY)
 
     def text_to(self, literal: str) -> str:
-        """A rule for any text up to the first occurrence of `literal`, which must not be empty."""
+        """Adds a rule for any text up to and including the first occurrence of `literal`, which
+        must not be empty.
+        """
         first, *rest = _split(literal)
         token_id = self._marker_ids.get(first)
         tail = self.literal("".join(rest))
@@ -85,7 +87,9 @@ class Lark:
         return self.rule(f"{before} {tail}")
 
     def text_without(self, literals: Sequence[str]) -> str:
-        """A rule for any text that contains none of these literals' first pieces."""
+        """Adds a rule for any text that does not contain the first piece of any of these
+        literals.
+        """
         parts = [_ANY]
         for literal in literals:
             first = _split(literal)[0]
@@ -96,13 +100,15 @@ class Lark:
         return name
 
     def text(self, start: str) -> StructuredOutputs:
-        """The whole grammar, starting with `start`."""
+        """Returns the whole grammar. Its start rule has the body `start`."""
         whole = "\n".join([f"start: {start}", *self._rules])
         return StructuredOutputs(StructuredOutputsKind.GRAMMAR, whole)
 
 
 async def make_lark(tokenizer: Tokenizer, literals: Sequence[str]) -> Lark:
-    """An empty grammar for a model. `literals` are the literals that it will contain."""
+    """Makes an empty grammar for a model. `literals` are the literals that the grammar will
+    contain.
+    """
     markers = list({found for literal in literals for found in _MARKER.findall(literal)})
     encoded = await tokenizer.encode(
         markers[:_MAX_MARKERS], add_special_tokens=False, max_tokens=1_000

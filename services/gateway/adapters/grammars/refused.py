@@ -1,4 +1,6 @@
-"""Refusals of grammars that the gateway wrote, in terms of the client's request."""
+"""Refuses grammars that the gateway wrote but that cannot be compiled. The errors name fields of
+the client's request.
+"""
 
 import json
 import re
@@ -26,11 +28,11 @@ async def check_written(
     wanted: StructuredOutputs | None,
     check: Check,
 ) -> None:
-    """Raises InvalidArgument if a written grammar cannot be compiled. The grammar is written from
-    the schemas of `tools`, by field, and from the client's constraint `wanted`.
+    """Raises InvalidArgument if a written grammar cannot be compiled. The grammar was written from
+    the schemas of `tools`, whose keys are field names, and from the client's constraint `wanted`.
 
-    The error names the part at fault, a tool or the constraint. If each of them compiles by itself,
-    it names all tools.
+    The error names the tool or the constraint that cannot be compiled by itself. If each of them
+    can, it names all tools.
     """
     try:
         grammar.validate()
@@ -51,7 +53,9 @@ async def check_written(
 
 
 def check_schemas(tools: Mapping[str, CallableTool]) -> None:
-    """Raises InvalidArgument, with the field, for a tool whose schema cannot be enforced."""
+    """Raises InvalidArgument if the schema of a tool cannot be enforced. The error names the tool's
+    field.
+    """
     for field, tool in tools.items():
         try:
             held_schema(bare(tool.schema))
@@ -71,6 +75,8 @@ def _of_all(error: InvalidArgument, tools: Mapping[str, Any]) -> InvalidArgument
 
 
 def _reason(error: InvalidArgument) -> str:
-    """The reason, without positions in a grammar that the client did not write."""
+    """Returns the reason of an error, without positions in the grammar, which the client did not
+    write.
+    """
     why = error.message.removeprefix(f"{FIELD}: ")
     return _LINES.sub("", _PLACE.sub("", why)).removeprefix("failed to compile JSON schema: ")

@@ -1,5 +1,5 @@
-"""Structural tags, as defined by xgrammar and written by vLLM's clients: a tag
-constrains one part of an answer.
+"""Converts structural tags to grammars. A structural tag constrains parts of an answer. xgrammar
+defines its format, and vLLM's clients send it.
 """
 
 import json
@@ -21,7 +21,8 @@ _NAME = "structural_tag"
 
 
 async def structural_tag(tag: Mapping[str, Any], tokenizer: Tokenizer) -> StructuredOutputs:
-    """The grammar of a structural tag: {"format": …}, or {"structures": […], "triggers": […]}.
+    """Returns the grammar of a structural tag, which is {"format": …} or {"structures": […],
+    "triggers": […]}.
 
     Raises InvalidArgument if the tag is malformed or nested too deep.
     """
@@ -46,8 +47,8 @@ async def structural_tag(tag: Mapping[str, Any], tokenizer: Tokenizer) -> Struct
 
 
 def _collect(form: object, literals: list[str], depth: int) -> None:
-    """Collects all strings of a form that may be literals. Raises InvalidArgument
-    if it is too deep.
+    """Collects all strings of a format that may be literals. Raises InvalidArgument if it is nested
+    too deep.
     """
     if depth < 0:
         raise _wrong(f"is nested more than {MAX_DEPTH} deep")
@@ -118,7 +119,9 @@ class _Tags:
         return self._lark.schema(schema)
 
     def _tag(self, tag: Mapping[str, Any], after: str) -> str:
-        """A rule for a tag. `after` is the trigger that was matched before; the rule omits it."""
+        """Returns a rule for a tag. `after` is the trigger, which another rule has already matched,
+        so this rule omits it.
+        """
         begin, content, end = _text(tag, "begin"), tag.get("content"), tag.get("end")
         ends = [end] if isinstance(end, str) else end
         if not isinstance(ends, list) or not all(isinstance(one, str) for one in ends):

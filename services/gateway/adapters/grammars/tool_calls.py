@@ -1,4 +1,6 @@
-"""Grammars that force tool calls, or constrain the calls that a model chooses to make."""
+"""Writes grammars that force tool calls, or that constrain the calls that a model decides to
+make.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,16 +22,18 @@ _NOTES = frozenset({"title", "description", "examples", "$comment", "default", "
 _BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
-"""Keywords whose values map names to schemas. Such a name may equal a name in _NOTES."""
+"""Keywords whose values map names to schemas. These names are not keywords, even if they equal one
+in _NOTES.
+"""
 _VALUES = frozenset({"const", "enum"})
-"""Keywords whose values are instances of any kind."""
+"""Keywords whose values are arbitrary JSON values, not schemas."""
 _MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A tool's name and the schema of its arguments. With `strict`, its calls must
-    match the schema.
+    """A tool's name and the schema of its arguments. If `strict` is true, the arguments must
+    conform to the schema.
     """
 
     name: str
@@ -44,8 +48,8 @@ async def forced_calls(
     *,
     parallel: bool,
 ) -> StructuredOutputs:
-    """Returns a grammar for a list of calls. The list has at least one call if `parallel`, else
-    exactly one.
+    """Returns a grammar for a list of calls. The list has exactly one call, or at least one if
+    `parallel` is true.
     """
     lark = await make_lark(tokenizer, reasoning_literals(reasoning))
     calls = []
@@ -65,8 +69,9 @@ async def strict_calls(
     *,
     parallel: bool,
 ) -> StructuredOutputs:
-    """Free text with calls in the model's own format. A call names one of the tools, and its
-    arguments are an object. Arguments of a strict tool match its schema.
+    """Returns a grammar for free text with calls in the model's own format. A call names one of the
+    tools, and its arguments are an object. The arguments of a strict tool must conform to its
+    schema.
     """
     lark = await _lark_of_calls(tools, envelope, tokenizer, reasoning)
     calls = _calls(lark, tools, envelope, after=envelope.trigger)
@@ -85,8 +90,9 @@ async def calls_or_form(
     *,
     parallel: bool,
 ) -> StructuredOutputs:
-    """Either calls in the model's own format, without text around them, or a text that matches the
-    client's constraint. Raises InvalidArgument for a malformed grammar.
+    """Returns a grammar for either calls in the model's own format, without text around them, or a
+    text that conforms to the client's constraint. Raises InvalidArgument if the constraint is a
+    malformed grammar.
     """
     lark = await _lark_of_calls(tools, envelope, tokenizer, reasoning)
     call = lark.rule(f"({_calls(lark, tools, envelope)}) {SPACE}")
@@ -95,7 +101,7 @@ async def calls_or_form(
 
 
 def bare(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without annotations, which would only make the grammar longer."""
+    """Returns a schema without annotations, which would only make the grammar longer."""
     return {
         key: _bare_value(key, value, _MAX_DEPTH)
         for key, value in schema.items()
@@ -123,15 +129,15 @@ async def _lark_of_calls(
     tokenizer: Tokenizer,
     reasoning: PromptedReasoning | None,
 ) -> Lark:
-    """An empty grammar for calls of these tools after the reasoning."""
+    """Makes an empty grammar for calls of these tools after the reasoning."""
     begins = [_begin(envelope, tool.name) for tool in tools]
     literals = [*begins, envelope.end, *reasoning_literals(reasoning)]
     return await make_lark(tokenizer, literals)
 
 
 def _calls(lark: Lark, tools: Sequence[CallableTool], envelope: Envelope, after: str = "") -> str:
-    """Alternatives that match a call of one of the tools. `after` is a common beginning that was
-    matched before; the alternatives omit it.
+    """Returns alternatives that match a call of one of the tools. `after` is a common beginning of
+    all calls, which another rule has already matched, so the alternatives omit it.
     """
     calls = []
     for tool in tools:

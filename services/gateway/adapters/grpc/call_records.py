@@ -25,7 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallRecords:
-    """Begins and ends records."""
+    """Begins and ends the records of gRPC calls."""
 
     def __init__(self, recorder: RequestRecorder) -> None:
         self._recorder = recorder
@@ -34,9 +34,9 @@ class CallRecords:
     def recording(
         self, method: str, operation: str, context: Context, *, in_trailer: bool = True
     ) -> Iterator[RequestRecord]:
-        """Records a call, or one turn of a session call; CALL_RECORD is the record within the
-        context. With `in_trailer`, the request id and trace id are sent in the trailing metadata.
-        Calls with several records omit it.
+        """A context that records a call, or one turn of a session call. Within the context,
+        CALL_RECORD is the record. If `in_trailer` is true, the request id and trace id are sent in
+        the trailing metadata. It is false for calls with several records.
         """
         call = Call("grpc", "POST", method, client_of(context))
         record = self._recorder.begin(call, operation, metadata_of(context))
@@ -68,12 +68,12 @@ class CallRecords:
 
 
 def metadata_of(context: Context) -> dict[str, str]:
-    """A call's metadata by name, without binary values."""
+    """Returns a call's metadata as a map from names to values, without binary values."""
     metadata = context.invocation_metadata() or ()
     return {name: value for name, value in metadata if isinstance(value, str)}
 
 
 def client_of(context: Context) -> str:
-    """The client's address and port; empty over a Unix socket."""
+    """Returns the client's address and port. Empty for a Unix socket."""
     kind, _, address = unquote(context.peer() or "").partition(":")
     return address if kind in ("ipv4", "ipv6") else ""

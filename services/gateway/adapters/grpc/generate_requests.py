@@ -1,4 +1,6 @@
-"""Converts messages of Generate to requests of the core, and pieces of answers to messages."""
+"""Converts messages of the RPC Generate to requests of the core, and pieces of answers to
+messages.
+"""
 
 import asyncio
 
@@ -39,8 +41,8 @@ class GenerateRequests:
         record: RequestRecord,
         session: ClientSession | None = None,
     ) -> ClientRequest:
-        """The request of a message. With `session`, it is a turn of that session. Raises
-        InvalidArgument or OutOfRange.
+        """Converts a message to a request. If `session` is given, the request is a turn of that
+        session. Raises InvalidArgument or OutOfRange.
         """
         if request.request_id:
             check_request_id(request.request_id)
@@ -94,7 +96,7 @@ class GenerateRequests:
         raise InvalidArgument("prompt is missing", field="prompt")
 
     async def chat_tokens(self, chat: gateway_pb2.Chat) -> list[int]:
-        """The tokens of a conversation. Raises InvalidArgument."""
+        """Returns the tokens of a conversation. Raises InvalidArgument."""
         if not chat.messages:
             raise InvalidArgument("messages must not be empty", field="chat.messages")
         for number, turn in enumerate(chat.messages):
@@ -117,8 +119,8 @@ class GenerateRequests:
 def to_response(
     piece: Piece, generation: Generation, timed: RequestRecord | None
 ) -> gateway_pb2.GenerateResponse:
-    """A piece of an answer as a message. `timed` is the record whose times are sent; None if the
-    client did not ask for them.
+    """Converts a piece of an answer to a message. `timed` is the record whose times are sent. None
+    if the client did not request times.
     """
     response = gateway_pb2.GenerateResponse(
         request_id=generation.request.request_id,

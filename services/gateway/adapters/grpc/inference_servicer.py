@@ -83,8 +83,8 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self._requests = GenerateRequests(inference)
 
     def arriving(self, context: Context) -> Arrival:
-        """Counts a call as arriving, before its message is read and until its sequences are queued.
-        Raises an error if there is no room for it.
+        """Counts a call as arriving, from before its message is read until its sequences are
+        queued. Raises an error if there is no room for the call.
         """
         tenant = CALL_TENANT.get()
         with self._observer.counting_refusals(CALL_RECORD.get(), tenant):
@@ -95,7 +95,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             return self._inference.arriving(tenant, deadline, needs_room=needs_room)
 
     async def admit(self, tenant: Tenant) -> Allowance:
-        """The allowance of a Generate call under its tenant's limits. Raises LimitReached."""
+        """Returns the allowance of a Generate call: the amounts that it takes from its tenant's
+        limits. Raises LimitReached.
+        """
         with self._observer.counting_refusals(CALL_RECORD.get(), tenant):
             return await self._limits.admit(tenant)
 
@@ -145,7 +147,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def _prepare(
         self, client_request: ClientRequest, record: RequestRecord, deadline: float | None
     ) -> Generation:
-        """The checked request, with its tokens reserved in the tenant's limits."""
+        """Checks a request, and reserves its tokens in the tenant's limits."""
         record.enter(Part.PREPARE)
         generation = await self._inference.prepare(client_request, record.trace_headers, deadline)
         allowance = CALL_ALLOWANCE.get()
@@ -268,5 +270,5 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
 
 def _key() -> IdempotencyKey | None:
-    """The idempotency key in the call's metadata. Raises InvalidArgument."""
+    """Returns the idempotency key in the call's metadata. Raises InvalidArgument."""
     return idempotency_key(CALL_RECORD.get().headers.get(FIELD.lower()), CALL_TENANT.get())

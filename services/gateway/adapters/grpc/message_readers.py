@@ -1,5 +1,5 @@
 """Reads the request messages of a gRPC server. The number of concurrent reads is limited, because
-each may use the memory of the longest message for as long as its sender takes.
+each read may occupy the memory of the longest message until its sender has finished.
 """
 
 import asyncio
@@ -10,20 +10,20 @@ from services.common.errors import Aborted, InvalidArgument
 
 _SLOTS = 16
 _SECONDS_UNDER_PRESSURE = 1.0
-"""Time limit of a read while others wait for a slot."""
+"""Time limit in seconds of a read while other reads wait for a slot."""
 
 
 class MessageReaders:
-    """Slots for reading, assigned in order of arrival."""
+    """A limited number of slots for reading, assigned in order of arrival."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
         self._slots = asyncio.Semaphore(_SLOTS)
         self._reads: deque[tuple[float, asyncio.Timeout]] = deque()
-        """Start and timeout of each read that has a slot; oldest first."""
+        """Start time and timeout of each read that has a slot, the oldest first."""
 
     async def read(self, messages: AsyncIterator[bytes]) -> bytes:
-        """The first message. Raises Aborted if it does not arrive in time,
+        """Reads the first message. Raises Aborted if it does not arrive in time, and
         InvalidArgument if there is none.
         """
         if self._slots.locked():

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class MessageStream:
-    """A sink that writes one message for each piece that is not empty. Pieces that arrive during a
+    """Writes one message for each piece of an answer that is not empty. Pieces that arrive during a
     write are merged.
     """
 
@@ -76,8 +76,8 @@ class AnswerStreams:
         arrival: Arrival,
         work: AsyncExitStack,
     ) -> None:
-        """Runs a generation and writes its pieces. `work` is the stack of the call's contexts; if
-        the client stops reading, the stack is closed with the error. `arrival` is ended just before
+        """Runs a generation and writes its pieces. `work` is the stack of the call's contexts. If
+        the client stops reading, the stack is closed with an error. `arrival` is ended just before
         the sequences are sent.
         """
         with StreamReaderTimeout(

@@ -1,6 +1,6 @@
 """Measures a serialized message before it is parsed, since parsing blocks the event loop.
 
-A message of 4 MB can contain two million empty ones, which take 100 MB and 70 ms to parse.
+A message of 4 MB can contain two million empty messages, whose parsing takes 70 ms and 100 MB.
 """
 
 from typing import Any
@@ -15,9 +15,8 @@ _BYTES_OF_VARINT = 5
 
 
 def check_message(raw: bytes, kind: type[Message], max_items: int) -> None:  # noqa: PLR0912
-    """Raises OutOfRange if a message has too many fields, or too many items in packed lists.
-
-    Whether the bytes are a valid message is left to the parser. This function ends for any bytes.
+    """Raises OutOfRange if a message has too many fields, or too many items in packed lists. It
+    does not check whether the bytes are a valid message, and accepts any bytes.
     """
     if len(raw) <= 2 * MAX_FIELDS:  # A field has two bytes or more.
         return
@@ -27,7 +26,7 @@ def check_message(raw: bytes, kind: type[Message], max_items: int) -> None:  # n
         place, end, descriptor = left.pop()
         while place < end:
             tag = raw[place]
-            if tag < 0x80:  # Most tags are one byte. A call for each would double the time.
+            if tag < 0x80:  # most tags; calling _varint would double the time
                 place += 1
             else:
                 tag, place = _varint(raw, place, end)
@@ -61,7 +60,9 @@ def _is_packed(field: FieldDescriptor) -> bool:
 
 
 def _varint(raw: bytes, place: int, end: int) -> tuple[int, int]:
-    """A number and the position after it; 0 and `end` if there is no complete number."""
+    """Returns a number and the position after it. Returns 0 and `end` if there is no complete
+    number.
+    """
     value = shift = 0
     while place < end and shift < 70:
         byte = raw[place]

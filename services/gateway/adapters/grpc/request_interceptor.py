@@ -1,5 +1,5 @@
-"""Authenticates gRPC calls before their message is read, and limits the message's size and the time
-to receive it.
+"""Authenticates gRPC calls before their messages are read, and limits the size of a message and the
+time in which it must arrive.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -35,8 +35,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RequestInterceptor(grpc.aio.ServerInterceptor):
     """Authenticates each call, sets CALL_TENANT, and reads the request message itself.
 
-    By default grpc reads and parses a request before the handler sees the call. Health needs no
-    key. Other streams, such as reflection, are limited in number.
+    By default grpc reads and parses a request before the handler is called. The health service
+    needs no API key. The number of other streams, such as reflection, is limited.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         max_items: int,
         message_timeout_seconds: float,
     ) -> None:
-        """All mappings are by the full name of a method. `request_types` has the request
-        type of each method with a single request, and `stream_types` the message type of each
-        method with a request stream.
+        """The keys of all mappings are full names of methods. `request_types` has the request type
+        of each method with a single request, and `stream_types` the message type of each method
+        with a request stream.
 
-        `admissions` and `arriving` are called before the message is read, and raise to refuse the
-        call. The allowance of an admission, and the arrival, are closed at the end of the call.
-        During the call CALL_ARRIVAL is the arrival. `operations` has the GenAI operation of each
-        method that generates.
+        The functions in `admissions` and `arriving` are called before the message is read. They
+        raise an error to refuse the call. Their results, an Allowance and an Arrival, are closed at
+        the end of the call. During the call, CALL_ARRIVAL is the arrival. `operations` has the
+        operation in traces and metrics of each method that generates.
         """
         self._keys = keys
         self._request_types = request_types
@@ -72,7 +72,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         self._readers = MessageReaders(message_timeout_seconds)
         self._num_other_streams = 0
         self._handlers: dict[str, Any] = {}
-        """Handlers of the called methods whose messages are read here."""
+        """Cached handlers of the methods whose messages are read here."""
 
     async def intercept_service(
         self,
@@ -134,9 +134,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         return serve
 
     def _serve_stream(self, handler: Any, method: str) -> Any:
-        """Serves calls with a request stream. Each of its messages is checked
-        before it is parsed.
-        """
+        """Serves calls with a request stream. Each message is checked before it is parsed."""
         kind = self._stream_types[method]
 
         async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
@@ -155,7 +153,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             try:
                 with self._counted():
                     await handler.unary_stream(request, context)
-            except ResourceExhausted as error:  # This handler may not raise our errors.
+            except ResourceExhausted as error:  # StepwellErrors must not leave this handler.
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
 
         return watch
@@ -196,8 +194,8 @@ def _not_counted(_context: Context) -> AbstractContextManager[None]:
 
 
 def _spending(allowance: Allowance, context: Context) -> AbstractContextManager[None]:
-    """Closes an allowance at the end of a call. A successful call reports the tenant's remaining
-    limits in its trailing metadata.
+    """A context that closes an allowance at the end of a call. The trailing metadata of a
+    successful call contains the remaining amounts of the tenant's limits.
     """
     if allowance is NO_LIMITS:
         return nullcontext()
@@ -221,6 +219,8 @@ def _spent(allowance: Allowance, context: Context) -> Iterator[None]:
 
 
 def _authorization(metadata: Mapping[str, str]) -> str:
-    """The authorization header with one character for each byte, as in HTTP's headers."""
+    """Returns the authorization header with one character for each byte, as HTTP headers are
+    decoded.
+    """
     value = metadata.get("authorization", "")
     return value.encode("utf-8", errors="surrogateescape").decode("latin-1")

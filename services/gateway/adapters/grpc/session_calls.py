@@ -30,7 +30,7 @@ from services.gateway.core.traces.timeline import Part
 
 GENERATE_SESSION = "/stepwell.gateway.v1.Inference/GenerateSession"
 STREAM_TYPES = {GENERATE_SESSION: gateway_pb2.GenerateSessionRequest}
-"""The request types of the methods with request streams, by their full names."""
+"""Maps the full names of the methods with request streams to their message types."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -131,8 +131,8 @@ async def _next(
     messages: AsyncIterator[gateway_pb2.GenerateSessionRequest],
     ended: asyncio.Future[StepwellError],
 ) -> gateway_pb2.GenerateSessionRequest | None:
-    """The next message; None at the end of the client's stream. Raises the error
-    that ended the session.
+    """Returns the next message, or None at the end of the client's stream. If the session ends
+    meanwhile, raises the error that ended it.
     """
     reading = asyncio.ensure_future(anext(messages, None))
     try:
@@ -146,6 +146,6 @@ async def _next(
 
 
 def deadline_of_call(context: Context) -> float | None:
-    """The call's deadline on the event loop's clock."""
+    """Returns the call's deadline on the event loop's clock. None if the call has no deadline."""
     remaining = context.time_remaining()
     return None if remaining is None else asyncio.get_running_loop().time() + remaining

@@ -12,11 +12,11 @@ from services.common.errors import Aborted
 class StreamReaderTimeout:
     """Ends a stream's request if the client reads no message for `timeout_seconds`.
 
-    Enter it for the duration of the stream. Call `sending` before each write and `sent` after it. A
-    message costs only a few assignments, which a timer checks now and then. On timeout `work` is
-    closed with an error at once: the sequences are aborted, and the request leaves the gate. The
-    call itself cannot end during a write. If the client reads again, it gets the messages that were
-    sent before, then the error, which `sent` raises.
+    The object is a context for the duration of the stream. Call `sending` before each write, and
+    `sent` after it. These calls only set attributes, which a timer checks at intervals. On a
+    timeout, `work` is closed at once with an error, so the sequences are aborted and the request
+    leaves the gate. The gRPC call itself cannot end during a write. If the client reads again, it
+    receives the messages that were sent before, and then the error, which `sent` raises.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class StreamReaderTimeout:
         self._sending_began = time.perf_counter_ns()
 
     def sent(self) -> int:
-        """Marks the message as written; returns the write's duration in nanoseconds. Raises Aborted
-        if the stream timed out.
+        """Marks the message as written. Returns the duration of the write in nanoseconds. Raises
+        Aborted if the stream has timed out.
         """
         self._sending_since = None
         if self._error is not None:

@@ -19,14 +19,16 @@ CALL_TENANT: ContextVar[Tenant] = ContextVar("call_tenant", default=ANYONE)
 
 
 CALL_ALLOWANCE: ContextVar[Allowance] = ContextVar("call_allowance", default=NO_LIMITS)
-"""The call's allowance under its tenant's limits. For HTTP it is `request.state.allowance`."""
+"""The amounts that the call in the current task takes from its tenant's limits. For HTTP it is
+`request.state.allowance`.
+"""
 
 
 class ApiKeys:
     """The accepted API keys. If there are none, every request is accepted.
 
-    Each key of `plain` has its own tenant, without limits: `key-1`, `key-2` and so on. Other keys
-    are in `store`.
+    Each key of `plain` has its own tenant without limits, named `key-1`, `key-2` and so on. Other
+    keys are in `store`.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class ApiKeys:
         """Whether requests need a key."""
 
     async def authenticate(self, authorization: str) -> Tenant:
-        """The tenant of a request. Raises Unauthenticated if the header is not `Bearer` with a key
-        that is currently valid. Raises Unavailable if the key cannot be looked up now.
+        """Returns the tenant of a request. Raises Unauthenticated if the header is not `Bearer`
+        with a valid key. Raises Unavailable if the key cannot be looked up at the moment.
 
         `authorization` has one character for each byte of the header (ISO 8859-1). Keys are
         compared in constant time.
@@ -62,8 +64,8 @@ class ApiKeys:
         return self._checked(await self._store.find(key_id_of(key) or ""), key)
 
     def recognize(self, authorization: str) -> Tenant | None:
-        """The tenant of a request whose key is in memory; None if the key is not in memory. Raises
-        Unauthenticated for an invalid key.
+        """Returns the tenant of a request whose key is in memory. None if the key is not in memory.
+        Raises Unauthenticated if the key is known to be invalid.
         """
         if not self.are_needed:
             return ANYONE
@@ -97,8 +99,8 @@ class ApiKeys:
 
 
 def authorization_of(headers: Mapping[str, str]) -> str:
-    """The `authorization` value of a request. `headers` are by lower-case name. If it is missing, a
-    value is made from `x-api-key`, the header of Anthropic's clients.
+    """Returns the value of the header `authorization`. If it is missing, makes a value from
+    `x-api-key`, the header of Anthropic's clients. The keys of `headers` are lower-case names.
     """
     given = headers.get("authorization", "")
     key = headers.get("x-api-key", "")
@@ -124,7 +126,9 @@ def _invalid() -> Unauthenticated:
 
 
 def _forms(key: str) -> set[bytes]:
-    """The encodings in which clients send a key: UTF-8, and ISO 8859-1 as in early HTTP."""
+    """Returns a key in the encodings that clients use: UTF-8, and ISO 8859-1, HTTP's original
+    encoding.
+    """
     forms = {key.encode("utf-8", errors="surrogateescape")}
     with contextlib.suppress(UnicodeEncodeError):
         forms.add(key.encode("latin-1"))

@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class FileKeys:
-    """A KeyStore that caches all keys of a file. If the file becomes damaged or missing, the known
-    keys are kept.
+    """A KeyStore that caches all keys of a file. If the file becomes damaged or is removed, the
+    known keys stay valid.
     """
 
     def __init__(self, path: Path, *, share_cache: bool) -> None:
@@ -31,7 +31,7 @@ class FileKeys:
         return self._keys.get(key_id)
 
     async def find(self, key_id: str) -> KnownKey | None:
-        """Checks first whether the file has changed since it was read."""
+        """Reads the file again first if it has changed."""
         await self._follow()
         return self._keys.get(key_id)
 

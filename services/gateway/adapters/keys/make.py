@@ -1,4 +1,4 @@
-"""Chooses the store of API keys by the settings."""
+"""Makes the store of API keys that the settings name."""
 
 from services.common.process.settings import SettingError
 from services.common.redis.url import NEEDS_REDIS
@@ -8,8 +8,8 @@ from services.gateway.settings import GatewaySettings
 
 
 def make_key_store(settings: GatewaySettings) -> KeyStore | None:
-    """The store of API keys; None if the settings name none. Raises SettingError if
-    they conflict.
+    """Makes the store of API keys. None if the settings name no store. Raises SettingError if the
+    settings conflict.
     """
     share_cache = settings.share_cache_between_tenants
     if settings.api_key_file is not None:

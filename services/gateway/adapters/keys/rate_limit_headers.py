@@ -9,7 +9,9 @@ RATE_LIMIT_HEADERS = tuple(
 
 
 def rate_limit_headers(limits: LimitSet, standing: Standing | None) -> list[tuple[str, str]]:
-    """Three headers for each limit per minute that the tenant has; none without a standing."""
+    """Returns three headers for each limit per minute that the tenant has. Returns no headers if
+    `standing`, the levels of the limits, is None.
+    """
     if standing is None:
         return []
     return [
@@ -29,7 +31,7 @@ def _headers(what: str, limit: int | None, level: int) -> list[tuple[str, str]]:
 
 
 def duration(millis: int) -> str:
-    """A duration in OpenAI's format: 120ms, 1.5s, 6m0s."""
+    """Formats a duration as OpenAI does: 120ms, 1.5s, 6m0s."""
     if millis < 1000:
         return f"{millis}ms"
     minutes, rest = divmod(millis, 60_000)

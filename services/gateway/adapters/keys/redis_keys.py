@@ -1,8 +1,8 @@
 """API keys in Redis. Used keys are cached in memory.
 
 1. A key that is not in memory is looked up within at most LOOK_UP_SECONDS.
-2. Every REFRESH_SECONDS the version of all keys is read. If it has changed, the keys in memory are
-   read again. From then on a revoked key is refused.
+2. Every REFRESH_SECONDS, the version number of the keys in Redis is read. If it has changed, the
+   keys in memory are read again. So a revoked key is refused after at most this time.
 3. While Redis cannot be reached, or has lost its data, keys in memory are accepted for
    `cache_seconds`. Other keys are refused as Unavailable, since they may exist.
 """
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisKeys:
-    """A KeyStore. It owns the connection, and closes it at its end."""
+    """A KeyStore in Redis. It owns the connection and closes it at the end."""
 
     def __init__(self, redis: RedisConnection, *, cache_seconds: float, share_cache: bool) -> None:
         self._redis = redis
@@ -35,7 +35,7 @@ class RedisKeys:
         self._share_cache = share_cache
         self._keys: dict[str, KnownKey] = {}
         self._version: str | None = None
-        """The version of the keys in memory; None if they must be read again."""
+        """The version number of the keys in memory. None if the keys must be read again."""
         self._contact_at = asyncio.get_running_loop().time()
         self._is_lost = False
         self._num_look_ups = 0

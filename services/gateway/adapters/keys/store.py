@@ -9,14 +9,16 @@ from services.gateway.core.tenant import Tenant
 
 @dataclass(frozen=True, slots=True)
 class KnownKey:
-    """A key's record, and the tenant of requests with this key."""
+    """An API key's record, and the tenant of requests with this key."""
 
     record: KeyRecord
     tenant: Tenant
 
     @classmethod
     def of(cls, key: KeyRecord, tenant: TenantRecord, *, share_cache: bool) -> "KnownKey":
-        """With `share_cache`, the tenants share the prefix cache."""
+        """Makes a KnownKey from its records in the store. If `share_cache` is true, all tenants
+        share the prefix cache.
+        """
         owner = Tenant(
             tenant_id=key.tenant_id,
             weight=tenant.weight,
@@ -34,12 +36,14 @@ class KeyStore(Protocol):
     """Finds keys by their ids, from memory if possible."""
 
     def known(self, key_id: str) -> KnownKey | None:
-        """The key if it is in memory. None does not mean that the key does not exist."""
+        """Returns the key if it is in memory. None means that it is not in memory, even if it
+        exists.
+        """
         ...
 
     async def find(self, key_id: str) -> KnownKey | None:
-        """Looks up a key that was not in memory; None if it does not exist. Raises Unavailable if
-        the lookup is not possible now.
+        """Looks up a key that was not in memory. Returns None if it does not exist. Raises
+        Unavailable if the lookup is not possible at the moment.
         """
         ...
 

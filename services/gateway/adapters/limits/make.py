@@ -1,4 +1,6 @@
-"""Chooses where limits are counted: in Redis if it is configured, else in this process."""
+"""Chooses where tenants' requests and tokens are counted: in Redis if it is configured, and
+otherwise in this process.
+"""
 
 import time
 
@@ -9,7 +11,7 @@ from services.gateway.core.limits.store import LimitStore
 
 
 def make_limit_store(redis_url: str | None, process_name: str) -> LimitStore:
-    """Counts in Redis if a URL is given. Raises SettingError if the package for
+    """Makes the store. It is in Redis if a URL is given. Raises SettingError if the package for
     Redis is missing.
     """
     local = MemoryLimits(lambda: time.monotonic_ns() // 1_000_000)

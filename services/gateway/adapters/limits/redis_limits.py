@@ -1,10 +1,10 @@
-"""Limits counted by all gateways together in Redis. While Redis is unreachable, each gateway
-applies its own part of the limits.
+"""Counts tenants' requests and tokens in Redis, for all gateways together. While Redis is
+unreachable, each gateway applies its own part of the limits.
 
-No request fails because of Redis, or waits for it longer than TAKE_SECONDS. After a failed call no
-request calls Redis until a lease was renewed. Meanwhile each gateway divides the limits by the
-number of gateways that last held leases. The local levels start from the tenant's last levels in
-Redis, divided in the same way.
+No request fails because of Redis, or waits for Redis longer than TAKE_SECONDS. After a failed call,
+no request calls Redis until this gateway has renewed its lease. Meanwhile each gateway divides the
+limits by the last known number of gateways with leases. A tenant's local levels start from its last
+levels in Redis, divided by the same number.
 """
 
 import asyncio
@@ -26,22 +26,22 @@ RENEW_SECONDS = 1.0
 _LOST_SECONDS = 0.25
 _RENEW_CALL_SECONDS = 0.2
 _LEASE_MILLIS = 3000
-"""Time without a renewal after which a gateway is no longer counted."""
+"""Milliseconds without a renewal after which a gateway is not counted."""
 SLOT_LEASE_MILLIS = 15_000
 _SLOTS_PER_CALL = 500
 _MAX_UNRELEASED = 10_000
 _MAX_CALLS = 32
-"""Limit on the number of concurrent calls, and so of connections."""
+"""Limit on the number of concurrent calls. Each call uses its own connection."""
 _QUOTAS = (None, Quota.REQUESTS, Quota.TOKENS, Quota.CONCURRENCY)
 
 logger = logging.getLogger(__name__)
 
 
 class RedisLimits:
-    """A LimitStore. It owns the connection, and closes it at its end.
+    """A LimitStore in Redis. It owns the connection and closes it at the end.
 
-    The slots of this gateway are also in `local`: they are renewed from there, and are counted
-    there while Redis is unreachable.
+    This gateway's slots (one for each concurrent request) are also in `local`. Their leases in
+    Redis are renewed from there. While Redis is unreachable, only the slots in `local` count.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class RedisLimits:
         take_seconds: float = TAKE_SECONDS,
         slot_lease_millis: int = SLOT_LEASE_MILLIS,
     ) -> None:
-        """`local` keeps slots without a lease. No request waits longer than `take_seconds`. The
-        slots of a dead gateway expire in Redis after `slot_lease_millis`.
+        """Slots in `local` do not expire. No request waits for Redis longer than `take_seconds`.
+        The slots of a dead gateway expire in Redis after `slot_lease_millis`.
         """
         self._take_seconds = take_seconds
         self._slot_lease_millis = slot_lease_millis
@@ -64,15 +64,15 @@ class RedisLimits:
         self._local = local
         self._is_lost = False
         self._last: dict[str, Standing] = {}
-        """The standing of each tenant in the last answer from Redis."""
+        """Maps tenants to their levels in the last answer from Redis."""
         self._unreleased: deque[tuple[LimitSet, str]] = deque(maxlen=_MAX_UNRELEASED)
-        """Slots that may still be taken in Redis, though no request uses them."""
+        """Slots that may still be occupied in Redis, although no request uses them."""
         self._in_flight = asyncio.Semaphore(_MAX_CALLS)
         self._sending: set[asyncio.Task[None]] = set()
 
     @property
     def is_lost(self) -> bool:
-        """Whether this gateway counts alone, since Redis is unreachable."""
+        """Whether this gateway counts alone, because Redis is unreachable."""
         return self._is_lost
 
     async def take(self, limits: LimitSet, change: Change) -> Standing:
@@ -169,7 +169,7 @@ class RedisLimits:
         """Renews this gateway's lease. This call also detects that Redis is reachable again."""
         arguments = (_LEASE_MILLIS, self._process_name)
         num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, _RENEW_CALL_SECONDS)
-        if self._is_lost:  # Requests allow less time than this call had.
+        if self._is_lost:  # A call for a request has less time than this call had.
             num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, self._take_seconds)
         self.num_gateways = max(1, num_gateways)
         if self._is_lost:

@@ -1,18 +1,17 @@
-"""The Lua scripts of limits in Redis; each is atomic.
+"""The Lua scripts that count tenants' limits in Redis. Each script is atomic. The keys are:
 
     `limit:{t:ID}`    hash: bucket levels of tenant ID, and their time; expires when full
-    `slots:{t:ID}`    sorted set: names of the slots of tenant ID by their deadlines
-    `limit:gateways`  sorted set: gateways by the deadlines of their leases
 
-Time is the server's, in milliseconds. The braces put the two keys of a tenant into one slot of
-Redis Cluster. TAKE is the rule of `services.gateway.core.limits.rule`, in the same integers.
+Times are the server's, in milliseconds. The braces put the two keys of a tenant into one slot of
+Redis Cluster. TAKE implements the rule of `services.gateway.core.limits.rule` with the same
+integers.
 """
 
 GATEWAYS = "limit:gateways"
 
 
 def tenant_keys(tenant_id: str) -> tuple[str, str]:
-    """A tenant's two keys: its levels and its slots."""
+    """Returns a tenant's two keys: the keys of its levels and of its slots."""
     return f"limit:{{t:{tenant_id}}}", f"slots:{{t:{tenant_id}}}"
 
 
@@ -89,7 +88,8 @@ redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return redis.status_reply('OK')
 """
 )
-"""Renews slots. The first argument is the lease in milliseconds, the others are the slots' names.
+"""Renews slots. The first argument is the duration of the leases in milliseconds. The others are
+the slots' names.
 """
 
 LEASE = (

@@ -36,23 +36,24 @@ _CLIENT_REASONS = {
     "LONGER_THAN_MODEL": CONTEXT_LENGTH_EXCEEDED,
     "LARGER_THAN_POOL": CONTEXT_LENGTH_EXCEEDED,
 }
-"""Clients' names of the scheduler's error reasons, if they differ."""
+"""Maps the scheduler's error reasons to the reasons that clients see, if they differ."""
 
 _CLIENT_FIELDS = {
     "prompt_token_ids": "prompt",
     "output_token_ids": "prompt",
     "adapter": "model",
 }
-"""Clients' names of the fields of AddRequest, if they differ."""
+"""Maps fields of AddRequest to the names in clients' requests, if they differ."""
 
 
 def client_sampling_from_proto(
     message: common_pb2.SamplingParams, defaults: SamplingParams
 ) -> SamplingParams:
-    """A client's sampling parameters. Absent fields have the values of `defaults`.
+    """Converts a client's sampling parameters. Absent fields have the values of `defaults`.
 
-    Raises InvalidArgument for a field that the gateway sets itself (eos_token_ids), and for invalid
-    ones that would be costly to copy: too many bad words, logit-bias arrays of unequal length.
+    Raises InvalidArgument if a field is set that only the gateway may set (eos_token_ids), if there
+    are too many bad words, or if the logit-bias arrays have unequal lengths. Other fields are
+    checked later.
     """
     if len(message.logit_bias_token_ids) != len(message.logit_bias_values):
         raise errors.InvalidArgument(
@@ -73,9 +74,10 @@ def client_sampling_from_proto(
 
 
 def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_pb2.AddRequest:
-    """A sequence with all its output so far. The replica starts it, or resumes it.
+    """Converts a sequence with all its output so far. The replica starts the sequence, or resumes
+    it if it has output.
 
-    `now` is on the clock of the request's deadline.
+    `now` is the time on the clock of the request's deadline.
     """
     request = inflight.request
     sampling = sampling_to_proto(request.sampling)
@@ -106,8 +108,8 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
 
 
 def chunk_to_proto(handle: int, inflight: Inflight, num_tokens: int) -> scheduler_pb2.AddChunk:
-    """The tokens that a turn adds to the first `num_tokens` of its prompt, which
-    the replica keeps.
+    """Converts the tokens that a turn of a session adds to its prompt. The replica keeps the first
+    `num_tokens` tokens of the prompt.
     """
     request = inflight.request
     return scheduler_pb2.AddChunk(
@@ -124,7 +126,7 @@ def chunk_to_proto(handle: int, inflight: Inflight, num_tokens: int) -> schedule
 
 
 def _timeout_millis(deadline: float | None, now: float) -> int:
-    """Milliseconds to the deadline, at least 1; 0 without a deadline."""
+    """Returns the milliseconds to the deadline, at least 1. Returns 0 if there is no deadline."""
     if deadline is None:
         return 0
     return min(max(1, round(1000 * (deadline - now))), 2**32 - 1)
@@ -143,7 +145,7 @@ def logprobs_to_proto(rows: LogprobRows | None) -> common_pb2.Logprobs | None:
 
 
 def times_from_proto(message: scheduler_pb2.RequestTimes) -> EngineTimes:
-    """The times of a sequence at a replica."""
+    """Converts the times of a sequence at a replica."""
     return EngineTimes(
         queue=message.queue_nanos / 1e9,
         prefill=message.prefill_nanos / 1e9,
@@ -163,7 +165,7 @@ def times_from_proto(message: scheduler_pb2.RequestTimes) -> EngineTimes:
 
 
 def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.StepwellError:
-    """A sequence's end, or the error that ended it."""
+    """Converts a sequence's end to its finish reason, or to the error that ended the sequence."""
     match finish_reason_from_proto(message.reason):
         case FinishReason.NAN_IN_LOGITS | FinishReason.ERROR | FinishReason.STEP_FAILED as reason:
             name = "REQUEST_FAILED" if reason is FinishReason.ERROR else reason.name
@@ -186,7 +188,7 @@ def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.Stepwe
 
 
 def turn_end_from_proto(message: scheduler_pb2.Finished) -> Finish:
-    """The end of a session's turn. It is never an error."""
+    """Converts the end of a session's turn. It is never an error."""
     end = finish_from_proto(message)
     if isinstance(end, errors.StepwellError):
         raise AssertionError(f"a turn ended by an error: {end.message}")
@@ -194,12 +196,12 @@ def turn_end_from_proto(message: scheduler_pb2.Finished) -> Finish:
 
 
 def is_rejection_known(message: scheduler_pb2.Rejection) -> bool:
-    """Whether its code is one with which a scheduler refuses a request."""
+    """Whether the message has a code with which schedulers refuse requests."""
     return message.code in _REJECTIONS
 
 
 def rejection_from_proto(message: scheduler_pb2.Rejection) -> errors.StepwellError:
-    """The scheduler's error, with the clients' names of field and reason."""
+    """Converts a refusal by a scheduler to an error with the field and reason that clients know."""
     kind = _REJECTIONS.get(message.code, errors.InternalError)
     field = message.field.rpartition(".")[2]
     return kind(

@@ -49,14 +49,15 @@ _MAX_AWAY_BACKOFF_SECONDS = 5.0
 _CHECKS_PER_TIMEOUT = 8
 _MOST_TIMEOUTS = 2
 _UNREAD_BYTES = 512
-"""Lookahead of the transport in bytes: the tokens of a few steps.
+"""Number of bytes that gRPC may receive before the gateway reads them. It is enough for the tokens
+of a few steps.
 
-The scheduler merges the steps that it has not sent yet. So a gateway that reads more slowly than
-steps run is only a few steps behind. With a larger lookahead it could be hundreds of steps behind,
-and each step would be a separate message.
+The scheduler merges steps that it has not sent yet. So a gateway that reads more slowly than steps
+run is only a few steps behind. With a larger number, it could be hundreds of steps behind, and each
+step would be a separate message.
 """
 _LAST_CALLS_SECONDS = 1.0
-"""Time limit of calls of GetStats in progress when the link is closed."""
+"""Time limit in seconds of the calls of GetStats that are in progress when the link is closed."""
 
 
 class SchedulerLink:
@@ -69,7 +70,7 @@ class SchedulerLink:
         session_timeout_seconds: float,
         tls: "Tls | None" = None,
     ) -> None:
-        """After `session_timeout_seconds` without a message, the scheduler is considered to hang,
+        """If no message arrives for `session_timeout_seconds`, the scheduler is considered to hang,
         and the session ends.
         """
         self.address = address
@@ -77,10 +78,10 @@ class SchedulerLink:
         self._session_timeout = session_timeout_seconds
         self._received_at = 0.0
         self._num_timeouts = 0
-        """Consecutive sessions that timed out."""
+        """Number of consecutive sessions that timed out."""
         self._numbering = Numbering()
         self._deltas: SessionDeltas | None = None
-        """Results of the session's sequences; None before the session is open."""
+        """Processes the results of the session's sequences. None before the session is open."""
         self._wrong_at = 0.0
         self._rest_seconds = _FIRST_BACKOFF_SECONDS
         self._refused_with = ""
@@ -88,8 +89,8 @@ class SchedulerLink:
         self._channel = open_channel(address, tls, lookahead_bytes=_UNREAD_BYTES)
         self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self.admin = SchedulerAdmin(address, self._channel)
-        # Messages of sequences are made just before they are written: one request may have
-        # hundreds, each with the whole prompt.
+        # The messages of sequences are made just before they are written, since a request may have
+        # hundreds of sequences, and each message contains the whole prompt.
         self._outbox: list[Mail] = []
         self._has_mail = asyncio.Event()
 
@@ -116,8 +117,8 @@ class SchedulerLink:
             message.abort.stopped_handles.append(handle)
 
     def keep_trace(self, request_id: str, trace: TraceHeaders) -> None:
-        """Asks the scheduler to export the spans of a sequence that was not sampled. They become
-        children of the span in `trace`.
+        """Asks the scheduler to export the spans of a sequence whose trace was not sampled. The
+        spans become children of the span in `trace`.
         """
         keep = scheduler_pb2.KeepTrace(
             request_id=request_id, traceparent=trace.traceparent, tracestate=trace.tracestate
@@ -125,20 +126,22 @@ class SchedulerLink:
         self._post(scheduler_pb2.SessionRequest(keep=keep))
 
     async def stats(self, timeout_seconds: float) -> scheduler_pb2.GetStatsResponse:
-        """Statistics of queues, pool and totals. Raises AioRpcError."""
+        """Queries statistics of queues and pool, and totals. Raises AioRpcError."""
         response: scheduler_pb2.GetStatsResponse = await self._stub.GetStats(
             scheduler_pb2.GetStatsRequest(), timeout=timeout_seconds
         )
         return response
 
     async def metrics(self, labels: Mapping[str, str], *, exemplars: bool) -> bytes | None:
-        """The replica's metrics with these labels; None if they do not arrive in time."""
+        """Queries the replica's metrics, and adds these labels. Returns None if they do not arrive
+        in time.
+        """
         return await collect_from(self._channel, labels, exemplars=exemplars)
 
     async def activity(
         self, request: scheduler_pb2.GetActivityRequest, timeout_seconds: float
     ) -> scheduler_pb2.GetActivityResponse:
-        """The activity of requests, steps and blocks. Raises AioRpcError."""
+        """Queries the activity of requests, steps and blocks. Raises AioRpcError."""
         response: scheduler_pb2.GetActivityResponse = await self._stub.GetActivity(
             request, timeout=timeout_seconds
         )
@@ -147,7 +150,7 @@ class SchedulerLink:
     async def running_spans(
         self, request: scheduler_pb2.GetRunningSpansRequest, timeout_seconds: float
     ) -> scheduler_pb2.GetRunningSpansResponse:
-        """The spans so far of unfinished requests. Raises AioRpcError."""
+        """Queries the spans that unfinished requests have so far. Raises AioRpcError."""
         response: scheduler_pb2.GetRunningSpansResponse = await self._stub.GetRunningSpans(
             request, timeout=timeout_seconds
         )
@@ -173,9 +176,9 @@ class SchedulerLink:
             await self._channel.close(_LAST_CALLS_SECONDS)
 
     def _rest(self, began: float) -> float:
-        """Seconds to wait after a session that began at `began` and was ended by a wrong message; 0
-        after any other end. The wait grows with the number of recent wrong messages, so that most
-        requests go to other schedulers.
+        """Returns the seconds to wait before the next session. `began` is the start of the last
+        session. The wait is 0 if the last session was not ended by a wrong message. It grows with
+        the number of recent wrong messages, so that most requests are sent to other schedulers.
         """
         if self._wrong_at < began:
             self._rest_seconds = max(self._rest_seconds / 2, _FIRST_BACKOFF_SECONDS)
@@ -185,7 +188,7 @@ class SchedulerLink:
         return seconds
 
     async def _session(self, replica: Replica) -> bool:
-        """Runs one session; returns whether it ever opened."""
+        """Runs one session. Returns whether it was opened."""
         call, loop = self._stub.Session(), asyncio.get_running_loop()
         self._outbox.clear()
         self._numbering, self._deltas = Numbering(), None
@@ -239,15 +242,17 @@ class SchedulerLink:
             self._deltas.sent(handle, inflight)
 
     def _count_timeout(self, *, is_late: bool) -> None:
-        """Counts timeouts. After two consecutive ones the next session uses a new connection."""
+        """Counts consecutive sessions that timed out. After two of them, the next session uses a
+        new connection.
+        """
         self._num_timeouts = self._num_timeouts + 1 if is_late else 0
         if self._num_timeouts == _MOST_TIMEOUTS:
             self._num_timeouts = 0
             self._channel.renew()
 
     async def _read(self, call: SessionCall, replica: Replica) -> None:
-        """Processes messages until the scheduler ends the stream. Raises TimeoutError if none
-        arrives for the session's timeout, or if the scheduler accepts none.
+        """Processes messages until the scheduler ends the stream. Raises TimeoutError if no message
+        arrives, or the scheduler acknowledges none, for the session's timeout.
         """
         loop = asyncio.get_running_loop()
         self._received_at = loop.time()
@@ -293,16 +298,16 @@ class SchedulerLink:
 
     @property
     def _heard_at(self) -> float:
-        """Time of the last received message. It is earlier if a sent message has been
-        unacknowledged since before that.
+        """Returns the time of the last received message. If a sent message has been unacknowledged
+        for longer, returns that earlier time.
         """
         if not self._numbering.has_untaken:
             return self._received_at
         return min(self._received_at, self._numbering.untaken_since)
 
     async def _watch(self, alarm: asyncio.Timeout) -> None:
-        """Sets off the alarm if nothing was received, or nothing acknowledged, for the session's
-        timeout, as measured by `Silence`. Nothing is measured in the first half of the timeout.
+        """Makes `alarm` expire if no message was received, or no sent message acknowledged, for the
+        session's timeout. `Silence` measures the time, from the second half of the timeout on.
         """
         loop, silence = asyncio.get_running_loop(), None
         interval, heard_at = self._session_timeout / _CHECKS_PER_TIMEOUT, self._heard_at
@@ -335,7 +340,7 @@ class SchedulerLink:
                     self._numbering.number(message, loop.time())
                     await call.write(message)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
-            return  # The reader sees the same end of the call, and its reason.
+            return  # The reader handles the end of the call.
 
     def _post(self, mail: Mail) -> None:
         self._outbox.append(mail)
@@ -343,9 +348,8 @@ class SchedulerLink:
 
 
 def longest_backoff(away_seconds: float) -> float:
-    """Seconds between two attempts to open a session, if there was none for `away_seconds`.
-
-    A tenth of that time, within bounds: an attempt costs a millisecond of processor time, and a
-    registry may list many dead schedulers.
+    """Returns the seconds between two attempts to open a session, after `away_seconds` without one.
+    It is a tenth of that time, within bounds. An attempt costs a millisecond of processor time, and
+    a registry may list many dead schedulers.
     """
     return min(max(_MAX_BACKOFF_SECONDS, away_seconds / 10), _MAX_AWAY_BACKOFF_SECONDS)
