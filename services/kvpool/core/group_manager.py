@@ -19,7 +19,6 @@ from services.common.pool.ids import NULL_BLOCK, BlockId
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, hit_block_size
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.pool_config import PoolConfig
-from services.kvpool.core.retention import replay_boundaries
 
 
 class Need(NamedTuple):
@@ -320,7 +319,7 @@ class GroupManager:
 
     def _boundaries(self, chain: Chain) -> list[int]:
         """Token counts at which a later request that shares a prefix is likely to continue."""
-        boundaries = replay_boundaries(
+        boundaries = _replay_boundaries(
             chain.num_prompt_tokens, self._hit_block_size, drops_last=self._drops_last_hit_block
         )
         if chain.shared_prefix_boundary:
@@ -328,3 +327,20 @@ class GroupManager:
             if self._uses_eagle:
                 boundaries.append(chain.shared_prefix_boundary - self._block_size)
         return boundaries
+
+
+def _replay_boundaries(
+    num_prompt_tokens: int, hit_block_size: int, *, drops_last: bool
+) -> list[int]:
+    """Token counts at which a request with the same or a longer prompt continues.
+
+    The same prompt hits all tokens except the last one, which is computed again. If the last block
+    of a hit is dropped, the hit is one block shorter. A longer prompt then continues one block
+    before the end of this prompt. The two positions differ only if the prompt's length is a
+    multiple of `hit_block_size`.
+    """
+    if not drops_last:
+        return [num_prompt_tokens - 1]
+    size = hit_block_size
+    ends = {(num_prompt_tokens - 1) // size * size, num_prompt_tokens // size * size}
+    return sorted({max(end - size, 0) for end in ends})

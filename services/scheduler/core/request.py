@@ -19,7 +19,7 @@ from services.common.request.prompt_embeds import PromptEmbeds
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
-from services.scheduler.core.planning.computed_tokens import ComputedTokens
+from services.scheduler.core.planning.running_requests import ComputedTokens
 from services.scheduler.core.timelines.timeline import RequestTimes
 
 

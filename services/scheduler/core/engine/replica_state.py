@@ -3,11 +3,10 @@
 from services.common.pool.operations import BlockCopy
 from services.common.replica.pause_mode import PauseMode
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.batch_rows import BatchRows
-from services.scheduler.core.engine.planned_steps import PlannedSteps
 from services.scheduler.core.kv.kv_cache_manager import KVCacheManager
 from services.scheduler.core.planning.encoder_cache_manager import EncoderCacheManager
 from services.scheduler.core.planning.running_requests import RunningRequests
+from services.scheduler.core.planning.step_builder import PlannedSteps
 from services.scheduler.core.planning.waiting_requests import WaitingRequests
 from services.scheduler.core.policies import find_policy
 from services.scheduler.core.ports import KVPool
@@ -85,3 +84,30 @@ class ReplicaState:
         """
         self.take_out(request)
         self.free(request)
+
+
+class BatchRows:
+    """Allocates the rows of the batch, and lists rows that the workers must clear. The row that was
+    freed last is allocated first.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.removed: list[int] = []
+        """Freed rows that no message to the workers has listed yet."""
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    def take(self, request: Request) -> None:
+        """Allocates a row for a request."""
+        request.row = self._free.pop()
+
+    def free(self, request: Request) -> None:
+        """Frees the row of a request, if it has one."""
+        if request.row is not None:
+            self._free.append(request.row)
+            self.removed.append(request.row)
+            request.row = None
+
+    def take_removed(self) -> list[int]:
+        """Returns the rows that the workers must clear with the step that is planned."""
+        removed, self.removed = self.removed, []
+        return removed

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
-from services.scheduler.core.engine.refused_tokens import end_if_refused
+from services.common.request.structured_outputs import FIELD
 from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request, TurnEnd
@@ -181,7 +181,7 @@ class StepUpdate:
         request = plan.requests[index]
         kept = request.append_output_token_ids(output.token_ids[index])
         if index in output.refused_tokens:
-            end_if_refused(request, output, index, len(kept))
+            _end_if_refused(request, output, index, len(kept))
         if plan.draft_token_ids and request.num_computed_tokens:
             # Rejected drafts, and drafts after the end, do not count as computed.
             drafts = plan.draft_token_ids.get(request, ())
@@ -222,3 +222,20 @@ class StepUpdate:
             session.begin_turn(chunk, self._config.max_model_len)
         state.queues.add(session)
         return end
+
+
+def _end_if_refused(request: Request, output: ModelRunnerOutput, index: int, num_kept: int) -> None:
+    """Ends the request at `index` in a step whose output has a refused token for it. Does nothing
+    if the request ended before the refused token. `num_kept` is the number of the step's tokens
+    that were appended to the request.
+    """
+    first = output.refused_tokens[index]
+    if first > num_kept or (first == num_kept and request.finish_reason is not None):
+        return
+    after = f"after {request.num_output_tokens - num_kept + first} tokens of this answer"
+    error = output.grammar_errors.get(index)
+    if error is None:
+        request.fail(f"{FIELD}: no token conforms {after}", FinishReason.NO_CONFORMING_TOKEN)
+    else:
+        why = f"cannot be followed {after}: {error}"
+        request.fail(f"{FIELD}: {why}", FinishReason.GRAMMAR_ERROR)

@@ -21,13 +21,12 @@ from services.common.pool.operations import (
     Stop,
 )
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.planned_steps import PlannedSteps
 from services.scheduler.core.kv.pending_operations import PendingOperations
-from services.scheduler.core.planning.computed_tokens import (
+from services.scheduler.core.planning.running_requests import (
     num_computed_tokens_of,
     with_num_computed_tokens,
 )
-from services.scheduler.core.planning.step_builder import StepBuilder
+from services.scheduler.core.planning.step_builder import PlannedSteps, StepBuilder
 from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
 

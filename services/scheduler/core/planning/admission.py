@@ -8,8 +8,7 @@ from services.common.pool.operations import Admission
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.planning.chunks import aligned_chunk
-from services.scheduler.core.planning.passing_over import PassingOver
-from services.scheduler.core.planning.step_builder import StepBuilder
+from services.scheduler.core.planning.step_builder import PassingOver, StepBuilder
 from services.scheduler.core.planning.step_encoder import (
     EncoderDecision,
     StepEncoder,

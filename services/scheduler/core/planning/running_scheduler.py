@@ -2,19 +2,28 @@
 if blocks are missing.
 """
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 
 from services.common.pool.operations import Stop
 from services.scheduler.core.engine.replica_state import ReplicaState
+from services.scheduler.core.kv.window_clock import WindowClock
 from services.scheduler.core.output import Preemption
-from services.scheduler.core.planning.running_planner import RunningPlanner
-from services.scheduler.core.planning.step_builder import StepBuilder
+from services.scheduler.core.planning.chunks import aligned_chunk
+from services.scheduler.core.planning.running_requests import (
+    set_off_fast_path,
+    with_num_computed_tokens,
+)
+from services.scheduler.core.planning.step_builder import PlannedSteps, StepBuilder
+from services.scheduler.core.planning.step_encoder import mismatch_error
 from services.scheduler.core.planning.waiting_scheduler import WaitingScheduler
 from services.scheduler.core.request import Request, RequestStatus
 
 
 class RunningScheduler:
-    """Schedules the running requests of a step, and preempts requests if blocks are missing."""
+    """Divides the token budget of a step among the running requests, and preempts requests if
+    blocks are missing. Computes for how many steps a request can stay on the fast path, where it is
+    scheduled one token in each step without being examined.
+    """
 
     def __init__(self, state: ReplicaState, waiting_scheduler: WaitingScheduler) -> None:
         self.num_preemptions = 0
@@ -23,7 +32,18 @@ class RunningScheduler:
         self._queues = state.queues
         self._kv_cache_manager = state.kv_cache_manager
         self._waiting_scheduler = waiting_scheduler
-        self.planner = RunningPlanner(state.config, state.running, state.kv_cache_manager)
+        self._config = config = state.config
+        self._aligns_states = config.aligns_states
+        self._window_clock = None if config.only_grows else WindowClock(config)
+        self._filled_block_size = config.hash_block_size if config.enable_prefix_caching else None
+        self._num_lookahead_tokens = config.num_lookahead_tokens
+        self._has_drafts = config.num_speculative_tokens > 0
+        self._may_drop_drafts = self._has_drafts and config.num_speculative_rows > 0
+        self._max_prompt_len = config.max_prompt_len
+        self._feeds_forward = config.async_scheduling or config.pipeline_parallel_size == 1
+        """Whether a token can be planned while the token before it is still in flight. Workers feed
+        their own sampled tokens into the next step.
+        """
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> None:
         """Divides the budget among the running requests and allocates their blocks.
@@ -34,7 +54,7 @@ class RunningScheduler:
         """
         begin, num_decided = 0, None
         while True:
-            growing = self.planner.plan(builder, begin, num_decided)
+            growing = self._plan(builder, begin, num_decided)
             stop = await self._grow(builder, growing, traceparent)
             if stop is None:
                 return
@@ -43,6 +63,40 @@ class RunningScheduler:
                 await self._end(builder, request, traceparent)
                 return
             begin, num_decided = self._make_room(builder, request)
+
+    def update_after_schedule(self, builder: StepBuilder, steps: PlannedSteps) -> None:
+        """Counts the tokens of a planned step as computed, so that the next step can be planned
+        while this step runs. Puts requests on the fast path.
+
+        `steps` are the earlier steps in flight.
+        """
+        self._running.advance()
+        if not builder.off_fast_path:
+            return
+        moving: Collection[Request] = ()
+        num_drafts = self._config.num_drafts(len(self._running)) if self._has_drafts else 0
+        if self._window_clock is not None or (self._may_drop_drafts and not num_drafts):
+            moving = _moving(builder.off_fast_path, steps)
+        set_off_fast_path(builder.off_fast_path)
+        entering: dict[Request, int] = {}
+        prefill_chunks: list[Request] = []
+        for request, num_computed in builder.off_fast_path.items():
+            is_prefill_chunk = num_computed < len(request.token_ids)
+            request.is_prefill_chunk = is_prefill_chunk
+            if is_prefill_chunk:
+                prefill_chunks.append(request)
+            if self._has_drafts:
+                request.draft_token_ids = self._placeholder_drafts(request, num_drafts)
+            if num_drafts:
+                continue
+            if self._feeds_forward and not is_prefill_chunk and request not in moving:
+                num_steps = self._fast_path_end(request) - num_computed
+                if num_steps > 0:
+                    entering[request] = num_steps
+        if prefill_chunks:
+            builder.plan.prefill_chunks = frozenset(prefill_chunks)
+        if entering:
+            self._running.enter_fast_path(entering)
 
     def preempt_all(self) -> list[Request]:
         """Preempts every running request. The requests are queued in their order of admission."""
@@ -79,6 +133,141 @@ class RunningScheduler:
             lost = Preemption(victim, first, victim.num_computed_tokens)
             builder.plan.preemptions.append(lost)
             self._preempt(victim)
+
+    def _plan(
+        self, builder: StepBuilder, begin: int = 0, num_decided: int | None = None
+    ) -> list[Request]:
+        """Schedules tokens of the running requests from index `begin` on, until the budget is used
+        up. Returns the requests that need further blocks for their tokens.
+
+        Only requests off the fast path are examined. The requests between two examined requests
+        form a run, which is scheduled together with one token for each request. An examined request
+        joins the run if it needs one token and the budget suffices for all later requests.
+
+        `num_decided` is set after a preemption. It is the number of tokens that were scheduled for
+        the request at `begin` before the preemption, and as in vLLM the request gets no more. The
+        budget that the victim frees is available to later requests.
+        """
+        running = self._running
+        growing: list[Request] = []
+        if self._may_drop_drafts and self._config.num_drafts(len(running)):
+            for request in running.between(0, len(running)):
+                running.leave_fast_path(request)
+        run_begin, is_enough = begin, builder.token_budget >= len(running) - begin
+        for request, num_computed in with_num_computed_tokens(running.off_fast_path(begin)):
+            aligns = self._aligns_states
+            if num_decided is not None:
+                num_new, num_decided, aligns = num_decided, None, False
+            elif builder.defers_prefills and request.is_prefill_chunk:
+                num_new = 0
+            else:
+                num_new = self._num_new_tokens(builder, request, num_computed)
+            has_items = request.encoder_inputs and num_computed < request.num_encoded_tokens
+            if num_new == 1 and is_enough and not has_items:
+                builder.off_fast_path[request] = num_computed + 1
+            else:
+                index = running.index(request)
+                self._schedule_run(builder, run_begin, index)
+                run_begin = index + 1
+                num_new = self._schedule_one(builder, request, num_computed, num_new, aligns=aligns)
+                if num_new == 0:
+                    continue
+                is_enough = builder.token_budget >= len(running) - run_begin
+            if self._kv_cache_manager.needs_slots(request, num_computed + num_new):
+                growing.append(request)
+        self._schedule_run(builder, run_begin, len(running))
+        return growing
+
+    def _schedule_run(self, builder: StepBuilder, begin: int, end: int) -> None:
+        """Schedules one token of each running request from index `begin` up to, but not including,
+        index `end`. Requests for which no budget is left leave the fast path, because this step
+        computes none of their tokens.
+        """
+        if begin < end:
+            last = min(end, begin + builder.token_budget)
+            builder.schedule_one_token_each(self._running.between(begin, last))
+            for request in self._running.between(last, end):
+                self._running.leave_fast_path(request)
+
+    def _schedule_one(
+        self,
+        builder: StepBuilder,
+        request: Request,
+        num_computed: int,
+        num_new: int,
+        *,
+        aligns: bool,
+    ) -> int:
+        """Schedules up to `num_new` tokens of a request, within the token budget and the encoder's
+        budget. Returns the number of scheduled tokens.
+
+        If `aligns` is true, the chunk is cut so that the step ends where a state of recurrent
+        layers can be cached.
+        """
+        num_new = min(num_new, builder.token_budget)
+        if aligns:
+            num_new = aligned_chunk(self._config, request, num_computed, num_new)
+        if num_new > 0 and num_computed < request.num_encoded_tokens:
+            num_new = self._schedule_items(builder, request, num_computed, num_new)
+        if num_new <= 0:
+            return 0
+        builder.schedule(request, num_new)
+        return num_new
+
+    def _schedule_items(
+        self, builder: StepBuilder, request: Request, num_computed: int, num_new: int
+    ) -> int:
+        """Schedules the encoder inputs for the items of the prompt that overlap the tokens. Returns
+        how many of the tokens can be computed.
+        """
+        decision = builder.encoder.schedule(request, num_computed, num_new)
+        if decision.inputs and decision.num_tokens:
+            builder.plan.encoder_inputs[request] = decision.inputs
+        if decision.mismatch:
+            builder.failed[request] = mismatch_error(decision.mismatch)
+        return decision.num_tokens
+
+    def _num_new_tokens(self, builder: StepBuilder, request: Request, num_computed: int) -> int:
+        """The number of tokens of a running request that one step may compute. Drafts are
+        included.
+        """
+        num_tokens = len(request.token_ids)
+        num_new = num_tokens - num_computed
+        if num_new <= 0:
+            # The next token is in flight. It may be the last token, even if every draft is
+            # rejected.
+            if not self._feeds_forward or num_tokens + 1 >= request.max_num_tokens:
+                return 0
+            num_new = 1
+        if request.draft_token_ids:
+            num_new += len(request.draft_token_ids)
+        longest = self._max_prompt_len - num_computed
+        return min(builder.cap(num_new), longest) if num_new > 1 or longest < 1 else 1
+
+    def _placeholder_drafts(self, request: Request, num_drafts: int) -> list[int]:
+        """Placeholders for drafts that the workers propose in the planned step. With asynchronous
+        scheduling the scheduler does not know these drafts when it plans the next step.
+        """
+        if not self._config.async_scheduling or request.is_prefill_chunk:
+            return []
+        return [-1] * num_drafts
+
+    def _fast_path_end(self, request: Request) -> int:
+        """The number of computed tokens at which a decoding request must leave the fast path,
+        because it then needs a block, reaches its maximum length, or has filled a block. 0 if the
+        request cannot use the fast path.
+        """
+        if request.sampling.repetition_detection is not None:
+            return 0
+        longest = request.max_num_tokens - 2
+        if self._window_clock is None:
+            end = request.num_slots - self._num_lookahead_tokens
+        else:
+            end = self._window_clock.next_change(request.num_computed_tokens)
+        if self._filled_block_size is not None:
+            filled = (request.num_committed_blocks + 1) * self._filled_block_size
+            end = end if end < filled else filled
+        return end if end < longest else longest
 
     def _grow(
         self, builder: StepBuilder, growing: Sequence[Request], traceparent: str
@@ -138,7 +327,7 @@ class RunningScheduler:
         self._state.take_out(request)
         steps = self._state.steps
         # If a token in flight is dropped, all later tokens in flight are dropped with it.
-        if self._state.config.requires_kv_delivery or steps.drops(request):
+        if self._config.requires_kv_delivery or steps.drops(request):
             steps.drop([request])
         request.awaited_step = steps.last_awaited(request)
         request.status = RequestStatus.PREEMPTED
@@ -146,3 +335,17 @@ class RunningScheduler:
         self.num_preemptions += 1
         self._state.free(request)
         self._queues.prepend(request)
+
+
+def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
+    """The requests with more than one token in this step or in the steps in flight. In each of the
+    next steps their sliding windows move by more than one token, and drafts may be rejected.
+
+    `scheduled` maps each request of the step to its number of computed tokens after the step.
+    """
+    num_in_flight = steps.num_tokens()
+    return {
+        request
+        for request, end in scheduled.items()
+        if end - request.num_computed_tokens != 1 or num_in_flight(request) > 1
+    }

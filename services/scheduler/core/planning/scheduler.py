@@ -15,10 +15,9 @@ from services.scheduler.core.output import (
     SchedulerOutput,
     WaitReason,
 )
-from services.scheduler.core.planning.passing_over import PassingOver
 from services.scheduler.core.planning.prefill_pacing import PrefillPacing
 from services.scheduler.core.planning.running_scheduler import RunningScheduler
-from services.scheduler.core.planning.step_builder import StepBuilder
+from services.scheduler.core.planning.step_builder import PassingOver, StepBuilder
 from services.scheduler.core.planning.step_encoder import StepEncoder
 from services.scheduler.core.planning.waiting_scheduler import WaitingScheduler
 from services.scheduler.core.policies.policy import RequestQueue
@@ -49,7 +48,6 @@ class Scheduler:
         self._kv_cache_manager = self._state.kv_cache_manager
         self._waiting_scheduler = WaitingScheduler(self._state)
         self._running_scheduler = RunningScheduler(self._state, self._waiting_scheduler)
-        self._running_planner = self._running_scheduler.planner
         self._update = StepUpdate(self._state)
         self._pacing = PrefillPacing(config.prefill_schedule_interval)
         self._token_budget = config.token_budget
@@ -378,7 +376,7 @@ class Scheduler:
         if builder.failed:
             state.failed |= builder.failed
         if computes:
-            self._running_planner.update_after_schedule(builder, self._state.steps)
+            self._running_scheduler.update_after_schedule(builder, self._state.steps)
         state.steps.add(plan)
         if self.transfers is not None:
             self.transfers.planned(plan)

@@ -1,14 +1,188 @@
-"""The state of a step while it is planned: its remaining budget and the tokens scheduled so far."""
+"""The state of a step while it is planned: its remaining budget, the tokens scheduled so far, the
+prefixes of waiting requests, and which of them are skipped. The planned steps in flight.
+"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.scheduler.core.output import SchedulerOutput
-from services.scheduler.core.planning.computed_tokens import num_computed_tokens_of
-from services.scheduler.core.planning.passing_over import PassingOver
+from services.common.pool.block_hash import BlockHash
+from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.output import SchedulerOutput, WaitReason, preparation_wait
+from services.scheduler.core.planning.running_requests import num_computed_tokens_of
 from services.scheduler.core.planning.step_encoder import StepEncoder
-from services.scheduler.core.planning.waiting_prefixes import WaitingPrefixes
-from services.scheduler.core.request import Request
+from services.scheduler.core.request import Request, RequestStatus
+
+
+class PlannedSteps:
+    """Counts the planned steps, and lists the steps in flight, oldest first. A step is in flight
+    until its output arrives.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight: list[SchedulerOutput] = []
+        self.next_number = 0
+        self.last_updated = -1
+        """Number of the last step whose output was applied."""
+
+    def add(self, plan: SchedulerOutput) -> None:
+        """Counts a planned step. It is in flight if it computes tokens."""
+        self.next_number += 1
+        if plan.requests:
+            self.in_flight.append(plan)
+
+    def updated(self, plan: SchedulerOutput) -> None:
+        """Records that the outputs of this step and of all earlier steps have arrived."""
+        self.last_updated = plan.step
+        while self.in_flight and self.in_flight[0].step <= plan.step:
+            del self.in_flight[0]
+
+    def forget(self) -> None:
+        """Removes the steps in flight, whose outputs will not arrive."""
+        self.in_flight = []
+        self.last_updated = self.next_number - 1
+
+    def drop(self, requests: Collection[Request]) -> None:
+        """Discards the tokens of these requests that steps in flight sample."""
+        for plan in self.in_flight:
+            plan.dropped |= set(plan.requests).intersection(requests)
+
+    def drops(self, request: Request) -> bool:
+        """Whether a step in flight samples tokens of the request that will be discarded."""
+        return any(request in plan.dropped for plan in self.in_flight)
+
+    def last_awaited(self, request: Request) -> int | None:
+        """Number of the last step in flight that computes tokens of a request and whose output for
+        the request is not dropped. None if there is no such step.
+        """
+        for plan in reversed(self.in_flight):
+            if request in plan.requests and request not in plan.dropped:
+                return plan.step
+        return None
+
+    def num_tokens(self) -> Callable[[Request], int]:
+        """Returns a function that maps a request to its number of tokens in the steps that are in
+        flight at this time.
+        """
+        steps = [
+            dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True))
+            for plan in self.in_flight
+        ]
+        return lambda request: sum(step.get(request, 0) for step in steps)
+
+
+@dataclass(slots=True)
+class WaitingPrefixes:
+    """What the pool and a connector answered to lookups of prefixes, after the admissions so
+    far.
+    """
+
+    hits: dict[Request, int] = field(default_factory=dict)
+    """Number of cached tokens of each request, from the pool's latest answer."""
+    external: dict[Request, int] = field(default_factory=dict)
+    """Number of tokens after a request's hit that a connector loads."""
+    divergent_hits: dict[Request, int] = field(default_factory=dict)
+    """Number of tokens of a request that are cached for the full-attention layers. Only if a
+    connector supplies the states of the other layers.
+    """
+    diverging: set[Request] = field(default_factory=set)
+    """Requests whose hit counts the tokens cached for full-attention layers only."""
+    num_stored: dict[Request, int] = field(default_factory=dict)
+    """Number of tokens from which the sliding windows of a request are computed. Only for requests
+    where this number is less than the number of computed tokens.
+    """
+    published: set[BlockHash] = field(default_factory=set)
+    """Hashes that admissions of this step publish. Later admissions of the step can hit them."""
+
+    _cut_hits: dict[Request, int] = field(default_factory=dict)
+
+    def note_hit(self, request: Request, num_tokens: int, shared_prefix_boundary: int) -> None:
+        """Stores the pool's answer for a request."""
+        self.hits[request] = num_tokens
+        request.shared_prefix_boundary = shared_prefix_boundary
+
+    def cut_hit(self, request: Request, num_tokens: int) -> None:
+        """Cuts a hit to whole blocks, because the connector loads the tokens after them and the
+        states.
+        """
+        self.hits[request] = num_tokens
+        self.diverging.add(request)
+        self._cut_hits[request] = num_tokens
+
+    def max_hit_tokens(self, request: Request) -> int:
+        """The longest hit, in tokens, that a request may use."""
+        return self._cut_hits.get(request, request.max_hit_tokens)
+
+    def forget_hits(self) -> None:
+        """Removes the known hits, because an admission may have changed them."""
+        self.hits.clear()
+        self._cut_hits.clear()
+        self.divergent_hits.clear()
+        self.diverging.clear()
+
+    def go_on(self, request: Request, steps: PlannedSteps) -> None:
+        """Records the computed tokens of a request that holds blocks as its hit.
+
+        Steps of a session's last turn may still be in flight. Their tokens are dropped, but they
+        read the blocks of the sliding windows. Then the windows are computed from fewer tokens, so
+        that these blocks are not freed.
+        """
+        self.hits[request] = request.num_computed_tokens
+        if any(request in plan.requests for plan in steps.in_flight):
+            in_flight = steps.num_tokens()(request)
+            self.num_stored[request] = max(0, request.num_computed_tokens - in_flight)
+
+
+class PassingOver:
+    """Decides for one step which waiting requests are passed over (skipped), while its admissions
+    are planned.
+
+    A request is passed over if it cannot be admitted now for a reason that concerns no other
+    request. It keeps its position in the queue, and requests behind it may be admitted. It stays
+    passed over in the step, because admissions free no resources. A request that lacks blocks or
+    budget is not passed over: it stops admission, because requests behind it would use up those
+    resources.
+    """
+
+    def __init__(
+        self, max_loras: int | None, running: Iterable[Request], last_updated_step: int
+    ) -> None:
+        self._max_loras = max_loras
+        self._last_updated_step = last_updated_step
+        """The last step whose output was applied."""
+        self._adapters: set[bytes] = set()
+        """Digests of the adapters of all running requests. Requests that this step does not
+        schedule count too, because the next step may schedule them.
+        """
+        if max_loras is not None:
+            self._adapters = {request.adapter_digest for request in running} - {b""}
+
+    def copy(self) -> "PassingOver":
+        """A copy of the state, on which admissions are planned that may fail."""
+        if self._max_loras is None:
+            return self
+        copy = PassingOver(self._max_loras, (), self._last_updated_step)
+        copy._adapters = set(self._adapters)
+        return copy
+
+    def reason(self, request: Request) -> WaitReason | None:
+        """Why a request is passed over; None if it is not."""
+        if request.status is RequestStatus.WAITING_FOR_CHUNK:
+            return WaitReason.SESSION
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return WaitReason.REMOTE_KV
+        if request.grammar is not None and request.grammar is not GrammarStatus.READY:
+            return preparation_wait(request)
+        if request.awaited_step is not None and request.awaited_step > self._last_updated_step:
+            return WaitReason.OUTPUT_IN_FLIGHT
+        adapter = request.adapter_digest
+        if not adapter or self._max_loras is None or adapter in self._adapters:
+            return None
+        return WaitReason.ADAPTERS if len(self._adapters) >= self._max_loras else None
+
+    def admit(self, request: Request) -> None:
+        """Records that a request runs from this step on."""
+        if self._max_loras is not None and request.adapter_digest:
+            self._adapters.add(request.adapter_digest)
 
 
 @dataclass(slots=True)
