@@ -74,7 +74,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         # grpc reads these variables at import. Without them it would log each connection that `up`
         # loses when it restarts a service.
         silence_grpc(os.environ)
-        # A command's libraries are loaded only when it runs: --help answers at once.
+        # A command's libraries are loaded only when it runs, so that --help answers at once.
         status: int = import_module(f"services.cli.{name}").main(arguments)
     except CommandError as error:
         complain(f"stepwell {name}: {error.sentence}")
@@ -85,7 +85,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader closed the pipe. Python would report it once more when it flushes.
+        # The reader closed the pipe. Python would report this again when it flushes the output.
         sys.stdout = None
         return 0
     return status

@@ -40,8 +40,8 @@ class Client:
         *,
         served_by: str = "stepwell up",
     ) -> None:
-        """`served_by` is the command that starts such a server. The error names it if nothing
-        answers.
+        """`served_by` is the command that starts such a server. If nothing answers, the error names
+        this command.
         """
         self._url = url.rstrip("/")
         self._served_by = served_by
@@ -121,7 +121,9 @@ class Client:
 
 
 def events(lines: Iterable[str]) -> Iterator[str]:
-    """Yields the data of each server-sent event (WHATWG HTML, 9.2): its `data` lines, joined."""
+    """Yields the data of each server-sent event (WHATWG HTML, 9.2), which are its joined `data`
+    lines.
+    """
     data: list[str] = []
     for line in lines:
         name, _, value = line.partition(":")

@@ -1,4 +1,6 @@
-"""The output of `stepwell up` on standard error: lines of the services and its own lines."""
+"""The output of `stepwell up` on standard error. It consists of lines of the services and of its
+own lines.
+"""
 
 import json
 import sys
@@ -18,7 +20,7 @@ class Console:
 
     `quiet` drops lines of the services and of normal progress. With `raw` the services' JSON lines
     get their name as a field, `process`, and the command's own lines are JSON too. Lines that
-    cannot be written are dropped; their number is written once the stream accepts lines again.
+    cannot be written are dropped, and their number is written once the stream accepts lines again.
     `name_width` is the number of characters of the longest service name.
     """
 

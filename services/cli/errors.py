@@ -1,4 +1,4 @@
-"""The error that ends a command: one sentence for people and an exit status."""
+"""The error that ends a command, with one sentence for people and an exit status."""
 
 from typing import Any, NoReturn
 

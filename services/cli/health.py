@@ -40,11 +40,11 @@ async def until_silent(address: str) -> None:
 
 
 class NoAnswer(Exception):
-    """A health check got no answer: nothing listens, or the connection was closed."""
+    """A health check got no answer, because nothing listens or the connection was closed."""
 
 
 async def why_not_live(channel: grpc.aio.Channel, address: str) -> str:
-    """The reason why the service at the address is not live; empty if it is live. Waits for the
+    """The reason why the service at the address is not live. Empty if it is live. Waits for the
     answer without a time limit. Raises NoAnswer if the call fails.
     """
     try:
@@ -58,8 +58,8 @@ async def why_not_live(channel: grpc.aio.Channel, address: str) -> str:
 
 
 def why_unreachable(address: str) -> str:
-    """The reason why nothing can connect to the address: its socket was removed. Empty if it
-    exists.
+    """The reason why nothing can connect to the address, which is that its socket was removed.
+    Empty if the socket exists.
     """
     socket = Path(address.removeprefix(_UNIX))
     is_removed = address.startswith(_UNIX) and not socket.exists()

@@ -1,4 +1,4 @@
-"""Settings of `stepwell up`: its own, and settings that it forwards to services."""
+"""Settings of `stepwell up`. Some are its own, and some are forwarded to services."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[str]:
-    """A table of requests; `now` is in Unix seconds. The output tokens of a running request are not
+    """A table of requests. `now` is in Unix seconds. The output tokens of a running request are not
     shown, because without streaming the gateway has received few of them.
     """
     if not traces:
@@ -79,7 +79,9 @@ def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[st
 
 
 def _status(trace: dict[str, Any]) -> str:
-    """The status of a request: running, ok, or the error of the server or of the client."""
+    """The status of a request, which is running, ok, or the error of the server or of the
+    client.
+    """
     if trace["is_running"]:
         return "running"
     client_error: str = trace["attributes"].get("stepwell.client_error", "")

@@ -34,7 +34,7 @@ from services.worker.models.suitability.check import check_model
 _STILL_STARTING_SECONDS = 5.0
 _PROMPT = "def read_lines(path):"
 _KEYS = ("api_keys", "api_key_file", "api_keys_in_redis")
-"""Settings of the gateway that make API keys mandatory; each of them suffices."""
+"""Settings of the gateway that make API keys mandatory. Each of them suffices."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,7 +103,9 @@ def _check_model(settings: UpSettings) -> None:
 
 
 def _vllm_grpc_ports(settings: UpSettings) -> tuple[int, ...]:
-    """One port for each replica, starting with the requested one; empty if none was requested."""
+    """One port for each replica. The first is the requested port. Empty if no port was
+    requested.
+    """
     first = settings.vllm_grpc_port
     if first is None:
         return ()
@@ -193,8 +195,8 @@ async def _announce_ready(
 
 
 def _of_gateway(name: str, settings: UpSettings) -> Any:
-    """The value of a setting that is forwarded to the gateway, or else of the gateway's own
-    variable, which may name a secret file.
+    """The value of a setting that is forwarded to the gateway. Without it, the value of the
+    gateway's own variable, which may name a secret file.
     """
     variable = variable_name("gateway", name)
     return getattr(settings, name) or os.environ.get(variable) or os.environ.get(f"{variable}_FILE")

@@ -1,4 +1,4 @@
-"""The connector of a scenario: its settings, and its data about each request."""
+"""The connector of a scenario, with its settings and its data about each request."""
 
 from dataclasses import dataclass, field
 from typing import Any

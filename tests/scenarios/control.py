@@ -6,7 +6,9 @@ from tests.scenarios.scenario import Pause, ResetPrefixCache
 
 
 class ScenarioControl:
-    """The engine's state outside its scheduler: pauses that are not complete yet."""
+    """The engine's state outside its scheduler, which consists of pauses that are not complete
+    yet.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

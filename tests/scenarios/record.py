@@ -1,4 +1,6 @@
-"""The format in which runs of scenarios are recorded: the format of vLLM's recorded decisions."""
+"""The format in which runs of scenarios are recorded. vLLM's recorded decisions have the same
+format.
+"""
 
 from collections.abc import Iterable
 from typing import Any

@@ -136,8 +136,8 @@ class ScenarioRun:
         return self.scheduler.has_transfers
 
     def _is_stuck(self, record: Record) -> bool:
-        """Whether requests wait for ever: no step, transfer or end is pending, and nothing has
-        changed in as many steps as can be in flight.
+        """Whether requests wait for ever. That is so if no step, transfer or end is pending, and
+        nothing has changed in as many steps as can be in flight.
         """
         runs = any(plan.requests for _, plan in self._in_flight)
         transfers = self._connector is not None and self._connector.has_transfers
@@ -258,8 +258,8 @@ class ScenarioRun:
             for request in plan.new:
                 self._requests[request.request_id].planned(step)
             self._in_flight.append((step, plan))
-            # vLLM plans further steps before it waits for an output, while the batch queue has
-            # room.
+            # While its batch queue has room, vLLM plans further steps before it waits for an
+            # output.
             may_wait = bool(plan.requests) or self._has_requests
         await self._abort_mid_step(step, record)
         self._recorder.before_update()

@@ -1,4 +1,4 @@
-"""A scenario: a configuration in vLLM's names, and the events of each step."""
+"""A scenario. It consists of a configuration in vLLM's names, and of the events of each step."""
 
 import hashlib
 from collections import defaultdict
@@ -76,7 +76,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class NextChunk:
-    """Further input of a session; None ends the session."""
+    """Further input of a session. None ends the session."""
 
     request_id: str
     chunk: InputChunk | None
@@ -123,14 +123,14 @@ class Scenario:
     """The whole configuration, in the scenario's own names."""
     config: SchedulerConfig
     grammars: dict[str, StandInGrammar]
-    """Grammars by request id."""
+    """Maps request ids to grammars."""
     events: dict[int, list[Event]]
-    """Events by step, in the order of the file."""
+    """Maps step numbers to events, in the order of the file."""
     max_steps: int
     connector: ConnectorScript | None = None
 
     def make_connector(self) -> StandInConnector | None:
-        """The connector for one run; None if the scenario has no connector."""
+        """The connector for one run. None if the scenario has no connector."""
         if self.connector is None:
             return None
         return self.connector.make(self.config.block_size)
@@ -216,7 +216,7 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
             *("skip_reading_prefix_cache", "lora", "external", "send", "grammar", "mm"),
         )
     )
-    add.get("min_tokens", 0).integer()  # validated only: min_tokens concerns the sampler
+    add.get("min_tokens", 0).integer()  # only validated, because min_tokens concerns the sampler
     max_tokens = add["max_tokens"].integer(1)
     salt, prompt = add.get("cache_salt", ""), add["prompt_token_ids"].integers()
     adapter = f"lora{add['lora'].integer(1)}" if "lora" in add.members() else ""

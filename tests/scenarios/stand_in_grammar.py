@@ -1,5 +1,5 @@
-"""A simulated grammar for scenarios: whether a token is allowed is a function of the token and its
-position, as in the recorded decisions.
+"""A simulated grammar for scenarios. As in the recorded decisions, whether a token is allowed is a
+function of the token and its position.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ class StandInGrammar:
         return token_id != self.eos_token_id and (token_id + position) % 3 != 0
 
     def sample(self, token_id: int, position: int) -> int:
-        """The token that is sampled if the model prefers `token_id`: the first allowed token from
-        `token_id` upwards.
+        """The token that is sampled if the model prefers `token_id`. It is the first allowed token
+        from `token_id` upwards.
         """
         breaks = position == self.break_at
         if not breaks and self.length is not None and position >= self.length:

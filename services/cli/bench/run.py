@@ -1,4 +1,6 @@
-"""One run: builds the load and the server's client, sends the load, and returns the records."""
+"""Runs a load once. Builds the load and the server's client, sends the load, and returns the
+records.
+"""
 
 import asyncio
 import gc

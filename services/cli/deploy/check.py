@@ -1,4 +1,4 @@
-"""The check of a deployment: streams must continue unchanged while its containers are broken.
+"""Checks a deployment. Streams must continue unchanged while its containers are broken.
 
 For each fault and each role of a container:
 
@@ -64,7 +64,7 @@ class Check:
         )
 
     def _break(self, fault: Fault, role: str) -> bool:
-        """Breaks one container; returns whether the check failed."""
+        """Breaks one container. Returns whether the check failed."""
         streams = self._fleet.streams()
         streams.begin()
         running = self._fleet.running()
@@ -102,7 +102,7 @@ class Check:
 
     def _until_healed(self, killed: Container | None) -> str:
         """Waits until the deployment is healthy. Returns a description of what is unhealthy after
-        the time limit; empty if nothing is.
+        the time limit, or an empty text.
         """
         deadline = time.monotonic() + self._times.heal_seconds
         while problem := self._problem(killed):

@@ -27,8 +27,8 @@ class Compose:
             self._options += ["--file", str(path)]
 
     def up(self, *, build: bool) -> None:
-        """Starts all containers. Missing images are built first; `build` rebuilds all images. A
-        free port is chosen for each port that no variable sets.
+        """Starts all containers. Missing images are built first. With `build`, all images are built
+        again. A free port is chosen for each port that no variable sets.
         """
         ports = {name: "0" for name in PORTS if name not in os.environ}
         self._run("up", "--detach", *(["--build"] if build else []), environ=ports)

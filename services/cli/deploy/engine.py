@@ -19,7 +19,7 @@ _ANY_HOST = ("0.0.0.0", "::", "")
 _KILL = "kill -9 $(cat /proc/1/task/1/children)"
 """Kills the service from inside its container, as a container engine does not restart a container
 that was ended by the engine's own `kill`. Process 1 is the init program, which cannot be killed
-from inside; the service is its child.
+from inside. The service is its child.
 """
 
 
@@ -99,7 +99,7 @@ def _require_listener(url: str) -> None:
 
 
 def _apply(victim: Any, fault: Fault, networks: Any) -> Any:
-    """Applies a fault to a container of the SDK; returns the function that undoes it."""
+    """Applies a fault to a container of the SDK. Returns the function that undoes it."""
     if fault is Fault.KILL:
         result = victim.exec_run(["sh", "-c", _KILL])
         # The shell that runs `kill` may end together with its container.

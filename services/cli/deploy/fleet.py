@@ -35,7 +35,7 @@ class GatewayFleet:
         """New streams, with the same prompts each time. Raises CommandError if nothing answers."""
         with self._client() as client:
             (card, *_) = client.get("/v1/models")["data"]
-        # Each stream runs to its token limit: the end-of-sequence token does not end it.
+        # Each stream runs to its token limit, because the end-of-sequence token does not end it.
         body = {
             "model": card["id"],
             "max_tokens": min(self._max_tokens, card["max_model_len"] - _PROMPT_TOKENS),
@@ -50,7 +50,7 @@ class GatewayFleet:
         return GatewayStreams(streams, self._stream_seconds)
 
     def running(self) -> dict[str, int]:
-        """The number of running requests of each ready replica, by the host of its scheduler."""
+        """Maps the scheduler's host of each ready replica to its number of running requests."""
         with self._client() as client:
             replicas = client.get("/status")["replicas"]
         return {

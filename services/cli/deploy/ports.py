@@ -11,7 +11,7 @@ class Fault(enum.Enum):
     """How a container is broken."""
 
     KILL = "kill"
-    """The process ends as in a crash; the container engine restarts it."""
+    """The process ends as in a crash, and the container engine restarts it."""
     PAUSE = "pause"
     """The container is frozen for a while. Its connections stay open."""
     DISCONNECT = "disconnect"
@@ -47,8 +47,8 @@ class Deployment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of one stream: its text, its error (or an empty text), and the longest time
-    between two of its events.
+    """The result of one stream. It has the text, the error (or an empty text), and the longest time
+    between two events.
     """
 
     text: str
@@ -77,4 +77,4 @@ class Fleet(Protocol):
         """New streams, with the same prompts each time."""
 
     def running(self) -> dict[str, int]:
-        """The number of running requests of each ready replica, by the host of its scheduler."""
+        """Maps the scheduler's host of each ready replica to its number of running requests."""

@@ -1,4 +1,4 @@
-"""A child process: starts one program, reads its output line by line, and waits for its end."""
+"""A child process. Starts one program, reads its output line by line, and waits for its end."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ class ChildSpec:
     only when it ends.
     """
     silence_seconds: float = 2.0
-    """Time without an answer to liveness checks after which the program counts as hung."""
+    """Seconds without an answer to liveness checks after which the program counts as hung."""
     niceness: int = 0
     """This number is added to the supervisor's niceness. A higher niceness is a lower priority."""
     prepare: Callable[[], object] = lambda: None
@@ -139,7 +139,7 @@ class Child:
 
 
 def describe_exit(status: int) -> str:
-    """An exit status in words: `exit status 1`, `killed by SIGKILL`."""
+    """An exit status in words, such as `exit status 1` or `killed by SIGKILL`."""
     if status >= 0:
         return f"exit status {status}"
     try:

@@ -1,4 +1,6 @@
-"""Detects that a child hangs: it does not answer health checks, or answers that it is not live."""
+"""Detects that a child hangs, because it does not answer health checks or answers that it is not
+live.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -49,7 +51,7 @@ class LivenessPolicy:
 async def until_hung(
     child: Child, is_ready: Callable[[], bool], num_hangs: int, policy: LivenessPolicy
 ) -> str:
-    """Checks the liveness of a child until it hangs; returns the reason."""
+    """Checks the liveness of a child until it hangs. Returns the reason."""
     address = child.spec.liveness_address
     assert address is not None
     watch = _Watch(child, is_ready, num_hangs, policy)

@@ -1,4 +1,6 @@
-"""The processes of `stepwell up`: command, environment, readiness and stop time of each service."""
+"""The processes of `stepwell up`. Defines command, environment, readiness and stop time of each
+service.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -16,18 +18,21 @@ from services.cli.settings import UpSettings, settings_of
 from services.common.process.settings import as_text, env_prefix, variable_name
 from services.common.rpc.addresses import join_host_port
 
-# The gateway drains first: it refuses new requests and finishes running ones. All stages together
-# stop in less than ten seconds, after which most supervisors kill.
+# The gateway drains first, which means that it refuses new requests and finishes running ones. All
+# stages together stop in less than ten seconds, because most supervisors then kill a process.
 _GATEWAY_DRAIN_SECONDS, _GATEWAY_STOP_SECONDS = 4.0, 6.0
 _SCHEDULER_DRAIN_SECONDS, _SCHEDULER_STOP_SECONDS = 0.5, 1.5
 _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
 _GATEWAY_LINGER_SECONDS = _SCHEDULER_STOP_SECONDS + _CACHES_STOP_SECONDS + 1
-"""How long a stopping gateway that keeps traces still accepts spans of the other services."""
+"""Seconds for which a stopping gateway that keeps traces still accepts spans of the other
+services.
+"""
 
 _RESUBMIT = env_prefix("gateway") + "RESUBMIT_TIMEOUT_SECONDS"
 _LOOPBACK = "127.0.0.1"
 
-# How long OpenTelemetry's SDK collects spans before it exports them. Its default is five seconds.
+# Time for which OpenTelemetry's SDK collects spans before it exports them. Its default is five
+# seconds.
 _EXPORT_DELAY, _EXPORT_DELAY_MILLISECONDS = "OTEL_BSP_SCHEDULE_DELAY", "500"
 
 _RESTART_SECONDS = 600.0
@@ -35,8 +40,8 @@ _RESTART_SECONDS = 600.0
 its loading may take minutes.
 """
 _GATEWAY_PATIENCE = 5
-"""Multiplies the gateway's liveness timeout. Killing a gateway breaks its clients' streams; streams
-survive the end of any other service.
+"""Multiplies the gateway's liveness timeout. Killing a gateway breaks its clients' streams, while
+streams survive the end of any other service.
 """
 
 
@@ -101,7 +106,9 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
 
 
 class _Specs:
-    """Builds the child processes. Each service gets its part of the settings of `stepwell up`."""
+    """Builds the specifications of child processes. The settings of `stepwell up` are distributed
+    to the services that have them.
+    """
 
     def __init__(
         self, settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]
@@ -263,7 +270,9 @@ def _membership(
 
 
 def _vllm_grpc(replica: int, settings: UpSettings, addresses: Addresses) -> dict[str, Any]:
-    """Settings of a scheduler that serves vllm.grpc.engine: its address and its reported model."""
+    """Settings of a scheduler that serves vllm.grpc.engine, which are its address and its reported
+    model.
+    """
     if not addresses.vllm_grpc_ports:
         return {}
     return {

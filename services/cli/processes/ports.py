@@ -39,7 +39,7 @@ def claim_port(host: str, port: int, flag: str) -> int:
 
 
 def _candidates() -> list[int]:
-    """Candidate ports, followed by 0."""
+    """Ports to try, in order. The last is 0."""
     try:
         end = int(_EPHEMERAL_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -53,7 +53,8 @@ def _listened(family: int, address: tuple[object, ...]) -> int:
     with socket.socket(family, socket.SOCK_STREAM) as claimed:
         claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         claimed.bind(address)
-        # The kernel reports a conflict only at listen(): two sockets may be bound to one address.
+        # The kernel reports a conflict only at listen(), because two sockets may be bound to one
+        # address.
         claimed.listen(1)
         return int(claimed.getsockname()[1])
 

@@ -12,7 +12,7 @@ from services.cli.errors import CommandError
 from services.common.rpc.local_stream import streams_path
 
 _LONGEST_PATH_BYTES = 107
-"""The longest path of a socket: sockaddr_un has 108 bytes, including a final zero byte."""
+"""The longest path of a socket. sockaddr_un has 108 bytes, including a final zero byte."""
 _LONGEST_NAME = streams_path("scheduler-63.sock")
 _PRIVATE = 0o700
 

@@ -1,12 +1,12 @@
 """Keeps child processes running, and stops them in order.
 
 All children start at once, so that they load in parallel. If a child ends before its first
-readiness, the supervisor ends too. A child that ends later is restarted with its team. So is a
-child that hangs, after it is killed. The first restart is immediate, and later restarts have
-growing delays. This follows Erlang's supervisors and systemd, except that the number of restarts is
-not limited. At the end of the run, the stages stop one after the other, each with its own time
-limit. After the last stage, drained children that still serve others are stopped. Remaining
-children are killed.
+readiness, the supervisor ends too. A child that ends later is restarted with its team. A child that
+hangs is killed and restarted in the same way. The first restart is immediate, and later restarts
+have growing delays. This follows Erlang's supervisors and systemd, except that the number of
+restarts is not limited. At the end of the run, the stages stop one after the other, each with its
+own time limit. After the last stage, drained children that still serve others are stopped.
+Remaining children are killed.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from services.cli.processes.liveness import LivenessPolicy, until_hung
 from services.common.process.watchdog.ended import note_ended
 
 _LAST_STOP_SECONDS = 0.9
-"""How long a drained child may take to end."""
+"""Seconds that a drained child may take to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a run: the exit in words, how long the program had been ready, and whether it was
-    killed because it hung.
+    """The end of a run. It has the exit in words, the seconds for which the program was ready, and
+    whether it was killed because it hung.
     """
 
     status: str

@@ -1,4 +1,4 @@
-"""TLS certificates of the client commands: flags, and explanations of TLS errors."""
+"""TLS certificates of the client commands. Reads the flags, and explains TLS errors."""
 
 import argparse
 import os
@@ -33,7 +33,9 @@ _TLS_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files for https: the trusted authorities, and a client certificate with its key."""
+    """PEM files for https, with the trusted authorities, and with a client certificate and its
+    key.
+    """
 
     ca_file: str | None = None
     cert_file: str | None = None

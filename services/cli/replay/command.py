@@ -58,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _replay_log(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    """Replays the log up to its end or up to damage. Damage is raised as CommandError, after the
-    figures of the steps before it are printed.
+    """Replays the log up to its end or up to damage. At damage, the figures of the steps before it
+    are printed, and CommandError is raised.
     """
     path, plot = arguments.file, arguments.plot
     log = StepLogFile(path)

@@ -1,4 +1,4 @@
-"""Reads JSON that may have been edited or damaged: every error names the field."""
+"""Reads JSON that may have been edited or damaged. Every error names the field."""
 
 import json
 from collections.abc import Collection, Iterator

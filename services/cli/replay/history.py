@@ -1,4 +1,6 @@
-"""The events of a step log without the scheduler's decisions: the input of a what-if run."""
+"""The events of a step log without the scheduler's decisions. They are the input of a what-if
+run.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A step log file: lines of JSON, compressed or not. The first line is a header."""
+"""A step log file. It consists of lines of JSON, compressed or not. The first line is a header."""
 
 import io
 from collections.abc import Iterator
@@ -20,7 +20,9 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header: the configuration that a replay needs in addition to the calls."""
+    """The header of a log. It has the configuration that a replay needs in addition to the
+    calls.
+    """
 
     model_name: str
     config: SchedulerConfig
@@ -37,9 +39,9 @@ class Line:
 class StepLogFile:
     """The header and the entries of a file. Each entry is parsed when it is reached.
 
-    The file may end within a line or a compressed frame: its writer was killed, is still writing,
-    or ran out of disk space. The entries then end there. Other damage raises CommandError with line
-    and field.
+    The file may end within a line or a compressed frame, because its writer was killed, is still
+    writing, or ran out of disk space. The entries then end there. Other damage raises CommandError
+    with line and field.
     """
 
     def __init__(self, path: Path) -> None:

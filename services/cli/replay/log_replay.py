@@ -1,4 +1,6 @@
-"""Replays a step log: repeats its calls and compares the scheduler's decisions."""
+"""Replays a step log. Repeats the calls of the log, and compares the scheduler's decisions with the
+logged ones.
+"""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -69,7 +71,7 @@ class LogReplay(SchedulerRun):
         """Whether the log's entry `end` was read."""
 
     async def replay_entry(self, entry: Field) -> list[Difference]:
-        """Makes the call of an entry; returns the fields whose values differ.
+        """Makes the call of an entry. Returns the fields whose values differ.
 
         After a difference no further entry can be replayed. Raises FieldError for an entry that is
         impossible at its position.

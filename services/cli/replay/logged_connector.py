@@ -84,7 +84,7 @@ class LoggedConnector(StorelessConnector):
 
 
 def read_transfers(entry: Field, num_blocks: int) -> KVTransferResults:
-    """The transfer results that workers reported with an output; empty results if the entry has
+    """The transfer results that workers reported with an output. Empty results if the entry has
     none.
     """
     transfers = entry.get("kv_transfers", {})

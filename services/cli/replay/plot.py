@@ -1,4 +1,4 @@
-"""A plot of a run: use of the budget and the pool, waiting requests, preemptions."""
+"""Plots a run. Shows the use of budget and pool, waiting requests, and preemptions."""
 
 from collections.abc import Sequence
 from pathlib import Path

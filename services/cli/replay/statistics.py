@@ -1,5 +1,5 @@
-"""Statistics of a run: one sample for each step and one account for each request. Times are counted
-in steps.
+"""Statistics of a run, with one sample for each step and one account for each request. Times are
+counted in steps.
 
 A token is *prefill* if its position belongs to the tokens with which the request arrived, *decode*
 if it was generated, *draft* if it is a draft token, and *recomputed* if its position was computed
@@ -19,7 +19,7 @@ from services.scheduler.core.request import Request
 
 @dataclass(slots=True)
 class StepSample:
-    """One step: the state after planning, and the number of scheduled tokens of each kind."""
+    """One step. Has the state after planning, and the number of scheduled tokens of each kind."""
 
     num_running: int
     num_waiting: int
@@ -43,7 +43,7 @@ class RequestAccount:
     """The largest number of computed tokens so far, without draft tokens."""
     queued_steps: int | None = None
     first_token_steps: int | None = None
-    """Steps until the first token was sampled, including that step."""
+    """Number of steps until the first token was sampled, including that step."""
 
 
 class RunStatistics:
@@ -70,8 +70,8 @@ class RunStatistics:
 
     @property
     def num_preemptions(self) -> int:
-        """The number of preemptions of running requests: for another request, after a lost pool or
-        worker, or by an operator. This number equals the sum over all samples.
+        """The number of preemptions of running requests, whether for another request, after a lost
+        pool or worker, or by an operator. It equals the sum over all samples.
         """
         return self._scheduler.num_preemptions
 
@@ -164,5 +164,5 @@ def percentile(values: Sequence[int], share: float) -> int | None:
 
 
 def middle(values: Sequence[int]) -> float | None:
-    """The median; None if there are no values."""
+    """The median. None if there are no values."""
     return median(values) if values else None

@@ -1,11 +1,11 @@
-"""What-if runs: schedules the arrivals of a log with other settings.
+"""What-if runs, which schedule the arrivals of a log with other settings.
 
 Time is counted in steps, including steps of the log that scheduled nothing. Requests arrive and are
-aborted at the steps of the log. Whenever a step computes a request's last known token, the request
-gets its next token of the log. The number of accepted draft tokens is the number logged when the
-request had the same number of tokens. If the log aborts a request, the request gets arbitrary
-tokens after its logged tokens until the abort. If a request does not end in the log, it is aborted
-at its last logged token.
+aborted at the steps of the log. Whenever a step computes a request's last known token, the next
+token of the log is appended to the request. The number of accepted draft tokens is the number
+logged when the request had the same number of tokens. If the log aborts a request, arbitrary tokens
+follow its logged tokens until the abort. If a request does not end in the log, it is aborted at its
+last logged token.
 """
 
 from collections import Counter
@@ -49,9 +49,9 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
 
 
 async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
-    """Runs the history with another configuration. Raises CommandError if the pool is not possible,
-    or if the scheduler has a connector: the log contains only the loads that took place, not the
-    loads that other settings would have allowed.
+    """Runs the history with another configuration. Raises CommandError if the pool is not possible.
+    Also raises it if the scheduler has a connector, because the log contains only the loads that
+    took place, not the loads that other settings would have allowed.
     """
     if config.kv_role is not None:
         raise CommandError("--set cannot be used on a log of a scheduler with a KV connector")
@@ -148,7 +148,7 @@ class WhatIf(SchedulerRun):
         return not self._next_tokens(request)
 
     def _tokens(self, plan: SchedulerOutput, index: int) -> list[int]:
-        """The tokens that a step samples for a request; empty until all its tokens are computed."""
+        """The tokens that a step samples for a request. Empty until all its tokens are computed."""
         request = plan.requests[index]
         num_drafts = len(plan.draft_token_ids.get(request, ()))
         end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index] - num_drafts

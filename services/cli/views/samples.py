@@ -1,4 +1,6 @@
-"""Samples of the gateway's /status or /activity, and what they say about each replica."""
+"""Samples of the gateway's /status or /activity, and texts about each replica that are derived from
+them.
+"""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -37,7 +39,9 @@ class Sample:
 
     @classmethod
     def take(cls, client: Client, path: str) -> "Sample":
-        """Requests a sample. Raises CommandError, and ServerAway if the server does not answer."""
+        """Requests a sample. Raises ServerAway if the server does not answer, otherwise
+        CommandError.
+        """
         return cls(client.get(path), time.monotonic())
 
     def rates(self, replica: Document, before: "Sample | None") -> dict[str, float]:
@@ -99,7 +103,7 @@ def state_colour(replica: Document) -> str:
 
 
 def waiting_text(stats: Document) -> str:
-    """How many requests wait at a replica, and what for."""
+    """How many requests wait at a replica, and why."""
     reason = stats["wait_reason"].removeprefix(_WAIT_PREFIX)
     why = "" if reason == "UNSPECIFIED" else f" for {waits_for(reason)}"
     return f"{stats['num_waiting']}{why}"

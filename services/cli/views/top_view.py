@@ -1,4 +1,6 @@
-"""Formats the gateway's /activity as text: queues, budget, pool, steps, hit rate, requests."""
+"""Formats the gateway's /activity as text. It shows queues, budget, pool, steps, hit rate and
+requests.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,7 +131,7 @@ def _capacities(replica: Document) -> Iterator[Row]:
 
 
 def _budget(steps: Sequence[Document], budget: int) -> tuple[str, float | None]:
-    """The average number of tokens that a step used, and its ratio to the budget."""
+    """The average number of tokens of a step, and its ratio to the budget."""
     if not steps:
         return f"no step of {budget} tokens", 0.0
     prefill = sum(step["num_prefill_tokens"] for step in steps) / len(steps)

@@ -1,4 +1,6 @@
-"""A trace as lines of text: for each span a bar at its position in time, and its attributes."""
+"""Formats a trace as lines of text. Each span has a bar at its position in time, and its
+attributes.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import wrap
@@ -26,7 +28,7 @@ Document = Mapping[str, Any]
 
 
 def waterfall(trace: Document, width: int, *, every_attribute: bool = False) -> list[Text]:
-    """Lines of at most `width` characters; the minimum width is 40. `trace` is an answer of
+    """Lines of at most `width` characters. The minimum width is 40. `trace` is an answer of
     /traces/{name}.
     """
     width = max(width, 40)
@@ -107,7 +109,7 @@ def _span(span: Document, total: float, name_width: int, bar_width: int) -> Text
 
 
 def is_wait(span: Document) -> bool:
-    """Whether a request waited during the span; the span then has an attribute with the reason."""
+    """Whether a request waited during the span. Then the span has an attribute with the reason."""
     return any(name.endswith(_WAIT_REASON) for name in span["attributes"])
 
 

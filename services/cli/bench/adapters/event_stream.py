@@ -1,6 +1,6 @@
 """Reads OpenAI's server-sent events without parsing the JSON of each event.
 
-An ordinary event matters in two respects: whether it has output, and the finish reason. Both are a
+For an ordinary event only two facts matter: whether it has output, and its finish reason. Each is a
 JSON key with a string value. A search for the key cannot match text of the model, since every
 quotation mark inside a JSON string is escaped. Only events with token counts or an error are
 parsed, one or two in each answer.
@@ -33,7 +33,9 @@ class EventStream:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer is complete: it has the end mark or a finish reason."""
+        """Whether the answer is complete, which means that it has the end mark or a finish
+        reason.
+        """
         return self.is_done or self.finish_reason is not None
 
     def feed(self, data: bytes) -> tuple[int, bool]:
@@ -82,7 +84,9 @@ def error_message(body: Any) -> str:
 
 
 def answer_text(choice: dict[str, Any], key: str) -> str:
-    """The text of a choice, of the completions API or of the chat API (in the object `key`)."""
+    """The text of a choice of the completions API, or of the chat API, where it is in the object
+    `key`.
+    """
     text = choice.get("text") or (choice.get(key) or {}).get("content")
     return text if isinstance(text, str) else ""
 

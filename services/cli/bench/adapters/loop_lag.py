@@ -1,4 +1,4 @@
-"""Measures whether the load generator keeps up: its processor time and its event loop's lag."""
+"""Measures whether the load generator keeps up, by its processor time and its event loop's lag."""
 
 import asyncio
 import time

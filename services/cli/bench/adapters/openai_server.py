@@ -1,4 +1,4 @@
-"""Sends requests to the server under load: OpenAI's API over HTTP/1.1.
+"""Sends requests to the server under load, by OpenAI's API over HTTP/1.1.
 
 Each concurrent request has a connection of its own.
 """

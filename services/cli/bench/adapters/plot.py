@@ -1,4 +1,4 @@
-"""Plots a run: distributions of TTFT and ITL, and the load and latencies over time."""
+"""Plots the distributions of TTFT and ITL in a run, and its load and latencies over time."""
 
 import math
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def _draw_distribution(
     if values is None:
         axes.set_title(f"{title}: none was measured")
         return
-    # So few values exceed three times p99 that including them would hide the others.
+    # Values above three times p99 are few. Including them would make the other values unreadable.
     high = min(values.max, 3 * values.percentiles[99]) or 1.0
     counts, _, _ = axes.hist(millis, bins=_BINS, range=(0, high), color=SKY)
     for percent, colour in ((50, BLUE), (95, ORANGE), (99, RED)):

@@ -1,4 +1,6 @@
-"""Shows the progress of a run: an updated line in a terminal, separate lines elsewhere."""
+"""Shows the progress of a run, in a terminal as a line that is updated, elsewhere as separate
+lines.
+"""
 
 import asyncio
 import sys

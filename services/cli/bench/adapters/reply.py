@@ -1,4 +1,4 @@
-"""Receives the answers of the server: streamed ones as events, others as one JSON body."""
+"""Receives the answers of the server, which are streamed events or one JSON body."""
 
 import json
 from typing import Any
@@ -65,7 +65,7 @@ class StreamReply(AnswerReply):
         num_outputs, is_end = self._events.feed(data)
         record = self._record
         if is_end and not num_outputs and not record.token_times:
-            num_outputs = 1  # an answer whose tokens are no text
+            num_outputs = 1  # the answer's tokens are no text
         for _ in range(num_outputs):
             record.token_times.append(now)
         if num_outputs or is_end:

@@ -1,1 +1,1 @@
-"""The load generator's core, without a network: loads, loops, figures."""
+"""The load generator's core, which contains loads, loops and figures, but no network code."""

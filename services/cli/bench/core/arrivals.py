@@ -1,4 +1,4 @@
-"""Arrival times of an open loop: a renewal process with gamma-distributed gaps.
+"""Arrival times of an open loop, which are a renewal process with gamma-distributed gaps.
 
 `burstiness` is the shape of the gamma distribution, as in `vllm bench serve`. With 1 the gaps are
 exponential, which is a Poisson process. Below 1 arrivals are bursty (the gaps' coefficient of

@@ -1,4 +1,5 @@
-"""Prompts from a file: JSON lines with `prompt` or `messages`, or a JSON list in ShareGPT's schema.
+"""Reads prompts from a file of JSON lines with `prompt` or `messages`, or of a JSON list in
+ShareGPT's schema.
 
 A line may have `output_tokens`, the length of its answer, as in vLLM's custom datasets. An item of
 ShareGPT has `conversations`, a list of `{"from": "human" or "gpt", "value": text}`. The human texts
@@ -24,7 +25,9 @@ class DatasetError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A conversation: the messages of each turn, and the answers' length if the file has it."""
+    """A conversation, as the messages of each turn. Has the length of the answers if the file has
+    it.
+    """
 
     turns: tuple[tuple[Message, ...], ...]
     output_tokens: int | None = None

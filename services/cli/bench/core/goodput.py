@@ -1,4 +1,6 @@
-"""Goodput: requests per second that met every service level objective (DistServe, OSDI 2024)."""
+"""Goodput is the number of requests per second that met every service level objective (DistServe,
+OSDI 2024).
+"""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""A number that is fixed (`128`) or drawn uniformly from a range (`64-256`)."""
+"""Numbers that are fixed (`128`) or drawn uniformly from a range (`64-256`)."""
 
 import random
 from dataclasses import dataclass

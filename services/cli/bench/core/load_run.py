@@ -43,9 +43,9 @@ class LoadRun:
     async def open_loop(
         self, arrivals: Iterable[tuple[float, Session]], max_concurrency: int | None
     ) -> None:
-        """Starts each session at its arrival time, however many sessions are running.
+        """Starts each session at its arrival time, independently of how many sessions are running.
 
-        Above `max_concurrency` running requests, further ones wait in the load generator, and their
+        While `max_concurrency` requests run, further requests wait in the load generator, and their
         latencies include this wait.
         """
         limit = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)

@@ -1,4 +1,4 @@
-"""The rate of an open loop over time: constant, in steps, or as a linear ramp.
+"""The rate of an open loop over time. It is constant, changes in steps, or is a linear ramp.
 
 `8` is 8 arrivals a second for the whole load. `2:30,8:30` is 2 a second for 30 s, then 8 for 30 s.
 `2-8:60` rises linearly from 2 to 8 within 60 s. The load ends after the last piece. Without a
@@ -27,7 +27,9 @@ class Piece:
         return (self.first + self.last) / 2 * self.seconds
 
     def seconds_until(self, num_arrivals: float) -> float:
-        """Seconds from the piece's start to arrival `num_arrivals`: inverts the rate's integral."""
+        """Seconds from the piece's start to arrival number `num_arrivals`. Inverts the integral of
+        the rate.
+        """
         if self.first == math.inf:
             return 0.0
         if self.first == self.last:
@@ -40,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class RequestRate:
-    """A rate over time: one or more consecutive pieces."""
+    """A rate over time, which consists of one or more consecutive pieces."""
 
     pieces: tuple[Piece, ...]
 

@@ -38,13 +38,13 @@ class RequestRecord:
     output_len: int
     """The number of requested output tokens."""
     sent: float | None = None
-    """When the request was written to the connection."""
+    """The time at which the request was written to the connection."""
     token_times: "array[float]" = field(default_factory=lambda: array("d"))
     """The arrival time of each event with output."""
     ended: float | None = None
     """The arrival time of the answer's last event, or of the end of an unstreamed answer."""
     num_input_tokens: int | None = None
-    """Prompt tokens. All `num_*_tokens` are from the server's `usage`."""
+    """Number of prompt tokens. All `num_*_tokens` are from the server's `usage`."""
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
     finish_reason: str | None = None
@@ -57,7 +57,9 @@ class RequestRecord:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the answer by `usage`; without `usage`, the number of events with output."""
+        """Number of tokens of the answer, from the server's `usage`. Without `usage`, the number of
+        events with output.
+        """
         if self.num_output_tokens is not None:
             return self.num_output_tokens
         return len(self.token_times)
@@ -79,7 +81,7 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token after the first. None for fewer than two tokens."""
+        """Seconds for each output token after the first. None for fewer than two tokens."""
         if not self.token_times or self.ended is None or self.output_tokens < 2:
             return None
         return (self.ended - self.token_times[0]) / (self.output_tokens - 1)

@@ -1,4 +1,6 @@
-"""The requests of a load: sessions of one or several turns. Each turn is one request."""
+"""The requests of a load. They are grouped in sessions of one or several turns, and each turn is
+one request.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: the messages added to the conversation, and the length of the answer.
+    """One request, as the messages that it adds to the conversation, and the length of its answer.
 
     The request is sent `think_seconds` after the end of the previous answer.
     """

@@ -1,8 +1,8 @@
 """The figures of a run.
 
 They are defined as in `vllm bench serve`, with two differences. Latencies start at a request's
-intended time. Only an event with output counts as a token (as in guidellm): some servers send an
-empty first event before they have computed anything.
+intended time. Only an event with output counts as a token (as in guidellm), because some servers
+send an empty first event before they have computed anything.
 
 * TTFT: from the intended time to the first event with output.
 * TPOT: from the first event with output to the end, divided by the number of output tokens after
@@ -36,16 +36,18 @@ class Summary:
     completed: int
     failed: int
     failures: dict[str, int]
-    """The number of failures by kind."""
+    """Maps a kind of failure to the number of failures."""
     failure_messages: dict[str, str]
-    """The first nonempty message of each kind of failure."""
+    """Maps a kind of failure to its first nonempty message."""
     duration_seconds: float
     total_input_tokens: int
     total_output_tokens: int
     total_output_len: int
-    """Output tokens that the completed requests asked for."""
+    """Number of output tokens that the completed requests asked for."""
     total_cached_tokens: int | None
-    """Prompt tokens served from a prefix cache. None if the server reports no such count."""
+    """Number of prompt tokens that were found in a prefix cache. None if the server does not report
+    it.
+    """
     request_throughput: float
     output_throughput: float
     total_token_throughput: float

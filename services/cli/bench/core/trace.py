@@ -1,4 +1,5 @@
-"""Traces in Mooncake's format: arrival times, lengths, and shared prompt blocks of requests.
+"""Traces in Mooncake's format. They list the arrival times, lengths, and shared prompt blocks of
+requests.
 
 Each line is a JSON object. `timestamp` is in milliseconds after the start of the trace.
 `input_length` and `output_length` are in tokens. `hash_ids` has one id for each block of 512 prompt

@@ -49,7 +49,9 @@ class Vocabulary:
 
     @property
     def is_exact(self) -> bool:
-        """Whether texts have exactly the requested number of tokens, not about that number."""
+        """Whether texts have exactly the requested number of tokens. Otherwise they have it
+        approximately.
+        """
         return self.tokens_per_word == 1.0 and self.source != BY_USAGE
 
     def text(self, draw: random.Random, num_tokens: int) -> str:
@@ -68,7 +70,9 @@ def counted_vocabulary(count_tokens: Callable[[str], int], source: str) -> Vocab
 
 
 def _single_token_words(count_tokens: Callable[[str], int]) -> tuple[str, ...]:
-    """Words that are one token inside a text: a word repeated once must be two tokens."""
+    """Words that are one token inside a text. The text in which such a word occurs twice has two
+    tokens.
+    """
     if count_tokens(" ".join(WORDS)) == len(WORDS):
         return WORDS
     return tuple(word for word in WORDS if count_tokens(f"{word} {word}") == 2)
