@@ -1,5 +1,5 @@
-"""A simulated model for scenarios: tokens and drafts are functions of the previous tokens, as in
-the recorded decisions.
+"""A simulated model for scenarios. As in the recorded decisions, tokens and drafts are functions of
+the previous tokens.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -97,7 +97,7 @@ class StandInModel:
             self._tokens[request] = list(request.token_ids)
 
     def _sampled(self, plan: SchedulerOutput, index: int, held: list[int]) -> list[int]:
-        """The accepted drafts and one more token; empty if the step does not reach the end of the
+        """The accepted drafts and one more token. Empty if the step does not reach the end of the
         prompt.
         """
         request = plan.requests[index]
@@ -127,8 +127,8 @@ class StandInModel:
         return longer[len(tokens) :]
 
     def _proposals(self, request: Request, tokens: list[int], count: int) -> list[int]:
-        """Proposes drafts after `tokens`. About seven in ten are right; the others are
-        off by one.
+        """Proposes drafts after `tokens`. About seven in ten are right. The others are off by
+        one.
         """
         return [
             token if (len(tokens) * 7 + index * 13) % 10 < 7 else token + 1
@@ -137,7 +137,9 @@ class StandInModel:
 
 
 def next_token(tokens: list[int]) -> int:
-    """The simulated model: the next token as a function of the previous tokens."""
+    """The next token, which is a function of the previous tokens. This function is the simulated
+    model.
+    """
     return (sum(tokens[-4:]) * 31 + len(tokens) * 7) % 997 + 3
 
 

@@ -1,4 +1,4 @@
-"""The scheduler's configuration in logs and `--set`: types and ranges."""
+"""Reads the scheduler's configuration from logs and `--set`, and checks types and ranges."""
 
 import dataclasses
 import typing
