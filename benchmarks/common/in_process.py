@@ -79,7 +79,7 @@ class RunnerExecutor:
 
 
 class OneReplica:
-    """A `Replica` of the scheduler. Since there is one process, pool and worker are never lost."""
+    """A `PoolAndWorkers` of the scheduler. In one process, pool and worker are never lost."""
 
     workers_were_ended = False
 

@@ -16,9 +16,9 @@ from services.common.replica.load import ReplicaLoad
 from services.common.request.sampling import SamplingParams
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
-from services.gateway.core.fleet.route import Route, RoutingReason
 from services.gateway.core.fleet.routing.cache_aware import CacheAware
 from services.gateway.core.fleet.routing.policy import RoutingParts
+from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Timer
 from services.gateway.core.prefix_index.directory_state import DirectoryState
@@ -149,7 +149,7 @@ class _World:
             self.index.apply(KeyBatch(number + 1, 1, added=keys))
         return chains
 
-    def timed(self, decide: Callable[[], Route]) -> float:
+    def timed(self, decide: Callable[[], RoutingDecision]) -> float:
         """Advances the policy's clock, then makes a decision. Returns its duration in seconds."""
         self._now += SECONDS_APART
         began = time.perf_counter()
@@ -161,7 +161,9 @@ class _World:
         replica.opened(ReplicaDescription("m", _LIMITS, _FINGERPRINT, b"", BLOCK_SIZE, name))
         replica.state_changed(ReplicaState(ready=True))
         for _ in range(RUNNING_EACH):
-            replica.send(self.inflight([1] * BLOCK_SIZE), Route(name, RoutingReason.TURN, 1))
+            replica.send(
+                self.inflight([1] * BLOCK_SIZE), RoutingDecision(name, RoutingReason.TURN, 1)
+            )
         replica.load_changed(ReplicaLoad(RUNNING_EACH, RUNNING_EACH * BLOCK_SIZE, 1e-4, 1e-4))
         return replica
 

@@ -8,18 +8,18 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from services.common.telemetry.tracing import Tracing
-from services.scheduler.adapters.gateways.client_sessions import ClientSessions
 from services.scheduler.adapters.gateways.queue_watch import QueueWatch
 from services.scheduler.adapters.gateways.readiness import ReplicaReadiness
 from services.scheduler.adapters.gateways.request_intake import RequestIntake
+from services.scheduler.adapters.gateways.resumable_sessions import ResumableSessions
 from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.adapters.gateways.submitter import RequestSubmitter
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
 from services.scheduler.adapters.replica_config import session_opened_to_proto
 from services.scheduler.adapters.telemetry.activity import Activity, WatchedSteps
 from services.scheduler.adapters.telemetry.engine_metrics import (
-    ClientSessionsCollector,
     EngineCollector,
+    ResumableSessionsCollector,
 )
 from services.scheduler.adapters.telemetry.engine_observer import EngineObserver
 from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics
@@ -75,7 +75,7 @@ class Parts:
             scheduler, executor, replica, self.sessions, observer, self.readiness, time.monotonic
         )
         replica.watch(self.engine.lost)
-        client_sessions = ClientSessions(
+        client_sessions = ResumableSessions(
             self.engine, self.sessions, _max_num_sessions(settings, config)
         )
         self.watch = QueueWatch(
@@ -93,7 +93,7 @@ class Parts:
             EngineCollector(
                 self.engine, self.sessions, counts, self.watch, description.kv_cache_dtype
             ),
-            ClientSessionsCollector(client_sessions),
+            ResumableSessionsCollector(client_sessions),
             requests,
             speculation,
         )

@@ -125,7 +125,7 @@ def _computed_tokens(plan: SchedulerOutput) -> set[int]:
 
 
 class FakeReplica:
-    """A `Replica` that restores pool and workers once they are available."""
+    """A `PoolAndWorkers` that restores pool and workers once they are available."""
 
     def __init__(self, pool: FragilePool, executor: FakeExecutor) -> None:
         self.there = asyncio.Event()

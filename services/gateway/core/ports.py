@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from services.common.request.structured_outputs import StructuredOutputs
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.admission.wait import Wait
-from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.inflight import Inflight
@@ -29,7 +29,7 @@ TIMER_SLACK_SECONDS = 0.001
 class DeltaSource(Protocol):
     """The output of a request's sequences."""
 
-    routes: list[Route]
+    routes: list[RoutingDecision]
     """The routes of the sequences in the order of sending."""
     waits: list[Wait]
     """The waits of sequences that were not sent to a replica at once, or were preempted."""

@@ -26,7 +26,7 @@ class DirectoryCollector(Collector):
             (names.METRIC_DIRECTORY_ENTRIES, counts.entries),
             (names.METRIC_DIRECTORY_KEYS, counts.keys),
             (names.METRIC_DIRECTORY_SNAPSHOTS, counts.snapshots),
-            (names.METRIC_DIRECTORY_LIVES, counts.lives),
+            (names.METRIC_DIRECTORY_LIVES, counts.num_epochs),
             (names.METRIC_DIRECTORY_FAILURES, counts.failures),
             (names.METRIC_DIRECTORY_DROPPED, directory.num_dropped),
             (names.METRIC_DIRECTORY_CONNECTED, len(counts.nodes_connected)),

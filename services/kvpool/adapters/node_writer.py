@@ -71,7 +71,7 @@ class WriterCounts:
     keys: int = 0
     """Keys added or removed by these entries."""
     snapshots: int = 0
-    lives: int = 0
+    num_epochs: int = 0
     """Epochs that nodes have begun."""
     failures: int = 0
     """Failures of calls to Redis, including timeouts."""
@@ -190,7 +190,7 @@ class NodeWriter:
         await self._write([*self._heartbeat(), self._entry(begin)])
         if before:
             await self._redis.pipeline([("DEL", keys.snapshot(self.node, before))])
-        self._counts.lives += 1
+        self._counts.num_epochs += 1
         if self.node not in self._counts.nodes_connected:
             logger.info("%s is in the directory at %s", self.node, self._redis.name)
             self._counts.nodes_connected.add(self.node)

@@ -70,7 +70,7 @@ class ReplicaShape:
 
 
 class ReplicaClient:
-    """A `Replica` over pool and workers.
+    """A `PoolAndWorkers` over pool and workers.
 
     The model and its KV cache must not change while this process runs, because arriving requests
     are checked against them. `open` raises FailedPrecondition if they changed, and InvalidArgument

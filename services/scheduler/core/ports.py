@@ -65,7 +65,7 @@ class Executor(Protocol):
         """
 
 
-class Replica(Protocol):
+class PoolAndWorkers(Protocol):
     """The pool and the workers. A generation begins when both are opened, and ends when one of them
     is lost.
     """

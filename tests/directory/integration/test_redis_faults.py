@@ -79,9 +79,9 @@ async def test_a_stopped_server_holds_up_nothing(server, pools, gateway):
 
 async def test_an_emptied_server_is_filled_again(pools, gateway, redis):
     await right_again(pools, gateway)
-    lives = pools.writer.counts.lives
+    num_epochs = pools.writer.counts.num_epochs
     await redis.call(lambda client: client.flushall())
-    await becomes(lambda: pools.writer.counts.lives >= lives + 3)
+    await becomes(lambda: pools.writer.counts.num_epochs >= num_epochs + 3)
     await right_again(pools, gateway)
 
 

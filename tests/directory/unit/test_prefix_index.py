@@ -59,7 +59,7 @@ def test_a_batch_is_applied_once_and_in_order(index):
     index.begin("a", 7, (FULL,))
     assert index.apply(KeyBatch(7, 1, keys[:2])) is Applied.DONE
     assert index.apply(KeyBatch(7, 1, keys)) is Applied.KNOWN
-    assert index.apply(KeyBatch(6, 2, keys)) is Applied.OTHER_LIFE
+    assert index.apply(KeyBatch(6, 2, keys)) is Applied.OTHER_EPOCH
     assert index.apply(KeyBatch(7, 2, keys[2:], keys[1:2])) is Applied.DONE
     assert index.keys_of("a") == {keys[0], keys[2], keys[3]}
     assert index.state is DirectoryState.EXACT
@@ -99,7 +99,7 @@ def test_a_new_life_voids_the_one_before_at_once(index):
     index.apply(KeyBatch(1, 1, keys))
     index.begin("a", 2, (FULL,))
     assert index.match(keys) == {}
-    assert index.apply(KeyBatch(1, 2, keys)) is Applied.OTHER_LIFE
+    assert index.apply(KeyBatch(1, 2, keys)) is Applied.OTHER_EPOCH
     assert index.match(keys) == {}
     index.apply(KeyBatch(2, 1, keys[:1]))
     assert index.match(keys) == {"a": 1}

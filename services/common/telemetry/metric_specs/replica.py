@@ -165,16 +165,16 @@ _POOL = (
     counter(names.METRIC_DIRECTORY_ENTRIES, "entries", "Entries written to the log in Redis."),
     counter(names.METRIC_DIRECTORY_KEYS, "blocks", "Keys in those entries."),
     counter(names.METRIC_DIRECTORY_SNAPSHOTS, "snapshots", "Snapshots written."),
-    counter(names.METRIC_DIRECTORY_LIVES, "lives", "Lives of nodes begun."),
+    counter(names.METRIC_DIRECTORY_LIVES, "epochs", "Epochs of nodes begun."),
     counter(
-        names.METRIC_DIRECTORY_FAILURES, "calls", "Calls of Redis that failed; each ends a life."
+        names.METRIC_DIRECTORY_FAILURES, "calls", "Calls of Redis that failed; each ends an epoch."
     ),
     counter(
         names.METRIC_DIRECTORY_DROPPED,
         "blocks",
         "Changes forgotten since too many were unwritten; a snapshot replaces them.",
     ),
-    gauge(names.METRIC_DIRECTORY_CONNECTED, "pools", "Pools whose life Redis holds."),
+    gauge(names.METRIC_DIRECTORY_CONNECTED, "pools", "Pools whose epoch is in Redis."),
     gauge(names.METRIC_DIRECTORY_UNWRITTEN, "blocks", "Changes not written yet."),
 )
 

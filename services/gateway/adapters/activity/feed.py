@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.gateway.adapters.activity.document import (
+from services.gateway.adapters.activity.activity_document import (
     Document,
     blocks_document,
     request_document,

@@ -187,7 +187,7 @@ class RedisReader:
             case Applied.DRIFTED:
                 self.counts.drifts += 1
                 self._refresh_soon()
-            case Applied.OTHER_LIFE:
+            case Applied.OTHER_EPOCH:
                 if batch.sequence == 0:
                     self._refresh_soon()
 

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from services.common.telemetry import names
 from services.common.telemetry.metric_specs import SPECS, value_family
-from services.gateway.core.admission.admission import Admission
+from services.gateway.core.admission.tenant_queues import TenantQueues
 from services.gateway.core.request.generation import Usage
 
 MAX_TENANTS = 256
@@ -63,7 +63,7 @@ class TenantMetrics:
 class TenantQueueCollector(Collector):
     """The numbers of waiting and running sequences of each tenant, read at each scrape."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: TenantQueues) -> None:
         self._admission = admission
 
     def collect(self) -> Iterator[Metric]:

@@ -21,8 +21,8 @@ from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.adapters.telemetry.request_spans import RequestSpans
 from services.gateway.adapters.telemetry.request_times import traces_of
-from services.gateway.adapters.traces.document import attributes_of
 from services.gateway.adapters.traces.keeping import stored_spans
+from services.gateway.adapters.traces.trace_document import attributes_of
 from services.gateway.core.traces.time_parts import EngineParts
 from services.gateway.core.traces.timeline import Part
 from services.gateway.core.traces.trace_store import SpanRole, StoredTrace, is_called

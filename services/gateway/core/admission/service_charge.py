@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.request.inflight import Inflight
 
 OUTPUT_WEIGHT = 2.0
@@ -38,7 +38,7 @@ class ServiceCharge:
 
 
 def charge_for(
-    inflight: Inflight, route: Route, mean_output_tokens: float, now: float
+    inflight: Inflight, route: RoutingDecision, mean_output_tokens: float, now: float
 ) -> ServiceCharge:
     """Returns the charge of a sequence that is sent to the replica of `route`.
 

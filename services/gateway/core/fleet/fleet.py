@@ -13,15 +13,15 @@ from services.common.errors import (
     StepwellError,
     Unavailable,
 )
-from services.gateway.core.admission.admission import Admission
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.admission.capacity import Capacity, capacity_of
 from services.gateway.core.admission.queue_bounds import QueueBounds
+from services.gateway.core.admission.tenant_queues import TenantQueues
 from services.gateway.core.fleet.membership import Membership, no_replica_ready
 from services.gateway.core.fleet.placement import Placement
 from services.gateway.core.fleet.replica import Replica
-from services.gateway.core.fleet.route import Route, RoutingReason
 from services.gateway.core.fleet.routing.policy import RoutingPolicy
+from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.fleet.waiting_queue import WaitingQueue
 from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Links
@@ -61,7 +61,7 @@ class Fleet:
     3. A sequence that was taken back is sent to another replica, together with all tokens that it
        has generated. If several replicas in succession are lost while they have a certain sequence,
        and it has no new token in between, the sequence fails, since it may be the cause.
-    4. Before it is first sent, a sequence may wait in its tenant's queue in Admission, so that no
+    4. Before it is first sent, a sequence may wait in its tenant's queue (TenantQueues), so that no
        tenant occupies all replicas. A gateway without tenants does not use these queues.
 
     Migration by token replay is from NVIDIA Dynamo. Here the continued sequence is the same as
@@ -105,7 +105,7 @@ class Fleet:
             on_retry=self._try_again,
             on_expired=self._expired,
         )
-        self.admission = Admission(
+        self.admission = TenantQueues(
             clock, queue_bounds, capacity=self._capacity, send=self._send_or_queue
         )
 
@@ -167,7 +167,9 @@ class Fleet:
             if inflight.request.tenant != ANYONE and not inflight.was_accepted:
                 self.admission.add(inflight)
             elif replica is not None and inflight.request.prompt_token_ids is prompt:
-                replica.send(inflight, Route(replica.address, RoutingReason.SAME_PROMPT, 1))
+                replica.send(
+                    inflight, RoutingDecision(replica.address, RoutingReason.SAME_PROMPT, 1)
+                )
             else:
                 replica = self._send_or_queue(inflight)
                 prompt = inflight.request.prompt_token_ids

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from services.common.replica.load import ReplicaLoad
-from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.request.inflight import Inflight
 
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
@@ -169,7 +169,7 @@ class LoadTracker:
         per_decode = speeds.seconds_per_decode + fleet_speeds.seconds_per_decode
         return (per_prompt_token * num_computed + per_decode * num_decoded) / 2
 
-    def sent(self, handle: int, inflight: Inflight, route: Route) -> None:
+    def sent(self, handle: int, inflight: Inflight, route: RoutingDecision) -> None:
         """Counts a sequence that was sent."""
         num_output_tokens = len(inflight.output_token_ids)
         num_tokens = len(inflight.request.prompt_token_ids) + num_output_tokens

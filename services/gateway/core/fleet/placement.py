@@ -7,8 +7,8 @@ from typing import cast
 from services.common.errors import ResourceExhausted
 from services.gateway.core.fleet.membership import Membership
 from services.gateway.core.fleet.replica import Replica
-from services.gateway.core.fleet.route import Route, RoutingReason
 from services.gateway.core.fleet.routing.policy import RoutingPolicy
+from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.tenant import ANYONE
@@ -39,7 +39,7 @@ class Placement:
                 # cycle, since refusals can be frequent.
                 refusals.clear()
 
-    def place(self, inflight: Inflight) -> tuple[Replica, Route] | None:
+    def place(self, inflight: Inflight) -> tuple[Replica, RoutingDecision] | None:
         """Returns a ready replica that has not refused the sequence, and the route to it. Replicas
         with room in their queue are preferred. None if there is no such replica.
         """
@@ -63,7 +63,7 @@ class Placement:
             candidates = _with_place(inflight, candidates)
         if len(candidates) == 1:
             (replica,) = candidates
-            return replica, Route(replica.address, RoutingReason.ONLY, 1)
+            return replica, RoutingDecision(replica.address, RoutingReason.ONLY, 1)
         route = self._policy.choose(inflight, candidates)
         (replica,) = (one for one in candidates if one.address == route.address)
         return replica, route

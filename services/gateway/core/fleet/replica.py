@@ -11,7 +11,7 @@ from services.common.request.finish import Finish
 from services.gateway.core.fleet.load_tracker import LoadTracker
 from services.gateway.core.fleet.recent_prefixes import RecentPrefixes
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
-from services.gateway.core.fleet.route import Route, RoutingReason
+from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Clock, Link
 from services.gateway.core.request.inflight import Inflight
@@ -183,7 +183,7 @@ class Replica:
         num_waiting = int(self._num_others_waiting + num_own)
         return self.queue.refusal(timeout_seconds, has_output=has_output, num_waiting=num_waiting)
 
-    def send(self, inflight: Inflight, route: Route) -> None:
+    def send(self, inflight: Inflight, route: RoutingDecision) -> None:
         """Sends a sequence to the replica by this route. The replica must be ready."""
         handle = self._free_handle()
         self.running[handle] = inflight
@@ -192,7 +192,7 @@ class Replica:
         self.load.sent(handle, inflight, route)
         self._link.add(handle, inflight)
 
-    def continue_session(self, held: HeldSession, inflight: Inflight) -> Route:
+    def continue_session(self, held: HeldSession, inflight: Inflight) -> RoutingDecision:
         """Sends the next turn of a client's session that the replica keeps. The replica must be
         ready.
         """
@@ -200,7 +200,7 @@ class Replica:
         self.load.num_sessions -= 1
         self.running[handle] = inflight
         self._unadmitted.add(handle)
-        route = Route(self.address, RoutingReason.SESSION, 1, held.num_tokens)
+        route = RoutingDecision(self.address, RoutingReason.SESSION, 1, held.num_tokens)
         inflight.sent(release=lambda: self._abort(handle), route=route)
         self.load.sent(handle, inflight, route)
         self._link.add_chunk(handle, inflight, held.num_tokens)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from services.common.errors import StepwellError
 from services.common.telemetry import names
 from services.common.telemetry.time_parts import TimePart
-from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.traces.timeline import Part, Timeline
 
 _SPANS = 64
@@ -87,7 +87,7 @@ class SequenceTrace:
         """
         return engine_span_number(self.index, self.num_sent)
 
-    def sent(self, route: Route) -> None:
+    def sent(self, route: RoutingDecision) -> None:
         self.num_sent += 1
         self.admitted = self.first_token = None
         if self.num_sent <= _SPANS:

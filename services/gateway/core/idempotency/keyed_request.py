@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from services.common.errors import StepwellError
 from services.gateway.core.admission.wait import Wait
-from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.idempotency.reader import Reader
 from services.gateway.core.idempotency.recording import Recording
@@ -42,7 +42,7 @@ class KeyedRequest:
         self.fingerprint = wanted.fingerprint
         self.identity = wanted.identity
         self.recording = Recording(wanted.num_sequences)
-        self.routes: list[Route] = []
+        self.routes: list[RoutingDecision] = []
         """Routes of its sequences sent from this gateway, in order."""
         self.waits: list[Wait] = []
         """Waits of its sequences that were not sent to a replica at once."""

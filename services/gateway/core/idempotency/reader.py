@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from services.common.errors import StepwellError
 from services.gateway.core.admission.wait import Wait
-from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.idempotency.recording import Cursor, Recording
 from services.gateway.core.request.delta import Delta
@@ -18,7 +18,7 @@ class Reader:
     def __init__(
         self,
         recording: Recording,
-        routes: list[Route],
+        routes: list[RoutingDecision],
         waits: list[Wait],
         traces: list[SequenceTrace],
         on_close: Callable[["Reader"], None],

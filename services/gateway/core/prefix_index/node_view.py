@@ -23,7 +23,7 @@ class Applied(enum.Enum):
     """
     AWAITS_SNAPSHOT = "awaits_snapshot"
     """The node is degraded, and needs a snapshot."""
-    OTHER_LIFE = "other_life"
+    OTHER_EPOCH = "other_epoch"
     """The batch belongs to an unknown epoch."""
 
 

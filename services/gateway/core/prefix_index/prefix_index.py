@@ -140,7 +140,7 @@ class PrefixIndex:
         """
         view = self._by_epoch.get(batch.epoch)
         if view is None:
-            return Applied.OTHER_LIFE
+            return Applied.OTHER_EPOCH
         if batch.sequence <= view.sequence:
             return Applied.KNOWN
         if not view.is_exact:

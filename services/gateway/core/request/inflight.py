@@ -9,7 +9,7 @@ from services.common.errors import StepwellError
 from services.common.request.finish import Finish, append_until_end, ending_token_ids
 from services.common.request.sampling import MAX_INT32
 from services.gateway.core.admission.wait import Wait
-from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import ResubmitCause, SequenceTrace
 from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.logprobs import LogprobRows, joined
@@ -121,7 +121,7 @@ class Inflight:
         self.was_accepted = bool(progress.token_ids)
         self._num_prompt_rows = progress.num_prompt_rows
 
-    def sent(self, release: Callable[[], None], route: Route) -> None:
+    def sent(self, release: Callable[[], None], route: RoutingDecision) -> None:
         """Records that the sequence was sent to a replica. `release` aborts it there. The replica
         sends all log-probabilities of the prompt, including those already delivered.
         """
@@ -246,7 +246,7 @@ class Mailbox:
         self.inflights = [
             Inflight(request, index, next(numbers), self) for index, request in enumerate(requests)
         ]
-        self.routes: list[Route] = []
+        self.routes: list[RoutingDecision] = []
         """The routes of the sequences, in the order in which they were sent. A sequence that was
         sent several times has several routes.
         """

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from services.common.replica.queue_state import QueueState
-from services.scheduler.adapters.gateways.client_sessions import ClientSessions
+from services.scheduler.adapters.gateways.resumable_sessions import ResumableSessions
 from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.adapters.telemetry.statistics import StepCounts
 from services.scheduler.core.engine.engine_core import EngineCore, EngineState
@@ -33,7 +33,7 @@ class QueueWatch:
         *,
         max_num_waiting: int,
         max_queue_seconds: float,
-        client_sessions: ClientSessions,
+        client_sessions: ResumableSessions,
     ) -> None:
         self._engine = engine
         self._sessions = sessions

@@ -8,8 +8,8 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import StepwellError, Unavailable
 from services.common.request.adapter_proto import adapter_from_proto
-from services.scheduler.adapters.gateways.client_sessions import ClientSessions
 from services.scheduler.adapters.gateways.request_intake import RequestIntake
+from services.scheduler.adapters.gateways.resumable_sessions import ResumableSessions
 from services.scheduler.adapters.gateways.sessions import GatewaySession, Sessions
 from services.scheduler.adapters.workers.grammar_preparation import GrammarPreparation
 from services.scheduler.core.engine.engine_core import EngineCore
@@ -27,7 +27,7 @@ class RequestSubmitter:
         engine: EngineCore,
         intake: RequestIntake,
         sessions: Sessions,
-        client_sessions: ClientSessions,
+        client_sessions: ResumableSessions,
         grammars: GrammarPreparation,
     ) -> None:
         self.is_draining = False

@@ -13,8 +13,8 @@ from services.common.telemetry.metric_specs import (
     summary_family,
     value_family,
 )
-from services.scheduler.adapters.gateways.client_sessions import ClientSessions
 from services.scheduler.adapters.gateways.queue_watch import QueueWatch
+from services.scheduler.adapters.gateways.resumable_sessions import ResumableSessions
 from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.adapters.telemetry.statistics import StepCounts
 from services.scheduler.core.engine.engine_core import EngineCore, EngineState
@@ -127,10 +127,10 @@ class EngineCollector(Collector):
         yield from (ours, steps, seconds, theirs)
 
 
-class ClientSessionsCollector(Collector):
+class ResumableSessionsCollector(Collector):
     """Collects metrics of clients' sessions."""
 
-    def __init__(self, client_sessions: ClientSessions) -> None:
+    def __init__(self, client_sessions: ResumableSessions) -> None:
         self._client_sessions = client_sessions
 
     def collect(self) -> Iterator[Metric]:

@@ -11,20 +11,20 @@ from services.common.errors import FailedPrecondition, Unavailable
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish_reason import FinishReason
 from services.scheduler.core.engine.batch_queue import BatchQueue
+from services.scheduler.core.engine.engine_lock import EngineLock
 from services.scheduler.core.engine.pauses import Pauses
 from services.scheduler.core.engine.pending_changes import PendingChanges
 from services.scheduler.core.engine.planning_clock import PlanningClock
 from services.scheduler.core.engine.recovery import Recovery
-from services.scheduler.core.engine.turns import Turns
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import (
     Delivery,
     Executor,
+    PoolAndWorkers,
     PoolLost,
     Readiness,
-    Replica,
     StepObserver,
     WorkersLost,
 )
@@ -64,7 +64,7 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         executor: Executor,
-        replica: Replica,
+        replica: PoolAndWorkers,
         delivery: Delivery,
         observer: StepObserver,
         readiness: Readiness,
@@ -87,11 +87,11 @@ class EngineCore:
         self._undelivered: EngineCoreOutputs | None = None
         self._linger_seconds = linger_seconds
         self._wake = asyncio.Event()
-        self._turns = Turns(self._wake, lambda: bool(self._batch_queue))
-        self._pauses = Pauses(scheduler, self._changes, observer, self._turns, self._wake)
+        self._lock = EngineLock(self._wake, lambda: bool(self._batch_queue))
+        self._pauses = Pauses(scheduler, self._changes, observer, self._lock, self._wake)
         self._lost: PoolLost | WorkersLost | None = None
         self._recovery = Recovery(
-            scheduler, replica, self._changes, observer, self._turns, self._wake
+            scheduler, replica, self._changes, observer, self._lock, self._wake
         )
         self.losses = self._recovery.losses
         self._has_stages = scheduler.config.pipeline_parallel_size > 1
@@ -179,7 +179,7 @@ class EngineCore:
                     await self._until_work()
                     if not self._has_stages:
                         await self._batch_queue.until_due()
-                    async with self._turns:
+                    async with self._lock:
                         await self._turn()
                 except (PoolLost, WorkersLost) as lost:
                     await self._recover(lost)
@@ -224,7 +224,7 @@ class EngineCore:
         """Stops the loop between two iterations, with no step in flight. The caller may be
         cancelled.
         """
-        return self._turns.standstill()
+        return self._lock.standstill()
 
     async def _turn(self) -> None:
         """Adds and ends requests, plans and sends a step, and applies the output of the oldest step
@@ -260,7 +260,7 @@ class EngineCore:
         """Whether a change is pending and steps may be planned. The change may be a new request
         that a free pipeline stage can run.
         """
-        return bool(self._changes) and not (self._pauses.is_on or self._turns.is_held)
+        return bool(self._changes) and not (self._pauses.is_on or self._lock.is_held)
 
     async def _complete(self) -> None:
         """Waits for the output of the oldest step and applies it. Its tokens are delivered later,
@@ -302,7 +302,7 @@ class EngineCore:
     async def _until_work(self) -> None:
         while not (self._changes or self._batch_queue) and (
             self._pauses.is_on
-            or self._turns.is_held
+            or self._lock.is_held
             or self._awaits_sessions
             or not (self.scheduler.has_work or self.scheduler.queues.admitted_only)
         ):
@@ -335,7 +335,7 @@ class EngineCore:
         logger.warning("%s; recovering", lost.message)
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
         self._readiness.not_ready(lost.message)
-        async with self._turns:
+        async with self._lock:
             failed = self._batch_queue.drop()
             if isinstance(lost, PoolLost):
                 failed = [self._recovery.plan_of(lost.suspects)]
@@ -359,4 +359,4 @@ class EngineCore:
             if self._batch_queue:
                 return False
             self._recovery.change_trial()
-        return not (self._pauses.is_on or self._turns.is_held)
+        return not (self._pauses.is_on or self._lock.is_held)

@@ -6,8 +6,8 @@ from contextlib import suppress
 from services.common.errors import Aborted
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish_reason import FinishReason
+from services.scheduler.core.engine.engine_lock import EngineLock
 from services.scheduler.core.engine.pending_changes import PendingChanges
-from services.scheduler.core.engine.turns import Turns
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolLost, StepObserver
 
@@ -22,13 +22,13 @@ class Pauses:
         scheduler: Scheduler,
         changes: PendingChanges,
         observer: StepObserver,
-        turns: Turns,
+        lock: EngineLock,
         wake: asyncio.Event,
     ) -> None:
         self._scheduler = scheduler
         self._changes = changes
         self._observer = observer
-        self._turns = turns
+        self._lock = lock
         self._wake = wake
 
     @property
@@ -44,10 +44,10 @@ class Pauses:
         if mode is PauseMode.WAIT:
             await self._finish_running()
         else:
-            async with self._turns:
+            async with self._lock:
                 self._scheduler.pause(mode)
         self._observer.paused()
-        async with self._turns.standstill():
+        async with self._lock.standstill():
             self._changes.apply()
             if mode is PauseMode.ABORT:
                 self._changes.end(dict.fromkeys(self._scheduler.requests, FinishReason.ABORT))
@@ -60,16 +60,16 @@ class Pauses:
         def is_over() -> bool:
             return self._scheduler.pause_mode is not PauseMode.WAIT or not self._scheduler.running
 
-        async with self._turns:
+        async with self._lock:
             self._scheduler.pause(PauseMode.WAIT)
             self._wake.set()
-            await self._turns.until(is_over)
+            await self._lock.until(is_over)
         if self._scheduler.pause_mode is None:
             raise Aborted("the engine was resumed while requests ran", reason="RESUMED")
 
     async def end(self) -> None:
         """Ends the pause: steps are planned again."""
-        async with self._turns:
+        async with self._lock:
             self._scheduler.resume()
         self._observer.resumed()
         self._wake.set()

@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 
 from services.common.pool.ids import RequestKey
 from services.common.request.finish_reason import FinishReason
+from services.scheduler.core.engine.engine_lock import EngineLock
 from services.scheduler.core.engine.fault_search import FaultSearch
 from services.scheduler.core.engine.losses import Losses
 from services.scheduler.core.engine.pending_changes import PendingChanges
-from services.scheduler.core.engine.turns import Turns
 from services.scheduler.core.output import PreemptionCause, SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
-from services.scheduler.core.ports import Replica, StepObserver
+from services.scheduler.core.ports import PoolAndWorkers, StepObserver
 
 logger = logging.getLogger(__name__)
 
@@ -23,17 +23,17 @@ class Recovery:
     """Counts losses of pool and workers. During a fault search, which finds a request whose steps
     always fail, allows only the selected requests to be admitted.
 
-    `turns` is the lock of the engine loop: changes are applied under it during the recovery. `wake`
+    `lock` is the lock of the engine loop: changes are applied under it during the recovery. `wake`
     is the loop's event, which is set when there are changes.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        replica: Replica,
+        replica: PoolAndWorkers,
         changes: PendingChanges,
         observer: StepObserver,
-        turns: Turns,
+        lock: EngineLock,
         wake: asyncio.Event,
     ) -> None:
         self.losses = Losses()
@@ -42,7 +42,7 @@ class Recovery:
         self._replica = replica
         self._changes = changes
         self._observer = observer
-        self._turns = turns
+        self._lock = lock
         self._wake = wake
 
     @property
@@ -108,7 +108,7 @@ class Recovery:
         try:
             while not reopening.done():
                 self._wake.clear()
-                async with self._turns:
+                async with self._lock:
                     self._changes.apply()
                 await self._wake.wait()
             reopening.result()

@@ -15,7 +15,6 @@ from services.common.request.finish import Finish
 from services.common.request.finish_reason import FinishReason
 from services.gateway.core.fleet.load_tracker import EVICTED_TOKENS_COUNT, OWN_TOKENS_COUNT
 from services.gateway.core.fleet.recent_prefixes import MIN_SECONDS, RecentPrefixes
-from services.gateway.core.fleet.route import Route, RoutingReason
 from services.gateway.core.fleet.routing import POLICIES, make_policy
 from services.gateway.core.fleet.routing.cache_aware import (
     FEW_TOKENS,
@@ -24,6 +23,7 @@ from services.gateway.core.fleet.routing.cache_aware import (
 )
 from services.gateway.core.fleet.routing.chain_keys import ChainKeys
 from services.gateway.core.fleet.routing.policy import RoutingParts
+from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Mailbox
 from tests.gateway.fake_fleet import BLOCK_SIZE, MAX_LOAD_DELTA, FakeFleet, ManualClock
 
@@ -40,7 +40,7 @@ def fleet(policy: str, num_replicas: int = 3) -> FakeFleet:
     return world
 
 
-def route_of(mailbox: Mailbox) -> Route:
+def route_of(mailbox: Mailbox) -> RoutingDecision:
     """The route of the only sequence."""
     (route,) = mailbox.routes
     return route
@@ -80,7 +80,7 @@ def test_an_unknown_policy_is_refused_by_name() -> None:
 def test_the_only_replica_that_is_ready_gets_every_sequence(policy: str) -> None:
     world = FakeFleet(3, policy=policy)
     world.connect("b")
-    assert route_of(world.start()) == Route("b", RoutingReason.ONLY, 1)
+    assert route_of(world.start()) == RoutingDecision("b", RoutingReason.ONLY, 1)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -298,7 +298,7 @@ def test_predictions_that_prove_wrong_are_not_used_and_are_used_again_when_they_
     report(world, "a", num_tokens=1)
     report(world, "b")
 
-    def serve(share_cached: float) -> Route:
+    def serve(share_cached: float) -> RoutingDecision:
         mailbox = world.start(prompt=PROMPT)
         (inflight,) = mailbox.inflights
         route = route_of(mailbox)
@@ -317,7 +317,7 @@ def test_predictions_that_prove_wrong_are_not_used_and_are_used_again_when_they_
     trust = world.replicas["a"].load.trust
     for _ in range(30):
         world.replicas["a"].load.sent(
-            9, world.start().inflights[0], Route("a", RoutingReason.ONLY, 1, 20)
+            9, world.start().inflights[0], RoutingDecision("a", RoutingReason.ONLY, 1, 20)
         )
         world.replicas["a"].load.admitted(9, 20, BLOCK_SIZE)
     assert trust < 0.5 < world.replicas["a"].load.trust

@@ -6,13 +6,13 @@ from services.common.request.finish import Finish
 from services.common.request.finish_reason import FinishReason
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
-from services.gateway.core.fleet.route import Route, RoutingReason
+from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.delivery import received
 from services.gateway.core.request.inflight import Mailbox, ended
 from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import EngineRequest
 
-ROUTE = Route("a", RoutingReason.ONLY, 1)
+ROUTE = RoutingDecision("a", RoutingReason.ONLY, 1)
 
 
 def make(**sampling) -> Mailbox:

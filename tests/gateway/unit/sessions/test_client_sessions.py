@@ -15,7 +15,7 @@ from services.common.request.finish_reason import FinishReason
 from services.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.request.sampling import SamplingParams
 from services.gateway.core.fleet.replica_description import ReplicaState
-from services.gateway.core.fleet.route import RoutingReason
+from services.gateway.core.fleet.routing_decision import RoutingReason
 from services.gateway.core.request.inflight import Mailbox
 from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
 from services.gateway.core.sessions.client_session import ClientSession, in_session, tokens_after

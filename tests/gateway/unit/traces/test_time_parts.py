@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import ResourceExhausted
 from services.common.telemetry.time_parts import TimePart
-from services.gateway.core.fleet.route import Route, RoutingReason
+from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.fleet.sequence_trace import EngineTimes, ResubmitCause, SequenceTrace
 from services.gateway.core.traces.time_parts import request_parts
 from services.gateway.core.traces.timeline import Part, Timeline
@@ -39,7 +39,7 @@ class Told:
         self.clock.now += nanos
 
     def sent(self, address: str = "a:1") -> None:
-        self.trace.sent(Route(address, RoutingReason.HASH, 1))
+        self.trace.sent(RoutingDecision(address, RoutingReason.HASH, 1))
 
     def finished(self, *parts: TimePart) -> None:
         nanos = sum(part.nanos for part in parts)

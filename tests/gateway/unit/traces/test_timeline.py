@@ -5,7 +5,7 @@ from itertools import count
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.fleet.route import Route, RoutingReason
+from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.fleet.sequence_trace import (
     ResubmitCause,
     SequenceTrace,
@@ -48,11 +48,11 @@ def test_the_parts_are_all_of_the_time_and_bounded(entered: list[Part]) -> None:
 
 def test_a_sequence_knows_where_it_was_and_why_it_left() -> None:
     trace = SequenceTrace(2, "r-2", count(100).__next__)
-    trace.sent(Route("a:1", RoutingReason.ONLY, 1))
+    trace.sent(RoutingDecision("a:1", RoutingReason.ONLY, 1))
     trace.left(ResubmitCause.SCHEDULER_LOST)
     trace.found_no_replica()  # it waits for the next one all the same, for the cause it has
     trace.timeline.enter(Part.ROUTE)
-    trace.sent(Route("b:1", RoutingReason.LEAST_LOADED, 2))
+    trace.sent(RoutingDecision("b:1", RoutingReason.LEAST_LOADED, 2))
     trace.timeline.end("finished")
     assert [part for part, _ in parts(trace.timeline)] == [
         Part.ROUTE,

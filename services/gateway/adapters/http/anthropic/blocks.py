@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from services.common.errors import InvalidArgument
 from services.gateway.adapters.http.exchange.fields import HistoryBody, by_type, text_or_list
-from services.gateway.adapters.http.openai.parts import (
+from services.gateway.adapters.http.openai.content_parts import (
     THOUGHTS,
     Arguments,
     TextPart,

@@ -18,7 +18,7 @@ from services.gateway.adapters.http.exchange.fields import (
     Without,
 )
 from services.gateway.adapters.http.openai.bodies import renamed
-from services.gateway.adapters.http.openai.parts import TextOrParts
+from services.gateway.adapters.http.openai.content_parts import TextOrParts
 from services.gateway.adapters.http.openai.tool_bodies import (
     DEFERRED,
     MAX_TOOLS,

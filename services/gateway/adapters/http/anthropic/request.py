@@ -7,8 +7,8 @@ from typing import Any
 from services.common.errors import InvalidArgument
 from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
+from services.gateway.adapters.http.openai.content_parts import said
 from services.gateway.adapters.http.openai.output_plan import AUTO, NONE, REQUIRED, ToolUse, planned
-from services.gateway.adapters.http.openai.parts import said
 from services.gateway.adapters.http.openai.rendering import render_turns
 from services.gateway.adapters.http.openai.sampling import given_parameters
 from services.gateway.adapters.http.openai.tool_bodies import ToolFields, check_tools

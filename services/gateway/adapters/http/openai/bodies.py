@@ -21,12 +21,12 @@ from services.gateway.adapters.http.exchange.fields import (
     TokenIds,
     given,
 )
+from services.gateway.adapters.http.openai.content_parts import TextOrParts, read, said, thought
 from services.gateway.adapters.http.openai.formats import (
     ResponseFormat,
     StructuredOutputsBody,
     TextFormat,
 )
-from services.gateway.adapters.http.openai.parts import TextOrParts, read, said, thought
 from services.gateway.adapters.http.openai.tool_bodies import ToolCalls, ToolChoice, Tools
 from services.gateway.adapters.http.openai.vllm_fields import (
     UnservedChatFields,

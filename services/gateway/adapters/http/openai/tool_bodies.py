@@ -16,7 +16,7 @@ from services.gateway.adapters.http.exchange.fields import (
     Without,
     text_or_object,
 )
-from services.gateway.adapters.http.openai.parts import Arguments, called_arguments
+from services.gateway.adapters.http.openai.content_parts import Arguments, called_arguments
 
 MAX_TOOLS = 512
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,256}$"

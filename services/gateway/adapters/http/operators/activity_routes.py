@@ -8,7 +8,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from services.gateway.adapters.activity.document import Document
+from services.gateway.adapters.activity.activity_document import Document
 from services.gateway.adapters.activity.feed import ActivityFeed, ReplicaSample
 from services.gateway.adapters.activity.history import history_document
 from services.gateway.adapters.http.exchange.query import Query, read_query

@@ -15,7 +15,7 @@ from services.common.telemetry.exposition import (
     open_metrics,
     wants_open_metrics,
 )
-from services.gateway.adapters.activity.document import stats_document
+from services.gateway.adapters.activity.activity_document import stats_document
 from services.gateway.adapters.schedulers.scheduler_link import SchedulerLink
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.adapters.telemetry.fleet_metrics import FleetMetrics

@@ -15,8 +15,8 @@ from services.common.errors import NotFound
 from services.gateway.adapters.http.exchange.query import Query, read_query
 from services.gateway.adapters.http.exchange.route import Route
 from services.gateway.adapters.http.openapi import view_answers as answers
-from services.gateway.adapters.traces.document import Document, document, summary
 from services.gateway.adapters.traces.running import Order, RunningTraces
+from services.gateway.adapters.traces.trace_document import Document, document, summary
 from services.gateway.core.traces.trace_store import TraceStore
 
 TRACES = "/traces"

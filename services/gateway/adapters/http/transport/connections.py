@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.gateway.adapters.http.transport.deferred_calls import DeferredCalls
 from services.gateway.adapters.http.transport.quick_refusals import QuickRefusals
 from services.gateway.adapters.http.transport.starts import Starts
-from services.gateway.adapters.http.transport.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Connections:
         """Whether every connection is closed after its next answer."""
         self.refusals = RefusalLog()
         self.starts = Starts()
-        self.refused_turns = Turns()
+        self.refused_turns = DeferredCalls()
         """Runs the parsing calls of connections whose last request was refused for lack of room."""
         self._connections: set[Connection] = set()
         self._idle: dict[Connection, None] = {}

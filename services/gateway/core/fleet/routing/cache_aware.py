@@ -7,9 +7,9 @@ from statistics import fmean
 
 from services.gateway.core.fleet.load_tracker import mean_speeds
 from services.gateway.core.fleet.replica import Replica
-from services.gateway.core.fleet.route import Route, RoutingReason
 from services.gateway.core.fleet.routing.chain_keys import ChainKeys
 from services.gateway.core.fleet.routing.policy import RoutingParts
+from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Inflight
 
 _MAX_SESSIONS = 65_536
@@ -81,12 +81,12 @@ class CacheAware:
         self._chain_keys = ChainKeys()
         self._sessions = SessionReplicas()
 
-    def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> Route:
+    def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
         return self.choose_for_keys(inflight, candidates, self._keys(inflight, candidates[0]))
 
     def choose_for_keys(
         self, inflight: Inflight, candidates: Sequence[Replica], keys: Sequence[int]
-    ) -> Route:
+    ) -> RoutingDecision:
         """Chooses a replica for a sequence. `keys` are the keys of its full blocks."""
         now = self._clock.time()
         session_id = inflight.request.session_id
@@ -96,7 +96,7 @@ class CacheAware:
         chosen, reason = self._choose(offers, keys, least, address_before)
         chosen.replica.recent_prefixes.add(keys, now, chosen.known_depth)
         self._sessions.remember(session_id, chosen.replica.address)
-        return Route(
+        return RoutingDecision(
             chosen.replica.address,
             reason,
             len(candidates),

@@ -7,8 +7,8 @@ from math import ceil
 
 from services.common.pool.block_hash import pack_token_ids
 from services.gateway.core.fleet.replica import Replica
-from services.gateway.core.fleet.route import Route, RoutingReason
 from services.gateway.core.fleet.routing.policy import RoutingParts
+from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Inflight
 
 POINTS_PER_REPLICA = 64
@@ -30,7 +30,7 @@ class ConsistentHash:
         self._points: list[int] = []
         self._owners: list[str] = []
 
-    def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> Route:
+    def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
         by_address = {replica.address: replica for replica in candidates}
         self._place(frozenset(by_address))
         num_requests = sum(replica.load.num_requests for replica in candidates)
@@ -42,7 +42,7 @@ class ConsistentHash:
             for address in dict.fromkeys(ring)
             if (one := by_address[address]).load.num_requests < most
         )
-        return Route(replica.address, RoutingReason.HASH, len(candidates))
+        return RoutingDecision(replica.address, RoutingReason.HASH, len(candidates))
 
     def _place(self, addresses: frozenset[str]) -> None:
         """Builds the ring of these replicas, if they have changed."""

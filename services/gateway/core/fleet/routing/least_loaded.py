@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from services.gateway.core.fleet.replica import Replica
-from services.gateway.core.fleet.route import Route, RoutingReason
 from services.gateway.core.fleet.routing.policy import RoutingParts, least_loaded
+from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Inflight
 
 
@@ -14,9 +14,9 @@ class LeastLoaded:
     def __init__(self, parts: RoutingParts) -> None:
         self._rng = parts.rng
 
-    def choose(self, _inflight: Inflight, candidates: Sequence[Replica]) -> Route:
+    def choose(self, _inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
         replica = least_loaded(candidates, self._rng)
-        return Route(replica.address, RoutingReason.LEAST_LOADED, len(candidates))
+        return RoutingDecision(replica.address, RoutingReason.LEAST_LOADED, len(candidates))
 
 
 class PowerOfTwo:
@@ -28,6 +28,6 @@ class PowerOfTwo:
     def __init__(self, parts: RoutingParts) -> None:
         self._rng = parts.rng
 
-    def choose(self, _inflight: Inflight, candidates: Sequence[Replica]) -> Route:
+    def choose(self, _inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
         replica = least_loaded(self._rng.sample(candidates, 2), self._rng)
-        return Route(replica.address, RoutingReason.LEAST_LOADED, len(candidates))
+        return RoutingDecision(replica.address, RoutingReason.LEAST_LOADED, len(candidates))

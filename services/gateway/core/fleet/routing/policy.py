@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.gateway.core.fleet.replica import Replica
-from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.ports import Clock, PrefixDirectory
 from services.gateway.core.request.inflight import Inflight
 
@@ -14,7 +14,7 @@ from services.gateway.core.request.inflight import Inflight
 class RoutingPolicy(Protocol):
     """A rule that chooses one of several replicas."""
 
-    def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> Route:
+    def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
         """Chooses one of at least two `candidates`. All candidates are ready, and either all or
         none of them have room in their queues. For several sequences with the same prompt, this is
         called only once.

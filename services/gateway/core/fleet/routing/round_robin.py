@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from services.gateway.core.fleet.replica import Replica
-from services.gateway.core.fleet.route import Route, RoutingReason
 from services.gateway.core.fleet.routing.policy import RoutingParts
+from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Inflight
 
 
@@ -14,7 +14,7 @@ class RoundRobin:
     def __init__(self, _parts: RoutingParts) -> None:
         self._last = ""
 
-    def choose(self, _inflight: Inflight, candidates: Sequence[Replica]) -> Route:
+    def choose(self, _inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
         replica = min(candidates, key=lambda one: (one.address <= self._last, one.address))
         self._last = replica.address
-        return Route(replica.address, RoutingReason.TURN, len(candidates))
+        return RoutingDecision(replica.address, RoutingReason.TURN, len(candidates))

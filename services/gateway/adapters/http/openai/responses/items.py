@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Tag
 
 from services.gateway.adapters.http.exchange.fields import HistoryBody, by_type
-from services.gateway.adapters.http.openai.parts import (
+from services.gateway.adapters.http.openai.content_parts import (
     Arguments,
     TextOrParts,
     called_arguments,

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.gateway.adapters.http.transport.turns import Turns
+from services.gateway.adapters.http.transport.deferred_calls import DeferredCalls
 
 
 class Processor:
@@ -19,7 +19,7 @@ async def calls_of_each_turn(
     num_calls: int, *, seconds_each: float, seconds_between: float
 ) -> list[int]:
     processor, called = Processor(), [0]
-    turns = Turns(processor)
+    turns = DeferredCalls(processor)
 
     def call() -> None:
         processor.seconds += seconds_each
@@ -35,7 +35,7 @@ async def calls_of_each_turn(
 
 
 async def test_none_is_made_in_the_turn_in_which_it_is_added_though_it_is_alone() -> None:
-    turns, called = Turns(), []
+    turns, called = DeferredCalls(), []
     turns.add(lambda: called.append("a"))
     assert not called
     await asyncio.sleep(0)
@@ -55,7 +55,7 @@ async def test_where_turns_are_long_calls_take_half_of_the_time_that_the_rest_ta
 
 async def test_time_without_waiting_calls_does_not_count() -> None:
     processor, called = Processor(), []
-    turns = Turns(processor)
+    turns = DeferredCalls(processor)
     turns.add(lambda: called.append("a"))
     await asyncio.sleep(0)
     processor.seconds += 10.0
@@ -66,7 +66,7 @@ async def test_time_without_waiting_calls_does_not_count() -> None:
 
 
 async def test_a_call_that_adds_another_leaves_it_to_a_later_turn() -> None:
-    turns, called = Turns(), []
+    turns, called = DeferredCalls(), []
     turns.add(lambda: (called.append("a"), turns.add(lambda: called.append("b"))))
     await asyncio.sleep(0)
     assert called == ["a"]

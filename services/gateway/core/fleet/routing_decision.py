@@ -31,7 +31,7 @@ class RoutingReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class RoutingDecision:
     """The replica that a sequence is sent to."""
 
     address: str

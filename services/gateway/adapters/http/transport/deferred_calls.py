@@ -11,7 +11,7 @@ else in the iteration.
 """
 
 
-class Turns:
+class DeferredCalls:
     """Runs calls in the order of `add`, one in each iteration of the event loop, so that a burst of
     calls delays everything else by at most one call. After a long iteration, more calls run. They
     may take half of the processor time that everything else took since the last call. Without this

@@ -19,7 +19,7 @@ from services.gateway.core.admission.queue_bounds import (
 from services.gateway.core.admission.service_charge import ServiceCharge, charge_for
 from services.gateway.core.admission.service_time import ServiceTime
 from services.gateway.core.admission.wait import Wait, WaitReason, wait_reason
-from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.inflight import Inflight, ended
@@ -54,7 +54,7 @@ class _Waiter:
     """Whether the sequence was still waiting at the end of `add`."""
 
 
-class Admission:
+class TenantQueues:
     """Queues sequences while the replicas have no place for them. Each tenant has its own queue.
     The length of a queue and the wait in it are limited. The replicas' own queues stay short.
 
@@ -178,7 +178,7 @@ class Admission:
         if self._waiters:
             self._clock.call_at(self._clock.time(), self.admit)
 
-    def sent(self, inflight: Inflight, route: Route) -> None:
+    def sent(self, inflight: Inflight, route: RoutingDecision) -> None:
         """Counts the place of a sequence that was sent to a replica, and charges its tenant."""
         tenant = inflight.request.tenant
         usage = self.places.usage(tenant)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 
-class Turns:
+class EngineLock:
     """A lock that is held by each iteration of the loop, and by all other code that changes the
     scheduler.
 

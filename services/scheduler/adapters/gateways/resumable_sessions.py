@@ -19,7 +19,7 @@ _HELD = (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
 """If other requests wait for one of these reasons, a session between turns may be ended."""
 
 
-class ClientSessions:
+class ResumableSessions:
     """The clients' sessions of one replica."""
 
     def __init__(self, engine: EngineCore, sessions: Sessions, max_num_sessions: int) -> None:
