@@ -1,4 +1,4 @@
-"""The links to all known schedulers, each with a task that keeps its session open."""
+"""Makes the links to all known schedulers. Each link has a task that keeps its session open."""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 class SchedulerLinks:
-    """Implements the core's Links over gRPC. Sessions are opened while `run` is running."""
+    """Implements the core's interface Links over gRPC. Sessions are opened while `run` is
+    running.
+    """
 
     def __init__(
         self, gateway_id: str, session_timeout_seconds: float, tls: "Tls | None" = None

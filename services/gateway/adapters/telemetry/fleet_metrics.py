@@ -1,4 +1,4 @@
-"""Prometheus metrics of the whole fleet: the gateway's own, and every replica's."""
+"""Prometheus metrics of the whole fleet: the metrics of this gateway and of every replica."""
 
 import asyncio
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class FleetCollector(Collector):
         self._fleet = fleet
         self._model = model_name
         self.num_silent = 0
-        """Replicas that did not send their metrics in the last scrape."""
+        """Number of replicas that did not send their metrics in the last scrape."""
 
     def collect(self) -> Iterator[Metric]:
         """One family for each metric."""
@@ -37,8 +37,8 @@ class FleetCollector(Collector):
 
 
 class FleetMetrics:
-    """Collects the metrics of all replicas at each scrape. A replica that does not
-    respond is left out.
+    """Collects the metrics of all replicas at each scrape. A replica that does not respond is
+    omitted.
     """
 
     def __init__(self, own: Exposition, collector: FleetCollector, links: SchedulerLinks) -> None:
@@ -47,8 +47,8 @@ class FleetMetrics:
         self._links = links
 
     async def collect(self, *, shows_tenants: bool, exemplars: bool) -> bytes:
-        """Returns the metrics as text, with exemplars if requested. A replica's series have its
-        address as the label `replica`, since addresses are unique and engine names may repeat.
+        """Returns the metrics as text. The label `replica` of a replica's series is its address,
+        because several replicas may have the same engine name.
         """
         hidden_labels = () if shows_tenants else ("tenant",)
         links = self._links.all()

@@ -1,5 +1,5 @@
-"""Server metrics of the OpenTelemetry GenAI conventions. They count requests that an engine
-scheduled. Refused requests are left out.
+"""The server metrics of OpenTelemetry's GenAI conventions. They count only requests that an engine
+scheduled, so refused requests are omitted.
 """
 
 from opentelemetry.metrics import Meter

@@ -42,7 +42,7 @@ class Metrics:
         for reason in KeptFor:
             self._traces_kept.labels(model_name, reason.value)
         self._spans_cut = self._of_model(self._counter(names.METRIC_TRACE_SPANS_CUT))
-        # Finding a series by its labels costs more than counting, so frequently used series are
+        # Looking up a series by its labels costs more than counting, so frequently used series are
         # cached.
         self._http_series = cache(self._find_http_series)
         self._rejections_for = cache(partial(self._rejections.labels, model_name))
@@ -52,8 +52,8 @@ class Metrics:
         self._answers_for(reason).inc()
 
     def refused(self, reason: str, tenant_id: str = "") -> None:
-        """Counts a request that was refused, or failed before an engine scheduled it. Only this
-        metric and the tenant's count it.
+        """Counts a request that was refused, or that failed before an engine scheduled it. No other
+        metric counts such a request, except the tenant's.
         """
         self._rejections_for(reason).inc()
         if tenant_id:
@@ -82,7 +82,7 @@ class Metrics:
         )
 
     def trace_kept(self, reason: KeptFor) -> None:
-        """Counts a request whose spans are exported, by the reason."""
+        """Counts a request whose spans are exported. The reason is a label."""
         self._traces_kept.labels(self._model, reason.value).inc()
 
     def trace_cut(self, num_spans: int) -> None:

@@ -41,13 +41,13 @@ class Observation:
         self._generation: Generation | None = None
         self._is_refused = False
         self._end = "abort"
-        """Finish reason that is counted for sequences that did not finish."""
+        """The finish reason that is counted for sequences that did not finish."""
 
     @contextmanager
     def watching(
         self, generation: Generation, sink: Sink, *, stream: bool
     ) -> Iterator["WatchedSink"]:
-        """A sink that measures the times of pieces and forwards them."""
+        """A context with a sink that measures the times of pieces and forwards them to `sink`."""
         self._generation = self._record.generation = generation
         self._record.is_stream = stream
         self._record.enter(Part.GENERATE)
@@ -57,8 +57,8 @@ class Observation:
             self._write()
 
     def _write(self) -> None:
-        """Starts the WRITE part of the timeline at the end of the last sequence. With a slow
-        client, earlier pieces may still be unsent at that time.
+        """Starts the part WRITE of the timeline at the end of the last sequence. If the client is
+        slow, earlier pieces may be unsent at that time.
         """
         timeline = self._record.timeline
         ends = [trace.timeline.ended or timeline.now() for trace in traces_of(self._generation)]
@@ -83,9 +83,9 @@ class Observation:
     def completed(self) -> None:
         """Counts a request that has ended.
 
-        A refused request has no tokens, finish reasons or latencies to count. If the client left
-        while the request was queued, only its finish reason is counted. A replayed answer was
-        counted when it was generated.
+        Nothing is counted for a refused request or for a replayed answer, which was counted when
+        it was generated. If the client disconnected while the request was queued, only the finish
+        reason is counted.
         """
         seconds = time.perf_counter() - self._started
         generation = self._generation
@@ -119,7 +119,7 @@ class Observation:
             self._metrics.tenants.used(self._tenant_id, usage)
 
     def _exemplar(self) -> dict[str, str] | None:
-        """The trace id of this request as an exemplar; None if it is not sampled."""
+        """Returns the trace id of this request as an exemplar. None if the trace is not sampled."""
         return {"trace_id": self._record.trace_id} if self._record.origin.is_sampled else None
 
     def _waited(self, waits: Sequence[Wait]) -> None:
@@ -158,7 +158,9 @@ class WatchedSink:
 
 
 def _saw_nothing(_piece: Piece) -> None:
-    """For replays, whose pieces were counted when they were generated."""
+    """Does nothing. Used for replayed answers, whose pieces were counted when they were
+    generated.
+    """
 
 
 class Observer:
@@ -175,12 +177,14 @@ class Observer:
     def counting_refusals(
         self, record: RequestRecord, tenant: Tenant = ANYONE
     ) -> "CountedRefusals":
-        """A context that counts a request's refusal before it is observed. Errors are raised on."""
+        """A context that counts errors as refusals of a request that is not observed yet. The
+        errors are raised again.
+        """
         record.tenant = tenant
         return CountedRefusals(self, record)
 
     def refused(self, record: RequestRecord, error: StepwellError) -> None:
-        """Counts a refusal of the record's request before it is observed."""
+        """Counts the refusal of a request that is not observed yet."""
         reason = _reason(error)
         self._metrics.refused(reason, record.tenant.tenant_id)
         self._history.refused(time.time(), reason)
@@ -190,7 +194,7 @@ class Observer:
     def observing(
         self, operation: str, record: RequestRecord, tenant: Tenant = ANYONE
     ) -> Iterator[Observation]:
-        """Observes a request within the context. Errors are counted and raised on."""
+        """A context that observes a request. Errors are counted and raised again."""
         record.operation, record.tenant = operation, tenant
         record.directory_state = self._index.state.value
         observation = Observation(record, self._metrics, self._genai, self._history)
@@ -212,7 +216,9 @@ class Observer:
 
 
 class CountedRefusals:
-    """The context of Observer.counting_refusals. A class, since each request enters several."""
+    """The context of Observer.counting_refusals. It is a class and not a generator, since each
+    request enters several of these contexts.
+    """
 
     __slots__ = ("_observer", "_record")
 
@@ -234,8 +240,8 @@ class CountedRefusals:
 
 
 def _reason(error: StepwellError) -> str:
-    """The reason under which an error is counted. For tenants' limits it includes
-    the kind of limit.
+    """Returns the reason under which an error is counted. If a tenant's limit was reached, the
+    reason includes the kind of limit.
     """
     reason = error.error_reason.lower()
     return f"{error.quota}_{reason}" if isinstance(error, LimitReached) else reason

@@ -1,4 +1,4 @@
-"""The record of one client call while it is served. It has the call's ids, times and outcome."""
+"""The record of one client call while the call is served: its ids, times and outcome."""
 
 import enum
 import time
@@ -24,11 +24,12 @@ from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.traces.timeline import Part, Timeline
 
 REQUEST_ID, TRACE_ID = "X-Request-Id", "X-Trace-Id"
-"""Headers of every HTTP answer; in lower case, trailing metadata in gRPC."""
+"""Headers of every HTTP answer. In gRPC, the same names in lower case are trailing metadata."""
 CANCELLED = "cancelled"
 """The error type of a request whose client disconnected."""
 CLIENT_CLOSED_REQUEST = "499"
-"""The status of an HTTP request whose client disconnected before the answer began. It is not sent.
+"""The status that is recorded for an HTTP request whose client disconnected before the answer
+began.
 """
 _FAILURES = (InternalError, Aborted, Unavailable)
 _QUEUE_TIMEOUT = "QUEUE_TIMEOUT"
@@ -38,20 +39,20 @@ CALL_RECORD: ContextVar["RequestRecord"] = ContextVar("call_record")
 
 
 CALL_ARRIVAL: ContextVar[Arrival] = ContextVar("call_arrival")
-"""The arrival of the gRPC call in the current task: the call counts as arriving until its sequences
-are queued. For HTTP it is in the request's state.
+"""The arrival of the gRPC call in the current task. It counts the call as arriving until the call's
+sequences are queued. For HTTP it is in the request's state.
 """
 
 
 class KeptFor(enum.Enum):
-    """The reason for which a request's spans are exported."""
+    """Why a request's spans are exported."""
 
     SAMPLED = "sampled"
     FAILED = "failed"
     SLOW = "slow"
-    """It lasted at least as long as the setting for slow requests."""
+    """The request took at least as long as the setting for slow requests."""
     SLOWEST = "slowest"
-    """It was among the slowest requests of its minute."""
+    """The request was among the slowest requests of its minute."""
     WATCHED = "watched"
     """Its trace was read or listed while it ran."""
 

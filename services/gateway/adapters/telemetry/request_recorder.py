@@ -37,11 +37,11 @@ class RecorderSettings:
 
     model_name: str
     slow_seconds: float
-    """Requests that last at least this long are traced even if not sampled; 0 disables this
-    rule.
+    """Requests that take at least this number of seconds are traced even if they were not sampled.
+    0 disables this rule.
     """
     num_slowest: int
-    """The number of slowest requests per minute that are traced even if not sampled."""
+    """Number of slowest requests per minute that are traced even if they were not sampled."""
     access_log: bool
 
 
@@ -49,8 +49,8 @@ class RequestRecorder:
     """Decides at the end of each request whether it is traced.
 
     A request is traced if it was sampled at its start, failed, was slow, was among the slowest of
-    its minute, or if its trace was read or listed while it ran. Until its end only numbers are
-    kept.
+    its minute, or if its trace was read or listed while it ran. While a request runs, only numbers
+    are recorded.
     """
 
     def __init__(
@@ -62,16 +62,18 @@ class RequestRecorder:
         self._keep = keep
         self._slowest = SlowestRequests(settings.num_slowest)
         self.running: dict[int, RequestRecord] = {}
-        """Calls that have not ended, by the id of their root span, oldest first."""
+        """Maps the ids of root spans to the records of calls that have not ended. The oldest call
+        is first.
+        """
 
     def begin(
         self, call: Call, operation: str, headers: Mapping[str, str], arrived: int | None = None
     ) -> RequestRecord:
-        """Starts the record of a call. `headers` are by lower-case names.
+        """Starts the record of a call. The keys of `headers` are lower-case names.
 
-        The request id is the client's if it is valid, else a new one. A call without an operation
-        is not sampled: such calls, for example for metrics or by /ui, have no spans, and would use
-        up the sampling rate of traced requests.
+        The request id is the client's if it is valid, and otherwise a new id. A call without an
+        operation has no spans and is not sampled. Otherwise such calls, for example for metrics,
+        would use up the limit on sampled requests.
         """
         given = headers.get(REQUEST_ID.lower(), "")
         origin = self._tracing.origin(
@@ -90,13 +92,13 @@ class RequestRecorder:
 
     def end_soon(self, record: RequestRecord) -> None:
         """Ends a record in the next iteration of the event loop. The status of a gRPC call is sent
-        once its handler has returned, and would otherwise wait for spans and log line.
+        after its handler has returned. With `end`, it would wait for the spans and the log line.
         """
         record.timeline.end()
         asyncio.get_running_loop().call_soon(self.end, record)
 
     def end(self, record: RequestRecord) -> None:
-        """Ends the record of a call: makes spans if needed, and logs the call."""
+        """Ends the record of a call. Makes spans if the call is traced, and logs the call."""
         self.running.pop(record.root_span_id, None)
         record.timeline.end()
         if record.operation and self._tracing.enabled and (reason := self._kept_for(record)):
@@ -106,7 +108,7 @@ class RequestRecorder:
             log_access(record)
 
     def _kept_for(self, record: RequestRecord) -> KeptFor | None:
-        """The reason for tracing the request; None if it is not traced."""
+        """Returns the reason for tracing the request. None if it is not traced."""
         ended = (record.timeline.ended or 0) / 1e9
         is_slowest = self._slowest.is_among(record.seconds, ended)
         if record.origin.is_sampled and not (is_slowest or record.is_failure):

@@ -1,14 +1,9 @@
 """The spans of a request at the gateway, made from its record when it has ended, or while it runs.
 
     chat tiny                                    the call, from its arrival to the end of its answer
-      gateway.admit, read, parse, tokenize, prepare, generate, write      its parts, one by one
-        gateway.wait, route, engine, resubmit    in generate: parts of each sequence
-          gateway.send                           in engine: transfer to the replica,
-          scheduler.request and so on            the scheduler's own spans,
-          gateway.receive                        and transfer of the last tokens back
 
-Consecutive parts have no gap, so that their durations add up to the call's. If a sequence has more
-parts than its quota of MAX_SPANS, the last kept span extends to the sequence's end.
+Consecutive parts have no gap, so the sum of their durations is the call's duration. Each sequence
+has a quota of MAX_SPANS. If it has more parts, its last span extends to the sequence's end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,8 +29,8 @@ from services.gateway.core.traces.time_parts import EngineParts
 from services.gateway.core.traces.timeline import Part, Stretch, Timeline
 
 MAX_SPANS = 1152
-"""Limit on the number of spans of one request. Its sequences have equal quotas. With 256 sequences,
-a quota is enough for a sequence that is sent to only one replica.
+"""Limit on the number of spans of one request, which is divided equally among its sequences. With
+256 sequences, the quota of a sequence suffices if it is sent to only one replica.
 """
 _MAX_STOPS, _MAX_CHARACTERS = 16, 256
 """Limits on the number of stop strings in a span, and on the characters of each text from a
@@ -55,7 +50,7 @@ class RequestSpans:
         model_name: str,
         so_far: EngineParts | None = None,
     ) -> None:
-        """`so_far` has the time parts of sequences that are still at a replica."""
+        """`so_far` has the parts of the time of sequences that are still at a replica."""
         self._record = record
         self._so_far = so_far
         self._tracing = tracing
@@ -65,12 +60,12 @@ class RequestSpans:
         self._is_running = record.timeline.ended is None
         self._end = record.timeline.ended or record.timeline.now()
         self.num_dropped = record.timeline.num_dropped
-        """Spans that were dropped."""
+        """Number of spans that were dropped."""
 
     def make(self, kept_for: KeptFor | None) -> None:
-        """Exports all spans. `kept_for` is the reason of the trace; None for a running request.
-        Parts that have not ended are exported with an end of now and an attribute that they are
-        running.
+        """Exports all spans. `kept_for` is the reason for tracing the request. It is None for a
+        running request. Parts that have not ended are exported with the current time as their end,
+        and an attribute that they are running.
         """
         record = self._record
         for stretch, end in stretches_of(record.timeline, self._end):
@@ -141,11 +136,12 @@ class RequestSpans:
         began: int,
         ended: int,
     ) -> int:
-        """Makes the spans of the transfers to a replica and back; returns how many were made: 2 or
-        0.
+        """Makes the spans of the transfers to a replica and back. Returns the number of spans made,
+        2 or 0.
 
-        Their total duration is the stay at the replica minus the time that the replica reported.
-        The boundary between the two is determined by the replica's clock.
+        The total duration of both transfers is the duration of the stay at the replica minus the
+        time that the replica reported. How this is divided between the transfers depends on the
+        replica's clock.
         """
         if times is None or times.queued_unix_nanos is None:
             return 0
@@ -229,7 +225,7 @@ class RequestSpans:
 
 
 def stretches_of(timeline: Timeline, until: int) -> Iterator[tuple[Stretch, int]]:
-    """Each part with its end. A part that has not ended ends at `until`."""
+    """Yields each part with its end. A part that has not ended ends at `until`."""
     yield from ((one, following.began) for one, following in pairwise(timeline.stretches))
     yield timeline.stretches[-1], timeline.ended or until
 
@@ -259,8 +255,8 @@ def _asked(generation: Generation, is_stream: bool) -> Values:
 
 
 def _answered(record: RequestRecord, generation: Generation) -> Values:
-    """Attributes of a request that was sent to an engine: the route of its answer,
-    its tokens, its times.
+    """Returns the attributes of a request that was sent to an engine: its route, tokens and
+    times.
     """
     mailbox = generation.mailbox
     attributes: Values = {}

@@ -1,6 +1,4 @@
-"""Divides the time of a call into parts. Spans use the parts, and they are sent to clients that
-request them.
-"""
+"""Divides the time of a call into parts, for spans and for clients that request the times."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +11,16 @@ from services.gateway.core.traces.time_parts import EngineParts, request_parts
 
 
 def traces_of(generation: Generation | None) -> Sequence[SequenceTrace]:
-    """The traces of a request's own sequences; empty for a replay."""
+    """Returns the traces of a request's own sequences. Empty for a replayed answer."""
     if generation is None or generation.mailbox is None or generation.is_replay:
         return ()
     return generation.mailbox.traces
 
 
 def engine_times(traces: Sequence[SequenceTrace]) -> EngineTimes | None:
-    """The times of the sequence that took longest at its last replica; None if none are known."""
+    """Returns the times of the sequence that took longest at its last replica. None if no times are
+    known.
+    """
     known = [trace.times for trace in traces if trace.times is not None]
     return max(known, key=lambda times: times.queue + times.inference, default=None)
 
@@ -28,17 +28,19 @@ def engine_times(traces: Sequence[SequenceTrace]) -> EngineTimes | None:
 def parts_of(
     record: RequestRecord, until: int | None = None, so_far: EngineParts | None = None
 ) -> tuple[TimePart, ...]:
-    """The parts of a call's time up to its end; before the end, up to `until` or now."""
+    """Returns the parts of a call's time up to its end. If the call has not ended, up to `until`,
+    or to the current time if `until` is None.
+    """
     end = record.timeline.now() if until is None else until
     return request_parts(record.timeline, traces_of(record.generation), end, so_far)
 
 
 def metrics_body(record: RequestRecord) -> dict[str, Any]:
-    """The request's times as sent to clients: the parts up to now, and vLLM's request statistics in
-    milliseconds.
+    """Returns the request's times for the client: the parts up to now, and vLLM's request
+    statistics in milliseconds.
 
-    The statistics are null if the replica did not report them, as after a stop string, and for
-    requests with several sequences.
+    The statistics are null if the replica did not report them, for example after a stop string.
+    They are also null for requests with several sequences.
     """
     parts, traces = parts_of(record), traces_of(record.generation)
     body: dict[str, Any] = {

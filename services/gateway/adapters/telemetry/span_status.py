@@ -30,8 +30,8 @@ def span_status(record: RequestRecord) -> Status:
 
 
 def status_attributes(record: RequestRecord) -> Mapping[str, str | int]:
-    """Attributes with the status code, if one was sent, and the error. `error.type`
-    is for server errors only.
+    """Returns the attributes with the status code, if one was sent, and the error. Only server
+    errors have `error.type`.
     """
     attributes: dict[str, str | int] = {}
     if record.call.protocol == "grpc" and record.status:
@@ -47,8 +47,8 @@ def status_attributes(record: RequestRecord) -> Mapping[str, str | int]:
 
 
 def _is_server_error(record: RequestRecord) -> bool:
-    """Whether the status code is a server error. An HTTP stream sends status 200 before it can
-    fail, so its record counts, too.
+    """Whether the call ended with a server error. An HTTP stream sends status 200 before it can
+    fail, so the record's error is checked, too.
     """
     if record.call.protocol == "grpc":
         return record.status in _SERVER_ERRORS

@@ -34,7 +34,7 @@ class TenantMetrics:
                 SPECS[names.METRIC_TENANT_REFUSALS],
             )
         )
-        # The series is cached by its labels, since a flood is refused many times a second.
+        # The series is cached, since a tenant's flood of requests is refused many times a second.
         self._refusals_for = cache(partial(self._refusals.labels, model_name))
 
     def used(self, tenant_id: str, usage: Usage) -> None:

@@ -1,5 +1,5 @@
-"""The content of messages in the format that a chat template expects: a string, or
-a list of parts.
+"""Converts the content of messages to the format that a chat template expects: a string, or a list
+of parts.
 """
 
 import json
@@ -11,7 +11,8 @@ from jinja2 import TemplateError, nodes
 
 Messages = Sequence[Mapping[str, Any]]
 _FIRST_TURN = frozenset({"system", "developer"})
-"""Roles whose message some templates expect as a string, while they expect other messages as parts.
+"""Roles whose messages some templates expect as a string even if they expect other messages as
+lists of parts.
 """
 
 
@@ -22,9 +23,10 @@ def render_content(
     string, openai or auto.
 
     As in vLLM, texts are joined with a line feed if the template expects a string. A template
-    expects parts if it iterates over the content. With auto, a prompt that lacks the last message's
-    text, or contains a Python list, is rendered again in the other formats. If no prompt is
-    complete, the first one is returned. Raises the error of `render` in the first format.
+    expects parts if it iterates over the content. If `form` is auto and the prompt lacks the last
+    message's text or contains a Python list, the messages are rendered again in the other formats.
+    If no prompt is complete, the first prompt is returned. If all formats raised an error, the
+    first error is raised.
     """
     first, *others = _forms(messages, template, form)
     error: Exception | None = None
@@ -48,7 +50,7 @@ def render_content(
 
 
 def holds(prompt: str, text: str) -> bool:
-    """Whether a prompt contains a text, as it is or escaped as JSON."""
+    """Whether a prompt contains a text, either unchanged or escaped as in JSON."""
     bare = text.strip()
     if bare in prompt:
         return True
@@ -62,7 +64,7 @@ def texts_of(content: str | Sequence[str]) -> list[str]:
 
 
 def _forms(messages: Messages, template: str, form: str) -> Iterator[Messages]:
-    """The messages in each format to try, most likely first."""
+    """Yields the messages in each format to try, the most likely format first."""
     if form == "string":
         yield _written(messages, _joined)
     elif form == "openai":
@@ -100,8 +102,8 @@ def _is_whole(prompt: str, messages: Messages) -> bool:
 def iterates_over_content(template: str) -> bool:
     """Whether a chat template has a loop over the content of a message.
 
-    The message is the variable of a loop over `messages`, or over a variable that was assigned from
-    it. The rule is vLLM's `_detect_content_format`.
+    A message is recognized as the variable of a loop over `messages`, or over a variable to which
+    `messages` was assigned. The rule is that of vLLM's `_detect_content_format`.
     """
     # Imported here, since it takes a tenth of a second and is needed only for templates.
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415
@@ -122,7 +124,9 @@ def iterates_over_content(template: str) -> bool:
 
 
 def _names_of(root: nodes.Template, name: str) -> set[str]:
-    """A variable's name, and the names of variables assigned from it or from a part of it."""
+    """Returns a variable's name, and the names of variables to which it or a part of it was
+    assigned.
+    """
     names, found = {name}, {name}
     while found:
         found = {
@@ -136,7 +140,7 @@ def _names_of(root: nodes.Template, name: str) -> set[str]:
 
 
 def _bare(node: nodes.Node | None) -> nodes.Node | None:
-    """The expression without filters, tests and slices."""
+    """Returns the expression without filters, tests and slices."""
     while True:
         is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
         if not is_slice and not isinstance(node, nodes.Filter | nodes.Test):

@@ -19,17 +19,17 @@ class ChatTemplateOptions:
     """The chat template, and its variables."""
 
     template: str | None = None
-    """A file, or the text of a template; None selects the model's template."""
+    """The path of a file, or the text of a template. None selects the model's template."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Default variables, which a request may override."""
     content_format: str = "auto"
-    """The format in which the template gets the content of messages."""
+    """The format of messages' content that the template expects."""
 
     def read_template(self) -> str | None:
-        """The text of the template; None if it is the model's.
+        """Returns the text of the template. None if it is the model's template.
 
-        As in vLLM, a setting without braces and line breaks is a file. Raises FailedPrecondition if
-        the file cannot be read or the template is invalid.
+        As in vLLM, a setting without braces and line breaks is the path of a file. Raises
+        FailedPrecondition if the file cannot be read or the template is invalid.
         """
         text = self.template
         if text is None:
@@ -45,10 +45,10 @@ class ChatTemplateOptions:
 
 
 def _check(text: str) -> None:
-    """Raises FailedPrecondition for a template with a syntax error."""
+    """Raises FailedPrecondition if the template has a syntax error."""
     # Imported here, since transformers takes a fifth of a second to import.
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415
-        _compile_jinja_template,  # the tags of templates are defined there
+        _compile_jinja_template,  # it defines the tags of templates
     )
 
     try:

@@ -24,11 +24,13 @@ logger = logging.getLogger(__name__)
 def read_sampling_defaults(
     setting: str, model: Path, override: Mapping[str, Any] | None = None
 ) -> SamplingDefaults:
-    """The defaults by the settings `generation_config` and `override_generation_config`.
+    """Returns the defaults that the settings `generation_config` and `override_generation_config`
+    determine.
 
-    "auto" reads the file of the model directory if it exists. "vllm" reads no file. Any other value
-    is a directory with the file; its `max_new_tokens` bounds every answer. Values of `override`
-    replace the file's, and its `max_new_tokens` is also a bound.
+    If `setting` is "auto", the file in the model directory is read if it exists. If it is "vllm",
+    no file is read. Any other value is a directory with the file, whose `max_new_tokens` bounds
+    every answer. Values of `override` replace values of the file, and its `max_new_tokens` is also
+    a bound.
 
     Raises FailedPrecondition, in one sentence, for a missing or invalid file, and for an invalid
     override.
@@ -48,7 +50,7 @@ def read_sampling_defaults(
 
 
 def _defaults(source: Path | str, values: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """The sampling parameters of a source, and its longest answer."""
+    """Returns the sampling parameters of a source, and its maximum length of answers."""
     given: dict[str, Any] = {
         name: _number(source, values, name) for name in _NUMBERS if name in values
     }
@@ -64,8 +66,8 @@ def _defaults(source: Path | str, values: dict[str, Any]) -> tuple[dict[str, Any
 
 
 def _known_only(override: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an override, without nulls. Raises FailedPrecondition for an unknown name,
-    which would have no effect.
+    """Returns the values of an override, without nulls. Raises FailedPrecondition if a name is
+    unknown, since the value would have no effect.
     """
     known = (*_NUMBERS, "top_k", _LONGEST)
     for name in override:
@@ -77,7 +79,7 @@ def _known_only(override: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's values, without nulls."""
+    """Returns the file's values, without nulls."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

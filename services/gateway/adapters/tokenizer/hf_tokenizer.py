@@ -25,11 +25,15 @@ from services.gateway.core.request.truncation import Truncation
 T = TypeVar("T")
 
 _INLINE_CHARACTERS = 2048
-"""Shorter texts are tokenized on the event loop: a thread switch would cost more."""
+"""Shorter texts are tokenized in the event loop's thread, since a switch to another thread would
+cost more.
+"""
 _CHARACTERS_OF_MESSAGE = 128
-"""A template needs about as much time for this many characters as for one more message."""
+"""Rendering this number of characters takes about as long as rendering one more message."""
 _COUNTED_CHARACTERS_PER_TOKEN = 8
-"""A text with more characters per allowed token is first counted in pieces."""
+"""If a text has more characters per allowed token than this, its tokens are first counted in
+pieces.
+"""
 _PIECE_CHARACTERS = 2**16
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_TEMPLATE_MESSAGE = 300
@@ -40,12 +44,12 @@ _SPACE_MARK = "▁"
 class HfTokenizer:
     """The core's Tokenizer. Calls the Rust tokenizer directly, which is thread-safe.
 
-    Truncation and padding in tokenizer.json are disabled: they are settings of training, and would
+    Truncation and padding in tokenizer.json are disabled. They are settings for training, and would
     silently change a client's prompt.
     """
 
     def __init__(self, tokenizer: Any, chat_template: ChatTemplateOptions | None = None) -> None:
-        """Raises FailedPrecondition for an unusable `chat_template`."""
+        """Raises FailedPrecondition if `chat_template` cannot be used."""
         self._chat = chat_template or ChatTemplateOptions()
         self._tokenizer = tokenizer
         if (template := self._chat.read_template()) is not None:
@@ -123,10 +127,10 @@ class HfTokenizer:
         return await self._off_loop(sum(len(text) for texts in prompts for text in texts), work)
 
     def _count(self, text: str, number: int, max_tokens: int) -> None:
-        """Raises TextTooLong for a text with far too many tokens to encode at once.
-
-        The encoder needs a few hundred bytes per token. The sum over pieces of the text is nearly
-        the token count of the whole: only tokens at the cuts may differ.
+        """Raises TextTooLong if a text has far too many tokens, without encoding it at once, which
+        would take a few hundred bytes per token. The tokens of pieces of the text are counted
+        instead. Their sum is nearly the token count of the whole text, since only tokens at the
+        cuts may differ.
         """
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARACTERS):
@@ -190,7 +194,7 @@ class HfTokenizer:
 
         texts = [text for message in messages for text in texts_of(message["content"])]
         size = _CHARACTERS_OF_MESSAGE * len(messages) + sum(map(len, texts))
-        # Variables and tools may have any size for the template.
+        # Variables and tools may make the template slow, whatever the size of the messages.
         if variables or tools or self._chat.variables:
             size += _INLINE_CHARACTERS
         try:
@@ -222,7 +226,7 @@ class HfTokenizer:
         return described(self._tokenizer)
 
     def to_json(self) -> str:
-        """The text of a tokenizer.json."""
+        """Returns the text of a tokenizer.json."""
         text: str = self._backend.to_str()
         return text
 
@@ -233,9 +237,9 @@ class HfTokenizer:
 
 
 def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """For each token, the number of characters before it. `offsets` are the tokens' spans in the
-    text. An added token has an empty span. Spans have no spaces at their ends if the tokenizer
-    trims them.
+    """Returns, for each token, the number of characters before it. `offsets` are the start and end
+    of each token in the text. They are equal for an added token. Some tokenizers exclude spaces
+    from the ends of tokens.
     """
     starts, end = [], 0
     for first, last in offsets:
@@ -245,15 +249,16 @@ def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _second_text(type_ids: Sequence[int]) -> int:
-    """The index of the first token of the second text, by token types; 0 if all
-    tokens have one type.
+    """Returns the index of the first token of the second text, which has token type 1. Returns 0 if
+    all tokens have the same type.
     """
     return type_ids.index(1) if 1 in type_ids else 0
 
 
 def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:
-    """The client's error for an exception in a template. It quotes a message that the template
-    itself raised. Other messages, from jinja, Python or transformers, are not for clients.
+    """Returns the client's error for an exception in a template. It quotes the message if the
+    template itself raised the exception. Other messages, from jinja, Python or transformers, are
+    not shown to clients.
     """
     if type(error) is TemplateError:
         why = " ".join(str(error).split())[:_MAX_TEMPLATE_MESSAGE]
@@ -274,8 +279,8 @@ def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:
 def load_tokenizer(
     directory: Path, chat_template: ChatTemplateOptions | None = None
 ) -> HfTokenizer:
-    """Reads the tokenizer files of a model directory. Raises FailedPrecondition
-    with one sentence.
+    """Reads the tokenizer files of a model directory. Raises FailedPrecondition if they are missing
+    or damaged.
     """
     if not has_tokenizer(directory):
         raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
@@ -298,7 +303,9 @@ def load_tokenizer(
 
 
 def _damaged_file(directory: Path) -> Path:
-    """The first damaged tokenizer file; the directory if all files can be parsed."""
+    """Returns the path of the first damaged tokenizer file, or the directory if all files can be
+    parsed.
+    """
     for path in (directory / name for name in _FILES):
         try:
             json.loads(path.read_bytes())
@@ -328,7 +335,7 @@ def _token_bytes(backend: Any, is_byte_level: bool) -> list[bytes]:
 
 
 def _byte_values(backend: Any) -> dict[int, int]:
-    """Tokens of the form <0xE2> (SentencePiece's byte tokens), each with its byte."""
+    """Maps tokens of the form <0xE2> (SentencePiece's byte tokens) to their bytes."""
     vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     return {
         token_id: int(match[1], 16)

@@ -7,7 +7,7 @@ _PATHS = ("_file", "name_or_path")
 
 
 def described(tokenizer: Any) -> Mapping[str, Any]:
-    """The content of tokenizer_config.json without paths, and the chat template in use."""
+    """Returns the content of tokenizer_config.json without paths, and the chat template in use."""
     configured = {
         name: _plain(value)
         for name, value in tokenizer.init_kwargs.items()
@@ -19,7 +19,7 @@ def described(tokenizer: Any) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON; a token becomes its text."""
+    """Converts a value to JSON. A token becomes its text."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
 """Imports modules of transformers without its list of all models.
 
-AutoTokenizer itself is needed: some models' classes rebuild their tokenizers, so that a
-tokenizer.json alone does not determine the tokens. But on import, the package and
-`transformers.models` read the source files of every model to list their names. That takes twice as
-long as importing just the modules that a tokenizer needs.
+AutoTokenizer is needed, because the classes of some models rebuild their tokenizers, so a
+tokenizer.json alone does not determine the tokens. But when the package and `transformers.models`
+are imported, they read the source files of every model to list their names. That takes twice as
+long as importing only the modules that a tokenizer needs.
 """
 
 import sys
@@ -18,7 +18,7 @@ _PACKAGES = ("transformers", "transformers.models")
 
 class _ListedLater(ModuleType):
     """A placeholder in sys.modules for a package. The package itself is imported when an attribute
-    is neither a module imported so far nor a tokenizer's class.
+    is used that is neither an imported module nor a tokenizer's class.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -32,8 +32,8 @@ class _ListedLater(ModuleType):
 
 
 def _module_of_tokenizer(name: str) -> ModuleType | None:
-    """The module of a tokenizer class that AutoTokenizer looks up in the package: the module of the
-    model with the same name; None if there is none.
+    """Returns the module of a tokenizer class that AutoTokenizer looks up in the package. It is the
+    module of the model with the same name. None if there is no such module.
     """
     stem = name.removesuffix("Tokenizer").lower()
     path = "tokenization_python" if stem == "pretrained" else f"models.{stem}"
@@ -44,8 +44,8 @@ def _module_of_tokenizer(name: str) -> ModuleType | None:
 
 
 def import_auto_tokenizer() -> Any:
-    """The class AutoTokenizer. Other imports from transformers, before or later, work as usual. If
-    the modules have other names in this version, the whole package is imported.
+    """Returns the class AutoTokenizer. Other imports from transformers, earlier or later, work as
+    usual. If the modules have other names in the installed version, the whole package is imported.
     """
     for package in _PACKAGES:
         spec = None if package in sys.modules else find_spec(package)

@@ -1,4 +1,4 @@
-"""Encodes texts with truncation as in transformers: special tokens are added to the kept part."""
+"""Encodes texts with truncation. As in transformers, special tokens are added to the kept part."""
 
 from typing import Any
 
@@ -6,13 +6,15 @@ from services.gateway.core.request.truncation import Truncation, lengths_kept
 
 _CHARACTERS_PER_TOKEN = 8
 _MARGIN_TOKENS = 64
-"""Tokens next to a cut in a text that may differ from the tokens of the whole text."""
+"""Number of tokens next to a cut in a text that may differ from the tokens of the whole text."""
 
 
 def truncated(
     backend: Any, texts: tuple[str, ...], kept: Truncation, *, add_special_tokens: bool
 ) -> Any:
-    """The Encoding of a prompt of one or two texts, by a Tokenizer of the tokenizers package."""
+    """Returns the Encoding of a prompt of one or two texts. `backend` is a Tokenizer of the
+    tokenizers package.
+    """
     room = kept.num_tokens
     if add_special_tokens:
         room -= backend.num_special_tokens_to_add(len(texts) == 2)
@@ -26,7 +28,7 @@ def truncated(
 
 
 def _needed(backend: Any, text: str, num_tokens: int, *, keeps_end: bool) -> Any:
-    """The encoding of a text, or of a part of it that has at least the tokens to keep."""
+    """Returns the encoding of a text, or of a part of it that has at least the tokens to keep."""
     num_characters = _CHARACTERS_PER_TOKEN * (num_tokens + _MARGIN_TOKENS)
     while num_characters < len(text):
         part = text[-num_characters:] if keeps_end else text[:num_characters]

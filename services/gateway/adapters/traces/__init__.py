@@ -1,1 +1,1 @@
-"""The trace store: spans are received by OTLP and returned as JSON."""
+"""The trace store. Spans are received over OTLP and returned as JSON."""

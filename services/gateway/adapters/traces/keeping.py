@@ -1,4 +1,6 @@
-"""Stores spans: the other services' spans, received by OTLP, and the gateway's own."""
+"""Stores spans: the spans of other services, which are received over OTLP, and the gateway's own
+spans.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -36,7 +38,7 @@ class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 class StoreExporter(SpanExporter):
-    """Stores the gateway's own spans, each when it ends."""
+    """Stores each of the gateway's own spans when it ends."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
@@ -57,7 +59,7 @@ def keep(
 def stored_spans(
     resource_spans: Iterable[trace_pb2.ResourceSpans], *, is_own: bool
 ) -> Iterator[tuple[str, StoredSpan]]:
-    """Returns each span with the id of its trace. `is_own` is true if this gateway made the
+    """Yields each span with the id of its trace. `is_own` is true if this gateway made the
     spans.
     """
     for group in resource_spans:
@@ -68,8 +70,8 @@ def stored_spans(
 
 
 def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
-    """A span with its role. The gateway's own server spans are requests. Other services' spans
-    without a parent are steps.
+    """Converts a span, and determines its role. The gateway's own server spans are requests. Spans
+    of other services without a parent are engine steps.
     """
     encoded = span.SerializeToString()
     if is_own and span.kind == trace_pb2.Span.SPAN_KIND_SERVER:
@@ -86,5 +88,5 @@ def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
 
 
 def text_of(attributes: Iterable[common_pb2.KeyValue], key: str) -> str:
-    """The string value of an attribute; empty if it is missing."""
+    """Returns the string value of an attribute. Empty if the attribute is missing."""
     return next((pair.value.string_value for pair in attributes if pair.key == key), "")

@@ -1,5 +1,5 @@
-"""Traces of unfinished requests so far, from the gateway's records and from the schedulers' spans
-of their current sequences.
+"""Makes traces of unfinished requests, from the gateway's records and from the spans of their
+sequences at the schedulers.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ class Order(enum.Enum):
 
 
 class RunningTraces:
-    """Makes traces of generating calls that have not ended."""
+    """Makes traces of unfinished calls that generate."""
 
     def __init__(
         self, records: Mapping[int, RequestRecord], links: SchedulerLinks, model_name: str
     ) -> None:
-        """`records` are the calls that have not ended, oldest first."""
+        """`records` are the records of unfinished calls, the oldest first."""
         self._records = records
         self._links = links
         self._model_name = model_name
@@ -54,10 +54,9 @@ class RunningTraces:
     def requests(
         self, may_see: Callable[[str], bool], limit: int, order: Order
     ) -> list[StoredTrace]:
-        """A trace of each request, with its root span only. `may_see` is called with the request's
-        tenant.
-
-        The traces of listed requests are stored when they end, so that they can still be read.
+        """Returns a trace of each request, which has only the root span. `may_see` is called with
+        the id of the request's tenant. The traces of listed requests are stored when the requests
+        end, so that they can be read later.
         """
         records = [one for one in self._generating() if may_see(one.tenant.tenant_id)]
         if order is Order.NEWEST:
@@ -69,8 +68,8 @@ class RunningTraces:
 
     async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
         """The trace with this id, or the newest trace of the request with this id, by the rules of
-        `TraceStore.find`. It is stored when the request ends. None if there is none, or if its
-        tenant may not be seen.
+        `TraceStore.find`. The trace will be stored when the request ends. None if there is no such
+        request, or if its tenant may not be seen.
         """
         for record in reversed(self._generating()):
             if record.trace_id == name.lower() or is_called(record.answer_id, name):
@@ -86,7 +85,9 @@ class RunningTraces:
     def _made(
         self, record: RequestRecord, *, is_whole: bool, so_far: EngineParts | None = None
     ) -> StoredTrace:
-        """A trace of the gateway's own spans, or of the root span only."""
+        """Makes a trace of the gateway's own spans. If `is_whole` is false, it has only the root
+        span.
+        """
         spans = RequestSpans(record, self._spans.tracing, self._model_name, so_far)
         (spans.make if is_whole else spans.make_root)(None)
         trace = StoredTrace(record.trace_id, is_running=True)
@@ -104,7 +105,7 @@ class RunningTraces:
     async def _ask(
         self, address: str, request: scheduler_pb2.GetRunningSpansRequest
     ) -> ExportTraceServiceRequest:
-        """The spans of a scheduler; empty if it does not respond, or if its answer
+        """Queries the spans of a scheduler. Returns none if it does not respond or its answer
         cannot be decoded.
         """
         try:
@@ -115,7 +116,9 @@ class RunningTraces:
 
 
 def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequest]:
-    """Maps a scheduler's address to the query for the sequences there, with their parent spans."""
+    """Returns a map from schedulers' addresses to the query for the sequences there, with their
+    parent spans.
+    """
     asked: dict[str, scheduler_pb2.GetRunningSpansRequest] = defaultdict(
         scheduler_pb2.GetRunningSpansRequest
     )
@@ -134,7 +137,7 @@ def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequ
 
 
 def _parts_so_far(answers: Iterable[ExportTraceServiceRequest]) -> EngineParts:
-    """The time parts of each sequence, from the schedulers' spans."""
+    """Returns the parts of each sequence's time, which the schedulers' spans contain."""
     parts: dict[str, tuple[TimePart, ...]] = {}
     for answer in answers:
         for group in answer.resource_spans:

@@ -1,4 +1,4 @@
-"""Stored traces as JSON."""
+"""Formats stored traces as JSON."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ Document = dict[str, Any]
 
 
 def summary(trace: StoredTrace) -> Document:
-    """One request as a summary, ended or running."""
+    """Returns a summary of one request, which has ended or is running."""
     assert trace.root is not None
     root = trace_pb2.Span.FromString(trace.root.encoded)
     return {
@@ -34,8 +34,8 @@ def summary(trace: StoredTrace) -> Document:
 
 
 def document(trace: StoredTrace) -> Document:
-    """A trace with all its spans, each before its children. Children are in order of time. Times
-    are seconds from the start of the first span.
+    """Returns a trace with all its spans. A span precedes its children, which are ordered by time.
+    Times are in seconds from the start of the first span.
     """
     spans = [(one.service, trace_pb2.Span.FromString(one.encoded)) for one in trace.spans]
     start = min((span.start_time_unix_nano for _, span in spans), default=0)
@@ -53,7 +53,9 @@ def document(trace: StoredTrace) -> Document:
 def in_tree(
     spans: Iterable[tuple[str, trace_pb2.Span]],
 ) -> Iterator[tuple[str, trace_pb2.Span, int]]:
-    """Each span before its children, with its depth. A span whose parent is missing has depth 0."""
+    """Yields each span with its depth in the tree. A span precedes its children. A span whose
+    parent is missing has depth 0.
+    """
     by_start = sorted(spans, key=lambda one: one[1].start_time_unix_nano)
     known = {span.span_id for _, span in by_start}
     children: dict[bytes, list[tuple[str, trace_pb2.Span]]] = {}
@@ -96,15 +98,15 @@ def _seconds(start: int, end: int) -> float:
 
 
 def _error(span: trace_pb2.Span) -> str | None:
-    """The error message of a span; None if it has no error."""
+    """Returns the error message of a span. None if it has no error."""
     if span.status.code != trace_pb2.Status.STATUS_CODE_ERROR:
         return None
     return span.status.message or "failed"
 
 
 def _time(root: StoredSpan | None) -> Document | None:
-    """The request's time: a line of text, and its parts with an explanation each. None before the
-    request's root span has arrived.
+    """Returns the request's time: a line of text, and its parts with an explanation of each. None
+    before the request's root span has arrived.
     """
     if root is None:
         return None

@@ -1,4 +1,6 @@
-"""The gateway's tracing: to a collector like the other services, to its own store, or both."""
+"""The gateway's tracing. Spans are exported to a collector, as in the other services, to the
+gateway's own store, or to both.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +17,13 @@ from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 
 _MAX_STORED_BYTES = 16 * 2**20
-"""Limit on the bytes of the spans in the store, with a trace for each 32 KiB."""
+"""Limit on the total bytes of the spans in the store. The limit on traces is one for each 32
+KiB.
+"""
 
 
 def make_trace_store(settings: GatewaySettings) -> TraceStore | None:
-    """The trace store; None if it is not configured."""
+    """Makes the trace store. None if it is not configured."""
     if settings.trace_address is None:
         return None
     return TraceStore(_MAX_STORED_BYTES // 2**15, _MAX_STORED_BYTES)
@@ -29,8 +33,8 @@ def make_trace_store(settings: GatewaySettings) -> TraceStore | None:
 def gateway_tracing(
     service: str, settings: GatewaySettings, store: TraceStore | None
 ) -> Iterator[Tracing]:
-    """Tracing by the settings: to the store, to collectors, or both. The limit per minute applies
-    only without a collector. The remaining spans are sent at the end.
+    """A context with the tracing that the settings configure. At its end, the remaining spans are
+    exported. The limit on traces per minute applies only if there is no collector.
     """
     if store is None:
         with service_tracing(service, settings) as tracing:
@@ -53,8 +57,8 @@ def gateway_tracing(
 
 
 class AtMostPerMinute(Sampler):
-    """Limits another sampler to `limit` traces per minute, by a token bucket that holds one
-    minute's traces. 0 means no limit.
+    """Limits another sampler to `limit` traces per minute. It uses a token bucket with the capacity
+    of one minute. 0 means no limit.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class AtMostPerMinute(Sampler):
         links: Sequence[Link] | None = None,
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
-        """The other sampler's decision; DROP if the limit is reached."""
+        """Returns the other sampler's decision, or DROP if the limit is reached."""
         result = self._sampler.should_sample(
             parent_context, trace_id, name, kind, attributes, links, trace_state
         )

@@ -1,1 +1,3 @@
-"""The messages of a session with one scheduler: their numbers, and checks of received ones."""
+"""The messages of a session with one scheduler: their numbers, and the checks of received
+messages.
+"""

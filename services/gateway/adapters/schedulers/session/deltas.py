@@ -1,4 +1,4 @@
-"""Checks the results of steps, message by message, and delivers them."""
+"""Checks and delivers the results of steps. Each message is checked as a whole."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ from services.gateway.core.request.model_limits import ModelLimits
 
 
 class SessionDeltas:
-    """The sequences of one session and their results. A message is delivered only
+    """Knows the sequences of one session, and delivers their results. A message is delivered only
     if all of it is valid.
     """
 
@@ -39,12 +39,14 @@ class SessionDeltas:
         self._steady: SteadySteps | None = None
 
     def sent(self, handle: int, inflight: Inflight) -> None:
-        """Registers a sequence, or the next turn of a session, as sent."""
+        """Records that a sequence, or the next turn of a client's session, was sent."""
         self._sent[handle] = Sent(inflight)
         self._steady = None
 
     def aborted(self, handle: int) -> None:
-        """Marks a sequence or session as aborted. Later results for it are ignored."""
+        """Records that a sequence or a client's session was aborted. Its later results are
+        ignored.
+        """
         if (sent := self._sent.get(handle)) is not None:
             sent.is_leaving = True
             self._steady = None
@@ -54,16 +56,14 @@ class SessionDeltas:
         token_ids = list(deltas.token_ids)
         counts = list(deltas.num_tokens)
         self._check_tokens(deltas, counts, token_ids)
-        if deltas.HasField(
-            "queue"
-        ):  # A queue that still counts the requests admitted by this step.
+        if deltas.HasField("queue"):  # this state still counts the requests that the step admits
             check_queue(deltas.queue)
         if deltas.HasField("load"):
             check_load(deltas.load)
         self._pass_on(deltas, counts, token_ids)
 
     def _of(self, handle: int) -> Sent:
-        """The sequence with this handle. Raises WrongMessage if there is none."""
+        """Returns the sequence with this handle. Raises WrongMessage if there is none."""
         sent = self._sent.get(handle)
         if sent is None:
             raise WrongMessage(f"no request has handle {handle}")
@@ -119,7 +119,9 @@ class SessionDeltas:
         self._steady = None if has_ends else SteadySteps.after(handles, totals, self._sent)
 
     def _ended(self, deltas: scheduler_pb2.StepDeltas) -> frozenset[int]:
-        """The handles of ended sequences and turns. Raises WrongMessage if one ends twice."""
+        """Returns the handles of the sequences and turns that a message ends. Raises WrongMessage
+        if one ends twice.
+        """
         ends = [end.handle for end in (*deltas.finished, *deltas.turns)]
         ends += [rejected.handle for rejected in deltas.rejected]
         for rejected in deltas.rejected:
@@ -133,8 +135,8 @@ class SessionDeltas:
         return frozenset(ends)
 
     def _check_rows(self, deltas: scheduler_pb2.StepDeltas, new: dict[int, list[int]]) -> None:
-        """Checks log-probabilities of new tokens and of prompts. All rows of a prompt must arrive
-        before the first output token.
+        """Checks the log-probabilities of new tokens and of prompts. All rows of a prompt must
+        arrive before the first output token.
         """
         vocab_size = self._limits.vocab_size
         rows: dict[int, int] = {}

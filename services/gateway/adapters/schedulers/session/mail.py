@@ -9,15 +9,15 @@ from services.gateway.adapters.schedulers.converters import inflight_to_proto
 from services.gateway.core.request.inflight import Inflight
 
 Mail = scheduler_pb2.SessionRequest | tuple[int, Inflight]
-"""A message, or a sequence to send with its handle."""
+"""A message to send, or a pair of a handle and a sequence to send."""
 
 _ADDED_BYTES = 64 * 1024
-"""Limit on the bytes of a message with several sequences."""
+"""Limit on the size in bytes of a message with several sequences."""
 
 
 def messages_of(outbox: Sequence[Mail]) -> Iterator[scheduler_pb2.SessionRequest]:
-    """The messages to write, in order. Consecutive sequences share a message, because a message is
-    written only a few iterations of the event loop after the previous one.
+    """Yields the messages to write, in order. Consecutive sequences are sent in one message,
+    because each write of a message takes a few iterations of the event loop.
     """
     adds: list[scheduler_pb2.AddRequest] = []
     num_bytes, now = 0, asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""Sequence numbers of a session's messages in both directions: lost and repeated
+"""The sequence numbers of a session's messages in both directions. By them, lost and repeated
 messages are detected.
 """
 
@@ -10,23 +10,25 @@ from services.gateway.adapters.schedulers.session.wrong_message import require
 
 
 class Numbering:
-    """Numbers sent messages, and checks the numbers of received ones. Received messages also
-    acknowledge sent ones.
+    """Numbers sent messages, and checks the numbers of received messages. Received messages also
+    acknowledge sent messages.
     """
 
     def __init__(self) -> None:
         self.untaken_since = 0.0
-        """When the oldest unacknowledged message was sent, or the latest
+        """Time at which the oldest unacknowledged message was sent, or of the latest
         acknowledgement if that is later.
         """
         self._num_sent = self._num_received = 0
         self._untaken: deque[tuple[int, int]] = deque()
-        """Unacknowledged messages: the number of each, and the number of requests sent up to it."""
+        """The unacknowledged messages. Each item has the message's number and the number of
+        requests that were sent up to it.
+        """
         self._num_requests = self._taken_number = self._num_taken_requests = 0
 
     @property
     def has_untaken(self) -> bool:
-        """Whether some sent messages are not acknowledged yet."""
+        """Whether there are unacknowledged messages."""
         return bool(self._untaken)
 
     def number(self, message: scheduler_pb2.SessionRequest, now: float) -> None:
@@ -43,8 +45,8 @@ class Numbering:
         self._untaken.append((self._num_sent, self._num_requests))
 
     def check(self, message: scheduler_pb2.SessionResponse, now: float) -> None:
-        """Raises WrongMessage if a message is out of sequence, or acknowledges
-        messages that were not sent.
+        """Raises WrongMessage if a received message is out of sequence, or acknowledges messages
+        that were not sent.
         """
         self._num_received += 1
         if message.number != self._num_received:

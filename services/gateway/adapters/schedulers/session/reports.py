@@ -12,7 +12,7 @@ _MOST_TOKENS = 2**31 - 1
 
 
 def check_opened(opened: scheduler_pb2.SessionOpened) -> None:
-    """Raises WrongMessage for an impossible description of a model."""
+    """Raises WrongMessage if the description of a model is impossible."""
     lengths = opened.max_model_len, opened.max_request_tokens, opened.vocab_size
     is_sane = all(0 < length <= _MOST_TOKENS for length in lengths) and opened.block_size > 0
     require(is_sane, f"a model has lengths {lengths} and blocks of {opened.block_size}")
@@ -24,7 +24,7 @@ def check_opened(opened: scheduler_pb2.SessionOpened) -> None:
 
 
 def check_queue(queue: scheduler_pb2.QueueState) -> None:
-    """Raises WrongMessage for an invalid time."""
+    """Raises WrongMessage if a time is invalid."""
     _check_seconds(
         queue.max_queue_seconds,
         queue.seconds_per_request,
@@ -34,7 +34,7 @@ def check_queue(queue: scheduler_pb2.QueueState) -> None:
 
 
 def check_load(load: scheduler_pb2.ReplicaLoad) -> None:
-    """Raises WrongMessage for an invalid time, or if `num_other_requests` exceeds
+    """Raises WrongMessage if a time is invalid, or if `num_other_requests` exceeds
     `num_requests`.
     """
     _check_seconds(load.seconds_per_prompt_token, load.seconds_per_decode)

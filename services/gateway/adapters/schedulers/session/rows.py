@@ -1,4 +1,4 @@
-"""Checks of a model's numbers: log-probabilities and vectors."""
+"""Checks the numbers that a model computed: log-probabilities and vectors."""
 
 import math
 from array import array
@@ -9,7 +9,7 @@ from stepwell.common.v1 import common_pb2
 from services.gateway.adapters.schedulers.session.wrong_message import require
 
 _ROUNDING = 0.01
-"""Due to rounding, a log-probability may exceed 0 by this much."""
+"""A log-probability may exceed 0 by this amount, due to rounding."""
 FLOAT_BYTES = 4
 
 

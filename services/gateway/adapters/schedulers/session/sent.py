@@ -13,12 +13,12 @@ from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
 
 _BY_TOKENS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
-"""Finish reasons that can be derived from the tokens."""
+"""The finish reasons that the gateway can derive from the tokens."""
 _LONGEST_NANOS = 2**62
 
 
 class Sent:
-    """One sequence at the scheduler, with the bounds of its valid results."""
+    """One sequence at the scheduler, with the limits that its results must respect."""
 
     __slots__ = (
         *("ending", "inflight", "is_admitted", "is_between_turns", "is_leaving", "max_tokens"),
@@ -30,7 +30,9 @@ class Sent:
         self.inflight = inflight
         self.is_admitted = False
         self.is_leaving = False
-        """Whether it was aborted here. The scheduler may not have received the abort yet."""
+        """Whether the gateway has aborted the sequence. The scheduler may not have received the
+        abort yet.
+        """
         self.is_between_turns = False
         self.max_tokens = MAX_INT32 if sampling.max_tokens is None else sampling.max_tokens
         self.min_tokens = sampling.min_tokens
@@ -40,23 +42,25 @@ class Sent:
         num_rows = len(inflight.request.prompt_token_ids) - 1
         self.num_prompt_rows_wanted = num_rows if inflight.wants_prompt_logprobs else 0
         self.num_prompt_rows = 0
-        """Rows of prompt log-probabilities received in this session."""
+        """Number of rows of prompt log-probabilities that were received in this session."""
 
     @property
     def needs_more(self) -> bool:
-        """Whether checking its tokens needs more than comparing token counts and stop tokens."""
+        """Whether its tokens need more checks than those of token counts and stop tokens."""
         return self.is_leaving or self.wants_rows or self.repetition is not None
 
     def check_admitted(self, num_cached_tokens: int) -> None:
-        """Checks its first scheduling. Raises WrongMessage."""
+        """Checks the message that the sequence was scheduled for the first time. Raises
+        WrongMessage.
+        """
         require(not self.is_admitted, "a request is admitted twice")
         inflight = self.inflight
         num_tokens = len(inflight.request.prompt_token_ids) + len(inflight.output_token_ids)
         require(num_cached_tokens <= num_tokens, f"{num_cached_tokens} tokens are cached")
 
     def check_tokens(self, token_ids: list[int], num_output: int, *, has_ended: bool) -> None:
-        """Checks new tokens, and that `num_output` is the count including them. `has_ended` is true
-        if the same message ends the sequence.
+        """Checks new tokens. `num_output` must be the number of output tokens including these.
+        `has_ended` is true if the same message ends the sequence.
         """
         output = self.inflight.output_token_ids
         if len(output) + len(token_ids) != num_output:
@@ -86,8 +90,8 @@ class Sent:
     def check_end(
         self, message: scheduler_pb2.Finished, token_ids: list[int], limits: ModelLimits
     ) -> None:
-        """Checks its end, or the end of its turn. `token_ids` are its new tokens in
-        the same message.
+        """Checks the end of the sequence or of its turn. `token_ids` are the sequence's new tokens
+        in the same message.
         """
         reason = finish_reason_from_proto(message.reason)
         require(reason is not None, f"finish reason {message.reason} is not known")
@@ -104,7 +108,7 @@ class Sent:
         token_ids: list[int],
         limits: ModelLimits,
     ) -> None:
-        """Compares its finish reason with the one derived from its tokens."""
+        """Compares the finish reason with the reason that is derived from the tokens."""
         tokens = [*self.inflight.output_token_ids, *token_ids]
         require(bool(tokens), "a request ended without a token")
         num_prompt, last = len(self.inflight.request.prompt_token_ids), tokens.pop()
@@ -118,7 +122,7 @@ class Sent:
         require(is_same, f"a request ended by {reason} in place of {end.reason}")
 
     def check_prompt_rows(self, rows: common_pb2.Logprobs, vocab_size: int) -> None:
-        """Checks log-probabilities of the next tokens of its prompt."""
+        """Checks the log-probabilities of the next tokens of the prompt."""
         request, start = self.inflight.request, self.num_prompt_rows
         num_rows = len(rows.ranks)
         is_wanted = start + num_rows <= self.num_prompt_rows_wanted

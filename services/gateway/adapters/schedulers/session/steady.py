@@ -1,4 +1,6 @@
-"""Fast check of steps that add one token to each request of the previous step: most steps."""
+"""A fast check of steps that add one token to each request of the previous step. Most steps do
+so.
+"""
 
 from collections.abc import Sequence
 
@@ -8,12 +10,12 @@ from services.gateway.adapters.schedulers.session.sent import Sent
 
 
 class SteadySteps:
-    """The requests of a step that was checked one by one. A later step is checked by comparing
-    whole lists if each of the same requests gets one token and none ends.
+    """The requests of a step whose results were checked one by one. If each of the same requests
+    gets one token in a later step and none ends, that step is checked by comparing whole lists.
     """
 
     def __init__(self, handles: list[int], totals: list[int], sent: Sequence[Sent]) -> None:
-        """`totals` are the requests' output tokens, including the step's."""
+        """`totals` are the requests' numbers of output tokens, including the step's."""
         self._handles, self._totals = handles, totals
         self._ones = [1] * len(handles)
         self._num_left = min(
@@ -25,7 +27,7 @@ class SteadySteps:
     def after(
         cls, handles: list[int], totals: list[int], sent: dict[int, Sent]
     ) -> "SteadySteps | None":
-        """Returns None if any request needs more checks."""
+        """Makes the object after a step. Returns None if any request needs more checks."""
         found = [sent[handle] for handle in handles]
         if not found or any(one.needs_more for one in found):
             return None
@@ -39,8 +41,8 @@ class SteadySteps:
         token_ids: list[int],
         totals: list[int],
     ) -> bool:
-        """Checks a step by comparison; returns whether that was possible. If so,
-        the counts advance.
+        """Checks a step by comparing lists, and adds its tokens to the counts. Returns False,
+        without changes, if the step must be checked one by one.
         """
         if handles != self._handles or counts != self._ones or self._num_left <= 1:
             return False

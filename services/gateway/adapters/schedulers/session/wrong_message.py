@@ -10,7 +10,7 @@ class WrongMessage(Exception):
 
 
 def require(condition: bool, wrong: str) -> None:
-    """Raises WrongMessage if the condition is false; `wrong` describes what is wrong."""
+    """Raises WrongMessage with the message `wrong` if the condition is false."""
     if not condition:
         raise WrongMessage(wrong)
 
