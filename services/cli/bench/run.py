@@ -18,9 +18,11 @@ from services.cli.bench.adapters.openai_server import CHAT, OpenAIServer, Reques
 from services.cli.bench.adapters.preflight import fit_form, vocabulary_by_usage
 from services.cli.bench.adapters.progress import Progress
 from services.cli.bench.core.budget import Budget
-from services.cli.bench.core.load_run import LoadRun
+from services.cli.bench.core.load_run import LoadRun, Run
+from services.cli.bench.core.ports import Observer
 from services.cli.bench.core.record import RequestRecord
 from services.cli.bench.core.session import Session
+from services.cli.bench.core.session_run import SessionRun
 from services.cli.bench.core.vocabulary import Vocabulary
 from services.cli.bench.loads import arrivals, dataset_load, synthetic_load, trace_lines, trace_load
 from services.cli.bench.settings import BenchSettings
@@ -93,8 +95,8 @@ class BenchRun:
             self._vocabulary = await vocabulary_by_usage(server)
         budget = Budget(settings.num_requests, settings.duration_seconds, settings.num_warmups)
         progress = Progress(settings.num_expected)
-        load = LoadRun(server, self._clock, budget, progress, is_chat=settings.api == CHAT)
-        sending = self._sending(load)
+        records: list[RequestRecord] = []
+        sending = self._sending(server, budget, progress, records)
         # A full garbage collection over the objects created at startup would delay the load. Frozen
         # objects are never collected, which does not matter because the process ends after the run.
         gc.collect()
@@ -110,7 +112,7 @@ class BenchRun:
             started_at=started_at,
             left_out=left_out,
             vocabulary=self._vocabulary,
-            records=load.records,
+            records=records,
             usage=lag.usage(),
             is_interrupted=is_interrupted,
         )
@@ -135,14 +137,29 @@ class BenchRun:
             settings.timeout_seconds,
         )
 
-    def _sending(self, load: LoadRun) -> Coroutine[Any, Any, None]:
-        """Returns the coroutine that sends the whole load."""
-        settings, rate = self._settings, self._settings.rate
+    def _sending(
+        self,
+        server: OpenAIServer,
+        budget: Budget,
+        observer: Observer,
+        records: list[RequestRecord],
+    ) -> Coroutine[Any, Any, None]:
+        """Returns the coroutine that sends the whole load and fills `records`."""
+        settings, load = self._settings, LoadRun(self._clock, budget)
+        at_most = settings.max_concurrency if settings.is_open else None
+        limit = None if at_most is None else asyncio.Semaphore(at_most)
+        is_chat = settings.api == CHAT
+
+        def run(session: Session) -> Run:
+            return SessionRun(
+                session, server, self._clock, budget, observer, limit, records, is_chat=is_chat
+            ).run
+
         sessions = self._sessions()
         if not settings.is_open:
-            return load.closed_loop(sessions, settings.max_concurrency or 1)
-        timed = arrivals(sessions, rate, settings.burstiness, settings.seed)
-        return load.open_loop(timed, settings.max_concurrency)
+            return load.closed_loop(map(run, sessions), settings.max_concurrency or 1)
+        timed = arrivals(sessions, settings.rate, settings.burstiness, settings.seed)
+        return load.open_loop((seconds, run(session)) for seconds, session in timed)
 
     def _sessions(self) -> Iterable[Session]:
         settings = self._settings

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from services.cli.bench.core.budget import Budget
 from services.cli.bench.core.load_run import LoadRun
 from services.cli.bench.core.record import Failure, RequestRecord
 from services.cli.bench.core.session import Message, Session, Turn
+from services.cli.bench.core.session_run import SessionRun
 from tests.cli.virtual_time import LoopClock, run
 
 
@@ -58,14 +60,41 @@ def session(number: int, num_turns: int = 1, think_seconds: float = 0.0) -> Sess
     return Session(number, turns)
 
 
-def load_run(server: FakeServer, **limits: Any) -> LoadRun:
-    budget = Budget(limits.get("num_requests"), limits.get("seconds"), limits.get("num_warmups", 0))
-    return LoadRun(server, LoopClock(), budget, NoWatcher(), is_chat=False)
+@dataclass
+class Load:
+    """A load, as a command with these limits sends it."""
+
+    server: FakeServer
+    at_most: int | None = None
+    num_requests: int | None = None
+    seconds: float | None = None
+    num_warmups: int = 0
+    records: list[RequestRecord] = field(default_factory=list)
+
+    async def send(
+        self, sessions: Sequence[Session], clients: int = 0, at: Sequence[float] = ()
+    ) -> None:
+        """A closed loop of `clients`, or an open one with arrivals `at` these times."""
+        budget = Budget(self.num_requests, self.seconds, self.num_warmups)
+        limit = None if self.at_most is None else asyncio.Semaphore(self.at_most)
+        load = LoadRun(LoopClock(), budget)
+        runs = (
+            SessionRun(
+                *(session, self.server, LoopClock(), budget, NoWatcher(), limit, self.records),
+                is_chat=False,
+            ).run
+            for session in sessions
+        )
+        await (
+            load.closed_loop(runs, clients)
+            if clients
+            else load.open_loop(zip(at, runs, strict=True))
+        )
 
 
-def closed(server: FakeServer, sessions: Sequence[Session], clients: int, **limits: Any) -> LoadRun:
-    load = load_run(server, **limits)
-    run(load.closed_loop(sessions, clients))
+def closed(server: FakeServer, sessions: Sequence[Session], clients: int, **limits: Any) -> Load:
+    load = Load(server, **limits)
+    run(load.send(sessions, clients))
     return load
 
 
@@ -73,14 +102,14 @@ def opened(
     server: FakeServer,
     arrivals: Sequence[tuple[float, Session]],
     at_most: int | None = None,
-    **limits: Any,
-) -> LoadRun:
-    load = load_run(server, **limits)
-    run(load.open_loop(arrivals, at_most))
+) -> Load:
+    load = Load(server, at_most)
+    times, sessions = zip(*arrivals, strict=True)
+    run(load.send(sessions, at=times))
     return load
 
 
-def sent(load: LoadRun) -> list[float]:
+def sent(load: Load) -> list[float]:
     return [round(record.sent or 0.0, 6) for record in load.records]
 
 
@@ -140,11 +169,11 @@ def test_a_duration_begins_after_the_warm_up() -> None:
 
 
 def test_a_run_that_is_ended_keeps_what_it_has() -> None:
-    load = load_run(FakeServer(lambda _: 1.0), num_requests=100)
+    load = Load(FakeServer(lambda _: 1.0), num_requests=100)
 
     async def interrupted() -> None:
         sessions = [session(n) for n in range(100)]
-        task = asyncio.create_task(load.closed_loop(sessions, 2))
+        task = asyncio.create_task(load.send(sessions, 2))
         await asyncio.sleep(2.5)
         task.cancel()
         await asyncio.wait([task])

@@ -1,7 +1,4 @@
-"""Sends requests to the server under load, by OpenAI's API over HTTP/1.1.
-
-Each concurrent request has a connection of its own.
-"""
+"""Sends requests to the server under load, by OpenAI's API over HTTP/1.1."""
 
 import asyncio
 import json
@@ -10,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.cli.bench.adapters.address import Address
-from services.cli.bench.adapters.connection import Connection
+from services.cli.bench.adapters.connections import Connections
 from services.cli.bench.adapters.reply import AnswerReply, StreamReply, WholeReply
 from services.cli.bench.core.record import Failure, RequestRecord
 
 COMPLETIONS, CHAT = "completions", "chat"
 APIS = (COMPLETIONS, CHAT)
 _PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
-_CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,7 @@ class RequestForm:
 
 
 class OpenAIServer:
-    """Implements the core's `Server`. Idle connections are reused, the most recent one first."""
+    """Implements the core's `Server`."""
 
     def __init__(
         self,
@@ -66,8 +62,7 @@ class OpenAIServer:
         self._headers = headers
         self._clock = clock
         self._timeout_seconds = timeout_seconds
-        self._ssl = address.ssl_context()
-        self._idle: list[Connection] = []
+        self._connections = Connections(address.host, address.port, clock, address.ssl_context())
         self._head = self._make_head()
 
     def reform(self, **changes: Any) -> None:
@@ -87,42 +82,14 @@ class OpenAIServer:
         record.sent = self._clock()
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                failure = await self._exchange(request, reply)
+                failure = await self._connections.exchange(request, reply)
         except TimeoutError:
             failure = Failure("timeout", f"no whole answer within {self._timeout_seconds:g} s")
         return reply.finish(failure)
 
     async def aclose(self) -> None:
         """Closes the idle connections."""
-        while self._idle:
-            await self._idle.pop().aclose()
-
-    async def _exchange(self, request: bytes, reply: AnswerReply) -> Failure | None:
-        connection = self._take_idle()
-        if connection is None:
-            try:
-                connection = await self._connect()
-            except (OSError, TimeoutError) as error:
-                return Failure("connect", str(error) or "no connection in time")
-        failure = await connection.exchange(request, reply)
-        if connection.is_idle:
-            self._idle.append(connection)
-        return failure
-
-    def _take_idle(self) -> Connection | None:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.is_idle:
-                return connection
-        return None
-
-    async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
-        connecting = loop.create_connection(
-            lambda: Connection(self._clock), self._address.host, self._address.port, ssl=self._ssl
-        )
-        _, connection = await asyncio.wait_for(connecting, _CONNECT_SECONDS)
-        return connection
+        await self._connections.aclose()
 
     def _make_head(self) -> bytes:
         headers = {

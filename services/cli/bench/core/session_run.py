@@ -10,10 +10,12 @@ from services.cli.bench.core.session import Conversation, Session
 
 
 class SessionRun:
-    """A running session.
+    """A running session. It ends early if a request fails or the budget has no more requests.
 
-    Its first request is encoded before the time at which it is sent, and each later request during
-    the think time.
+    The first request is encoded before the time at which it is sent, and each later request during
+    the think time. Started requests are appended to `records`. Above the requests that `limit`
+    admits, further ones wait, and their latencies include this wait. If the run is cancelled,
+    unanswered requests are recorded as interrupted.
     """
 
     def __init__(
