@@ -2,10 +2,12 @@
 services that they measure.
 """
 
-import asyncio
 import itertools
 import json
+import re
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -13,12 +15,16 @@ from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
+from benchmarks.common.load import Arrived
+from services.cli.bench.adapters.connections import Connections
 from services.common.pool.block_hash import pack_token_ids
 from services.common.rpc.channel import open_channel
 from services.common.rpc.protocol import own_release
 
-_Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-_EVENT, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
+OK = 200
+_END, _ERROR = b"\n\n", b'data: {"error"'
+_TOKEN_IDS = re.compile(rb'"token_ids":\s*\[([^\]]+)\]')
+"""The token ids of an event's choice. In the model's text, quotation marks are escaped."""
 
 
 class GrpcClient:
@@ -29,8 +35,8 @@ class GrpcClient:
         self._stub = gateway_pb2_grpc.InferenceStub(self._channel)
 
     async def generate(
-        self, prompt: Sequence[int], num_tokens: int, traceparent: str = ""
-    ) -> AsyncIterator[int]:
+        self, prompt: Sequence[int], num_tokens: int, arrived: Arrived, traceparent: str = ""
+    ) -> None:
         request = gateway_pb2.GenerateRequest(
             token_ids=common_pb2.TokenIds(ids=prompt),
             sampling=common_pb2.SamplingParams(temperature=0, max_tokens=num_tokens),
@@ -39,7 +45,7 @@ class GrpcClient:
         metadata = (("traceparent", traceparent),) if traceparent else ()
         async for response in self._stub.Generate(request, metadata=metadata):
             if response.token_ids:
-                yield len(response.token_ids)
+                arrived(len(response.token_ids))
 
     async def close(self) -> None:
         """Closes the channel."""
@@ -53,47 +59,67 @@ class HttpClient:
 
     def __init__(self, address: str, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
         """`fields` are added to the body of each request."""
-        self._host, _, port = address.rpartition(":")
-        self._port, self._fields = int(port), fields
-        self._idle: list[_Connection] = []
+        self._address, self._fields = address, fields
+        self._connections = connections_to(address)
 
     async def open(self, num_connections: int) -> None:
-        """Opens new connections before a load, so that connecting is not measured.
-
-        The gateway closes connections that were idle for long.
-        """
-        await self.close()
-        while len(self._idle) < num_connections:
-            self._idle.append(await asyncio.open_connection(self._host, self._port))
+        """Opens connections before a load, so that connecting is not measured."""
+        await self._connections.open(num_connections)
 
     async def generate(
-        self, prompt: Sequence[int], num_tokens: int, traceparent: str = ""
-    ) -> AsyncIterator[int]:
-        reader, writer = self._idle.pop()
+        self, prompt: Sequence[int], num_tokens: int, arrived: Arrived, traceparent: str = ""
+    ) -> None:
         headers = f"traceparent: {traceparent}\r\n" if traceparent else ""
-        address = f"{self._host}:{self._port}"
-        is_over = False
-        try:
-            writer.write(completion_request(address, prompt, num_tokens, headers, self._fields))
-            await _expect_stream(reader)
-            pending = b""
-            while chunk := await read_chunk(reader):
-                whole, _, pending = (pending + chunk).rpartition(_END)
-                if count := _count_tokens(whole):
-                    yield count
-            is_over = True
-        finally:
-            if is_over:
-                self._idle.append((reader, writer))
-            else:
-                writer.close()
+        request = completion_request(self._address, prompt, num_tokens, headers, self._fields)
+        tokens = TokenStream(arrived)
+        failure = await self._connections.exchange(request, tokens)
+        if failure is not None or not tokens.is_done:
+            raise RuntimeError(f"the gateway answered {tokens.status} {failure or tokens.error}")
 
     async def close(self) -> None:
         """Closes the connections."""
-        while self._idle:
-            _, writer = self._idle.pop()
-            writer.close()
-            await writer.wait_closed()
+        await self._connections.aclose()
+
+
+class TokenStream:
+    """A `Reply` that reads a streamed completion with token ids. Only errors are parsed as JSON.
+
+    `arrived` is called with the number of tokens in each piece of the answer.
+    """
+
+    def __init__(self, arrived: Arrived) -> None:
+        self.status = 0
+        self.error: dict[str, Any] = {}
+        """The error of an answer without status 200, or of an event. Empty if there was none."""
+        self._arrived = arrived
+        self._rest = b""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the server answered with tokens and without an error."""
+        return self.status == OK and not self.error
+
+    def headers(self, status: int) -> None:
+        self.status = status
+
+    def body(self, data: bytes, now: float) -> None:  # noqa: ARG002 - `arrived` reads its own clock
+        self._rest += data
+        if self.status != OK:
+            with suppress(ValueError):  # the body is not complete
+                self.error = json.loads(self._rest)["error"]
+            return
+        events, _, self._rest = self._rest.rpartition(_END)
+        if count := sum(ids.count(b",") + 1 for ids in _TOKEN_IDS.findall(events)):
+            self._arrived(count)
+        if _ERROR in events:
+            event = events.partition(_ERROR)[2].partition(_END)[0]
+            self.error = json.loads(b'{"error"' + event)["error"]
+
+
+def connections_to(address: str) -> Connections:
+    """Connections to a server at host:port."""
+    host, _, port = address.rpartition(":")
+    return Connections(host, int(port), time.monotonic)
 
 
 def completion_request(
@@ -121,31 +147,6 @@ def completion_request(
         f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\n{headers}"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}"
     ).encode()
-
-
-async def _expect_stream(reader: asyncio.StreamReader) -> None:
-    head = await reader.readuntil(b"\r\n\r\n")
-    if b" 200 " not in head.partition(b"\r\n")[0]:
-        raise RuntimeError(f"the gateway answered {head.decode()}{(await reader.read(4096))!r}")
-
-
-async def read_chunk(reader: asyncio.StreamReader) -> bytes:
-    """Reads the next chunk of a chunked body. Empty at the end of the body."""
-    size = int(await reader.readuntil(b"\r\n"), 16)
-    return (await reader.readexactly(size + 2))[:-2]
-
-
-def _count_tokens(events: bytes) -> int:
-    """The number of new tokens in complete server-sent events."""
-    count = 0
-    for event in events.split(_END):
-        data = event.removeprefix(_EVENT)
-        if data and data != _DONE:
-            body = json.loads(data)
-            if "error" in body:
-                raise RuntimeError(f"the gateway answered {body['error']}")
-            count += sum(len(choice["token_ids"]) for choice in body["choices"])
-    return count
 
 
 class SessionClient:

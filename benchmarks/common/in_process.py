@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 import uvloop
 
 from benchmarks.common.conversions import to_output, to_request, to_step
-from benchmarks.common.load import Load, run_load
+from benchmarks.common.load import Arrived, Load, run_load
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.process.settings import parse_settings
 from services.common.request.finish import Finish
@@ -193,35 +193,31 @@ class InProcessClient:
         self,
         prompt: Sequence[int],
         num_tokens: int,
+        arrived: Arrived,
         traceparent: str = "",  # noqa: ARG002 - nothing is traced
-    ) -> AsyncIterator[int]:
+    ) -> None:
         request = ClientRequest(
             request_id="benchmark",
             prompts=(Prompt(list(prompt)),),
             sampling=SamplingParams(temperature=0, max_tokens=num_tokens),
             ignore_eos=True,
         )
-        generation, counts = await self._inference.prepare(request), _Counts()
-        delivery = self._inference.delivery(generation, counts, stream=True)
-        running = asyncio.create_task(delivery.run())
-        running.add_done_callback(lambda _: counts.queue.put_nowait(0))
-        while count := await counts.queue.get():
-            yield count
-        await running
+        generation = await self._inference.prepare(request)
+        await self._inference.delivery(generation, _Counts(arrived), stream=True).run()
 
 
 class _Counts:
-    """Receives the pieces of an answer, and queues the number of tokens of each."""
+    """Receives the pieces of an answer, and reports the number of tokens of each."""
 
     is_ready = True
 
-    def __init__(self) -> None:
-        self.queue: asyncio.Queue[int] = asyncio.Queue()
+    def __init__(self, arrived: Arrived) -> None:
+        self._arrived = arrived
 
     def put(self, added: list[Piece]) -> None:
         for piece in added:
             if piece.token_ids:
-                self.queue.put_nowait(len(piece.token_ids))
+                self._arrived(len(piece.token_ids))
 
     async def drain(self) -> None:
         """Does nothing: the sink is always ready."""

@@ -1,17 +1,23 @@
 """A load: the number and the lengths of its requests, and their measured times.
 
-A load is a closed loop. Each of `concurrency` clients sends `requests_each` requests, one after
-another. Prompts are random tokens, so that they share no prefix and nothing is found in the cache.
-The output has a fixed length, because end-of-sequence tokens are ignored.
+A load is a closed loop. `concurrency` clients send `requests_each` requests each, on average, one
+after another. Prompts are random tokens, so that they share no prefix and nothing is found in the
+cache. The output has a fixed length, because end-of-sequence tokens are ignored.
 """
 
-import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Protocol
+
+from services.cli.bench.adapters.clock import RunClock
+from services.cli.bench.core.budget import Budget
+from services.cli.bench.core.load_run import LoadRun
+
+Arrived = Callable[[int], None]
+"""Called with the number of new tokens of a request when they arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +55,10 @@ class RequestTimes:
 class Client(Protocol):
     """Sends requests to the engine over one interface."""
 
-    def generate(
-        self, prompt: Sequence[int], num_tokens: int, traceparent: str = ""
-    ) -> AsyncIterator[int]:
-        """Sends a greedy request. Yields the number of new tokens as they arrive."""
+    async def generate(
+        self, prompt: Sequence[int], num_tokens: int, arrived: Arrived, traceparent: str = ""
+    ) -> None:
+        """Sends a greedy request, and waits for the end of its answer."""
         ...
 
 
@@ -64,23 +70,20 @@ async def run_load(
     """
     total = load.concurrency * load.requests_each
     prompts = [load.prompt(number) for number in range(total)]
-    times: list[RequestTimes | None] = [None] * total
+    times = [RequestTimes(0) for _ in range(total)]
 
-    async def one_client(first: int) -> None:
-        for number in range(first, total, load.concurrency):
-            traceparent = traceparents[number] if traceparents else ""
-            taken = RequestTimes(time.time_ns())
-            news = client.generate(prompts[number], load.output_tokens, traceparent)
-            async with aclosing(news) as source:  # type: ignore[type-var]
-                async for count in source:
-                    taken.arrivals.append((time.time_ns(), count))
-            times[number] = taken
+    async def send(number: int, _: float) -> bool:
+        taken, traceparent = times[number], traceparents[number] if traceparents else ""
 
-    async with asyncio.TaskGroup() as clients:
-        for first in range(load.concurrency):
-            clients.create_task(one_client(first))
-    done = [taken for taken in times if taken is not None]
-    for taken in done:
+        def arrived(count: int) -> None:
+            taken.arrivals.append((time.time_ns(), count))
+
+        taken.sent = time.time_ns()
+        await client.generate(prompts[number], load.output_tokens, arrived, traceparent)
         if taken.num_tokens != load.output_tokens:
             raise AssertionError(f"{taken.num_tokens} tokens came of {load.output_tokens}")
-    return done
+        return True
+
+    loop = LoadRun(RunClock(), Budget(total, None, 0))
+    await loop.closed_loop(repeat(send), load.concurrency)
+    return times

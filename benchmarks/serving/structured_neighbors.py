@@ -57,5 +57,4 @@ class NeighborTarget(HttpTarget):
 
     async def _repeat(self, client: HttpClient, load: Load, number: int) -> None:
         while True:
-            async for _ in client.generate(load.prompt(-1 - number), load.output_tokens):
-                pass
+            await client.generate(load.prompt(-1 - number), load.output_tokens, lambda _: None)

@@ -7,24 +7,28 @@ sending requests without the cost of serving them.
 """
 
 import asyncio
+import itertools
 import json
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import cast
 
 import uvloop
 
-from benchmarks.common.clients import completion_request
-from benchmarks.soak.attack.exchanges import Connections, Ended
+from benchmarks.common.clients import OK, TokenStream, completion_request, connections_to
+from services.cli.bench.adapters.clock import RunClock
+from services.cli.bench.adapters.connections import Connections
+from services.cli.bench.core.budget import Budget
+from services.cli.bench.core.load_run import LoadRun, Run
 
 VOCAB_SIZE = 256
 """Token ids of prompts are below this number. Every model's vocabulary is at least as large."""
 _NOT_REFUSED_AT_ONCE = ("queue_timeout", "deadline_exceeded")
-_TICK_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Sending:
     def requests(self) -> Iterator[bytes]:
         """Yields requests with random prompts without end. The first ones are built in advance."""
         draw = random.Random(self.seed)
-        headers = f"Authorization: Bearer {self.key}\r\n"
+        headers = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
         if self.deadline_seconds is not None:
             headers += f"X-Request-Timeout: {self.deadline_seconds}\r\n"
 
@@ -80,6 +84,8 @@ class Sent:
     """Maps each error to the number of requests that were neither done nor refused."""
     processor_seconds: float = 0.0
     """Processor seconds that the process used while it sent."""
+    seconds: float = 0.0
+    """Seconds until the last answer ended."""
 
 
 def sum_sent(parts: Sequence[Sent]) -> Sent:
@@ -92,6 +98,7 @@ def sum_sent(parts: Sequence[Sent]) -> Sent:
         refusal_millis=[millis for part in parts for millis in part.refusal_millis],
         other=dict(sum((Counter(part.other) for part in parts), Counter())),
         processor_seconds=sum(part.processor_seconds for part in parts),
+        seconds=sum(part.seconds for part in parts),
     )
 
 
@@ -99,45 +106,54 @@ async def send(sending: Sending, until_told: asyncio.Event | None = None) -> Sen
     """Sends the requests and waits for every answer. If `until_told` is given, sending begins when
     it is set.
     """
-    requests, connections = sending.requests(), Connections(sending.address)
-    next(requests)  # this builds the first requests in advance
+    clock, requests = RunClock(), sending.requests()
+    first = next(requests)  # this builds the first requests in advance
     if until_told is not None:
         await until_told.wait()
-    sent, other = Sent(), Counter[str]()
-    processor, began = time.process_time(), time.monotonic()
-    until = began + sending.seconds
-
-    def count(ended: Ended) -> None:
-        if ended.first_token is not None:
-            sent.first_token_millis.append(1000 * (ended.first_token - ended.sent))
-        if ended.is_done:
-            sent.num_done += 1
-            sent.num_done_in_time += ended.ended <= until
-        elif ended.status != 200 and ended.error not in _NOT_REFUSED_AT_ONCE:
-            sent.refusal_millis.append(1000 * (ended.ended - ended.sent))
-        else:
-            other[ended.error] += 1
-
-    async def one(request: bytes) -> None:
-        sent.num_sent += 1
-        count(await connections.exchange(request))
-
-    async def one_after_another() -> None:
-        while time.monotonic() < until:
-            await one(next(requests))
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(sending.concurrency):
-            tasks.create_task(one_after_another())
-        num_begun = 0
-        while sending.rate and (passed := time.monotonic() - began) < sending.seconds:
-            while num_begun < int(passed * sending.rate):
-                num_begun += 1
-                tasks.create_task(one(next(requests)))
-            await asyncio.sleep(_TICK_SECONDS)
-    connections.close()
-    sent.other, sent.processor_seconds = dict(other), time.process_time() - processor
+    async with aclosing(connections_to(sending.address)) as connections:
+        outcomes = _Outcomes(connections, clock, sending.seconds)
+        runs = map(outcomes.run_of, itertools.chain((first,), requests))
+        load = LoadRun(clock, Budget(None, sending.seconds, 0))
+        processor = time.process_time()
+        clock.start()
+        if sending.concurrency:
+            await load.closed_loop(runs, sending.concurrency)
+        elif sending.rate:
+            await load.open_loop((number / sending.rate, run) for number, run in enumerate(runs))
+    sent = outcomes.sent
+    sent.seconds, sent.processor_seconds = clock.now(), time.process_time() - processor
     return sent
+
+
+class _Outcomes:
+    """Sends requests and counts their outcomes in `sent`."""
+
+    def __init__(self, connections: Connections, clock: RunClock, seconds: float) -> None:
+        self.sent = Sent()
+        self._connections, self._clock, self._seconds = connections, clock, seconds
+
+    def run_of(self, request: bytes) -> Run:
+        """The run that sends a request. The measured time includes connecting."""
+
+        async def run(_number: int, _intended: float) -> bool:
+            sent, began, arrivals = self.sent, self._clock.now(), []
+            sent.num_sent += 1
+            tokens = TokenStream(lambda _: arrivals.append(self._clock.now()))
+            failure = await self._connections.exchange(request, tokens)
+            ended = self._clock.now()
+            if arrivals:
+                sent.first_token_millis.append(1000 * (arrivals[0] - began))
+            code = failure.kind if failure is not None else str(tokens.error.get("code"))
+            if failure is None and tokens.is_done:
+                sent.num_done += 1
+                sent.num_done_in_time += ended <= self._seconds
+            elif failure is None and tokens.status != OK and code not in _NOT_REFUSED_AT_ONCE:
+                sent.refusal_millis.append(1000 * (ended - began))
+            else:
+                sent.other[code] = sent.other.get(code, 0) + 1
+            return True
+
+        return run
 
 
 class _Sink(asyncio.Protocol):

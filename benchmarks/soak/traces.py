@@ -20,7 +20,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -85,15 +85,15 @@ class Requests:
         num_tokens = self.draw.randint(1, MAX_OUTPUT_TOKENS)
         over_http = self.draw.random() < HTTP_SHARE
         trace, span = secrets.token_bytes(16), secrets.token_bytes(8)
+        received: list[int] = []
         self.num_sent += 1
         async with asyncio.timeout(REQUEST_SECONDS), self._client(over_http) as client:
             sent = time.time_ns()
-            answer = client.generate(prompt, num_tokens, f"00-{trace.hex()}-{span.hex()}-01")
-            async with aclosing(answer) as news:  # type: ignore[type-var]
-                received = sum([num_new async for num_new in news])
+            traceparent = f"00-{trace.hex()}-{span.hex()}-01"
+            await client.generate(prompt, num_tokens, received.append, traceparent)
             answered = time.time_ns()
-        if received != num_tokens:
-            raise RuntimeError(f"{received} of {num_tokens} tokens came")
+        if sum(received) != num_tokens:
+            raise RuntimeError(f"{sum(received)} of {num_tokens} tokens came")
         self.done.append(TracedRequest(trace, span, sent, answered))
         self.progressed.set()
 

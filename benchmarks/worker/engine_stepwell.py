@@ -25,8 +25,11 @@ async def main() -> None:
 
         async def finish(prompt: list[int], num_tokens: int) -> list[float]:
             times: list[float] = []
-            async for count in composed.client.generate(prompt, num_tokens):
-                times += [time.perf_counter()] * count
+
+            def arrived(count: int) -> None:
+                times.extend([time.perf_counter()] * count)
+
+            await composed.client.generate(prompt, num_tokens, arrived)
             return times
 
         async def finish_all(prompts: Prompts, num_tokens: int) -> Times:

@@ -74,8 +74,7 @@ class Bench:
     async def first_token_seconds(self, prompt: Sequence[int]) -> float:
         """Seconds to the first token of one request that runs alone."""
         began = time.perf_counter()
-        async for _ in self._composed.client.generate(prompt, 1):
-            pass
+        await self._finish(prompt, 1)
         return time.perf_counter() - began
 
     async def forget_cache(self) -> None:
@@ -90,8 +89,7 @@ class Bench:
         return Turn(time.perf_counter() - began, time.process_time() - used)
 
     async def _finish(self, prompt: Sequence[int], num_tokens: int) -> None:
-        async for _ in self._composed.client.generate(prompt, num_tokens):
-            pass
+        await self._composed.client.generate(prompt, num_tokens, lambda _: None)
 
 
 async def first_tokens(bench: Bench, num_rounds: int) -> str:

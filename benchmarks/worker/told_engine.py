@@ -152,5 +152,10 @@ class ToldEngine:
 
     async def _arrivals(self, text: Text) -> list[tuple[float, int]]:
         """Runs a request. Returns each arrival's time and number of tokens."""
-        pieces = self.composed.client.generate(text.prompt, len(text.answer))
-        return [(self._clock(), count) async for count in pieces]
+        arrivals: list[tuple[float, int]] = []
+
+        def arrived(count: int) -> None:
+            arrivals.append((self._clock(), count))
+
+        await self.composed.client.generate(text.prompt, len(text.answer), arrived)
+        return arrivals
