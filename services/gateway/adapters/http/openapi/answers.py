@@ -75,6 +75,15 @@ class RequestMetrics(Answer):
     tokens_per_second: float | None
 
 
+class GeneratedAnswer(Answer):
+    """The common fields of answers that a replica computed."""
+
+    id: str
+    created: int
+    model: str
+    metrics: RequestMetrics | None = None
+
+
 class PromptLogprob(Answer):
     """A candidate token at a position of the prompt."""
 
@@ -113,28 +122,20 @@ class CompletionChoice(Answer):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(Answer):
+class Completion(GeneratedAnswer):
     """A whole answer of /v1/completions."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage
-    metrics: RequestMetrics | None = None
 
 
-class CompletionChunk(Answer):
+class CompletionChunk(GeneratedAnswer):
     """One event of a streamed answer of /v1/completions."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice] = Field(max_length=1)
     usage: Usage | None = None
-    metrics: RequestMetrics | None = None
 
 
 class Session(Answer):
@@ -230,16 +231,12 @@ class ChatChoice(Answer):
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(GeneratedAnswer):
     """A whole answer of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
-    metrics: RequestMetrics | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
@@ -267,16 +264,12 @@ class ChatChunkChoice(Answer):
     prompt_token_ids: list[int] | None = None
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(GeneratedAnswer):
     """One event of a streamed answer of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice] = Field(max_length=1)
     usage: Usage | None = None
-    metrics: RequestMetrics | None = None
 
 
 class Embedding(Answer):
@@ -287,16 +280,12 @@ class Embedding(Answer):
     embedding: list[float] | str
 
 
-class Embeddings(Answer):
+class Embeddings(GeneratedAnswer):
     """An answer of /v1/embeddings."""
 
-    id: str
     object: Literal["list"]
-    created: int
-    model: str
     data: list[Embedding]
     usage: Usage
-    metrics: RequestMetrics | None = None
 
 
 class Score(Answer):
@@ -307,13 +296,9 @@ class Score(Answer):
     score: float
 
 
-class Scores(Answer):
+class Scores(GeneratedAnswer):
     """An answer of /score."""
 
-    id: str
     object: Literal["list"]
-    created: int
-    model: str
     data: list[Score]
     usage: Usage
-    metrics: RequestMetrics | None = None

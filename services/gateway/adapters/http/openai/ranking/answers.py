@@ -2,7 +2,12 @@
 
 from typing import Literal
 
-from services.gateway.adapters.http.openapi.answers import Answer, RequestMetrics, Usage
+from services.gateway.adapters.http.openapi.answers import (
+    Answer,
+    GeneratedAnswer,
+    RequestMetrics,
+    Usage,
+)
 
 
 class RankedText(Answer):
@@ -38,16 +43,12 @@ class Classified(Answer):
     num_classes: int
 
 
-class Classification(Answer):
+class Classification(GeneratedAnswer):
     """An answer of /classify."""
 
-    id: str
     object: Literal["list"]
-    created: int
-    model: str
     data: list[Classified]
     usage: Usage
-    metrics: RequestMetrics | None = None
 
 
 class Pooled(Answer):
@@ -58,13 +59,9 @@ class Pooled(Answer):
     data: list[float] | str
 
 
-class PoolingAnswer(Answer):
+class PoolingAnswer(GeneratedAnswer):
     """An answer of /pooling."""
 
-    id: str
     object: Literal["list"]
-    created: int
-    model: str
     data: list[Pooled]
     usage: Usage
-    metrics: RequestMetrics | None = None
