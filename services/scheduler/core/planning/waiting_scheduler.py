@@ -1,10 +1,10 @@
 """The second part of scheduling a step: admits waiting requests."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from services.common.pool.operations import BlockTables, StopReason
+from services.common.pool.operations import BlockTables, Outcome, StopReason
 from services.common.replica.pause_mode import PauseMode
 from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.grammar import GrammarStatus
@@ -17,7 +17,7 @@ from services.scheduler.core.planning.admission import (
 )
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.transfers.connector_admission import ConnectorAdmission
+from services.scheduler.core.transfers.external_hits import ExternalHits
 
 LOOKUP_BATCH = 32
 """Limit on the number of waiting requests whose prefixes one transaction looks up."""
@@ -32,45 +32,79 @@ class WaitingScheduler:
         self._queues = state.queues
         self._kv_cache_manager = state.kv_cache_manager
         self._planner = AdmissionPlanner(state.config)
-        self._connector_admission: ConnectorAdmission | None = None
+        self._external_hits: ExternalHits | None = None
         if state.transfers is not None:
-            self._connector_admission = ConnectorAdmission(state, state.transfers, self._admit)
+            self._external_hits = ExternalHits(state, state.transfers)
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
         """Admits requests from the head of the queue. Returns why admission stopped; None if no
         request is left waiting.
         """
-        if self._connector_admission is not None:
-            pause_mode = self._state.pause_mode
-            return await self._connector_admission.schedule(builder, pause_mode, traceparent)
         if not self._queues.has_queued:
             return WaitReason.HELD_BACK if self._queues.held_back else None
-        while candidates := self._candidates(builder):
-            if unknown := self._not_looked_up(builder, candidates):
+        reason = await self._admit_candidates(builder, traceparent)
+        if self._external_hits is not None:
+            self._queues.requeue_without_blocks()
+            await self._kv_cache_manager.flush()
+        return reason
+
+    async def _admit_candidates(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
+        for candidates in self._batches(builder):
+            planned = None
+            if self._external_hits is not None:
+                (request,) = candidates
+                planned = await self._external_hits.plan(builder, request, traceparent)
+            elif unknown := self._not_looked_up(builder, candidates):
                 await self._kv_cache_manager.look_up(builder, unknown, traceparent)
-            planned = self._planner.plan(
+            planned = planned or self._planner.plan(
                 builder,
                 candidates,
                 num_running=len(self._state.running),
                 num_free_places=self._state.num_free_places,
                 num_free_blocks=self._kv_cache_manager.num_free_blocks,
             )
+            reason = await self._carry_out(builder, planned, traceparent)
+            if reason is not None:
+                return reason
+        return self._why_others_wait(builder)
+
+    def _batches(self, builder: StepBuilder) -> Iterator[list[Request]]:
+        """The candidates whose admissions are planned together. The tokens that a connector can
+        load for a request depend on all earlier admissions, so each request is planned alone then,
+        and only once.
+        """
+        if self._external_hits is None:
+            while candidates := self._candidates(builder):
+                yield candidates
+            return
+        for request in list(self._looked_at):
+            if not (builder.token_budget and self._state.num_free_places):
+                return
+            yield [request]
+
+    async def _carry_out(
+        self, builder: StepBuilder, planned: AdmissionPlan, traceparent: str
+    ) -> WaitReason | None:
+        """Makes the transaction of a plan, and admits the requests that it allocated blocks for.
+        Returns a reason if admission must stop.
+        """
+        outcome = Outcome(self._kv_cache_manager.num_free_blocks)
+        if planned.admissions:
             terms = [admission.terms for admission in planned.admissions]
             outcome = await self._kv_cache_manager.admit(terms, traceparent)
-            self._admit_planned(builder, planned, outcome.admitted)
-            if outcome.stop is not None:
-                if outcome.stop.reason is StopReason.NO_BLOCKS:
-                    self._refuse(builder, planned.admissions[len(outcome.admitted)])
-                    return WaitReason.NO_BLOCKS
-                changed = planned.admissions[len(outcome.admitted)].request
-                stop = outcome.stop
-                builder.prefixes.note_hit(changed, stop.num_hit_tokens, stop.shared_prefix_boundary)
-            elif planned.has_old_hits:
-                builder.prefixes.forget_hits()
-            elif planned.wait_reason is not None and not planned.admissions:
-                self._refuse(builder, planned.refused)
-                return planned.wait_reason
-        return self._why_others_wait(builder)
+        self._admit_planned(builder, planned, outcome.admitted)
+        if outcome.stop is not None:
+            if outcome.stop.reason is StopReason.NO_BLOCKS:
+                self._refuse(builder, planned.admissions[len(outcome.admitted)])
+                return WaitReason.NO_BLOCKS
+            changed, stop = planned.admissions[len(outcome.admitted)].request, outcome.stop
+            builder.prefixes.note_hit(changed, stop.num_hit_tokens, stop.shared_prefix_boundary)
+        elif planned.has_old_hits or (self._external_hits is not None and planned.admissions):
+            builder.prefixes.forget_hits()
+        elif planned.wait_reason is not None and not planned.admissions:
+            self._refuse(builder, planned.refused)
+            return planned.wait_reason
+        return None
 
     def next_candidates(self) -> Iterable[Request]:
         """The waiting requests that the next step may try to admit."""
@@ -100,7 +134,7 @@ class WaitingScheduler:
             return WaitReason.BUDGET
         if not self._state.num_free_places:
             return WaitReason.MAX_SEQS
-        return builder.plan.passed_over[first]
+        return builder.plan.passed_over.get(first)
 
     @property
     def _looked_at(self) -> Iterable[Request]:
@@ -164,13 +198,14 @@ class WaitingScheduler:
 
     def _pass_over(self, builder: StepBuilder, passed: PassedOver) -> None:
         request, reason = passed.request, passed.reason
-        builder.plan.passed_over[request] = self._queues.passed_over[request] = reason
+        builder.plan.passed_over[request] = reason
+        self._queues.pass_over(request, reason)
         if passed.num_asked:
             builder.encoder.decide(request, passed.num_computed_tokens, passed.num_asked)
         if request.grammar is GrammarStatus.FAILED:
-            self._state.failed[request] = request.error
+            builder.failed[request] = request.error
         elif passed.error:
-            self._state.failed[request] = passed.error
+            builder.failed[request] = passed.error
 
     def _refuse(self, builder: StepBuilder, refused: PlannedAdmission | None) -> None:
         """Decides which encoder items a request that lacks blocks would need. As in vLLM, cached

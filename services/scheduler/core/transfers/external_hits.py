@@ -1,15 +1,12 @@
-"""Admits waiting requests if a connector may have more cached tokens of a request than the pool."""
+"""Prefix hits in another tier or replica, which a connector loads for waiting requests."""
 
-from collections.abc import Callable
-from itertools import chain, islice
+from itertools import islice
 
 from services.common.pool.kv_cache_groups import AttentionType, hit_block_size
-from services.common.pool.operations import Admission, BlockTables
-from services.common.replica.pause_mode import PauseMode
+from services.common.pool.operations import Admission
 from services.scheduler.core.engine.replica_state import ReplicaState
-from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import WaitReason
-from services.scheduler.core.planning.admission import AdmissionPlanner, PlannedAdmission
+from services.scheduler.core.planning.admission import AdmissionPlan
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.transfers.kv_connector import ExternalMatch
@@ -20,89 +17,54 @@ LOOKUP_BATCH = 8
 small because each admission invalidates the hits of the requests behind it.
 """
 
-Admit = Callable[[StepBuilder, PlannedAdmission, BlockTables], None]
 
-
-class ConnectorAdmission:
-    """Admits waiting requests one after another, as vLLM does, because the tokens that the
-    connector can load after the local hit depend on all earlier admissions.
+class ExternalHits:
+    """Asks the connector, before a request is admitted, for the tokens after its local hit.
 
     The tokens are loaded within the step, or asynchronously between steps. For an asynchronous
     load, blocks are allocated at once, and the request waits in `kv_waiting` without using budget
     or a row of the batch. After the load it is admitted like other requests.
     """
 
-    def __init__(
-        self,
-        state: ReplicaState,
-        transfers: KVTransfers,
-        admit: Admit,
-    ) -> None:
+    def __init__(self, state: ReplicaState, transfers: KVTransfers) -> None:
         self._config = state.config
         self._queues = state.queues
         self._running = state.running
         self._steps = state.steps
         self._kv_cache_manager = state.kv_cache_manager
         self._transfers = transfers
-        self._planner = AdmissionPlanner(state.config)
         self._hit_block_size = hit_block_size(state.config.all_groups)
         self._has_states_only = all(
             group.attention_type is AttentionType.STATE_SPACE for group in state.config.all_groups
         )
-        self._admit = admit
 
-    async def schedule(
-        self, builder: StepBuilder, pause_mode: PauseMode | None, traceparent: str
-    ) -> WaitReason | None:
-        """Admits waiting requests to a step. Returns why admission stopped; None if all requests
-        were tried.
-        """
-        reason = None
-        for request in self._candidates(pause_mode):
-            if builder.token_budget == 0:
-                reason = WaitReason.BUDGET
-            elif len(self._running) + len(self._queues.between_turns) >= self._config.max_running:
-                reason = WaitReason.MAX_SEQS
-            else:
-                reason = await self._try(builder, request, traceparent)
-            if reason is not None:
-                break
-        self._queues.requeue_without_blocks()
-        await self._kv_cache_manager.flush()
-        if reason is None and self._queues.waiting and pause_mode is PauseMode.WAIT:
-            return WaitReason.PAUSED
-        return reason
-
-    def _candidates(self, pause_mode: PauseMode | None) -> list[Request]:
-        """The waiting requests. In a pause with mode WAIT, only requests that hold blocks."""
-        if pause_mode is PauseMode.WAIT:
-            return list(self._queues.kv_waiting)
-        return list(chain(self._queues.kv_waiting, self._queues.waiting))
-
-    async def _try(
+    async def plan(
         self, builder: StepBuilder, request: Request, traceparent: str
-    ) -> WaitReason | None:
-        """Admits a request, begins its load, or passes it over (skips it). Returns a reason if no
-        further request may be admitted in this step.
+    ) -> AdmissionPlan | None:
+        """Passes over (skips) a request, or begins its asynchronous load. Returns None if neither
+        is necessary and the request may be admitted now, with the tokens in `prefixes.external`.
         """
+        plan = AdmissionPlan()
         reason = self._own_reason(builder, request)
         if reason is not None:
-            self._pass_over(builder, request, reason)
-            return None
+            plan.pass_over(request, reason)
+            return plan
         if request.holds_blocks:
             builder.prefixes.go_on(request, self._steps)
             self._kv_cache_manager.hash_continuation(request)
             builder.prefixes.external[request] = 0
-        else:
-            await self._look_up(builder, request, traceparent)
-            match = self._match(builder, request)
-            if match is None:
-                self._pass_over(builder, request, WaitReason.REMOTE_KV)
-                return None
-            builder.prefixes.external[request] = match.num_tokens
-            if match.is_async and match.num_tokens:
-                return await self._begin_load(builder, request, traceparent)
-        return await self._admit_one(builder, request, traceparent)
+            return None
+        await self._look_up(builder, request, traceparent)
+        match = self._match(builder, request)
+        if match is None:
+            plan.pass_over(request, WaitReason.REMOTE_KV)
+            return plan
+        builder.prefixes.external[request] = match.num_tokens
+        if not (match.is_async and match.num_tokens):
+            return None
+        if not await self._begin_load(builder, request, traceparent):
+            plan.stop(WaitReason.NO_BLOCKS)
+        return plan
 
     def _match(self, builder: StepBuilder, request: Request) -> ExternalMatch | None:
         """The tokens that the connector can load after the local hit. None if the connector does
@@ -147,12 +109,6 @@ class ConnectorAdmission:
             return WaitReason.HELD_BACK
         return builder.passing_over.reason(request)
 
-    def _pass_over(self, builder: StepBuilder, request: Request, reason: WaitReason) -> None:
-        builder.plan.passed_over[request] = reason
-        self._queues.pass_over(request, reason)
-        if request.grammar is GrammarStatus.FAILED:
-            builder.failed[request] = request.error
-
     async def _look_up(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
         """Looks up the prefixes of a request and of further waiting requests. Does nothing if the
         request's hit was looked up after the last admission.
@@ -162,13 +118,12 @@ class ConnectorAdmission:
             unknown = list(dict.fromkeys([request, *islice(others, LOOKUP_BATCH)]))
             await self._kv_cache_manager.look_up(builder, unknown, traceparent)
 
-    async def _begin_load(
-        self, builder: StepBuilder, request: Request, traceparent: str
-    ) -> WaitReason | None:
+    async def _begin_load(self, builder: StepBuilder, request: Request, traceparent: str) -> bool:
+        """Allocates the blocks of a load, and begins it. Returns False if the blocks do not fit."""
         terms = self._load_terms(builder, request)
         outcome = await self._kv_cache_manager.admit([terms], traceparent)
         if not outcome.admitted:
-            return WaitReason.NO_BLOCKS
+            return False
         (blocks,) = outcome.admitted
         self._queues.hold(request)
         request.take_blocks(terms, blocks, self._config.block_size, self._config.hash_block_size)
@@ -176,36 +131,7 @@ class ConnectorAdmission:
         request.num_computed_tokens = prefixes.hits[request] + prefixes.external[request]
         self._transfers.begin_load(request, blocks, prefixes.external[request])
         prefixes.forget_hits()
-        return None
-
-    async def _admit_one(
-        self, builder: StepBuilder, request: Request, traceparent: str
-    ) -> WaitReason | None:
-        plan = self._planner.plan(
-            builder,
-            [request],
-            num_running=len(self._running),
-            num_free_places=1,
-            num_free_blocks=self._kv_cache_manager.num_free_blocks,
-        )
-        for passed in plan.passed_over:
-            builder.encoder.decide(request, passed.num_computed_tokens, passed.num_asked)
-            self._pass_over(builder, request, passed.reason)
-            if passed.error:
-                builder.failed[request] = passed.error
-        if plan.refused is not None:
-            start = plan.refused.terms.num_computed_tokens
-            builder.encoder.refuse(request, start, plan.refused.num_asked)
-        if not plan.admissions:
-            return plan.wait_reason
-        (planned,) = plan.admissions
-        outcome = await self._kv_cache_manager.admit([planned.terms], traceparent)
-        if outcome.stop is not None:
-            builder.encoder.refuse(request, planned.terms.num_computed_tokens, planned.num_asked)
-            return WaitReason.NO_BLOCKS
-        self._admit(builder, planned, outcome.admitted[0])
-        builder.prefixes.forget_hits()
-        return None
+        return True
 
     def _load_terms(self, builder: StepBuilder, request: Request) -> Admission:
         """The terms of an admission for an asynchronous load. The admission allocates blocks only
