@@ -18,10 +18,10 @@ class CuttableProxy:
         self._lost_on: set[asyncio.StreamWriter] = set()
         self.num_connections = 0
         self.has_swallowed = asyncio.Event()
-        """Set when an answer was dropped."""
+        """Set after an answer was dropped."""
 
     async def start(self) -> str:
-        """Starts to listen; returns the address."""
+        """Starts to listen. Returns the address."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 

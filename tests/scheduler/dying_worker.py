@@ -1,5 +1,5 @@
-"""A worker as a process of its own, without a model, that dies in any step of a certain token and
-is started again: `python -m tests.scheduler.dying_worker ADDRESS TOKEN`.
+"""A worker without a model, in a separate process that ends in every step with a certain token and
+is started again. Run as `python -m tests.scheduler.dying_worker ADDRESS TOKEN`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class DyingWorker:
         self._supervising: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Starts the process; returns its address."""
+        """Starts the process. Returns its address."""
         self._supervising = asyncio.create_task(self._supervise())
         return self._address
 
@@ -43,7 +43,7 @@ class DyingWorker:
         self._directory.cleanup()
 
     def kill(self) -> None:
-        """Ends the process once; it is restarted."""
+        """Ends the process once. It is restarted."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 

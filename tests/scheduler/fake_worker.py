@@ -1,4 +1,6 @@
-"""A worker without a model: the whole of stepwell.worker.v1 over gRPC, with faults on demand."""
+"""A worker without a model. It implements all of stepwell.worker.v1 over gRPC, and fails on
+demand.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -76,15 +78,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.protocol = PROTOCOL
         self.steps: list[worker_pb2.ExecuteRequest] = []
         self.prepared: list[str] = []
-        """The grammars that it was asked to compile."""
+        """The grammars that the worker was asked to compile."""
         self.nan_rows: frozenset[int] = frozenset()
         self.refused_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
-        """A token that ends the stream if a new request contains it."""
+        """A token. If a new request contains it, the stream ends."""
         self.described: Callable[[], object] = lambda: None
-        """Called after each answer to Describe is built, before it is sent."""
+        """A function that is called when an answer to Describe is built and not sent yet."""
         self.spoil: Spoil = lambda _, answer: [answer]
-        """Replaces the answer to a step by any number of answers."""
+        """A function that replaces the answer to a step by any number of answers."""
         self.going = asyncio.Event()
         self.going.set()
         self._tracing = tracing
@@ -138,7 +140,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.LoadAdapterRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> worker_pb2.LoadAdapterResponse:
-        """Loads nothing: the simulated model's next token does not depend on adapters."""
+        """Loads nothing, because the simulated model's next token does not depend on adapters."""
         return worker_pb2.LoadAdapterResponse()
 
     async def Execute(  # noqa: N802

@@ -1,5 +1,5 @@
-"""Small working fakes of the engine's ports: workers that can be blocked or lost, a pool that can
-be lost, a replica that restores both, a receiver of tokens, and an observer of steps.
+"""Small working fakes of the engine's ports. They are workers that can be blocked or lost, a pool
+that can be lost, a replica that restores both, a receiver of tokens, and an observer of steps.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class FakeExecutor:
         self.poison: frozenset[int] = frozenset()
         """Tokens that make the workers fail in any step that computes them."""
         self.broken_by: list[set[str]] = []
-        """For each step that made the workers fail, its requests."""
+        """The requests of each step that made the workers fail."""
 
     @property
     def num_requests(self) -> int:
@@ -80,7 +80,7 @@ class FakeExecutor:
                 answer.set_result(output)
 
     def lose(self) -> None:
-        """Fails every step in flight and every further one."""
+        """Raises WorkersLost for every step in flight and every later step."""
         self._is_lost = True
         while self._waiting:
             answer, _ = self._waiting.popleft()
@@ -143,7 +143,7 @@ class FakeReplica:
 
 
 class Inbox:
-    """A `Delivery` that stores what it receives, by request name."""
+    """A `Delivery` that stores tokens and ends, by the names of requests."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}

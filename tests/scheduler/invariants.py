@@ -23,7 +23,7 @@ class Before:
 
     @classmethod
     def of(cls, story: Story) -> "Before":
-        """The current state."""
+        """Returns the current state."""
         return cls(list(story.scheduler.running), list(story.scheduler.waiting))
 
 
@@ -40,7 +40,7 @@ def check_step(story: Story, before: Before, plan: SchedulerOutput) -> None:
 
 
 def check_budget(story: Story, plan: SchedulerOutput) -> None:
-    """A step schedules at most its budget, in whole tokens."""
+    """A step schedules at most its budget of tokens."""
     assert plan.num_tokens <= _budget(story)
     assert all(count > 0 for count in plan.num_scheduled_tokens)
     assert len(set(plan.requests)) == len(plan.requests)
@@ -55,7 +55,7 @@ def check_rows(story: Story) -> None:
 
 
 def check_nothing_leaks(story: Story) -> None:
-    """Only running requests have blocks; all other blocks are free."""
+    """Only running requests have blocks. All other blocks are free."""
     core, running = story.pool.core, story.scheduler.running
     tables = [table for request in running for table in _tables(story, request)]
     assert core.stats().num_requests == len(running)
@@ -117,9 +117,9 @@ def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> No
 
 
 def check_running_requests_are_served(story: Story, before: Before, plan: SchedulerOutput) -> None:
-    """The first running request gets tokens in every step, and the others as long as tokens remain.
-    The last victim in the policy's order is never preempted. Therefore every running request ends,
-    and then the head of the queue runs.
+    """Every step schedules tokens of the first running request, and of the others while budget
+    remains. The request that the policy would preempt last is never preempted. Therefore every
+    running request ends, and then the head of the queue runs.
     """
     if not before.running:
         return
@@ -153,8 +153,8 @@ def _only_waits_for_tokens(story: Story, request: Request) -> bool:
 
 
 def _least_chunk(story: Story) -> int:
-    """The smallest number of tokens that a step can schedule for a request: a block if states are
-    cached at block ends.
+    """The smallest number of tokens that a step can schedule for a request. It is a block if states
+    are cached at block boundaries.
     """
     config = story.config
     return config.block_size if _keeps_states(story) else 1 + config.num_speculative_tokens

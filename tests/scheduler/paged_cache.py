@@ -1,8 +1,9 @@
-"""The cache of the paged model: the blocks that KV-cache groups write and read.
+"""The cache of the paged model. It consists of blocks that KV-cache groups write and read.
 
-A block contains what was last written to it, by any group. A group reads what its kind of attention
-sees: all positions, a window, a chunk, or the state after the previous step. Each value names its
-group, so that a block with two owners is detected at once.
+A block contains the values that any group has last written to it. A group reads the positions that
+its kind of attention sees, which are all positions, a window, or a chunk. A group of states reads
+the state after the previous step. Each value names its group, so that a block with two owners is
+detected at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,8 +15,8 @@ Tables = Sequence[Sequence[int]]
 """The block table of a request in each group."""
 
 Contents = dict[int | str, tuple[int, int]]
-"""The contents of a block. By position in the block (or for a state): the group that wrote it, and
-a digest.
+"""The contents of a block. Maps a position in the block, or the name of a state, to the group that
+wrote it and a digest.
 """
 
 _STATE = "state"
@@ -27,8 +28,8 @@ class PagedCache:
     def __init__(
         self, block_size: int, groups: Sequence[KVCacheGroup] = (), *, follows_states: bool = True
     ) -> None:
-        """`follows_states`: whether states are stored. With drafts there is one state after each
-        draft, in separate blocks that the cache does not know.
+        """`follows_states` is false if states are not stored. With drafts there is a state after
+        each draft, in a separate block that the cache does not know.
         """
         self._follows_states = follows_states
         self._groups = groups or [KVCacheGroup(AttentionType.FULL, block_size)]
@@ -45,8 +46,8 @@ class PagedCache:
             self._blocks[copy.target] = dict(self._blocks.get(copy.source, {}))
 
     def is_held(self, contents: Contents, group: int, position: int, digest: int) -> bool:
-        """Whether a group's block with these contents has what a position stores. For states this
-        is the last computed position of the block.
+        """Whether a group's block with these contents has the value of a position. For states the
+        position is the last computed one of the block.
         """
         spec = self._groups[group]
         is_state = spec.attention_type is AttentionType.STATE_SPACE

@@ -38,16 +38,16 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def is_right(num_tokens: int, index: int) -> bool:
-    """Whether a draft proposed after `num_tokens` is right. About seven in ten are; the others are
-    off by one.
+    """Whether a draft proposed after `num_tokens` is right. About seven in ten are right. The
+    others are off by one.
     """
     return (num_tokens * 7 + index * 13) % 10 < 7
 
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that enters the batch. `root`: the values besides tokens and items that its block
-    hashes depend on: salt and adapter.
+    """A request that enters the batch. `root` are the inputs of its block hashes besides tokens and
+    items, which are salt and adapter.
     """
 
     row_index: int
@@ -71,8 +71,8 @@ class Work:
 
 
 class StoredTokens:
-    """Tokens, and the value stored at each position: a digest of the root, of all tokens up to the
-    position, and of the item there.
+    """Tokens, and the value that is stored at each position. The value is a digest of the root, of
+    all tokens up to the position, and of the item at the position.
     """
 
     def __init__(
@@ -141,14 +141,16 @@ class _Row(StoredTokens):
         return drafts[:num_allowed] + [-1] * (num_tokens - num_allowed)
 
     def num_allowed_of_last(self, num_tokens: int) -> int:
-        """Of the last `num_tokens` tokens, the number before the first refused one."""
+        """How many of the last `num_tokens` tokens precede the first token that the grammar
+        refuses.
+        """
         if self._grammar is None:
             return num_tokens
         begin = len(self.token_ids) - num_tokens
         return self._grammar.num_allowed(self.token_ids[begin:], begin - self._num_prompt_tokens)
 
     def num_allowed(self, further: Sequence[int]) -> int:
-        """Of further tokens, the number before the first refused one."""
+        """How many of the tokens `further` precede the first token that the grammar refuses."""
         if self._grammar is None:
             return len(further)
         return self._grammar.num_allowed(further, len(self.token_ids) - self._num_prompt_tokens)
@@ -183,8 +185,8 @@ class StepWork:
 def work_of(
     plan: SchedulerOutput, grammars: Mapping[str, StandInGrammar] | None = None
 ) -> StepWork:
-    """The message to the workers for a plan, with the state at the time of sending. `grammars`: the
-    grammars of requests, by id.
+    """The message to the workers for a plan, with the state at the time of sending. `grammars` maps
+    request ids to grammars.
     """
     held = grammars or {}
     starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
@@ -256,7 +258,7 @@ class PagedModel:
         self, step: "StepWork", names: Collection[str] = (), invalid: Collection[int] = ()
     ) -> ModelRunnerOutput:
         """Runs a step. Results for the named requests are void, and so are results that were
-        computed from the given blocks: they store values that belong to no sequence.
+        computed from the `invalid` blocks. Their tokens store values that belong to no sequence.
         """
         self.cache.garble(invalid)
         self._void = names, frozenset(invalid)
@@ -303,8 +305,8 @@ class PagedModel:
         zeroed: Iterable[int] = (),
         copies: Iterable[BlockCopy] = (),
     ) -> list[list[int]]:
-        """Runs a step; returns the sampled tokens of each request. Inside a prompt there are none.
-        With drafts they are the accepted drafts and one more token.
+        """Runs a step. Returns the sampled tokens of each request. There are none if the step ends
+        inside the prompt. With drafts they are the accepted drafts and one more token.
         """
         for row_index in removed:
             assert self._rows.pop(row_index, None) is not None, f"row {row_index} was empty"

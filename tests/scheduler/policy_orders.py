@@ -15,7 +15,9 @@ ADMISSION_ORDERS: dict[str, Callable[[Request], Any]] = {
     ),
     "priority": lambda request: (request.priority, request.arrival_time),
 }
-"""The queue's order. With FCFS, preempted requests are first, followed by the others by arrival."""
+"""The queue's order. With FCFS, preempted requests are first, and the others follow in the order of
+arrival.
+"""
 VICTIM_ORDERS: dict[str, Callable[[Request], Any]] = {
     "fcfs": lambda request: request.admission_number,
     "priority": lambda request: (request.priority, request.arrival_time),

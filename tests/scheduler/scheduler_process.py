@@ -41,7 +41,7 @@ class SchedulerProcess:
         return cls(process)
 
     async def wait(self) -> int:
-        """Waits until the process has ended by itself; returns its exit status."""
+        """Waits until the process has ended by itself. Returns its exit status."""
         async with asyncio.timeout(SECONDS):
             _, errors = await self.process.communicate()
         self.errors += errors.decode().splitlines()

@@ -1,4 +1,4 @@
-"""A running replica: the real scheduler and pool, with any workers.
+"""A running replica. Scheduler and pool are real, and the workers can be chosen.
 
 By default the workers have no model.
 """
@@ -51,7 +51,7 @@ def add_request(handle: int, prompt: Sequence[int], **fields: Any) -> scheduler_
 
 @dataclass(slots=True)
 class Heard:
-    """What a session received for one request."""
+    """The data that a session received for one request."""
 
     tokens: list[int] = field(default_factory=list)
     num_cached_tokens: int | None = None
@@ -86,7 +86,7 @@ class Gateway:
     async def open(
         self, gateway_id: str = "gateway", release: common_pb2.Release | None = None
     ) -> scheduler_pb2.SessionOpened:
-        """Opens the session; returns the replica's description."""
+        """Opens the session. Returns the replica's description."""
         hello = scheduler_pb2.OpenSession(gateway_id=gateway_id, release=release or own_release())
         await self.say(open=hello)
         await self.until(lambda: self.opened is not None)
@@ -118,7 +118,7 @@ class Gateway:
         await self.say(chunk=scheduler_pb2.AddChunk(handle=handle, **defaults | fields))
 
     async def until_turn(self, handle: int, count: int = 1) -> list[int]:
-        """Waits until `count` turns of a session have ended; returns all tokens of the session."""
+        """Waits until `count` turns of a session have ended. Returns all tokens of the session."""
         heard = self.heard[handle]
         await self.until(lambda: len(heard.turns) >= count)
         assert heard.finished is None
@@ -209,7 +209,7 @@ class Worker(Protocol):
     """One rank, served from the test's process."""
 
     async def start(self) -> str:
-        """Starts to serve; returns the address."""
+        """Starts to serve. Returns the address."""
 
     async def stop(self) -> None:
         """Ends every stream and closes the port."""
@@ -287,9 +287,8 @@ class Replica:
 
     @asynccontextmanager
     async def planning_together(self, num_requests: int) -> AsyncIterator[None]:
-        """Makes sure that `num_requests` requests sent in the block are all queued when the next
-        step is planned, whatever the time between their arrivals. No request may run before. The
-        worker is blocked from here on.
+        """Makes sure that `num_requests` requests that are sent in the `async with` block are all
+        queued when the next step is planned. No request may run before. The worker stays blocked.
         """
         self.worker.going.clear()
         await self.admin.Pause(
@@ -300,7 +299,7 @@ class Replica:
         await self.admin.Resume(scheduler_pb2.ResumeRequest())
 
     async def until_idle(self) -> None:
-        """Waits until no request runs or waits: no block and no row of the batch is in use."""
+        """Waits until no request runs or waits, and no block and no row of the batch is in use."""
         await self.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_IDLE)
         stats = await self.stats()
         assert (stats.num_running, stats.num_waiting) == (0, 0)
@@ -313,7 +312,7 @@ class Replica:
 async def serving_replica(
     *workers: Worker, pool: Pool | None = None, cuttable: bool = False, **settings: Any
 ) -> AsyncIterator[Replica]:
-    """Starts all parts. `cuttable`: the scheduler reaches the pool through a proxy that
+    """Starts all parts. If `cuttable` is true, the scheduler reaches the pool through a proxy that
     can be cut.
     """
     ranks = list(workers) or [FakeWorker()]

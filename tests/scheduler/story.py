@@ -1,6 +1,4 @@
-"""Helpers for the scheduler's worked examples: requests by short names, and a record of
-each step.
-"""
+"""Helpers for the scheduler's worked examples. They name requests, and record each step."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -31,9 +29,9 @@ class StepRecord:
     """The results of a step, by request name."""
 
     granted: dict[str, int]
-    """Scheduled tokens of each request, in scheduling order."""
+    """Number of scheduled tokens of each request, in scheduling order."""
     start: dict[str, int]
-    """Computed tokens of each request before the step."""
+    """Number of computed tokens of each request before the step."""
     blocks: dict[str, list[int]]
     """Blocks in the first group: the full table of each admitted request, and the new blocks of
     each other request.
@@ -142,8 +140,8 @@ class Story:
         )
 
     def take_in(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, list[int]]:
-        """Processes the output of a plan; returns the tokens of the requests that sampled
-        or ended.
+        """Processes the output of a plan. Returns the tokens of the requests that sampled or
+        ended.
         """
         updates = self.scheduler.update_from_output(plan, output)
         return {update.request.request_id: list(update.token_ids) for update in updates}
@@ -167,7 +165,7 @@ class Story:
         return [await self.step() for _ in range(count)]
 
     async def run(self, max_steps: int = 1000) -> list[StepRecord]:
-        """Runs steps until there is nothing left to do or to report to pool and workers."""
+        """Runs steps until there is nothing left to do or to send to pool and workers."""
         told = []
         while self.has_work:
             told.append(await self.step())

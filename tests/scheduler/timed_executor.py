@@ -24,7 +24,7 @@ class TimedStep:
 
 class TimedExecutor(FakeExecutor):
     """An `Executor` over the paged model whose steps take `step_seconds`. A step that arrives while
-    another one runs begins when that one ends.
+    another step runs begins when the other step ends.
     """
 
     def __init__(self, block_size: int, num_slots: int, step_seconds: float) -> None:

@@ -29,7 +29,7 @@ class Ran:
 
 
 class TimedWorker(FakeWorker):
-    """One rank. A step that arrives while another one runs begins when that one ends."""
+    """One rank. A step that arrives while another step runs begins when the other step ends."""
 
     def __init__(self, step_seconds: float) -> None:
         super().__init__()

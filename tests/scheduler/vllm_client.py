@@ -50,7 +50,7 @@ async def vllm_replica(
 async def complete(
     stub: vllm_engine_pb2_grpc.VllmEngineStub, request: vllm_engine_pb2.GenerateRequest
 ) -> list[vllm_engine_pb2.GenerateComplete]:
-    """The answers of a non-streaming call, by index."""
+    """The answers of a non-streaming call, ordered by index."""
     responses = [response async for response in stub.Generate(request)]
     assert all(response.WhichOneof("response") == "complete" for response in responses)
     return sorted((response.complete for response in responses), key=lambda one: one.index)

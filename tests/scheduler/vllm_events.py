@@ -103,13 +103,13 @@ class CacheView:
 
     root: bytes
     hash_block_size: int | None = None
-    """The number of tokens of a hash; None: the block size. A block is identified by its
-    last hash.
+    """Number of tokens in a hash. None if it is the block size. A block is identified by its last
+    hash.
     """
     stored: dict[int, set[int]] = field(default_factory=dict)
-    """Hashes by group."""
+    """Maps a group to its stored hashes."""
     adapter_digests: Mapping[str, bytes] = field(default_factory=dict)
-    """Digests by adapter name: hashes depend on the adapter's content."""
+    """Maps the names of adapters to digests, because hashes depend on the adapter's content."""
     digests: dict[int, BlockHash] = field(default_factory=dict)
     """The full digest of each hash that was ever stored, including hashes inside blocks."""
     orphans: list[BlockStored] = field(default_factory=list)
@@ -135,7 +135,7 @@ class CacheView:
 
     @property
     def hashes(self) -> dict[int, set[int]]:
-        """Stored hashes by group. Groups without hashes are left out."""
+        """Maps a group to its stored hashes. Groups without hashes are left out."""
         return {group: hashes for group, hashes in self.stored.items() if hashes}
 
     def _knows_parent(self, event: BlockStored) -> bool:
@@ -210,7 +210,7 @@ def decode(payload: bytes) -> Sequence[BlockStored | BlockRemoved | AllBlocksCle
 
 
 async def pool_hashes(pool_address: str, pool_id: str = "replica-0") -> dict[int, set[int]]:
-    """The cached hashes that the pool itself reports, by group."""
+    """Maps a group to the cached hashes that the pool itself reports."""
     async with open_channel(pool_address) as channel:
         stub = kvpool_pb2_grpc.KVPoolStub(channel)
         watching = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id=pool_id))

@@ -15,7 +15,7 @@ MAX_OUTPUT = 20
 MAX_ARRIVALS = 9
 MAX_EVENTS = 3
 MAX_UNUSED = 8
-"""The most tokens of a step that the workers could compute and that the budget leaves out."""
+"""Limit on the number of tokens by which the budget of a step is less than the workers' limit."""
 
 T = TypeVar("T")
 
@@ -46,8 +46,8 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that arrives and may be aborted. `abort_at`: the step of the abort, before it is
-    planned or, with `abort_mid_step`, between its plan and its output.
+    """A request that arrives and may be aborted. The abort is before step `abort_at` is planned, or
+    with `abort_mid_step` between the plan and the output of that step.
     """
 
     step: int
@@ -89,7 +89,7 @@ class Incident(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An incident before a step. `count`: a number of steps or transactions."""
+    """An incident before a step. `count` is a number of steps or transactions."""
 
     step: int
     incident: Incident
@@ -129,8 +129,8 @@ def _world(fixed: dict[str, Any], config: bytes, arrivals: Sequence[bytes], even
 
 def _config(choices: Choices) -> dict[str, Any]:
     """A configuration. The pool can store the longest sequence, and not much more than two such
-    sequences. A step has at least a budget of one token with its drafts. Without chunked prefill it
-    has a budget for a whole sequence; with cached states, for a block.
+    sequences. A step has at least a budget of one token with its drafts. Without chunked prefill
+    its budget suffices for a whole sequence, and with cached states for a block.
     """
     num_drafts = choices.among(0, 0, 0, 1, 2, 3)
     max_model_len = MAX_PROMPT + 4 + choices.below(MAX_OUTPUT - 4)

@@ -15,7 +15,9 @@ from tests.scheduler.story import prompt
 
 FIRST, NEXT = prompt(9), prompt(3, 700)
 HELD = [*FIRST, *continuation(FIRST, 4)[:-1]]
-"""The tokens of a session after a turn of four: the last one was not computed, and is dropped."""
+"""The tokens of a session after a turn of four tokens. The last token was not computed, and is
+dropped.
+"""
 
 
 @pytest.fixture(params=[False, True], ids=["one step in flight", "two steps in flight"])
@@ -34,7 +36,7 @@ async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
 
 
 async def begin(gateway: Gateway, handle: int, first: list[int]) -> None:
-    """A session with a turn of four tokens."""
+    """Begins a session with a turn of four tokens."""
     await gateway.add(handle, first, sampling=sampling(4), resumable=True)
     await gateway.until_turn(handle)
 

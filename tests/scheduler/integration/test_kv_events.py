@@ -63,7 +63,7 @@ async def publishing(
 
 
 async def run(replica: Replica, prompts: list[list[int]], **fields: Any) -> None:
-    """Runs requests side by side, to their ends."""
+    """Runs requests concurrently until they end."""
     async with gateway_of(replica) as gateway:
         for handle, tokens in enumerate(prompts):
             await gateway.add(handle, tokens, **fields)
@@ -87,7 +87,7 @@ async def test_a_request_is_published_with_its_tokens_and_parents(tmp_path: Path
     async with publishing(tmp_path, FakeWorker()) as (replica, subscriber):
         await run(replica, [prompt(10)])
         _, seen = await view_of(subscriber)
-        # 10 tokens and 8 that are generated are 4 full blocks; the last token is not computed.
+        # 10 prompt tokens and 8 generated tokens fill 4 blocks. The last token is not computed.
         stored = [event for event in seen if isinstance(event, BlockStored)]
         tokens = prompt(10) + continuation(prompt(10), 8)
         assert [token for event in stored for token in event.token_ids] == tokens[:16]
@@ -111,7 +111,7 @@ async def test_a_request_is_published_with_its_tokens_and_parents(tmp_path: Path
 async def test_the_events_lead_to_what_the_pool_has_cached(
     tmp_path: Path, asynchronous: bool, groups: tuple[common_pb2.KVCacheGroup, ...]
 ) -> None:
-    """In a pool so small that requests are preempted and blocks are reused all the time."""
+    """The pool is so small that requests are preempted and blocks are reused all the time."""
     num_blocks = 20 if WIDE in groups else 24
     worker = FakeWorker(num_blocks=num_blocks, max_model_len=60, groups=groups)
     async with publishing(tmp_path, worker, async_scheduling=asynchronous) as (replica, subscriber):
@@ -132,7 +132,9 @@ async def test_the_events_lead_to_what_the_pool_has_cached(
 
 
 async def test_a_part_of_a_block_is_a_block_of_the_tokens_of_a_hash(tmp_path: Path) -> None:
-    """Where prompts are found inside blocks: of 11 tokens two blocks of 4, and one hash of 2."""
+    """Hits may end inside a block. A prompt of 11 tokens has two blocks of 4 tokens, and one more
+    hash of 2 tokens.
+    """
     worker = FakeWorker(groups=[FULL, STATE])
     async with publishing(tmp_path, worker, prefix_match_unit=2) as (replica, subscriber):
         await run(replica, [prompt(11)], sampling=sampling(1))
@@ -162,7 +164,7 @@ async def test_the_salt_of_a_request_is_an_extra_key_of_its_first_block(tmp_path
 async def test_the_blocks_of_an_adapter_are_named_apart_from_those_of_the_model(
     tmp_path: Path,
 ) -> None:
-    """An adapter is an extra key of each block, and stands before the salt, as in vLLM."""
+    """An adapter is an extra key of each block, and precedes the salt, as in vLLM."""
     adapter = common_pb2.Adapter(digest=b"a" * 32, name="billing", path="/adapters/billing")
     async with publishing(tmp_path, FakeWorker(max_loras=1)) as (replica, subscriber):
         await run(replica, [prompt(10)])
@@ -204,7 +206,7 @@ async def test_live_batches_and_replayed_ones_are_the_same(tmp_path: Path) -> No
     async with publishing(tmp_path, FakeWorker(), kv_events_topic=topic) as (replica, subscriber):
         live: list[tuple[bytes, int, bytes]] = []
         first = asyncio.create_task(subscriber.receive())
-        async with asyncio.timeout(SECONDS):  # a subscription takes effect a moment later
+        async with asyncio.timeout(SECONDS):  # a subscription takes effect with a delay
             for turn in range(1000):
                 await run(replica, [prompt(10, 20 * turn)])
                 if first.done():

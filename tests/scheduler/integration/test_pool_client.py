@@ -15,14 +15,14 @@ from services.scheduler.core.ports import PoolLost
 
 @pytest.fixture
 def silent_address() -> Iterator[str]:
-    """The system accepts connections there; nothing is ever sent on them."""
+    """The address of a socket that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.fixture
 def closed_address() -> str:
-    """Connections are refused there."""
+    """An address that refuses connections."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
@@ -36,7 +36,7 @@ async def client(silent_address: str) -> AsyncIterator[PoolClient]:
 
 
 class HangingPool(kvpool_pb2_grpc.KVPoolServicer):
-    """Takes transactions, and answers none."""
+    """A pool that reads transactions and answers none of them."""
 
     async def Transact(  # noqa: N802
         self, requests: AsyncIterator[object], _: object
@@ -82,8 +82,8 @@ async def test_a_transaction_can_be_cancelled_while_the_connection_begins(
 
 
 async def test_a_transaction_ends_in_time_whose_stream_was_just_begun(closed_address: str) -> None:
-    """Its time is over just after the first retry has begun a stream, in some of these cases before
-    its headers are sent.
+    """The transaction's deadline passes just after the first retry has begun a stream, in some
+    cases before the headers of the stream are sent.
     """
     async with asyncio.timeout(60):
         for tenth in range(30):

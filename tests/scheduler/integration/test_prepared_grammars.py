@@ -1,4 +1,4 @@
-"""Workers are asked once to compile a grammar, and again once they may have forgotten it."""
+"""Workers are asked once to compile a grammar. They are asked again if they may have dropped it."""
 
 from collections.abc import AsyncIterator
 

@@ -96,7 +96,7 @@ async def test_a_request_that_waits_says_why(replica: Replica, gateway: Gateway)
 async def test_steps_are_noted_from_the_first_look_on(replica: Replica, gateway: Gateway) -> None:
     await gateway.add(0, prompt(9))
     await gateway.finish(0)
-    assert list((await look(replica)).steps) == []  # none was asked for before
+    assert list((await look(replica)).steps) == []  # no client had requested steps before
     before = (await replica.stats()).num_steps
     await gateway.add(1, prompt(20, 50), sampling=sampling(6))
     await gateway.finish(1)
@@ -115,7 +115,7 @@ async def test_steps_are_noted_from_the_first_look_on(replica: Replica, gateway:
     assert list((await look(replica, after_step=newest)).steps) == []
     later = (await look(replica, after_step=newest - 1)).steps
     assert [step.step for step in later] == [newest]
-    # Of another process, which counted further.
+    # A number of another process, which had more steps.
     assert len((await look(replica, after_step=10**6)).steps) == len(steps)
 
 

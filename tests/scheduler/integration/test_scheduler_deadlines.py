@@ -1,5 +1,5 @@
-"""Workers and pools that hang on an intact connection are given up after a multiple of their usual
-time. Later answers of them are ignored.
+"""Workers and pools that hang on an intact connection count as lost after a multiple of their usual
+time. Their later answers are ignored.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ MANY = 150
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short times; a pool's machine counts as quiet."""
+    """Makes deadlines short. The pool's machine counts as not overloaded."""
     monkeypatch.setattr(pool_client, "watch_addresses", lambda _: Reading)
     monkeypatch.setattr(worker_client, "STEP_FLOOR_SECONDS", FLOOR_SECONDS)
     monkeypatch.setattr(pool_client, "TRANSACTION_FLOOR_SECONDS", FLOOR_SECONDS)
@@ -69,7 +69,7 @@ async def test_a_step_that_takes_far_longer_than_usual_is_given_up_on(free_port:
         assert found is not None, stats.state_reason
         assert FLOOR_SECONDS <= float(found[1]) < CEILING_SECONDS / 2
 
-        # A worker that hangs is not taken for one that is back, although it answers calls.
+        # A hanging worker does not count as recovered, although it answers calls.
         generations = {step.generation for step in worker.steps}
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2 * FLOOR_SECONDS):
@@ -111,7 +111,7 @@ async def test_the_time_of_a_step_begins_when_the_one_before_it_is_done() -> Non
         await gateway.until_tokens(1, 20)
         allowed_seconds = worker.steps[-1].timeout_millis / 1000
         assert FLOOR_SECONDS <= allowed_seconds < CEILING_SECONDS / 2
-        # Two steps are in flight; each is held up for less than its time.
+        # Two steps are in flight. Each is delayed by less than its deadline.
         for _ in range(2):
             num_steps = len(worker.steps)
             worker.going.clear()
@@ -122,7 +122,7 @@ async def test_the_time_of_a_step_begins_when_the_one_before_it_is_done() -> Non
 
 
 class ProcessWorker:
-    """A worker in a process of its own, as no supervisor watches it."""
+    """A worker in a separate process that no supervisor watches."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -200,7 +200,7 @@ async def test_a_pool_that_hangs_without_transactions_is_noticed_before_the_next
         await gateway.finish(1)
         await replica.until_idle()
         replica.pool_link.swallow_answers()
-        async with asyncio.timeout(8):  # pings would notice it later
+        async with asyncio.timeout(8):  # pings would detect it later
             await replica.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING)
         assert "the kvpool did not answer" in (await replica.stats()).state_reason
         replica.pool_link.cut()
@@ -217,7 +217,9 @@ def short_directory() -> Iterator[Path]:
 
 
 class HalfDeadPool(kvpool_pb2_grpc.KVPoolServicer):
-    """Ends each stream at once until `hangs_from`, a time of the event loop; then answers none."""
+    """A pool that ends each stream at once until `hangs_from`, a time of the event loop. After it,
+    the pool answers nothing.
+    """
 
     def __init__(self, hangs_from: float) -> None:
         self._hangs_from = hangs_from
@@ -239,7 +241,7 @@ class HalfDeadPool(kvpool_pb2_grpc.KVPoolServicer):
 async def test_the_time_of_a_transaction_ends_between_two_tries_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The time ends in the pause after the first try; a second try would meet a pool that hangs.
+    # The deadline passes in the pause after the first try. A second try would find a hanging pool.
     monkeypatch.setattr(pool_client, "RETRY_SECONDS", 1.0)
     pool = HalfDeadPool(asyncio.get_running_loop().time() + 0.7)
     server = GrpcServer()
@@ -269,7 +271,7 @@ async def test_an_alarm_that_comes_late_gives_what_waits_unread_a_second() -> No
 
 
 async def test_an_alarm_waits_for_work_that_gets_no_processor() -> None:
-    """The work has a fifth of a processor: 0.2 s of it are over after a second."""
+    """The work has a fifth of a processor, so that 0.2 s of it have run after a second."""
     loop = asyncio.get_running_loop()
     began, rang = loop.time(), asyncio.Event()
 

@@ -10,9 +10,11 @@ from services.common.rpc import channel
 from tests.scheduler.serving_replica import gateway_of, serving_replica
 
 PING_MILLIS = 520
-"""Above the shortest interval that servers allow."""
+"""Longer than the shortest interval that servers allow."""
 IDLE_SECONDS = 4.0
-"""Pings enough for a server to end the connection, if it allowed none without traffic."""
+"""Time for enough pings that a server would end the connection if it allowed no pings without
+traffic.
+"""
 PROMPT = range(3, 43)
 NUM_CACHED_TOKENS = 36
 

@@ -42,7 +42,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Worker:
 async def another_scheduler(
     replica: Replica, directory: Path, name: str
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """A second scheduler of the pool service and the worker of a replica."""
+    """Starts a second scheduler with the pool service and the worker of a replica."""
     stop = asyncio.Event()
     settings = SchedulerSettings(
         kvpool=replica.pool_address,
@@ -77,7 +77,9 @@ async def keep_busy(gateway: Gateway, handle: int) -> None:
 async def test_two_schedulers_do_not_take_a_worker_from_each_other(
     loaded: Worker, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, what: str
 ) -> None:
-    """The second has a pool of its own, or the first one's name; that one started later."""
+    """The second scheduler either has a separate pool, or the name of the first scheduler and a
+    later start.
+    """
     caplog.set_level(logging.INFO)
     async with (
         serving_replica(ServingWorker(loaded)) as replica,

@@ -1,4 +1,4 @@
-"""Requests that kill the worker process in each of their steps, beside requests that do not."""
+"""Some requests kill the worker process in each of their steps. Other requests run beside them."""
 
 import pytest
 from stepwell.common.v1 import common_pb2

@@ -1,4 +1,4 @@
-"""The scheduler as a process: how it starts, drains, and ends."""
+"""The scheduler as a process. It starts, drains, and ends."""
 
 import asyncio
 import json
@@ -40,7 +40,9 @@ async def test_sigterm_drains_what_runs_refuses_what_comes_and_exits_0() -> None
 
 
 async def _refused_while_draining(gateway: Gateway) -> int:
-    """Asks until the signal has been taken in; returns the handle that was refused."""
+    """Sends requests until the signal has taken effect. Returns the handle of the refused
+    request.
+    """
     for handle in range(2, 1000):
         await gateway.add(handle, prompt(5), sampling=sampling(1))
         await gateway.abort(handle)
@@ -76,7 +78,7 @@ async def test_what_does_not_end_within_the_drain_is_cut_off() -> None:
 
 
 async def test_a_drain_without_workers_ends_the_sessions_at_once() -> None:
-    """This happens when a whole replica stops: its requests can continue elsewhere."""
+    """This happens when a whole replica stops. Its requests can continue on another replica."""
     worker = FakeWorker()
     async with running_scheduler("--drain-seconds", "60", worker=worker) as running:
         gateway = Gateway(running.stub)
@@ -119,7 +121,7 @@ async def test_it_waits_for_a_worker_of_its_own_protocol_and_says_so_once() -> N
     try:
         assert scheduler.process.stderr is not None
         lines = [json.loads(await scheduler.process.stderr.readline())["message"]]
-        await asyncio.sleep(1)  # in which it asks again
+        await asyncio.sleep(1)  # in this time it asks again
         worker.protocol = PROTOCOL
         while "serving on" not in lines[-1]:
             lines.append(json.loads(await scheduler.process.stderr.readline())["message"])

@@ -1,5 +1,5 @@
-"""The time limit in the queue: requests are refused at arrival, or ended before their
-first step.
+"""The time limit in the queue. Requests are refused at arrival, or ended before their first
+step.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
 
 
 async def hold_two(replica: Replica, gateway: Gateway) -> None:
-    """Makes two requests run with blocked first steps, so that further ones wait."""
+    """Makes two requests run with blocked first steps, so that further requests wait."""
     async with replica.planning_together(2):
         for handle in range(2):
             await gateway.add(handle, prompt(5, 100 * handle), timeout_millis=60_000)
@@ -143,7 +143,7 @@ async def test_gateways_hear_how_long_the_queue_is_before_any_request_has_ended(
 
 
 async def test_gateways_hear_how_many_have_places_and_what_a_prompt_takes() -> None:
-    """The pool holds 5 requests of 8 blocks, though 8 requests may run."""
+    """The pool has blocks for 5 requests of 8 blocks each, although 8 requests may run."""
     worker = FakeWorker(num_blocks=5 * 8 + 1)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         for handle in range(10):
@@ -164,7 +164,9 @@ async def test_gateways_hear_how_many_have_places_and_what_a_prompt_takes() -> N
 async def test_each_gateway_hears_how_many_run_and_how_many_are_not_its_own(
     replica: Replica, gateway: Gateway
 ) -> None:
-    """Two run at a time. When all has ended, both hear that nothing is left."""
+    """Two requests run at a time. After their end, both gateways receive a load without
+    requests.
+    """
     assert gateway.opened is not None
     assert gateway.opened.max_num_seqs == 2
     async with gateway_of(replica) as other:
@@ -194,7 +196,7 @@ async def test_each_gateway_hears_how_many_run_and_how_many_are_not_its_own(
 async def test_loads_come_with_the_steps_that_change_them(
     replica: Replica, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else sends them here. A step that only decodes changes none."""
+    """No other message sends loads in this test. A decode-only step does not change the load."""
     monkeypatch.setattr(QueueWatch, "_look", lambda _: None)
     async with gateway_of(replica) as other:
         await gateway.add(1, prompt(9), sampling=sampling(60))
@@ -225,7 +227,9 @@ async def test_a_long_prompt_weighs_less_with_each_of_its_chunks(
 async def test_gateways_hear_whether_blocks_are_what_is_missing(
     max_num_seqs: int, is_blocked: bool
 ) -> None:
-    """The pool holds one of the prompts; the other one waits for its blocks, or for its row."""
+    """The pool has blocks for one of the prompts. The other prompt waits for blocks, or for a row
+    of the batch.
+    """
     worker = FakeWorker(max_num_seqs=max_num_seqs, num_blocks=40)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         replica.worker.going.clear()
@@ -234,9 +238,9 @@ async def test_gateways_hear_whether_blocks_are_what_is_missing(
         await gateway.until(
             lambda: any((one.num_running, one.num_waiting) == (1, 1) for one in gateway.queues)
         )
-        await replica.until(lambda _: bool(replica.worker.steps))  # one is held up there
+        await replica.until(lambda _: bool(replica.worker.steps))  # a step is blocked there
         replica.worker.going.set()
-        replica.worker.going.clear()  # one step is done, and a further one is planned
+        replica.worker.going.clear()  # one step is done, and another step is planned
         if is_blocked:
             await gateway.until(lambda: any(one.is_blocked for one in gateway.queues))
         replica.worker.going.set()

@@ -64,7 +64,7 @@ async def test_it_is_registered_under_what_it_serves_until_it_drains(
         await gateway.add(1, prompt(9), sampling=sampling(100))
         await gateway.until_tokens(1, 2)
         replica.worker.going.clear()
-        # What is not renewed stays in Redis until another replica renews its lease.
+        # A record that is not renewed stays in Redis until another replica renews its lease.
         await FleetRegistry(redis, "paged", 60.0).renew(RegisteredReplica("10.0.0.8:9001", "b"))
         replica.stop.set()
         await registered(registry, 1)

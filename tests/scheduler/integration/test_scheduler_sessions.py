@@ -1,4 +1,4 @@
-"""Sessions over gRPC: requests, tokens, and the release of all blocks when the gateway
+"""Sessions over gRPC, with requests and tokens. All blocks are freed when the gateway
 disconnects.
 """
 

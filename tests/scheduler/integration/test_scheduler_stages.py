@@ -1,4 +1,6 @@
-"""Pipeline stages: as many steps in flight as stages, and last tokens with each step."""
+"""Pipeline stages. As many steps are in flight as there are stages, and each step's message has the
+last tokens.
+"""
 
 import asyncio
 
@@ -30,7 +32,7 @@ async def test_each_step_has_the_last_of_the_tokens_that_it_computes() -> None:
         await replica.until_idle()
     tokens = [*prompt(100), *continuation(prompt(100), 10)]
     steps = [step for step in stages[0].steps if step.rows]
-    # The budget of a step is 64 tokens; the last token is computed by none.
+    # The budget of a step is 64 tokens. The last token is computed by no step.
     assert [unpack_token_ids(step.num_scheduled_tokens) for step in steps] == [
         [64],
         [36],
@@ -47,7 +49,7 @@ async def test_there_are_as_many_steps_in_flight_as_stages_and_no_request_decode
         stages[1].going.clear()
         for handle in range(3):
             await gateway.add(handle, prompt(40, 100 * handle), sampling=sampling(5))
-        # 64 tokens, then the rest of 120; the third step waits for the answer to the first.
+        # 64 tokens, then the rest of 120 tokens. The third step waits for the answer to the first.
         await replica.until(lambda _: sum(bool(step.rows) for step in stages[0].steps) == 2)
         await asyncio.sleep(0.05)
         assert sum(bool(step.rows) for step in stages[0].steps) == 2
@@ -78,7 +80,7 @@ async def test_a_step_is_what_its_last_stage_answers_and_takes_as_long_as_all_of
             execute_nanos=nanos,
         )
 
-    # Two stages of two ranks each; one of the first stage answers last.
+    # There are two stages of two ranks each. A rank of the first stage answers last.
     steps = StepsInFlight("abcd", Deadlines(1, 10))
     steps.num_stages = 2
     steps.model = ModelFacts(vocab_size=10)

@@ -25,11 +25,11 @@ class View:
 
     def __init__(self) -> None:
         self.stored: dict[int, bytes] = {}
-        """The full hash, by the last 64 bits of the hash as a signed number."""
+        """Maps the last 64 bits of a hash, as a signed number, to the full hash."""
         self.sequence = -1
 
     def apply(self, batch: common_pb2.KvEventBatch) -> None:
-        """Takes a message in, which continues the one before or begins anew."""
+        """Applies a message. It must continue the message before, or begin with a snapshot."""
         if batch.load.load_only:
             assert (batch.sequence_number, len(batch.events)) == (self.sequence, 0)
             return
@@ -48,7 +48,7 @@ class View:
 
     @property
     def hashes(self) -> dict[int, set[int]]:
-        """In the form of `pool_hashes`."""
+        """The cached hashes in the format of `pool_hashes`."""
         return {0: {block_hash % 2**64 for block_hash in self.stored}} if self.stored else {}
 
     def _store(self, stored: common_pb2.KvBlocksStored) -> None:
@@ -67,7 +67,7 @@ class View:
 
 
 async def follow(stub: Stub, view: View, begin: int, wanted: dict[int, set[int]]) -> list[int]:
-    """Reads until the view is as wanted; returns the numbers of the messages."""
+    """Reads messages until the view equals `wanted`. Returns the numbers of the messages."""
     call = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=begin))
     numbers = []
     async with asyncio.timeout(SECONDS):
@@ -148,7 +148,7 @@ async def test_the_adapter_of_a_request_goes_with_its_blocks(tmp_path: Path) -> 
 
 
 async def test_batches_that_are_not_kept_are_out_of_range(tmp_path: Path) -> None:
-    """smg then asks for a snapshot."""
+    """The client smg then requests a snapshot."""
     async with vllm_replica(tmp_path, kv_events_buffer_steps=2) as (_, stub):
         await run(stub, prompt(9), prompt(9, 300))
         for begin in (1, 1000):

@@ -1,4 +1,6 @@
-"""Each wrong answer of a peer causes a new generation, and no token is delivered from it."""
+"""After each wrong answer of a peer, pool and workers are opened again. No token of a wrong answer
+is delivered.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,7 +22,7 @@ from tests.scheduler.story import prompt
 Answer = worker_pb2.ExecuteResponse
 Request = worker_pb2.ExecuteRequest
 Bytes = Callable[[bytes], list[bytes]]
-"""Replaces a message by any number of messages."""
+"""A function that replaces a message by any number of messages."""
 
 PROMPTS = {handle: prompt(6 + handle, 150 * handle) for handle in range(4)}
 POISON = 777
@@ -28,7 +30,7 @@ MANY = 120
 
 
 class Spoiler:
-    """Spoils one answer of each kind, every tenth one."""
+    """Replaces every tenth answer by a wrong one, until each kind of wrong answer was sent once."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.kinds: list[Spoil] = [
@@ -56,7 +58,7 @@ class Spoiler:
         return [self._old]
 
     def _late(self, _step: Request, answer: Answer) -> Sequence[Answer]:
-        """After the next one, if there is one before the stream ends."""
+        """Sends the answer after the next answer, if the stream does not end before."""
         self.kinds.append(lambda _, after: [after, answer])
         self._num_answers = 9
         return []
@@ -145,7 +147,9 @@ async def test_a_worker_that_always_answers_wrongly_is_waited_for_with_the_reaso
 
 
 class Proxied(Pool):
-    """A pool, or a worker, behind a proxy that spoils every tenth answer of a stream."""
+    """A pool or a worker behind a proxy that replaces every tenth answer of a stream by a wrong
+    one.
+    """
 
     def __init__(self, service: Pool | Worker, lane: Lane, kinds: Sequence[Bytes]) -> None:
         self.kinds = list(kinds)
@@ -237,7 +241,9 @@ async def test_a_request_of_which_transactions_are_always_answered_wrongly_is_fo
     poisoned = [*prompt(5, 600), POISON]
 
     class Poisoned(Proxied):
-        """Answers wrongly if an admitted request has as many tokens as the poisoned one."""
+        """A pool that answers wrongly if an admitted request has as many tokens as the poisoned
+        request.
+        """
 
         is_wrong = False
 
@@ -290,7 +296,7 @@ async def test_one_wrong_description_of_a_worker_ends_nothing(wrong: dict[str, A
 
 async def test_a_description_that_does_not_come_ends_nothing() -> None:
     class Silent(Proxied):
-        """Answers the first question of each kind without a message."""
+        """A pool or a worker whose first two answers of one method are lost."""
 
         num_swallowed = 0
 

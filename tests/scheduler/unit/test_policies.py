@@ -1,4 +1,4 @@
-"""Scheduling policies: the table of them, and what it takes to add one."""
+"""Scheduling policies. Tests the table of policies, and the code that a new policy needs."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def settings(policy: str) -> SchedulerSettings:
 
 
 async def test_a_new_policy_is_one_new_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, NAME, ShortestPromptFirstPolicy())  # the line
+    monkeypatch.setitem(POLICIES, NAME, ShortestPromptFirstPolicy())  # the line in the table
     assert settings(NAME).policy == NAME
     assert parse_override(f"policy={NAME}") == ("policy", NAME)
     story = Story(policy=NAME, num_blocks=6, max_num_seqs=2)

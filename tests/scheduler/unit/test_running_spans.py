@@ -15,7 +15,7 @@ _OTHER_PARENT = 7
 
 
 def so_far(story: TracedStory, name: str) -> list[Seen]:
-    """The spans of a request, queried under another span than its own."""
+    """The spans of a request so far, recorded under another span than the request's parent."""
     collector = SpanCollector("scheduler")
     traceparent = f"00-{trace_id_of(name):032x}-{_OTHER_PARENT:016x}-01"
     story.tracer.so_far(name, traceparent, collector.tracing)
@@ -60,7 +60,7 @@ async def test_a_prefill_has_its_chunks_and_the_one_in_flight() -> None:
         (Bar(names.SPAN_PREFILL_CHUNK, 0, 1), Bar(names.SPAN_PREFILL_CHUNK, 1, 1.25)),
     )
     (root,) = [span for span in spans if span.name == names.SPAN_REQUEST]
-    assert root.parent == 1  # it is sampled: as in the trace that it leaves
+    assert root.parent == 1  # sampled, so it has its final parent
 
 
 async def test_a_decoding_says_how_many_tokens_it_has_so_far() -> None:
@@ -133,7 +133,7 @@ class AskedStory(TracedStory):
 
 
 def assert_adds_up(bar: Bar) -> None:
-    """The parts of a span that has some follow one another from its beginning to its end."""
+    """If a span has parts, they follow each other without a gap from its beginning to its end."""
     if not bar.parts:
         return
     ends = [bar.start, *(part.end for part in bar.parts)]

@@ -43,7 +43,7 @@ HASHES = [BlockHash(bytes([number]) * 32) for number in range(4)]
 
 
 def over_the_wire(core: KVPool, *operations: Operation) -> Outcome:
-    """A transaction as the pool gets it and the scheduler is answered, by way of bytes."""
+    """Executes a transaction. Operations and outcome are encoded to bytes and decoded again."""
     asked = kvpool_pb2.TransactRequest(operations=map(operation_to_proto, operations))
     received = kvpool_pb2.TransactRequest.FromString(asked.SerializeToString())
     outcome = core.transact(operations_from_proto(received.operations))
@@ -133,7 +133,7 @@ def test_tables_of_several_groups_are_told_apart() -> None:
 
 
 class WirePool:
-    """A `KVPool` that turns everything into bytes and back."""
+    """A `KVPool` that encodes all operations and outcomes to bytes and decodes them again."""
 
     def __init__(self, core: KVPool, twin: InProcessPool) -> None:
         self._core = core

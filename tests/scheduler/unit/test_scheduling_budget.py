@@ -1,4 +1,4 @@
-"""How a step's token budget is shared: running requests first, then waiting ones, in order."""
+"""A step's token budget is used for running requests first, then for waiting requests, in order."""
 
 import pytest
 

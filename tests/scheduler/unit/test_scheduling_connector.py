@@ -26,7 +26,7 @@ STATES = [{"type": "full"}, {"type": "mamba", "mode": "align"}]
 
 
 def request(name: str, num_tokens: int, *, first: int = 100, **fields: Any) -> Record:
-    """A request with a prompt of consecutive tokens, which ends with its fourth."""
+    """A request with a prompt of consecutive tokens. It ends after four output tokens."""
     prompt = [first + offset for offset in range(num_tokens)]
     return {"request_id": name, "prompt_token_ids": prompt, "max_tokens": 4} | fields
 
@@ -38,7 +38,9 @@ def elsewhere(num_tokens: int, **fields: Any) -> Record:
 async def story(
     *adds: tuple[int, Record], aborts: tuple[tuple[int, str], ...] = (), **config: Any
 ) -> list[Record]:
-    """The steps of requests that arrive at these steps, by number."""
+    """Runs a scenario whose requests arrive before the given steps. Returns the records of all
+    steps.
+    """
     events: list[Record] = [{"step": step, "add": add} for step, add in adds]
     events += [{"step": step, "abort": name} for step, name in aborts]
     connector = config.pop("connector", {})
@@ -129,8 +131,8 @@ async def test_what_was_loaded_before_the_first_invalid_block_stays():
 
 
 async def test_a_victim_leaves_no_hash_of_a_block_that_was_not_loaded():
-    """All of its load but the first block is valid. Of that it has computed half, token by token,
-    when it is preempted.
+    """Only the first block of the request's load is invalid. When the request is preempted, it has
+    computed half of this block, token by token.
     """
     steps = await story(
         (0, request("a", 5, first=300) | {"max_tokens": 8}),
@@ -156,8 +158,9 @@ async def test_with_nothing_valid_the_connector_is_asked_again():
 async def test_a_failed_load_between_steps_waits_for_others_and_not_for_itself(
     others: tuple[int, ...], loads: list[int]
 ):
-    """Whose load failed lacks all its blocks again. It must leave as many free besides those that
-    it takes while another request runs, and would wait for itself if none does.
+    """A request whose load failed lacks all its blocks again. While another request runs, its next
+    load must leave as many blocks free as the request still needs. If that applied without another
+    request, the request would wait for itself.
     """
     failing = {"async": True, "fail_recving": True}
     steps = await story(
@@ -169,7 +172,9 @@ async def test_a_failed_load_between_steps_waits_for_others_and_not_for_itself(
 
 
 async def test_two_failed_loads_do_not_wait_for_each_other():
-    """Neither request has blocks any more, and each counts the blocks that the other lacks."""
+    """Neither request has blocks any more, and a load of each counts the blocks that the other
+    needs.
+    """
     failing = {"async": True, "fail_recving": True}
     steps = await story(
         (0, request("a", 16, **elsewhere(16, **failing))),
@@ -180,7 +185,7 @@ async def test_two_failed_loads_do_not_wait_for_each_other():
 
 
 async def test_drafts_of_a_step_whose_token_is_dropped_follow_the_tokens_before_it():
-    """The tokens that are computed again and the drafts behind them share the next step."""
+    """The next step computes the tokens again, and also the drafts after them."""
     remote = elsewhere(8, fail_blocks=[1])
     steps = await story((0, request("a", 9, **remote)), num_speculative_tokens=2)
     assert "outputs" not in steps[0]
@@ -191,14 +196,16 @@ async def test_drafts_of_a_step_whose_token_is_dropped_follow_the_tokens_before_
 
 
 async def test_a_prompt_of_one_token_is_loaded_once():
-    """Its only token is computed again, to sample from, though nothing counts as computed then."""
+    """The only token is computed again, to sample the next token. No token counts as computed
+    then.
+    """
     steps = await story((0, request("a", 1, **elsewhere(1, **{"async": True}))))
     assert [step["step"] for step in steps if "loads" in step] == [0]
     assert steps[2]["scheduled"] == [["a", 1]]
 
 
 async def test_where_all_layers_keep_states_nothing_is_loaded_for_a_prompt_of_one_token():
-    """The state before its only token is the empty one."""
+    """The state before the only token is empty."""
     one = request("a", 1, **elsewhere(1, **{"async": True}))
     steps = await story((0, one), kv_cache_groups=STATES[1:])
     assert not any("loads" in step for step in steps)
@@ -218,7 +225,9 @@ async def test_steps_in_flight_behind_a_failed_load_are_dropped_too():
 
 
 async def test_a_window_holds_what_the_last_token_of_a_prompt_that_was_loaded_whole_sees():
-    """The next token would only see the second block."""
+    """The next token sees only the second block, but the last token of the prompt sees the first
+    block too.
+    """
     whole = elsewhere(8, **{"async": True})
     steps = await story((0, request("a", 8, **whole)), kv_cache_groups=WINDOW)
     loaded = next(step["blocks"]["a"] for step in steps if step.get("blocks"))
@@ -226,7 +235,9 @@ async def test_a_window_holds_what_the_last_token_of_a_prompt_that_was_loaded_wh
 
 
 async def test_the_state_that_is_loaded_with_a_whole_prompt_is_the_one_before_its_last_token():
-    """That token is computed again, and begins a block: the state after it goes there."""
+    """The last token is computed again. It begins a block, in which the state after it is
+    stored.
+    """
     whole = elsewhere(9, **{"async": True})
     steps = await story((0, request("a", 9, **whole)), kv_cache_groups=STATES)
     assert steps[0]["loads"] == [["a", 9, True, [[1, 2, 3], [0, 4]]]]
@@ -283,8 +294,9 @@ async def test_a_load_leaves_no_more_blocks_free_for_a_window_than_it_holds_at_o
         scheduler_reserve_full_isl=False,
         kv_cache_groups=WINDOW,
     )
-    # Of 19 blocks the prompt holds 3 of full attention and 2 of the window, and lacks 7 and 1: its
-    # window counts ceil(12 / 4) + 1 entries, of which it has 3. The load takes two and two.
+    # The pool has 19 blocks. The prompt holds 3 blocks of full attention and 2 of the window, and
+    # lacks 7 and 1. Its window counts ceil(12 / 4) + 1 entries, of which it has 3. The load needs
+    # two blocks of each group.
     assert steps[1]["loads"] == [["b", 8, True, [[7, 8], [9, 10]]]]
 
 
@@ -321,7 +333,7 @@ async def test_without_a_load_a_hit_is_one_of_all_groups():
 
 
 async def test_a_pool_that_is_lost_while_a_failed_load_is_looked_at_costs_computation_only():
-    """Its request had lost its blocks, and was not back in its queue yet."""
+    """The request had lost its blocks, and was not moved to the other queue yet."""
     config = SchedulerConfig(
         max_num_seqs=4,
         max_num_batched_tokens=32,

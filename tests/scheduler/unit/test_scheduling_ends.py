@@ -1,4 +1,4 @@
-"""How requests end: by themselves, by an abort, or because the model broke."""
+"""Requests end by themselves, by an abort, or because the model's logits are NaN."""
 
 from typing import Any
 
@@ -77,7 +77,7 @@ async def test_reasons_have_an_order(
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 async def test_output_that_repeats_itself_ends(async_scheduling: bool) -> None:
-    """The output ends in a repeated token: a pattern of one token, twice."""
+    """The output ends with a repeated token, which is a pattern of one token that occurs twice."""
     story = Story(async_scheduling=async_scheduling)
     request = story.add("a", REPEATS, num_prompt_tokens=9, repetition=RepetitionDetection(3, 1, 2))
     other = story.add("b", REPEATS, num_prompt_tokens=9, max_tokens=9)

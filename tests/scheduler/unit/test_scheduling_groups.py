@@ -1,4 +1,4 @@
-"""Pools of several kinds of attention, by examples with four tokens a block."""
+"""Pools with several kinds of attention, in examples with four tokens in a block."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=Mam
 
 
 def tables(story: Story, key: int) -> tuple[tuple[int, ...], ...]:
-    """The pool's tables of the request that was added as number `key`."""
+    """The pool's block tables of the request that was added as number `key`."""
     return story.pool.core.block_tables(RequestKey(key))
 
 
@@ -40,7 +40,7 @@ class Overheard:
 
     @property
     def grown(self) -> list[tuple[list[int], list[int]]]:
-        """The computed tokens and the slots of every growth."""
+        """Numbers of computed tokens and of slots in each Grow operation."""
         return [
             (list(operation.num_computed_tokens), list(operation.num_slots))
             for operation in self.operations
@@ -89,12 +89,13 @@ async def test_a_window_does_not_move_over_tokens_of_a_step_in_flight() -> None:
     story.add("a", prompt(8))
     prefill = await story.scheduler.schedule()
     assert (prefill.num_computed_tokens, prefill.num_scheduled_tokens) == ([0], [8])
-    # The prompt is in flight; the step after it computes the ninth token and three drafts.
+    # The prompt is in flight. The next step computes the ninth token and three drafts.
     first = await story.scheduler.schedule()
     assert (first.num_computed_tokens, first.num_scheduled_tokens) == ([8], [4])
     assert heard[0].grown == [([0], [12])]
     story.scheduler.update_from_output(prefill, ModelRunnerOutput([[500]]))
-    # Twelve tokens count as computed: four of them are in flight, of which three may be rejected.
+    # Twelve tokens count as computed. Four of them are in flight, and three of these may be
+    # rejected.
     second = await story.scheduler.schedule()
     assert (second.num_computed_tokens, second.num_scheduled_tokens) == ([12], [4])
     assert heard[0].grown[1:] == [([8], [16])]
@@ -149,7 +150,7 @@ async def test_a_prompt_is_computed_in_chunks_that_end_where_blocks_end() -> Non
     story = Story(groups=(STATE,), max_num_batched_tokens=10)
     story.add("a", prompt(23))
     chunks = [told.granted["a"] for told in await story.steps(4)]
-    assert chunks == [8, 8, 4, 3]  # 10 is no boundary; 20 is the last one
+    assert chunks == [8, 8, 4, 3]  # 10 is no block boundary; 20 is the last boundary
 
 
 async def test_a_short_prompt_is_cut_at_its_last_boundary() -> None:
@@ -168,7 +169,7 @@ async def test_a_state_is_found_only_after_the_step_that_computes_it() -> None:
     story.add("b", prompt(10))
     story.add("c", prompt(10, 300))
     told = await story.step()
-    # The others wait: b for the state, and c, which needs none, for its turn.
+    # The others wait. Request b waits for the state, and c, which needs no state, waits behind b.
     assert (told.start, story.waiting) == ({"a": 0}, ["b", "c"])
     told = await story.step()
     assert (told.start["b"], told.start["c"]) == (8, 0)
@@ -179,7 +180,7 @@ async def test_a_budget_that_reaches_no_boundary_is_left_to_the_next_step() -> N
     story = Story(groups=(STATE,), max_num_batched_tokens=5)
     for number in range(2):
         story.add(f"r{number}", prompt(4, 300 * number), max_tokens=4)
-    assert (await story.step()).granted == {"r0": 4}  # one token is left, and it needs four
+    assert (await story.step()).granted == {"r0": 4}  # one token is left, r1 needs four
     told = await story.step()
     assert told.granted == {"r0": 1, "r1": 4}
     story.add("long", prompt(9, 700))
@@ -209,7 +210,8 @@ async def test_where_hits_drop_a_block_the_last_state_of_use_lies_one_block_earl
     story.add("a", prompt(14))
     assert [told.granted["a"] for told in await story.steps(2)] == [8, 6]
     story.add("b", prompt(14))
-    # Full attention has twelve tokens and drops four; the state after eight was left.
+    # Full attention has cached twelve tokens and drops four. The state after eight tokens is
+    # cached.
     assert (await story.step()).start["b"] == 8
 
 
@@ -224,7 +226,7 @@ async def test_blocks_of_attention_that_may_have_held_states_are_zeroed() -> Non
     assert told.zeroed == [4]
     story.add("b", prompt(10), max_tokens=4)
     told = await story.step()
-    # The hits, blocks 1 and 2 and the state in 3, are kept as they are.
+    # The hits stay unchanged. They are blocks 1 and 2, and the state in block 3.
     assert tables(story, 2) == ((1, 2, 6), (0, 3, 7))
     assert told.zeroed == [6]
 
@@ -256,13 +258,13 @@ def config(*groups: KVCacheGroup, **fields: int | bool) -> SchedulerConfig:
         ((FULL,), 48),
         ((FULL, FULL), 24),
         ((FULL, FULL, FULL), 16),
-        ((WINDOW,), 1000),  # five blocks at once: a window of six tokens and a step of eight
+        ((WINDOW,), 1000),  # five blocks at once, for a window of six tokens and a step of eight
         ((CHUNK,), 1000),  # four
         ((STATE,), 1000),  # two
         ((FULL, WINDOW), 28),  # seven and five
         ((FULL, STATE), 40),  # ten and two
         ((FULL, WINDOW, CHUNK, STATE), 12),  # three, three, three and two
-        ((WINDOW, WINDOW, WINDOW), 16),  # four each: five would be too many
+        ((WINDOW, WINDOW, WINDOW), 16),  # four blocks each; five would be too many
     ],
 )
 def test_the_longest_request_is_one_that_all_groups_hold(
@@ -272,8 +274,8 @@ def test_the_longest_request_is_one_that_all_groups_hold(
 
 
 def test_drafts_that_may_yet_be_rejected_hold_a_window_open() -> None:
-    # Five tokens before the query, four drafts in flight, one token and four drafts more: up to
-    # five blocks, where a step of five tokens with nothing before it takes four.
+    # Five tokens before the query, four drafts in flight, and one token and four drafts more need
+    # up to five blocks. A step of five tokens with nothing before it needs four.
     small = {"num_blocks": 5, "max_num_batched_tokens": 5}
     assert max_request_tokens(config(WINDOW, **small)) == 1000
     assert max_request_tokens(config(WINDOW, **small, num_speculative_tokens=4)) == 16

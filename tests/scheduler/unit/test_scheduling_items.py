@@ -1,4 +1,6 @@
-"""Items of prompts: where chunks end because of them, and how requests share encoder outputs."""
+"""Items of prompts, such as images. Tests where chunks end because of items, and how requests share
+encoder outputs.
+"""
 
 from typing import Any
 

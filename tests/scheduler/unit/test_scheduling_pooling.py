@@ -1,4 +1,4 @@
-"""Requests of a pooling model: a prompt is computed once, and that ends the request."""
+"""Requests of a pooling model. A prompt is computed once, and then its request ends."""
 
 from typing import Any
 
@@ -9,7 +9,9 @@ from tests.scenarios.scenario import read_scenario
 
 
 async def run(prompts: dict[str, int], **config: Any) -> dict[str, Any]:
-    """The record of prompts of these lengths, which share no tokens, all added at step 0."""
+    """Runs prompts of these lengths, which share no tokens and are added at step 0. Returns the
+    record.
+    """
     events = [
         {
             "step": 0,

@@ -66,7 +66,9 @@ async def test_priority_preempts_the_least_important_and_rolls_its_grant_back() 
 
 
 async def test_the_budget_of_a_rolled_back_grant_goes_to_the_requests_behind() -> None:
-    """As in vLLM, which fixes the number of a request's tokens before it allocates their slots."""
+    """As in vLLM, the number of a request's tokens is determined before their slots are
+    allocated.
+    """
     story = Story(
         num_blocks=8,
         policy="priority",
@@ -85,7 +87,9 @@ async def test_the_budget_of_a_rolled_back_grant_goes_to_the_requests_behind() -
 
 
 async def test_a_victim_leaves_no_hash_of_a_block_that_was_never_computed() -> None:
-    """Unlike vLLM, which publishes the blocks of a step before it knows what it schedules."""
+    """vLLM differs, because it publishes the blocks of a step before the step is completely
+    scheduled.
+    """
     story = Story(
         num_blocks=9,
         policy="priority",

@@ -1,4 +1,4 @@
-"""Prefix hits: their length, and which requests share blocks."""
+"""Prefix hits. Tests their length, and which requests share blocks."""
 
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story, prompt

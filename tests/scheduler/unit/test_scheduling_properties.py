@@ -24,7 +24,7 @@ NUM_WORLDS = 2000
 KINDS = [(policy, in_flight) for policy in POLICIES for in_flight in (1, 2)]
 RARE = ("preemptions", "hits", "drafts", "STOP", "ABORT")
 MAX_STEPS = 1500
-"""More than any world needs; a request that is not served by then starves."""
+"""More steps than any world needs. A request that is not served by then starves."""
 
 
 class MortalPool:
@@ -35,11 +35,11 @@ class MortalPool:
         self._transactions_left: int | None = None
 
     def die_after(self, num_transactions: int) -> None:
-        """Sets the end."""
+        """Makes the pool fail after this number of transactions."""
         self._transactions_left = num_transactions
 
     def live(self) -> None:
-        """There is a new one."""
+        """Makes the pool work again, as a new pool."""
         self._transactions_left = None
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
@@ -52,11 +52,11 @@ class MortalPool:
 
 @dataclass(slots=True)
 class Life:
-    """A world and its results."""
+    """Runs a world and stores the results."""
 
     world: World
     happened: Counter[str]
-    """Across lives, how often something happened."""
+    """How often each kind of event happened, over all worlds."""
     requests: list[tuple[Arrival, Request]] = field(default_factory=list)
     paused_until: int = 0
     story: Story = field(init=False)
@@ -70,7 +70,7 @@ class Life:
         return self.pool
 
     async def live(self) -> None:
-        """Lives it to the end."""
+        """Runs the world to its end."""
         step = 0
         while step <= self.world.last_step or self.story.has_work:
             assert step < MAX_STEPS, f"{self.story.running} and {self.story.waiting} do not end"

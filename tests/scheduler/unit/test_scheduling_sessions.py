@@ -1,4 +1,6 @@
-"""Sessions: a request keeps its blocks while it waits for more input, and continues from them."""
+"""Sessions. A request keeps its blocks while it waits for more input, and then continues from
+them.
+"""
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.request.finish_reason import FinishReason
@@ -65,7 +67,9 @@ async def test_input_that_came_early_begins_the_next_turn_at_once() -> None:
 
 
 async def test_the_hash_of_a_block_with_the_dropped_token_is_never_published() -> None:
-    """The last token of the first turn would fill a block; the input puts another there."""
+    """The last token of the first turn would fill a block, but the next input has another token at
+    its position.
+    """
     story = Story()
     session = story.add("s", prompt(7), max_tokens=1, resumable=True)
     await story.step()
@@ -97,7 +101,7 @@ async def test_a_lost_pool_costs_a_session_computation_and_no_token() -> None:
 
 
 async def test_two_sessions_do_not_wait_for_each_others_blocks() -> None:
-    """Nothing else runs, and neither turn fits beside the other session's blocks."""
+    """No other request runs, and neither turn fits beside the other session's blocks."""
     story = Story(num_blocks=9, max_model_len=32)
     sessions = [
         story.add(name, prompt(12, first=first), max_tokens=1, resumable=True)
@@ -115,8 +119,8 @@ async def test_two_sessions_do_not_wait_for_each_others_blocks() -> None:
 
 
 async def test_a_session_that_holds_all_blocks_does_not_wait_for_itself() -> None:
-    """Two states fill the pool, and the next turn needs a block for another before it gives one
-    back.
+    """Two states fill the pool. The next turn needs a block for another state before it frees
+    one.
     """
     states = KVCacheGroup(AttentionType.STATE_SPACE, 4, mamba_cache_mode=MambaCacheMode.ALIGN)
     story = Story(num_blocks=3, groups=(states,), max_model_len=40)
@@ -131,7 +135,7 @@ async def test_a_session_that_holds_all_blocks_does_not_wait_for_itself() -> Non
 
 
 async def test_a_state_that_a_step_in_flight_overwrites_is_not_gone_on_from() -> None:
-    """The step in flight takes the token in that the end of the turn drops."""
+    """The step in flight computes the token that the end of the turn drops."""
     groups = (
         KVCacheGroup(AttentionType.FULL, 4),
         KVCacheGroup(AttentionType.STATE_SPACE, 4, mamba_cache_mode=MambaCacheMode.ALIGN),

@@ -1,4 +1,6 @@
-"""Empty drafts beside a request that enters with one token to compute: where there is room."""
+"""Empty drafts are scheduled for a request that is admitted with one token to compute, if the
+limits allow it.
+"""
 
 import pytest
 
@@ -59,8 +61,9 @@ async def test_requests_share_a_bounded_number_of_rows() -> None:
 
 
 async def test_with_stages_no_draft_stands_in_place_of_a_token_that_is_in_flight() -> None:
-    """The second request is preempted while a step of it is in flight, whose drafts come later, and
-    is resumed. Until the token of the step in which it is resumed has come, no draft can follow it.
+    """The second request is preempted while one of its steps is in flight, and is then resumed. The
+    drafts of the step arrive later. Until the token of the step that resumes the request has
+    arrived, no draft can follow it.
     """
     first, second = prompt(7), prompt(5, first=300)
     added = [("a", first), ("b", second)]

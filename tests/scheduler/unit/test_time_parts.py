@@ -1,5 +1,5 @@
-"""The parts of a request's time at a replica, and which other request had the blocks or slots that
-it lacked.
+"""The parts of a request's time at a replica. A wait names the request that had the missing blocks
+or slots.
 """
 
 from services.common.telemetry.time_parts import TimePart
@@ -11,7 +11,7 @@ from tests.scheduler.traced_story import SECOND, TracedStory
 
 
 async def parts_of(story: TracedStory, request: Request) -> list[TimePart]:
-    """The parts of a request's time at its end. They must add up to the whole time."""
+    """The parts of a request's time at its end. They must add up to the total time."""
     await story.to_the_end()
     assert request.times is not None
     assert sum(part.nanos for part in request.times.parts) == sum(request.times[:3])

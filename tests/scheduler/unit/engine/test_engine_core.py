@@ -1,4 +1,6 @@
-"""The engine's loop: requests in, tokens out, whatever happens in between."""
+"""The engine's loop. Requests are added and tokens are delivered, in spite of pauses, aborts and
+losses.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -257,7 +259,7 @@ async def test_the_loop_lets_others_run_while_no_request_can_be_scheduled() -> N
     connector = Undecided(4, {}, {})
     async with running(Bench(connector=connector, enable_prefix_caching=False)) as bench:
         bench.add("a", prompt(9), max_tokens=3)
-        await asyncio.sleep(0.01)  # without a wait of the loop's own this would not return
+        await asyncio.sleep(0.01)  # this would not return if the loop did not wait
         assert bench.inbox.tokens == {}
         connector.answer = ExternalMatch(0, is_async=False)
         await bench.until_ended("a")

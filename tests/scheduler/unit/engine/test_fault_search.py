@@ -1,4 +1,4 @@
-"""One request whose steps always fail is found and ended, and the others go on."""
+"""A request whose steps always fail is found and ended. The other requests continue."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""When the next step is planned while one runs."""
+"""Tests when the next step is planned while another step runs."""
 
 import random
 
@@ -19,7 +19,9 @@ Seconds = st.floats(0, 0.1)
 
 
 def run_steps(clock: PlanningClock, count: int, room: float, num_tokens: int = 8) -> None:
-    """`count` steps of one size in a row, each with the same room."""
+    """Runs `count` steps of one size in a row. Each of them has the same room (time in which
+    nothing has to be planned).
+    """
     for step in range(count):
         clock.begins(num_tokens, 100.0)
         clock.planned(step, clock.due)
@@ -75,7 +77,7 @@ def test_where_there_is_hardly_any_room_nothing_is_put_off() -> None:
 
 
 def test_steps_that_are_done_before_the_next_was_planned_are_put_off_less() -> None:
-    """Steps that had 30 ms of room are now done after 10 ms: 8 ms of them were room."""
+    """Steps that had 30 ms of room before are done after 10 ms, of which 8 ms are room."""
     clock = PlanningClock()
     run_steps(clock, MIN_STEPS, 30 * MILLI)
     for step in range(RECENT_STEPS):
@@ -87,7 +89,9 @@ def test_steps_that_are_done_before_the_next_was_planned_are_put_off_less() -> N
 
 
 def test_planning_that_began_late_for_another_reason_counts_as_messages_do() -> None:
-    """It could have begun at once, but did after 4 ms, and was ready 20 ms before its time."""
+    """Planning could have begun at once but began after 4 ms. The step was ready 20 ms before the
+    workers could run it.
+    """
     clock = PlanningClock()
     for step in range(MIN_STEPS):
         clock.begins(8, 100.0)
@@ -150,8 +154,8 @@ def test_nothing_is_put_off_for_longer_than_the_room_of_nearly_all_recent_steps(
 def test_workers_seldom_wait_and_never_for_longer_than_planning_takes(
     seed: int, step_seconds: float, jitter: float, overhead: float
 ) -> None:
-    """Steps run back to back: each is planned when it is due, or once the one before it is done.
-    Its planning and its way to the workers take the overhead.
+    """Steps run one after another. Each step is planned when it is due, or when the step before it
+    is done. Planning a step and sending it to the workers take `overhead` seconds.
     """
     draw, clock = random.Random(seed), PlanningClock()
     began, waits, delays = 0.0, [], []
@@ -169,6 +173,7 @@ def test_workers_seldom_wait_and_never_for_longer_than_planning_takes(
     assert max(waits) <= overhead + jitter / 4 + 1e-9
     settled = waits[RECENT_STEPS:]
     assert sum(settled) <= 0.001 * len(settled) * step_seconds
-    # A request that comes waits for the end of a step, and not for that of the next one too.
+    # A request that arrives waits for the end of one step, and not for the end of the next step
+    # too.
     longest = overhead + 3 * jitter + MARGIN_SECONDS + LEAST_SECONDS
     assert max(delays[RECENT_STEPS:]) <= longest + 1e-9

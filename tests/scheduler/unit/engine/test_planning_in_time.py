@@ -1,5 +1,5 @@
-"""Steps are planned shortly before the one that runs is done: by the engine's loop, with workers
-whose steps take 30 ms, in virtual time.
+"""The engine's loop plans steps shortly before the running step ends. The workers' steps take 30 ms
+of virtual time.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 
 def tell(story: Callable[[Bench], Awaitable[T]], *, measures: bool = True) -> T:
-    """A story of an engine in which a request has decoded for a while, from the middle of a step
-    on.
+    """Runs `story` with an engine in which a request decodes. The story begins in the middle of a
+    step.
     """
 
     async def begin() -> T:
@@ -42,7 +42,9 @@ def tell(story: Callable[[Bench], Awaitable[T]], *, measures: bool = True) -> T:
 def test_a_request_that_comes_in_the_middle_of_a_step_is_part_of_the_next(
     *, measures: bool, steps_later: int
 ) -> None:
-    """Without the workers' measurements the next step is planned already when it comes."""
+    """Without the workers' measurements, the next step is already planned when the request
+    arrives.
+    """
 
     async def story(bench: Bench) -> None:
         num_begun = bench.timed.num_begun

@@ -1,10 +1,10 @@
-"""How long a request would wait, and which requests have waited too long."""
+"""Tests how long a request is expected to wait, and which requests have waited too long."""
 
 from services.scheduler.core.engine.queue_estimate import MARGIN, QueueEstimate, expected_tokens
 
 
 def sampled(estimate: QueueEstimate, seconds: int, *, rate: int, num_waiting: int = 50) -> None:
-    """Ten samples a second in which `rate` requests a second end, of 20 that run."""
+    """Adds ten samples a second. 20 requests run, and `rate` requests end in each second."""
     for number in range(10 * seconds + 1):
         now = number / 10
         estimate.sample(
@@ -18,7 +18,7 @@ def sampled(estimate: QueueEstimate, seconds: int, *, rate: int, num_waiting: in
 
 
 def hold_on(estimate: QueueEstimate, now: float) -> None:
-    """A sample without a further completion after 50."""
+    """Adds a sample in which, as before, 50 requests have completed."""
     estimate.sample(
         now,
         num_running=20,
@@ -51,7 +51,9 @@ def test_without_a_queue_the_rate_is_that_of_as_many_as_could_run() -> None:
 
 
 def test_time_in_which_few_run_counts_as_if_all_did() -> None:
-    """10 of 40 run, and of those 5 end in a second; steps of 40 take three times as long."""
+    """10 of at most 40 requests run, and 5 of them end in each second. A step with 40 requests
+    takes three times as long.
+    """
     estimate = QueueEstimate(40)
     for number in range(101):
         estimate.sample(

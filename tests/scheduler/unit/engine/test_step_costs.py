@@ -32,7 +32,7 @@ def test_nothing_is_known_before_some_steps_of_each_kind() -> None:
 
 
 def test_steps_without_requests_tell_nothing() -> None:
-    """Such steps bring news of transfers of keys and values."""
+    """Such steps only report transfers of keys and values."""
     costs = StepCosts()
     for _ in range(2 * MIN_STEPS):
         costs.observe(0, 0, 1e-3)

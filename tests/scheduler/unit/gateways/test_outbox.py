@@ -1,4 +1,4 @@
-"""Messages to gateways: what is collected, and what is sent only once."""
+"""Messages to gateways. Tests which deltas are collected, and which are sent only once."""
 
 import asyncio
 
@@ -111,7 +111,7 @@ async def test_the_reader_can_be_woken_without_deltas() -> None:
 @pytest.mark.parametrize("reason", FinishReason)
 async def test_every_end_has_its_reason_on_the_wire(reason: FinishReason) -> None:
     outbox, request = Outbox(), make_request()
-    if reason in CLIENT_ERRORS:  # these come with a message
+    if reason in CLIENT_ERRORS:  # these reasons have a message
         request.fail("what is at fault", reason)
     else:
         request.finish(reason)
@@ -196,7 +196,7 @@ async def test_a_refusal_travels_with_all_that_it_says() -> None:
 
 
 def prompt_rows(first: int, count: int, *, sampled: bool = False) -> worker_pb2.RequestLogprobs:
-    """Rows for the prompt tokens from `first` on, two columns each."""
+    """Log-probability rows of two columns for `count` prompt tokens from `first` on."""
     rows = range(first, first + count)
     item = worker_pb2.RequestLogprobs(
         prompt=common_pb2.Logprobs(
@@ -214,7 +214,9 @@ def prompt_rows(first: int, count: int, *, sampled: bool = False) -> worker_pb2.
 async def ranks_told(
     sessions: Sessions, session: GatewaySession, request: Request, *chunks: tuple[int, int]
 ) -> list[int]:
-    """The rows that arrive when the prompt is computed in these chunks (start, tokens)."""
+    """The rows that are sent when the prompt is computed in these chunks (start, number of
+    tokens).
+    """
     for start, count in chunks:
         rows = prompt_rows(start + 1, count)
         sessions.deliver(update(start, [request], [[]], logprobs=rows, start=start))
@@ -259,7 +261,7 @@ async def test_a_session_is_sent_the_state_only_after_a_time_without_other_messa
     sessions.own(session, 1, request)
 
     def announced() -> list[bool]:
-        """Of four calls, after which there was something to take."""
+        """For each of four calls, whether there was something to take after it."""
         taken = []
         for _ in range(4):
             sessions.announce_to_quiet()
@@ -274,7 +276,7 @@ async def test_a_session_is_sent_the_state_only_after_a_time_without_other_messa
 
 
 def taken_alone(session: GatewaySession) -> list[str | None]:
-    """The kinds of all messages that are to be sent without deltas."""
+    """The kinds of all messages that must be sent without deltas."""
     kinds = []
     while (response := session.outbox.take_announced()) is not None:
         kinds.append(response.WhichOneof("message"))

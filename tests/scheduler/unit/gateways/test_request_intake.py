@@ -1,4 +1,4 @@
-"""The intake of requests: every refusal, the field it names and the status it becomes."""
+"""The intake of requests. Tests every refusal, with the field that it names and its gRPC status."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ HIDDEN_SIZE = 2
 
 
 def make_intake(*, policy: str = "fcfs", num_waiting: int = 0, cache: int = 40) -> RequestIntake:
-    """A model of 50 tokens over a cache of `cache`."""
+    """An intake for a model of 50 tokens whose cache has space for `cache` tokens."""
     config = SchedulerConfig(
         max_num_seqs=4,
         max_num_batched_tokens=32,
@@ -84,7 +84,7 @@ def test_what_is_let_in_is_the_cores_own() -> None:
 
 
 def embeds(data: bytes, num_tokens: int = 3) -> common_pb2.PromptEmbeds:
-    """Rows of two numbers of two bytes."""
+    """Embeddings whose rows have two numbers of two bytes each."""
     return common_pb2.PromptEmbeds(
         num_tokens=num_tokens, dtype=common_pb2.EMBEDS_DTYPE_BFLOAT16, data=data
     )

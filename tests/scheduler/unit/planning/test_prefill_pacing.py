@@ -1,4 +1,4 @@
-"""Steps with prompts at an interval, so that the steps between them only decode."""
+"""Only one step in each interval contains prompts. The steps between two such steps only decode."""
 
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.sampling import SamplingParams

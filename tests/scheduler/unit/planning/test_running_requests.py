@@ -1,4 +1,4 @@
-"""Running requests: the order of admission, and which of them a step looks at."""
+"""Running requests. Tests their order of admission, and which of them a step must examine."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The log of KV events: what it keeps, and in what order it lists what is stored."""
+"""The log of KV events. Tests which batches it stores, and in what order it lists published
+blocks.
+"""
 
 import pytest
 
@@ -17,7 +19,7 @@ def h(name: str) -> BlockHash:
 
 
 def stored(names: str, parent: str | None = None, group: int = 0) -> BlockStored:
-    """Blocks of one token, the place of its letter in the alphabet."""
+    """Blocks of one token each. The token is the position of the block's letter in the alphabet."""
     tokens = pack_token_ids([ord(name) - ord("a") for name in names])
     return BlockStored(
         tuple(map(h, names)), None if parent is None else h(parent), tokens, group, CacheNamespace()

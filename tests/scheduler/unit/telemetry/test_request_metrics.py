@@ -1,4 +1,4 @@
-"""What is counted of requests: worked examples in vLLM's terms, and random stories."""
+"""Metrics of requests, in vLLM's terms. Tests worked examples and random stories."""
 
 import random
 from bisect import bisect_left
@@ -40,7 +40,7 @@ class MeasuredStory(Story):
         self.metrics.ended([request])
 
     async def take(self, seconds: float) -> tuple[SchedulerOutput, list[Any]]:
-        """A step that takes `seconds`; returns its plan and its tokens."""
+        """Runs a step that takes `seconds`. Returns its plan and its tokens."""
         plan = await self.scheduler.schedule()
         self.metrics.admitted(plan.new)
         self.now += seconds
@@ -49,8 +49,8 @@ class MeasuredStory(Story):
         return plan, list(update.token_ids)
 
     def read(self) -> dict[str, float]:
-        """Every sample that is not zero, but buckets: by its name without its prefix, and the value
-        of its label.
+        """Maps each sample that is not 0 to its value. Samples are named by the metric without its
+        prefix, and by the value of the label. Buckets are left out.
         """
         return {
             " ".join([sample.name.removeprefix("vllm:"), *sample.labels.values()]): sample.value
@@ -60,7 +60,7 @@ class MeasuredStory(Story):
         }
 
     def buckets(self, name: str) -> dict[float, float]:
-        """How many observations are at most as large as each bound."""
+        """Maps each bound to the number of observations that do not exceed it."""
         return {
             float(sample.labels["le"]): sample.value
             for family in self.metrics.collect()
@@ -72,7 +72,7 @@ class MeasuredStory(Story):
 async def test_a_request_from_its_arrival_to_its_end() -> None:
     story = MeasuredStory(max_num_batched_tokens=4)
     story.arrive("a", prompt(6), max_tokens=3, in_gateway=0.5, num_choices=1)
-    story.now = 2.0  # it waits for two seconds
+    story.now = 2.0  # the request waits for two seconds
     await story.take(0.25)  # a chunk of four tokens
     await story.take(0.25)  # the rest of the prompt, and the first token
     await story.take(0.125)
@@ -230,7 +230,8 @@ async def test_random_stories_give_what_a_list_of_all_times_gives() -> None:
         assert abs(read[f"{short}_sum"] - sum(values)) < 1e-4, name
         bounds = SPECS[name].buckets
         for bound, count in story.buckets(name).items():
-            # Times are differences of sums here and there: one at a bound may be on either side.
+            # Both sides compute times as differences of sums, so a time at a bound may be on either
+            # side of it.
             low = bisect_left(sorted(values), bound - 1e-6)
             high = bisect_left(sorted(values), bound + 1e-6)
             assert low <= count <= high, (name, bound)

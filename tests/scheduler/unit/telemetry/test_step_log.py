@@ -74,7 +74,7 @@ def test_when_the_disk_is_too_slow_the_log_is_given_up_and_stays_whole(
 
 
 def test_a_compressed_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
-    """Every write is whole in the file: a service that is killed after it leaves all of it."""
+    """Every write is complete in the file, even if the service is killed right after it."""
     path = tmp_path / "steps.jsonl.zst"
     log = StepLog(create_log_file(path))
     written: list[dict[str, int]] = []

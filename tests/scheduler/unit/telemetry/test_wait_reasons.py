@@ -1,4 +1,4 @@
-"""Each wait is explained: its reason, its first step, and its number of steps."""
+"""Each wait has a reason, a first step, and a number of steps."""
 
 import itertools
 import sys
@@ -23,7 +23,7 @@ RECOVERY = WaitReason.RECOVERY
 
 
 class Book:
-    """Reasons of steps, with a clock that counts how often it is asked."""
+    """Records the reasons of steps, with a clock that counts how often it is read."""
 
     def __init__(self) -> None:
         self.reasons = WaitReasons()
@@ -136,7 +136,7 @@ def test_the_newest_changes_are_remembered_and_no_more() -> None:
     assert not book.reasons.has_forgotten(book.begin())
 
 
-# What is in the way, in the scheduler's words
+# The reasons that the scheduler gives
 
 
 async def reason_of(story: Story) -> WaitReason | None:
@@ -185,7 +185,9 @@ async def test_a_preempted_request_waits_for_blocks_and_so_do_those_behind() -> 
 
 
 async def num_calls_of_a_step(num_waiting: int) -> int:
-    """Calls within the scheduler that it takes to plan and observe a step like any other."""
+    """The number of function calls within the scheduler that planning and observing an ordinary
+    step take.
+    """
     story = TracedStory(max_num_seqs=1)
     story.arrive("running", prompt(5))
     for number in range(num_waiting):

@@ -1,4 +1,4 @@
-"""Phases and their parts follow each other without a gap, however many there are."""
+"""Phases and their parts follow each other without a gap, for any number of phases and parts."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ def chunk(step: int, start: int, end: int) -> Chunk:
 
 
 def assert_covered(timeline: Timeline) -> None:
-    """Parts fill their phase, and phases the timeline."""
+    """Asserts that parts fill their phase, and that phases fill the timeline."""
     end = timeline.queued
     for phase in timeline.phases:
         assert phase.start == end <= phase.end
@@ -51,7 +51,7 @@ def test_many_chunks_become_a_few() -> None:
     timeline = Timeline(0)
     timeline.admit(0, 0)
     for step in range(1000):
-        # Each second one waits for a step of others.
+        # Every second chunk waits for a step of other requests.
         timeline.add_chunk(chunk(step, 10 * step + 5 * (step % 2), 10 * step + 10), "step_ahead")
     timeline.enter(PhaseKind.DECODE, 10_000)
     timeline.first_token = 10_000

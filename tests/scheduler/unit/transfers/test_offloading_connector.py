@@ -1,4 +1,4 @@
-"""What is stored in the tier and loaded from it, by stories with four tokens in a block."""
+"""Tests which blocks are stored in the tier and loaded from it, with four tokens in a block."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ HYBRID = replace(
     ),
 )
 PROMPT = list(range(100, 113))
-"""Three blocks and a token."""
+"""Tokens that fill three blocks, and one more token."""
 
 
 class Story:
@@ -92,7 +92,7 @@ class Story:
         return plan
 
     async def run(self) -> None:
-        """Steps until nothing is left to do; loads end at once."""
+        """Runs steps until nothing is left to do. Loads end at once."""
         while self.scheduler.has_work:
             self.finish_loads()
             await self.step()
@@ -204,14 +204,14 @@ async def test_of_a_window_only_what_is_seen_is_loaded() -> None:
     plan = await story.step()
     assert plan.kv_connector_metadata is not None
     (load,) = plan.kv_connector_metadata.loads
-    # Behind 12 tokens a window of 5 sees those from 8 on.
+    # After 12 tokens, a window of 5 tokens sees the tokens from 8 on.
     assert [transfer.key[-1] for transfer in load.blocks] == [0, 0, 0, 1]
 
 
 async def test_what_a_hit_brought_is_stored_before_the_window_leaves_it() -> None:
     groups = (CONFIG.all_groups[0], KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=2))
     story = Story(replace(CONFIG, groups=groups), num_tier_blocks=6)
-    for first in (100, 300):  # the second one takes the tier's blocks, and not the cache's
+    for first in (100, 300):  # the second request evicts blocks of the tier, but not of the cache
         story.add(list(range(first, first + 13)))
         await story.run()
     request = story.add()
@@ -228,8 +228,8 @@ async def test_of_states_the_last_one_is_loaded() -> None:
     story = Story(HYBRID)
     story.add(max_tokens=6)
     await story.run()
-    # Three blocks of keys, and the state at the end of the chunk that the last of them ends; then
-    # what is decoded: a block of keys, and the state at its end.
+    # Three blocks of keys, and the state at the end of the last of them. Then one block of keys of
+    # decoded tokens, and the state at its end.
     assert story.connector.stats.num_stored_blocks == 3 + 1 + 1 + 1
     assert await story.scheduler.reset_prefix_cache()
     request = story.add()
@@ -282,7 +282,9 @@ async def test_with_windows_a_damaged_block_voids_the_load() -> None:
 
 
 async def test_a_window_that_is_the_only_group_is_not_cut_either() -> None:
-    """Behind 12 tokens it sees from 8 on; behind 8, where the load would be cut, from 4 on."""
+    """After 12 tokens the window sees tokens from 8 on. After 8 tokens, where the load would be
+    cut, it sees tokens from 4 on.
+    """
     story = await Story(
         replace(CONFIG, groups=(KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=5),))
     ).stored()
@@ -300,7 +302,7 @@ async def test_a_window_that_is_the_only_group_is_not_cut_either() -> None:
 
 
 async def test_a_block_that_a_window_gave_back_is_no_longer_its_request_s() -> None:
-    """The load goes into the first blocks of a running request, and fails."""
+    """A load into blocks that were the first blocks of a running request fails."""
     groups = (KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=5),)
     story = await Story(replace(CONFIG, groups=groups, num_blocks=6)).stored()
     running = story.add(list(range(300, 313)), max_tokens=20)
@@ -378,7 +380,7 @@ async def test_a_tier_smaller_than_what_a_step_fills_stores_what_is_left_of_it()
     story = Story(num_tier_blocks=2)
     story.add()
     await story.step()
-    # The last block first, whose place the first one takes.
+    # The last block is stored first. The first block then replaces it in the tier.
     assert stores(await story.step()) == [(1, 0), (2, 1)]
 
 
@@ -403,5 +405,5 @@ async def test_decoded_blocks_are_stored_once_their_tokens_are_known(
     stored: list[tuple[int, int]] = []
     while story.scheduler.has_work:
         stored += stores(await story.step())
-    # Of 13 tokens the last is not computed: three blocks.
+    # The last of 13 tokens is not computed, so that three blocks are full.
     assert [block for block, _ in stored] == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Which blocks of the tier are replaced, by examples and against a naive one."""
+"""Tests which blocks of the tier are replaced, in examples and against a naive index."""
 
 import random
 

@@ -35,14 +35,14 @@ VALUES: dict[str, Any] = {
     "logit_bias": {8: 0.5, 9: -100.0},
     "truncate_prompt_tokens": 2,
 }
-"""Fields that are honoured, with a value that changes the requests."""
+"""Maps each field that is honoured to a value that changes the requests."""
 
 WANTED: dict[str, Any] = {
     "stop_token_ids": {"stop_token_ids": (4, 5)},
     "ignore_eos": {"eos_token_ids": ()},
     "logit_bias": {"logit_bias_token_ids": (8, 9), "logit_bias_values": (0.5, -100.0)},
 }
-"""The resulting parameters of the fields that have another name here."""
+"""Maps fields that have another name here to the resulting parameters."""
 
 TEXT_ONLY = {
     "skip_special_tokens",
@@ -77,7 +77,9 @@ def sampling_of(generation: Generation) -> Any:
 
 
 def test_every_field_of_the_sampling_parameters_is_known_here() -> None:
-    """A version of the package that adds one is noticed here; until then it is refused by name."""
+    """This test fails if a new version of the package adds a field. Until then the field is refused
+    by name.
+    """
     fields = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     assert fields == {*VALUES, *TEXT_ONLY, *REFUSED}
 

@@ -17,8 +17,8 @@ A, B, C = (Adapter(bytes([number]) * 32, f"adapter-{number}", "/a") for number i
 
 
 class Workers:
-    """Workers that load adapters or fail, as the test sets. A call arrives, and is answered, after
-    a set number of iterations of the event loop each.
+    """Workers that load adapters or fail, as the test sets. A call arrives after a set number of
+    iterations of the event loop, and is answered after another set number.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ async def turns(count: int) -> None:
 
 
 class Replica:
-    """A loader of two places, its workers, and the requests that it has."""
+    """A loader with two slots, its workers, and the present requests."""
 
     def __init__(self) -> None:
         self.workers = Workers()
@@ -145,8 +145,8 @@ async def test_new_workers_get_what_the_old_ones_held() -> None:
 
 @pytest.mark.parametrize(("there", "back"), [(1, 0), (1, 3), (3, 1)])
 async def test_new_workers_hold_an_adapter_that_is_loaded_meanwhile(there: int, back: int) -> None:
-    """Whether the old workers or the new ones take the call, before, beside or after the calls that
-    load what the old ones held.
+    """The call is received by the old or by the new workers, before, during or after the calls that
+    load the adapters of the old workers.
     """
 
     async def lose(replica: Replica, after: int) -> None:

@@ -1,4 +1,4 @@
-"""Requests wait while the workers compile their grammars, and no longer."""
+"""Requests wait only while the workers compile their grammars."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ WANTED = StructuredOutputs(StructuredOutputsKind.REGEX, "a+")
 
 
 class Workers:
-    """Workers that finish a compilation when the test says so."""
+    """Workers that finish a compilation when the test allows it."""
 
     def __init__(self) -> None:
         self.asked: list[StructuredOutputs] = []
@@ -102,7 +102,7 @@ async def test_a_request_waits_until_the_workers_are_done() -> None:
     ("failure", "error"),
     [
         (InvalidArgument("no such rule"), "no such rule"),
-        # It is compiled when the request runs, on the worker that is there by then.
+        # The grammar is compiled when the request runs, on the worker that runs then.
         (Unavailable("the worker is away"), ""),
     ],
 )

@@ -1,4 +1,6 @@
-"""An answer that contradicts its step is refused with the name of the field, and is no output."""
+"""An answer that contradicts its step is refused with the name of the field. It does not become the
+output of the step.
+"""
 
 from typing import Any
 
@@ -32,8 +34,9 @@ def make_request(row: int, num_tokens: int, **fields: Any) -> Request:
 
 
 def plan_of_four() -> SchedulerOutput:
-    """A decode, a chunk inside a prompt, a request with two drafts, and one with log-probabilities
-    whose prompt of five tokens is computed at once.
+    """A step with four requests. The first decodes, the second computes a chunk inside its prompt,
+    the third has two drafts, and the fourth needs log-probabilities and computes its prompt of five
+    tokens at once.
     """
     plain, wanted = SamplingParams(), SamplingParams(logprobs=2, prompt_logprobs=1)
     requests = [
