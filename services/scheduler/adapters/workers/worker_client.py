@@ -37,7 +37,8 @@ from services.scheduler.core.ports import WorkersLost
 
 _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
-DESCRIBE_TIMEOUT_SECONDS = 5.0
+DESCRIBE_TIMEOUT_SECONDS = 3.0
+"""A lost question or answer delays a recovery by this time. A recovery takes at most 5 s."""
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
 REASON_SECONDS = 1.0
