@@ -1,6 +1,6 @@
 """The worker, `python -m services.worker`: its composition root.
 
-Settings and model are checked first, since importing torch takes seconds.
+Settings and model are checked before torch is imported, since the import takes seconds.
 """
 
 import gc

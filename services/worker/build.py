@@ -1,4 +1,4 @@
-"""Builds a worker from its settings: reads the model, sizes the cache, warms up.
+"""Builds a worker from its settings. Reads the model, sizes the cache, and runs warm-up steps.
 
 The parts are built in `services.worker.parts`. Incompatible settings are refused in
 `parts.refusals`.

@@ -1,4 +1,4 @@
-"""A worker as a gRPC service: listens, loads its model, and serves it."""
+"""A worker as a gRPC service. It listens, loads its model, and serves it."""
 
 import asyncio
 import logging
@@ -36,8 +36,8 @@ SERVICE = "worker"
 GRPC_SERVICE = "stepwell.worker.v1.Worker"
 
 _CLOSE_SECONDS = 0.2
-"""Limit on two waits of a worker in a group, in seconds: until a stream has ended with the reason
-why the group broke, and until a step that waits for another rank has ended.
+"""Limit in seconds on two waits after a worker's group broke: until the stream has ended with the
+reason, and until a step that waits for another rank has ended.
 """
 _TOLD_SECONDS = 1.0
 """Maximum time that a rank waits for its own stop signal after another rank received one, in
@@ -129,7 +129,7 @@ class WorkerService:
 
 
 async def _first_of(waiting: Coroutine[Any, Any, Any], *futures: "asyncio.Future[Any]") -> None:
-    """Waits until the coroutine or one of the futures is done; then cancels the coroutine."""
+    """Waits until the coroutine or one of the futures is done. Then cancels the coroutine."""
     task = asyncio.ensure_future(waiting)
     try:
         await asyncio.wait({task, *futures}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The thread that computes steps, the thread that waits for downloads from a device, and a check
+"""Runs steps in a compute thread, waits for downloads from a device in another thread, and checks
 that no step hangs.
 
 The event loop is not blocked while a step runs, so the next step's message is decoded before the
@@ -67,11 +67,11 @@ class ComputeThread:
         allowed_seconds: float = inf,
         ended: Callable[[], object] | None = None,
     ) -> "asyncio.Future[T]":
-        """Like `submit`, for a function that only waits; it runs in the download thread."""
+        """Like `submit`, but for a function that only waits. It runs in the download thread."""
         return self._waiting.submit(wait, allowed_seconds, ended)
 
     def close(self, patience_seconds: float | None = None) -> None:
-        """Drops queued functions. Waits for the running one, for at most `patience_seconds`."""
+        """Drops queued functions. Waits at most `patience_seconds` for the running function."""
         self._computing.close(patience_seconds)
         self._waiting.close(patience_seconds)
 
@@ -87,8 +87,8 @@ class Overdue:
 
 
 class _Lane:
-    """A thread with a queue of functions. It needs less time between two functions than an
-    executor: 40 µs instead of 65 while all services are busy.
+    """A thread with a queue of functions. Between two functions it takes less time than an
+    executor: 40 µs instead of 65 µs while all services are busy.
     """
 
     def __init__(self, name: str) -> None:
@@ -154,9 +154,9 @@ async def follow_liveness(
     at each change. `read` returns readings of the process that computes; by default it reads this
     process.
 
-    A step counts as hung if two consecutive checks find it overdue, and if this process could run
-    for the allowed time. So a step has one more period to end after the process was suspended. On a
-    busy machine a step may use as much processor time as on an idle machine.
+    A step counts as hung if two consecutive checks find it overdue, and if this process was able to
+    run for the allowed time. So after the process was suspended, a step has one more period to end.
+    On a busy machine, a step may use as much processor time as on an idle machine.
     """
     before, live = None, True
     read = read or watch_self()

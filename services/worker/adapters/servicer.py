@@ -50,7 +50,9 @@ _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.Execut
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Answers UNAVAILABLE until `open` is called. Then one stream at a time runs steps."""
+    """Refuses calls with UNAVAILABLE until `open` is called. Then one stream at a time runs
+    steps.
+    """
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._metrics.loaded(worker.description)
 
     def close(self, reason: StepwellError | None = None) -> None:
-        """Refuses calls, and ends the open stream with `reason`; by default the reason DRAINING."""
+        """Refuses calls, and ends the open stream with `reason`. The default reason is DRAINING."""
         self._worker = None
         if self._stream is not None:
             self._stream.end(reason or Unavailable("the worker is draining", reason="DRAINING"))
@@ -298,7 +300,8 @@ class _StepStream:
         return pending
 
     def _oldest_output(self) -> StepOutput | None:
-        """The output of the oldest step; None if it has not run yet, or if there is no step.
+        """Returns the output of the oldest step. None if the step has not run yet, or if there is
+        no step.
 
         If a device still computes the step, the download thread starts to wait for the output.
         """
@@ -339,7 +342,7 @@ class _StepStream:
         times = StepTimes(epoch + arrived, epoch + started, epoch + ended)
         self._tracer.record(pending.message.traceparent, pending.step, times)
         num_tokens = sum(pending.step.num_scheduled_tokens.tolist())
-        if len(pending.step.num_draft_tokens):  # the worker may have proposed fewer
+        if len(pending.step.num_draft_tokens):  # the worker may have proposed fewer drafts
             num_tokens -= int(pending.step.num_draft_tokens.sum() - output.num_draft_tokens.sum())
         self._metrics.stepped(num_tokens, started - arrived, ended - started)
         last_ended, self._last_ended_nanos = self._last_ended_nanos, ended

@@ -1,4 +1,4 @@
-"""Spans of steps. A step that is not sampled costs one or two comparisons."""
+"""Records spans of steps. A step that is not sampled costs one or two comparisons."""
 
 from dataclasses import dataclass
 
@@ -32,8 +32,8 @@ class StepTracer:
             self._place[names.ATTR_PIPELINE_STAGE] = stage
 
     def record(self, traceparent: str, step: StepInput, times: StepTimes) -> None:
-        """Records a step that was run. Before its start it waited for the previous step, and for
-        the previous pipeline stage.
+        """Records a step that was run. The time before its start is its wait for the previous step
+        and for the previous pipeline stage.
         """
         if not traceparent or not self._tracing.enabled:
             return

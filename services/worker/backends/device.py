@@ -45,7 +45,7 @@ class Device(Protocol):
         """Number of independent processors that can compute parts of attention."""
 
     def upload(self, array: Array) -> torch.Tensor:
-        """The array as a tensor on the device; it may share the array's memory."""
+        """Returns the array as a tensor on the device. The tensor may share the array's memory."""
 
     def download(self, tensor: torch.Tensor) -> Download:
         """Starts copying a tensor to the host."""

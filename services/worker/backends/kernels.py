@@ -1,7 +1,7 @@
 """The operations that decoders are written against.
 
-An implementation is chosen once, when a worker starts. It determines how weights are packed and
-caches are laid out. Layers that call it do not depend on devices, instruction sets or page layouts.
+An implementation is chosen when a worker starts. It determines how weights are packed and caches
+are laid out. So layers do not depend on devices, instruction sets or page layouts.
 """
 
 from collections.abc import Mapping, Sequence

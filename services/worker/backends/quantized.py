@@ -127,7 +127,7 @@ def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exact = rows.float()
     most = exact.abs().amax(-1, keepdim=True) + (exact * 0).sum(-1, keepdim=True)
     is_zero = most < _SMALLEST_SCALED
-    inverse = torch.full_like(most, _MOST_INT8) / most  # `127 / most` would be rounded twice.
+    inverse = torch.full_like(most, _MOST_INT8) / most  # `127 / most` would round twice
     codes = exact * inverse.masked_fill_(is_zero, 0)
     return codes.round_(), (most / _MOST_INT8).masked_fill_(is_zero, 0)
 

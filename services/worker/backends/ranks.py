@@ -34,7 +34,9 @@ class Ranks(Protocol):
         """Concatenates [n, d] of each rank in rank order: [n, size * d]."""
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of each rank; all are below 2^63. Waits on the host for every rank."""
+        """Returns the numbers of all ranks. All numbers are below 2^63. The host waits for every
+        rank.
+        """
 
 
 class SharedRanks(Ranks, Protocol):
@@ -55,7 +57,7 @@ class SharedRanks(Ranks, Protocol):
 
 
 class Alone:
-    """A group of one rank: each collective returns this rank's part."""
+    """A group of one rank. Each collective returns this rank's part."""
 
     rank = 0
     size = 1

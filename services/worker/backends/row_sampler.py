@@ -64,7 +64,7 @@ class RowSampler(Protocol):
         parameters: RowParameters,
         masks: RowMasks | None = None,
     ) -> npt.NDArray[np.int64]:
-        """A token for each row, or UNUSABLE, or REFUSED."""
+        """Returns a token for each row, or UNUSABLE or REFUSED in place of a token."""
 
     def copy(
         self,

@@ -17,7 +17,9 @@ class SuffixRules:
     max_tree_depth: int
     """Maximum number of tokens in a match and its drafts together."""
     max_cached_requests: int
-    """Maximum number of responses in the trees of responses; 0: there are no such trees."""
+    """Maximum number of responses in the trees of responses. 0 means that there are no such
+    trees.
+    """
     max_spec_factor: float
     """Maximum number of drafts, as a multiple of the number of matching tokens."""
     min_token_prob: float
@@ -32,10 +34,11 @@ class SuffixDecoding(Protocol):
     A tree stores how often each string of up to `max_tree_depth` tokens occurs. The frequency of a
     token after a string is the count of both together, divided by the count of the string. A match
     is a suffix of a request's tokens that is in a tree. A match of m tokens yields up to m *
-    `max_spec_factor` drafts. Each draft is the most frequent next token, the lowest id among
-    equals. Drafts end when the product of their frequencies is below `min_token_prob`. The match
-    with the largest sum of these products is used, the longest among equals. Of the two trees the
-    one with the larger sum is used, the request's own among equals.
+    `max_spec_factor` drafts. Each draft is the most frequent next token, or the lowest id among
+    equally frequent tokens. Drafts end when the product of their frequencies is below
+    `min_token_prob`. The match with the largest sum of these products is used, or the longest match
+    among equals. Of the two trees, the one with the larger sum is used, or the request's own tree
+    if the sums are equal.
 
     The known tokens of a row are the first `num_tokens[row]` of `token_ids[row]`; `token_ids` is
     [all rows, n]. A batch passes the same two arrays in each call.

@@ -1,8 +1,8 @@
 """The fingerprint of a model, the root of block hashes. Workers with equal fingerprints have
 interchangeable KV blocks.
 
-It covers configuration, weights, tokenizer, block size, the cache's data type, a draft model and
-the version of the block hash. It does not cover the path: a copy of a model has the same
+It is a hash of configuration, weights, tokenizer, block size, the cache's data type, a draft model
+and the version of the block hash. The path is not part of it, so a copy of a model has the same
 fingerprint.
 """
 
@@ -41,8 +41,8 @@ def model_fingerprint(
     draft_model: bytes = b"",
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
 ) -> bytes:
-    """A fingerprint of 32 bytes. Two workers have the same fingerprint exactly if their cached keys
-    and values are interchangeable.
+    """Returns a fingerprint of 32 bytes. Two workers have the same fingerprint if and only if their
+    cached keys and values are interchangeable.
 
     `rope_length`: the sequence length from which rotary frequencies are computed; 0 if they do not
     depend on a length. `groups`: the layers that share a block, which may depend on the longest

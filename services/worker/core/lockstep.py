@@ -31,8 +31,8 @@ from services.worker.core.step import StepInput, StepOutput
 from services.worker.parallel.errors import GroupBroken
 
 _LAG = 2
-"""The number of steps after which the results of a step are compared. It is the maximum number of
-steps in flight.
+"""The number of steps after which the results of a step are compared. It equals the maximum number
+of steps in flight.
 """
 
 _Output = StepOutput | PendingOutput

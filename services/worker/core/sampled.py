@@ -12,7 +12,7 @@ from services.worker.sampling.sampler import SamplerOutput
 
 
 class Sampled:
-    """Collects sampled tokens and log-probabilities by request.
+    """Collects sampled tokens and log-probabilities for each request.
 
     `parts`: pairs of arguments for `add`.
     """
@@ -21,7 +21,9 @@ class Sampled:
         self.parts = list(parts)
 
     def add(self, indexes: np.ndarray, output: SamplerOutput) -> None:
-        """Adds one token for each request in `indexes`; rows of `output` are in that order."""
+        """Adds one token for each request in `indexes`. The rows of `output` are in the same
+        order.
+        """
         self.parts.append((indexes, output))
 
     def output(self, step: StepInput, prompt: dict[int, LogprobRows]) -> StepOutput:

@@ -157,7 +157,8 @@ class StepCheck:
         self._check_token_ids(token_ids, name)
 
     def _check_requests(self) -> Int32Array:
-        """Checks all requests at once, and on failure the first invalid one by itself.
+        """Checks all requests at once. If the check fails, checks them one by one to find the first
+        invalid request.
 
         Counts of computed tokens may be any int32. They are compared with bounds, since sums with
         them could overflow. The scheduler counts the previous step's drafts as computed. Returns
@@ -191,9 +192,9 @@ class StepCheck:
         self._check_block_ids(targets, "copy_targets")
 
     def _check_states(self, group: int) -> None:
-        """Checks that each request has a block for the state after the step, and, if it has
-        computed tokens, a block with the state before it. Refuses drafts: a state cannot be rolled
-        back.
+        """Checks that each request has a block for the state after the step. If the request has
+        computed tokens, it must also have a block with the state before the step. Refuses drafts,
+        because a state cannot be rolled back.
         """
         step, size = self._step, self._limits.block_sizes[group]
         self._require(
@@ -299,5 +300,7 @@ class StepCheck:
 
 
 def _leading_nulls(table: Int32Array) -> int:
-    """The number of null blocks before a table's first real block; 0 if all are null."""
+    """Returns the number of null blocks before a table's first real block. Returns 0 if all are
+    null.
+    """
     return int(np.argmax(table != 0)) if len(table) else 0

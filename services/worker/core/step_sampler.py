@@ -2,8 +2,8 @@
 
 A draft token is accepted if the sampler draws the same token at its position. The first draft that
 differs is replaced by the sampler's token. A draw is a function of seed, position and logits, so
-the output is the same, token for token, as without drafts. A draft is accepted with the probability
-that the model assigns to it. This is the rate of rejection sampling (Leviathan et al.) for drafts
+the output has the same tokens as without drafts. A draft is accepted with the probability that the
+model assigns to it. Rejection sampling (Leviathan et al.) has the same rate for drafts that are
 proposed with certainty.
 """
 
@@ -31,8 +31,8 @@ _PROMPT_LOGPROB_ROWS = 128
 class StepSampler:
     """Samples for the requests of a batch, and appends the tokens to it.
 
-    `device_tokens` samples on the device, for requests whose tokens the host need not know before
-    the step returns. `row_sampler` draws tokens; see Sampler.
+    `device_tokens` samples on the device. It is used for requests whose tokens the host need not
+    know before the step returns. `row_sampler` draws tokens; see Sampler.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Loads a model directory: natively if the architecture has native code, else by transformers."""
+"""Loads a model directory. If the architecture has no native code, transformers loads the model."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +34,8 @@ def load_model(
     ranks: Ranks = ALONE,
     wait_for_ranks: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
-    """Reads configuration and weights; with several `ranks`, this rank's part of the weights.
+    """Reads configuration and weights. If there are several `ranks`, reads this rank's part of the
+    weights.
 
     `wait_for_ranks` waits, without a deadline, until every rank has called it. It is called before
     the ranks compute something together, since some ranks may read longer than others. Raises

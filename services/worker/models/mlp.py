@@ -1,4 +1,6 @@
-"""The MLP of a layer: one gated MLP, or experts with a router that picks a few for each token."""
+"""The MLP of a layer. It is one gated MLP, or several experts with a router that picks a few
+experts for each token.
+"""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
-"""How a model's directory defines pooling: whether the model returns vectors, which states they are
-computed from, and their final activation.
+"""Reads how a model's directory defines pooling: whether the model returns vectors, from which
+states they are computed, and their final activation.
 
 Directories of sentence-transformers list their modules in modules.json: the transformer, a pooling
 module with its own config.json, and optionally a normalization. Architectures of cross-encoders end
@@ -90,7 +90,7 @@ def generates(architecture: str) -> bool:
 
 
 def read_pooling(directory: Path, runner: RunnerSetting) -> PoolingConfig | None:
-    """How the model pools; None if it generates.
+    """Reads how the model pools. Returns None if the model generates text.
 
     With RunnerSetting.AUTO a model pools if the directory lists sentence-transformers modules, or
     if its architecture has no language model's head. Raises ModelError.

@@ -37,7 +37,9 @@ class Shard:
         return num_rows % self.size == 0
 
     def of_head(self, num_rows: int) -> slice:
-        """This rank's rows of the output projection; all rows if the parts would differ in size."""
+        """Returns this rank's rows of the output projection, or all rows if the parts would differ
+        in size.
+        """
         return self.of(num_rows) if self.divides_head(num_rows) else slice(0, num_rows)
 
     def kv_heads(self, num_kv_heads: int) -> slice:

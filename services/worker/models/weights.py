@@ -63,10 +63,10 @@ def load_weights(
     The last stage also reads the embedding if the head is tied to it. `quantization` applies to
     projections, except routers and the head for classes.
 
-    With `pooling`, the head is the head for classes, and is whole on each rank. If there are no
-    classes, the head is a single row. This row is never used, since no logits are computed. The
-    checkpoint may then contain only the decoder's body. Raises ModelError before anything is read
-    if the tensors do not match `config`.
+    If `pooling` is given, the head is the head for classes, which is whole on each rank. If there
+    are no classes, the head is a single row, which is never used because no logits are computed.
+    With `pooling`, the checkpoint may contain only the decoder's body. Raises ModelError before
+    anything is read if the tensors do not match `config`.
     """
     if pooling is not None and EMBEDDING not in checkpoint.tensors:
         checkpoint = checkpoint.prefixed("model.", apart=CLASS_HEAD)
@@ -130,9 +130,8 @@ def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: boo
 
 
 def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
-    """The embedding that config.json ties the head to, if it equals the checkpoint's head.
-
-    Otherwise the checkpoint's head, as in transformers.
+    """Returns the embedding to which config.json ties the head, if it equals the checkpoint's head.
+    Otherwise returns the checkpoint's head, as in transformers.
     """
     if torch.equal(head, tied):
         return tied
@@ -236,8 +235,8 @@ class _Loader:
         return self.kernels.norm_weight(weight + offset if offset else weight)
 
     def fused(self, rows: dict[str, slice], *, bias: bool) -> tuple[Weight, torch.Tensor | None]:
-        """Stacked weights and biases of projections of the same input. `rows` maps names of
-        projections to the rows to read.
+        """Reads and stacks the weights and biases of projections that have the same input. `rows`
+        maps names of projections to the rows to read.
         """
         weights = ((f"{name}.weight", (taken,)) for name, taken in rows.items())
         biases = ((f"{name}.bias", (taken,)) for name, taken in rows.items())

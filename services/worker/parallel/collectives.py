@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed: gloo between machines, NCCL between GPUs."""
+"""Collectives of torch.distributed. gloo is used between machines, and NCCL between GPUs."""
 
 import datetime
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed
 from services.worker.backends.ranks import GatheringRanks, Ranks
 
 dist: Any = torch.distributed
-"""Typed as Any because of its process groups."""
+"""The module, typed as Any because its process groups have no types."""
 
 _RING_BYTES = 2**18
 
@@ -52,7 +52,7 @@ def gloo_group(store: Any, rank: int, size: int, host: str, timeout: datetime.ti
 
 
 class NcclRanks:
-    """Ranks with tensors on CUDA; operations are queued on the device. `host` exchanges numbers.
+    """Ranks with tensors on CUDA. Operations are queued on the device. `host` exchanges numbers.
 
     NCCL reduces each element on one rank and sends the result, so that all ranks get the same bits.
     """

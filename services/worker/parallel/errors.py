@@ -1,6 +1,7 @@
 """Errors of groups of ranks.
 
-Unavailable └── GroupBroken          the ranks cannot continue together; all of them end
+Unavailable
+└── GroupBroken          the ranks cannot continue together, so all of them end
     └── RankLost         the process of a rank has ended
         └── RankStopped  a rank was told to stop
 """
@@ -9,7 +10,7 @@ from services.common.errors import Unavailable
 
 
 class GroupBroken(Unavailable):
-    """The ranks of a group cannot continue together; the message has the reason. The process must
+    """The ranks of a group cannot continue together. The message has the reason. The process must
     end.
     """
 

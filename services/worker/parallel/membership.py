@@ -48,8 +48,8 @@ class Membership:
 
 
 def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Membership:
-    """The membership; flags override environment variables. Raises SettingError if values
-    contradict each other.
+    """Determines the membership. Flags override environment variables. Raises SettingError if
+    values contradict each other.
     """
     stages = settings.pipeline_parallel_size
     size = _size(settings, environ)

@@ -105,7 +105,7 @@ class Watch:
             reason = self._peers[rank].recv(_LONGEST_REASON).decode(errors="replace")
         kind = (
             RankStopped if reason.endswith(_STOPPED) else RankLost
-        )  # that rank, or an earlier one
+        )  # that rank or an earlier one stopped
         self.report(kind(f"rank {rank} is gone: {reason}" if reason else f"rank {rank} is gone"))
 
 

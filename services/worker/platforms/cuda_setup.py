@@ -34,7 +34,7 @@ _INSTALL = "pip install 'stepwell[gpu]'"
 
 @dataclass(frozen=True, slots=True)
 class CudaSetup:
-    """The machine's CUDA setup; None or False for missing parts. Versions are package versions."""
+    """The machine's CUDA setup. Missing parts are None or False. Versions are package versions."""
 
     device_name: str | None
     capability: tuple[int, int]

@@ -1,4 +1,4 @@
-"""The port of platforms: differences between kinds of devices."""
+"""The interface of platforms. A platform has what differs between kinds of devices."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -121,7 +121,9 @@ class Platform(Protocol):
         """Raises UnsuitableDevice for a model that this device cannot compute."""
 
     def free_memory(self, parts: Parts) -> FreeMemory:
-        """The memory that is available to the KV cache; `parts` have no cache yet."""
+        """Returns the memory that is available to the KV cache. `parts` must not have a cache
+        yet.
+        """
 
     def runner(self, parts: Parts) -> ModelRunner:
         """Builds a runner with its KV cache."""

@@ -70,7 +70,9 @@ def _allowed() -> Collection[int]:
 
 
 def _num_cores(allowed: Collection[int], devices: Path) -> int:
-    """The number of cores; every processor counts as one if the machine does not list cores."""
+    """Returns the number of cores. If the machine does not list cores, every processor counts as
+    one.
+    """
     return len({_core(processor, devices) for processor in allowed})
 
 
@@ -99,9 +101,9 @@ def _quota(proc: Path, cgroup: Path) -> float | None:
 
 
 def _control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
-    """Directories that may contain the controller's limits: the directories of the process's
-    control group and of its parents, in both versions of control groups. Also the root directory,
-    since a container's limits are there, whatever the group's name outside is.
+    """Returns the directories that may contain the controller's limits: the directories of the
+    process's control group and of its parents, in both versions of control groups. The root
+    directory is included, because a container's limits are there.
     """
     groups = [cgroup, cgroup / controller]
     for line in _read_text(proc / "self/cgroup").splitlines():

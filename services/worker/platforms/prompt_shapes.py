@@ -19,7 +19,9 @@ _FIRST_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """A step of new requests, each with the same number of tokens after `num_computed` ones."""
+    """A step of new requests. Each request computes the same number of tokens, after `num_computed`
+    tokens that count as computed.
+    """
 
     num_requests: int
     num_tokens: int
@@ -52,7 +54,7 @@ def first_shapes(limits: BatchLimits) -> list[PromptShape]:
 def every_shape(limits: BatchLimits) -> list[PromptShape]:
     """Steps that together need every kernel that is compiled for a number of lanes.
 
-    The largest steps come first, so that the device can record later ones in the same memory. If
+    The largest steps are first, so that the device can record later steps in the same memory. If
     layers have windows, chunks follow as many computed tokens as the widest window, since this case
     needs further kernels.
     """
@@ -95,9 +97,9 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _chunks(most_lanes: int, limits: BatchLimits) -> PromptShape | None:
-    """Chunks that need more than half of `most_lanes` lanes, and at most all; None if impossible.
-
-    Short chunks need many lanes for few tokens.
+    """Returns a step of chunks that need more than half of `most_lanes` lanes, and at most all of
+    them. None if there is no such step. The chunks are short, because short chunks need many lanes
+    for few tokens.
     """
     fewest_lanes = most_lanes // 2 + 1
     for lanes_each in range(1, fewest_lanes + 1):

@@ -6,8 +6,9 @@ and 32 requests at once:
 * One thread reaches 0.70 and 0.60 of the tokens per second of two threads, although it leaves a
   processor to the other services. If another process keeps a processor busy, both are equal.
 * A team waits for its last thread, so a process that occasionally uses a processor slows all n
-  threads. One thread less costs 1/n, which is less from ENOUGH_TO_SPARE processors on. Other
-  services can run on idle hyperthreads of the cores in use; then every core computes.
+  threads. Using one thread less costs 1/n of the speed, which is the smaller loss from
+  ENOUGH_TO_SPARE processors on. If the cores in use have idle hyperthreads, other services run on
+  these, and every core computes.
 * A team that needs all processors keeps a thread on each (native/cpp/threads.h). Otherwise, on a
   virtual machine, a prompt of 512 tokens after half a second of idleness takes up to twice as long.
 * Two threads on one core share its arithmetic units and its cache, so cores are counted.
@@ -43,10 +44,12 @@ class ThreadChoice:
 def choose_threads(
     processors: Processors, num_sharers: int = 1, asked: int | None = None
 ) -> ThreadChoice:
-    """The number of threads for one of `num_sharers` workers on these processors; at least one.
+    """Returns the number of threads, at least one, for one of `num_sharers` workers on these
+    processors.
 
-    A quota is rounded down: if threads use it up before its period ends, all threads of the process
-    are suspended for the rest of the period, including the thread that answers the scheduler.
+    A quota is rounded down. If threads used up the quota before its period ends, all threads of the
+    process would be suspended for the rest of the period, including the thread that answers the
+    scheduler.
     """
     cores, reasons = _cores(processors)
     if cores >= ENOUGH_TO_SPARE and processors.num_allowed == processors.num_cores:

@@ -66,7 +66,7 @@ class AllowedTokens:
         keep_only(logits, self._token_ids)
 
     def append(self, token_id: int) -> None:
-        """Nothing to do: sampled tokens do not change the edit."""
+        """Does nothing, because sampled tokens do not change the edit."""
 
 
 class BadWords:
@@ -121,7 +121,7 @@ class LogitBias:
         logits[self._token_ids] += self._values
 
     def append(self, token_id: int) -> None:
-        """Nothing to do: sampled tokens do not change the edit."""
+        """Does nothing, because sampled tokens do not change the edit."""
 
 
 class Penalties:

@@ -140,7 +140,7 @@ class GrammarMask:
         self._words = words
         self._address, self._num_bytes = words.ctypes.data, words.nbytes
         self.error = ""
-        """The reason why no token is allowed any more; empty if tokens are allowed."""
+        """Why no token is allowed any more. Empty if tokens are allowed."""
         self._matcher: LLMatcher | None = self._matcher_of_output(grammars.matcher)
         self.draws_first = False
         self.is_made = True

@@ -28,7 +28,7 @@ class LogprobRows:
 
     @classmethod
     def joined(cls, parts: "list[LogprobRows]") -> "LogprobRows":
-        """The positions of all parts, in order; at least one part."""
+        """Joins the positions of all parts, in order. There must be at least one part."""
         columns = zip(*((part.token_ids, part.logprobs, part.ranks) for part in parts), strict=True)
         return cls(*map(np.concatenate, columns)) if len(parts) > 1 else parts[0]
 

@@ -1,7 +1,8 @@
-"""The draw of a token, as a race: each token has a time, and the token with the smallest is drawn.
+"""Draws a token by a race. Each token has a random time, and the token with the smallest time is
+drawn.
 
-A token's time is an exponential random number divided by the token's weight. The random number is a
-function of (seed, position, token id). So each token is drawn with its probability. (This is the
+A token's time is an exponential random number divided by the token's weight, so each token is drawn
+with its probability. The random number is a function of (seed, position, token id). (This is the
 Gumbel-max trick: the negative logarithm of a time is logit / temperature plus a Gumbel number.) A
 token's exponential does not depend on other tokens. Therefore a rounding error of a logit changes
 the draw only if the two smallest times differ by no more than the error. Two models with similar
@@ -55,7 +56,7 @@ among many equal values is slow.
 
 
 def words(states: UInt64Array, indexes: UInt64Array) -> UInt64Array:
-    """The random words of these states at these indexes; the arrays are broadcast."""
+    """Returns the random words of these states at these indexes. The arrays are broadcast."""
     mixed = states + indexes * np.uint64(GAMMA)
     for shift, factor in MIX:
         mixed ^= mixed >> np.uint64(shift)

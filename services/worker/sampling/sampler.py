@@ -83,12 +83,14 @@ class Sampler:
 
     A row passes these stages, in vLLM's order:
 
-    1. log-probabilities, of the model's logits, or of the logits after the mask for requests with a
-       grammar; 2. edits: the grammar, allowed tokens, bad words, min tokens, logit bias, penalties;
-       3. temperature; if it is 0, the best token is selected, with the lowest id among equals, and
-       the remaining stages are skipped; 4. filters: min-p, top-k, top-p; 5. the draw: a race of
-       exponentials, each a function of the request's seed, the position of the token in its
-       sequence and the token's id (race.py).
+    1. Log-probabilities of the model's logits. For requests with a grammar, they are computed after
+       the grammar's mask was applied.
+    2. Edits: the grammar, allowed tokens, bad words, min tokens, logit bias, penalties.
+    3. Temperature. If it is 0, the best token is selected, with the lowest id among equals, and the
+       remaining stages are skipped.
+    4. Filters: min-p, top-k, top-p.
+    5. The draw, a race of exponentials. Each exponential is a function of the request's seed, the
+       position of the token in its sequence, and the token's id (race.py).
 
     The result of a row does not depend on other rows, bit for bit. A request samples the same
     tokens alone and in any batch. It also samples the same tokens after it was removed and added

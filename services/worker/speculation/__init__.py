@@ -1,1 +1,3 @@
-"""Speculation: draft tokens, which a step verifies in addition to computing the next token."""
+"""Speculation. Draft tokens are proposed, and a step verifies them in addition to computing the
+next token.
+"""

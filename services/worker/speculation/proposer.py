@@ -10,8 +10,8 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class Proposer(Protocol):
-    """Proposes drafts: tokens that are likely to follow a request's tokens. Drafts change the
-    number of steps that an output takes, and never the output.
+    """Proposes drafts, which are tokens that are likely to follow a request's tokens. Drafts change
+    the number of steps that an output takes. They never change the output.
 
     Requests are identified by their row in the batch. All ranks of a model must propose the same.
     """

@@ -18,7 +18,7 @@ class KeyedCollector(Collector):
         self._keyed = keyed_requests
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric. The metrics of logs are included only if
+        """Yields one family for each metric. The metrics of logs are included only if
         answers are shared.
         """
         counts = self._keyed.counts

@@ -18,7 +18,7 @@ class ClientSessionsCollector(Collector):
         self._model = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one family for each metric."""
         sessions = list(self._sessions)
         num_in_turn = sum(session.is_in_turn for session in sessions)
         num_held = sum(session.held is not None for session in sessions)

@@ -23,7 +23,7 @@ class FleetCollector(Collector):
         """Number of replicas that did not send their metrics in the last scrape."""
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one family for each metric."""
         membership = self._fleet.membership
         for name, value in (
             (names.METRIC_GATEWAY_REPLICAS, len(membership.replicas)),

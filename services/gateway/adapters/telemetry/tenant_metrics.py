@@ -67,7 +67,7 @@ class TenantQueueCollector(Collector):
         self._admission = admission
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one family for each metric."""
         usages = sorted(
             self._admission.places, key=lambda usage: -usage.num_waiting - usage.num_running
         )

@@ -31,7 +31,7 @@ class CudaKernels(TorchKernels):
         self._last_lora_step: GroupedLoraStep | None = None
 
     def padded_rows(self, num_rows: int) -> int:
-        """`num_rows`, unchanged: padding does not save time."""
+        """Returns `num_rows`, because padding does not save time."""
         return num_rows
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:

@@ -71,7 +71,7 @@ def cut(num_queries: Int32Array, seq_lens: Int32Array, size: int = MOST_QUERIES)
 
 
 def bucket(count: int) -> int:
-    """Rounds `count` up to a power of two; at least 1."""
+    """Rounds `count` up to a power of two. The result is at least 1."""
     return 1 << max(count - 1, 0).bit_length()
 
 
@@ -101,7 +101,8 @@ def seen_by_all(ends: Int32Array, window: int) -> KeyRanges:
     """The key ranges of a causal call with a window. The range of a lane is the window of its last
     query.
 
-    The windows of the lane's earlier queries begin before this range; see `seen_by_some`.
+    The windows of the lane's earlier queries begin before this range. `seen_by_some` returns the
+    keys that are missing.
     """
     return KeyRanges(np.maximum(ends - window, 0), ends)
 
@@ -125,10 +126,10 @@ def seen_by_some(ends: Int32Array, window: int, size: int) -> KeyRanges:
 def num_splits(num_lanes: int, num_kv_heads: int, num_keys: int, num_processors: int) -> int:
     """The number of parts into which a lane's keys are split, so that all processors have work.
 
-    The smallest power of two that results in two programs for each processor, limited by the number
-    of keys. `num_keys`: the number of keys of a whole block table, not of a sequence. A call's
-    scratch memory is proportional to the number of parts; with xFormers' own choice it can be
-    gigabytes.
+    The number is the smallest power of two that results in two programs for each processor, limited
+    by the number of keys. `num_keys`: the number of keys of a whole block table, not of a sequence.
+    A call's scratch memory is proportional to the number of parts. With xFormers' own choice it can
+    be gigabytes.
     """
     programs, splits = num_lanes * num_kv_heads, 1
     if programs >= ENOUGH_PROGRAMS:

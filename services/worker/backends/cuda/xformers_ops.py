@@ -1,7 +1,7 @@
 """xFormers' biases and operators. No other module imports xFormers.
 
-Operators are chosen explicitly: xFormers' own choice rejects or miscomputes some of the calls that
-serving needs.
+Operators are chosen explicitly, because xFormers' own choice rejects or miscomputes some of the
+calls that serving needs.
 """
 
 from collections.abc import Sequence
@@ -78,8 +78,9 @@ class PagedOps:
     ) -> Bias:
         """Like `padded_bias`, over the keys [starts[i], starts[i] + lengths[i]).
 
-        Constructed field by field: the class's own `from_seqlens` cannot be called, and
-        `make_paged` numbers the keys of all lanes consecutively, which exceeds 32 bits.
+        The bias is constructed field by field, for two reasons. The class's own `from_seqlens`
+        cannot be called, and `make_paged` numbers the keys of all lanes consecutively, which
+        exceeds 32 bits.
         """
         device = block_tables.device
         ranges = attn_bias._GappySeqInfo.from_seqlens_gappy(

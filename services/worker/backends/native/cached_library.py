@@ -1,7 +1,8 @@
 """A compiled library on disk, with a digest that proves that it is complete.
 
-A full disk or a crash can truncate a library. Such a library may load and crash the process later.
-So its digest is stored next to it, and a library that does not match is not loaded.
+A full disk or a crash can truncate the file of a library. A truncated library may be loaded without
+an error and crash the process later. So a digest is stored next to each library, and a library that
+does not match its digest is not loaded.
 """
 
 import ctypes

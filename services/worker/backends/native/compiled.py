@@ -32,11 +32,13 @@ _LOG_INTERVAL_SECONDS = 5.0
 
 
 class NotCompiled(Exception):
-    """The kernels cannot be compiled or loaded here; the message is a clause with the reason."""
+    """The kernels cannot be compiled or loaded on this machine. The message is a clause with the
+    reason.
+    """
 
 
 def default_cache_directory() -> Path:
-    """$XDG_CACHE_HOME/stepwell, by default ~/.cache/stepwell."""
+    """Returns $XDG_CACHE_HOME/stepwell. If the variable is not set, returns ~/.cache/stepwell."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "stepwell"
 
@@ -66,7 +68,9 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
 
 
 def processor_features() -> frozenset[str]:
-    """The processor's features, by Linux's names; empty if unknown or not x86."""
+    """Returns Linux's names of the processor's features. Empty if they are unknown, or if the
+    processor is not x86.
+    """
     if platform.machine() not in X86:
         return frozenset()
     try:

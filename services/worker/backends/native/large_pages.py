@@ -16,7 +16,9 @@ _LINE = 64
 
 
 class LargePages:
-    """Allocates tensors; a tensor's memory lives as long as the tensor or a view of it."""
+    """Allocates tensors. The memory of a tensor is freed when the tensor and all views of it are
+    freed.
+    """
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)

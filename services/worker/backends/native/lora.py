@@ -27,7 +27,7 @@ from services.worker.backends.native.library import (
 )
 
 _LANES = 16
-"""Columns in a vector: LANES in cpp/vector.h."""
+"""Number of columns in a vector. This is LANES in cpp/vector.h."""
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 """The number of elements of a column that panels store together, by data type. This is DEPTH in
 cpp/panel.h.
@@ -195,5 +195,5 @@ class NativeDelta:
         product: torch.Tensor,  # noqa: ARG002
         x: torch.Tensor,  # noqa: ARG002
     ) -> torch.Tensor:
-        """Never called: the library's own projections use the structure."""
+        """Never called, because the library's own projections use the structure."""
         raise AssertionError("the library adds it to its own products")

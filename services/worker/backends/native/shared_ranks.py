@@ -37,7 +37,9 @@ class NativeRanks(GatheringRanks):
 
     @property
     def _cell_bytes(self) -> int:
-        """Bytes of all cells, rounded up to a page; slots follow."""
+        """Returns the bytes of all cells, rounded up to whole pages. The slots follow the cells in
+        memory.
+        """
         return -(-self.size * _CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def use(self, memory: mmap.mmap) -> None:

@@ -65,7 +65,9 @@ class TorchKernels:
         return weight
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """The norm of x. Converts x first: torch warns if x and the weight differ in data type."""
+        """Returns the norm of x. Converts x first, because torch warns if x and the weight differ
+        in data type.
+        """
         if x.dtype is weight.dtype:
             return F.rms_norm(x, weight.shape, weight, epsilon)
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon).to(x.dtype)
@@ -80,7 +82,7 @@ class TorchKernels:
         weights: DecoderWeights,  # noqa: ARG002
         constants: DecoderConstants,  # noqa: ARG002
     ) -> FusedDecoder | None:
-        """None: layers are computed operation by operation."""
+        """Returns None, because layers are computed operation by operation."""
         return None
 
     def shared_ranks(

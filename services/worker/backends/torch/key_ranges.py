@@ -22,7 +22,7 @@ BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """Keys [start, start + length) of a sequence; keys past its end are masked."""
+    """The keys [start, start + length) of a sequence. Keys after the sequence's end are masked."""
 
     start: int
     length: int
@@ -60,7 +60,7 @@ class FixedRanges:
         self, positions: Int32Array | Int64Array, window: int | None
     ) -> tuple[Int64Array, Int64Array]:
         """Starts and lengths of the ranges of single queries at these positions, [n] each.
-        `window`: the widest of the layers' windows; None: full attention.
+        `window`: the widest of the layers' windows. None means full attention.
         """
         granules = positions.astype(np.int64) // GRANULE
         starts = np.zeros_like(granules)

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch operations: on the CPU, and on CUDA for capped scores.
+"""Paged attention in plain torch operations. It is used on the CPU, and on CUDA for capped scores.
 
 Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] for each layer of a group.
 So gathered pages of a sequence have its keys in order, and the attention kernel reads them through
@@ -13,13 +13,13 @@ in the step, on the chunks of its prompt, or on the placement of its pages. Its 
 in which they are summed, are a function of its position (key_ranges.py). The number of rows of a
 call is one for which torch's libraries return the same rows (attend.py).
 
-* Decodes of similar length form a group: one gather into a persistent workspace, and one attention
-  call. The query heads that share a key head are folded into the query's length.
+* Decodes of similar length form a group. A group needs one gather into a persistent workspace, and
+  one attention call. The query heads that share a key head are treated as queries of one head.
 * Chunks are computed one by one, in runs of queries with the same keys. Key heads are repeated by a
   stride of zero, not by copies.
 
-If all layers of a KV-cache group have a window, only the pages within it are gathered: earlier
-blocks may have been reallocated to other requests.
+If all layers of a KV-cache group have a window, only the pages within the window are gathered,
+because earlier blocks may have been reallocated to other requests.
 
 Paging: Kwon et al., PagedAttention.
 """

@@ -132,7 +132,8 @@ class InputBatch:
         self.sampling.clear()
 
     def apply(self, step: StepInput) -> Int32Array:
-        """Applies the difference in `step`. Raises InvalidStep before anything is changed.
+        """Applies the difference in `step`. If the step is invalid, raises InvalidStep and changes
+        nothing.
 
         Returns the number of computed tokens of each request. It is the step's count minus the
         drafts of the previous step that were rejected.

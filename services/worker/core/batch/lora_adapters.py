@@ -1,4 +1,4 @@
-"""The LoRA adapters in a worker's memory. The digest of its files identifies an adapter."""
+"""The LoRA adapters in a worker's memory. An adapter is identified by the digest of its files."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -21,8 +21,8 @@ class LoraAdapters:
     """
 
     def __init__(self, read: Callable[[Path], PackedLora], max_cpu_loras: int) -> None:
-        """`read` loads the adapter of a directory, and raises InvalidArgument for an unsupported
-        one.
+        """`read` loads the adapter in a directory. It raises InvalidArgument if the adapter is not
+        supported.
         """
         self._read = read
         self._max_cpu_loras = max_cpu_loras
@@ -83,7 +83,7 @@ def find_adapters(step: StepInput, loaded: dict[bytes, PackedLora]) -> dict[int,
 def lora_rows(
     tokens: StepTokens, adapters: dict[int, PackedLora], device: torch.device
 ) -> LoraRows | None:
-    """The step's tokens, grouped by the adapter of their request; None if no request uses an
+    """Groups the step's tokens by the adapter of their request. Returns None if no request uses an
     adapter. `adapters` maps rows of the batch to adapters.
     """
     numbers: dict[PackedLora, int] = {}

@@ -1,4 +1,4 @@
-"""Checks the order of a stream's steps: each step runs once, in ascending order."""
+"""Checks the order of a stream's steps. Each step must run once, in ascending order of numbers."""
 
 from services.worker.core.errors import InvalidStep
 

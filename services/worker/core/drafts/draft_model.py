@@ -8,14 +8,15 @@ blocks works for both: prefix hits, resumption after a preemption, the tier of o
 In a step that begins with n known tokens of a request:
 
 1. The draft model computes the known tokens that it has not computed. For a prompt these are the
-   step's own chunk. For a decoding request it is the last token. It is two tokens if all drafts of
-   the previous step were accepted, since the last draft of a step is never an input. 2. The most
-   probable next token is the first draft. Each further draft takes a step of one token, for all
-   requests at once. With k drafts these write slots n to n + k - 2. The step has these slots, since
-   the target model verifies k drafts in them. 3. After verification, accepted drafts that were
-   computed count as computed. The slots of rejected drafts are overwritten. 4. The known tokens of
-   requests without drafts, and of requests whose last draft was accepted, are computed when they
-   fill a block, or else when drafts are requested again.
+   step's own chunk. For a decoding request it is the last token. It is the last two tokens if all
+   drafts of the previous step were accepted, since the last draft of a step is never an input.
+2. The most probable next token is the first draft. Each further draft takes a run of the draft
+   model over one token of each request. With k drafts, these runs write slots n to n + k - 2. The
+   step has these slots, since the target model verifies k drafts in them.
+3. After verification, the accepted drafts count as computed. The slots of rejected drafts are
+   overwritten.
+4. The known tokens of requests without drafts, and of requests whose last draft was accepted, are
+   computed when they fill a block. Otherwise they are computed when drafts are requested again.
 
 vLLM's method "draft_model" proposes at the end of a step and therefore needs slots beyond it. Here
 drafts are proposed at the beginning of the step that verifies them.
@@ -103,7 +104,7 @@ class DraftModel:
         return [self._take(batch, want, int(num_own[want.index])) for want in wanted]
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Nothing to do: tokens are read from the batch when drafts are requested."""
+        """Does nothing, because tokens are read from the batch when drafts are requested."""
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
         """Counts accepted drafts as computed, and computes known tokens that fill a block."""

@@ -1,4 +1,4 @@
-"""The source of a step's drafts: one call proposes drafts for all requests of the step."""
+"""The source of a step's drafts. One call proposes drafts for all requests of the step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class WantedDrafts:
 
 
 class DraftSource(Protocol):
-    """Proposes drafts, the same on every rank of a model."""
+    """Proposes drafts. All ranks of a model must propose the same drafts."""
 
     def enter(self, requests: Sequence[NewRequest]) -> None:
         """Called when these requests have entered the batch, in rows that were free."""
@@ -70,7 +70,7 @@ class ProposerSource:
         self._proposer = proposer
 
     def enter(self, requests: Sequence[NewRequest]) -> None:
-        """Nothing to do: the proposer first sees a request when it proposes for it."""
+        """Does nothing. The proposer first sees a request when it proposes for it."""
 
     def propose(
         self,
@@ -85,10 +85,10 @@ class ProposerSource:
         return want.possible(self._proposer.propose(want.row, known, want.most))
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Nothing to do: the proposer gets all tokens with each call."""
+        """Does nothing, because the proposer receives all tokens with each call."""
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Nothing to do: proposals do not depend on verification results."""
+        """Does nothing, because proposals do not depend on the results of verification."""
 
     def forget(self, rows: Int32Array) -> None:
         for row in rows.tolist():

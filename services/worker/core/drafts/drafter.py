@@ -1,4 +1,4 @@
-"""Fills in the drafts of a step, whose ids the scheduler does not know when it plans the step.
+"""Fills in the drafts of a step. The scheduler does not know their ids when it plans the step.
 
 The scheduler plans a step while the previous step runs. It counts the previous step's drafts as
 accepted, and sets the ids of new drafts to -1. When the step begins, the worker has verified the
@@ -46,8 +46,8 @@ class Drafter:
         self._lengths.clear()
 
     def sampled(self, tokens: StepTokens, batch: InputBatch) -> None:
-        """Records the tokens that a step sampled, and its accepted drafts: all tokens that it
-        sampled for a request, except the last.
+        """Records the tokens that a step sampled, and the accepted drafts. All tokens that were
+        sampled for a request are accepted drafts, except the last.
         """
         every = tokens.layouts[0].rows
         self.source.sampled(every, batch)

@@ -40,7 +40,7 @@ class SuffixSource:
         self._trees.take_in(rows, batch.token_ids, batch.num_tokens)
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Nothing to do: proposals do not depend on verification results."""
+        """Does nothing, because proposals do not depend on the results of verification."""
 
     def forget(self, rows: Int32Array) -> None:
         for row in rows.tolist():

@@ -1,8 +1,8 @@
 """Computes the number of KV-cache blocks, with a sentence that explains it.
 
-The cache's memory is a setting. By default it is a fraction of the memory that is available once
-the weights are loaded, less the activations of a step. The cache never has more blocks than the
-batch can use.
+The cache's memory is a setting. By default it is a fraction of the memory that is available after
+the weights were loaded, minus the memory for a step's activations. The cache never has more blocks
+than the batch can use.
 """
 
 from bisect import bisect_right
@@ -56,8 +56,8 @@ class KVCacheDemand:
         )
 
     def longest_within(self, num_blocks: int) -> int:
-        """The length of the longest sequence that fits into `num_blocks`, in tokens: whole blocks,
-        and at most `max_model_len`.
+        """Returns the length in tokens of the longest sequence that fits into `num_blocks`. It is a
+        multiple of the block size, or `max_model_len`.
         """
         lengths = range(self.block_size, self.max_model_len + 1, self.block_size)
         if self.blocks_of(self.max_model_len) <= num_blocks:
@@ -93,8 +93,8 @@ class KVCacheMemory:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSizing:
-    """The number of blocks in the cache, including the null block; the maximum length of a
-    sequence; and a text that explains the number of blocks.
+    """The number of blocks in the cache, including the null block, and the maximum length of a
+    sequence. A text explains the number of blocks.
     """
 
     num_blocks: int

@@ -1,8 +1,8 @@
 """A tier of offloaded blocks, of keys and values or of states, in the machine's memory.
 
-The tier is a number of blocks, each as large as a block of the KV cache. The scheduler decides what
-they contain: a step names the blocks to store in the tier and the blocks to load back. The tier
-keeps its contents across generations, also when the pool is reset.
+The tier consists of blocks that are as large as blocks of the KV cache. The scheduler decides what
+they contain. A step names the blocks to store in the tier and the blocks to load back. The contents
+of the tier remain valid in later generations, even if the pool is reset.
 
 Stores run before a step writes anything, so that a block that is about to be reused still has the
 results of earlier steps. A separate thread runs loads while steps run. No step uses the target
@@ -153,7 +153,9 @@ class KVTier:
 
 
 def _runs(block_ids: Int32Array, tier_block_ids: Int32Array) -> list[tuple[int, int, int]]:
-    """Runs of blocks that are contiguous on both sides: first block on each side, and length."""
+    """Returns runs of blocks that are consecutive in both the cache and the tier. A run is its
+    first block in the cache, its first block in the tier, and its length.
+    """
     if not len(block_ids):
         return []
     breaks = np.flatnonzero((np.diff(block_ids) != 1) | (np.diff(tier_block_ids) != 1)) + 1

@@ -121,7 +121,7 @@ class SequenceStates:
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
-        """Whether earlier states are kept too: always False."""
+        """Whether earlier states are kept, too. Always False."""
         return False
 
     def _only(self, state_idx: int) -> list[torch.Tensor | None]:
@@ -214,5 +214,5 @@ def recurring_from(step: HybridStep, padded_rows: Callable[[int], int]) -> Recur
 
 
 def _with_rows(x: torch.Tensor, missing: int) -> torch.Tensor:
-    """Sequences, followed by `missing` sequences of zeros."""
+    """Appends `missing` sequences of zeros to the sequences in `x`."""
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x

@@ -1,9 +1,9 @@
-"""The tensors in the files of a model directory, from their headers: one safetensors file, shards
-with an index, or a GGUF file.
+"""Finds the tensors of a model directory from the headers of its files. The files are one
+safetensors file, shards with an index, or a GGUF file.
 
-Headers are read and checked here, so that a damaged file is reported before anything is loaded.
-Format: https://huggingface.co/docs/safetensors, an 8-byte little-endian length, a JSON header, and
-the tensors' bytes.
+Headers are read and checked here, so that a damaged file is reported before anything is loaded. A
+safetensors file is an 8-byte little-endian length, a JSON header, and the tensors' bytes:
+https://huggingface.co/docs/safetensors.
 """
 
 import json
@@ -72,7 +72,7 @@ def read_header(file: Path) -> list[TensorInfo]:
 
 
 def named(noun: str, names: list[str]) -> str:
-    """Phrases such as 'tensor a is' and 'tensors a, b and 3 more are'."""
+    """Returns a phrase such as 'tensor a is' or 'tensors a, b and 3 more are'."""
     if len(names) == 1:
         return f"{noun} {names[0]} is"
     shown, rest = names[:2], len(names) - 2

@@ -126,7 +126,9 @@ def _check_layers(values: Mapping[str, Any], path: Path, name: str) -> None:
 
 
 def _rope_types(values: Mapping[str, Any]) -> list[str]:
-    """The types of rotary embeddings: one for all layers, or one for each type of layer."""
+    """Returns the types of rotary embeddings. There is one for all layers, or one for each type of
+    layer.
+    """
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     entries = [given, *(entry for entry in given.values() if isinstance(entry, dict))]
     return [str(kind) for entry in entries if (kind := entry.get("rope_type", entry.get("type")))]
@@ -187,7 +189,7 @@ def _read_tables(module: ast.Module) -> Iterator[tuple[str, dict[str, tuple[str,
 
 
 def _names(value: object) -> tuple[str, ...]:
-    """The names in a table's value: one, several, or none for None."""
+    """Returns the names in a table's value, which is a name, several names, or None."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list | tuple) else ()
