@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from services.cli.settings import UpSettings
 from services.common.process.service_settings import ServiceSettings
 from services.common.process.settings import as_text, flag_name
-from services.common.telemetry.metric_specs import edge, process, replica, shared_state, vllm
+from services.common.telemetry.metric_specs import SPECS, edge, process, replica, vllm
 from services.common.telemetry.metric_specs.spec import MetricSpec, Source
 from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
 from services.gateway.adapters.http.openai import bodies
@@ -33,6 +33,7 @@ from services.gateway.adapters.http.openai.tokens.derender_bodies import (
     DerenderChatBody,
     DerenderCompletionBody,
 )
+from services.gateway.options.listed import OPTIONS
 from services.gateway.settings import GatewaySettings
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings
@@ -45,9 +46,12 @@ METRICS: dict[str, tuple[MetricSpec, ...]] = {
     "metrics: vllm": vllm.SPECS,
     "metrics: replica": replica.SPECS,
     "metrics: edge": edge.SPECS,
-    "metrics: shared state": shared_state.SPECS,
+    "metrics: prefix index": edge.INDEX_SPECS,
     "metrics: process": process.SPECS,
+    **{f"metrics: {option.__name__}": tuple(option.metric_specs) for option in OPTIONS},
 }
+ALL_SPECS = SPECS | {spec.name: spec for option in OPTIONS for spec in option.metric_specs}
+"""The registry of metrics, with the metrics of a gateway's options."""
 SETTINGS: dict[str, Any] = {
     "settings: every service": ServiceSettings,
     "settings: gateway": GatewaySettings,

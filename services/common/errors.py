@@ -26,6 +26,8 @@ class StepwellError(Exception):
     """Has a sentence for people, a `reason` for programs, and optionally the invalid field."""
 
     reason: ClassVar[str] = "UNKNOWN"
+    http_status: ClassVar[int | None] = None
+    """The HTTP status, if it is not the status of the kind."""
     may_retry: bool | None = None
     """Whether a retry of the same request may succeed. If None, the gRPC status decides."""
 

@@ -141,7 +141,6 @@ class Gateway:
         self.fleet = self.parts.fleet
         self.membership = self.parts.membership
         self.gate = self.parts.gate
-        self.keyed_requests = self.parts.keyed_requests
         max_connections = connections_within_limit(settings.max_connections)
         self._http = http_server(self.parts, max_connections)
         self._admin = admin_server(self.parts)
@@ -182,7 +181,7 @@ class Gateway:
             asyncio.create_task(self.parts.discovery.run()),
             asyncio.create_task(self._follow_readiness()),
             asyncio.create_task(self.parts.follower.run()),
-            asyncio.create_task(self.keyed_requests.run()),
+            *(asyncio.create_task(option.run()) for option in self.parts.options),
             asyncio.create_task(self.parts.history.run()),
         ]
         if self.parts.key_store is not None:
@@ -236,7 +235,8 @@ class Gateway:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_seconds):
                 await self.gate.empty()
-        await self.keyed_requests.close(shutting_down)
+        for option in self.parts.options:
+            await option.close(shutting_down)
         self.fleet.give_up(shutting_down)
         await self._stop_servers(_LAST_ANSWERS_SECONDS)
         for task in self._tasks:

@@ -8,7 +8,6 @@ from pathlib import Path
 from services.common.process.service_settings import ServiceSettings
 from services.common.process.settings import at_least, one_of, setting
 from services.gateway.adapters.http.exchange.ignored_fields import IGNORE, REFUSE
-from services.gateway.core.idempotency.keyed_requests import KeyLimits
 from services.gateway.core.sessions.client_sessions import SessionLimits
 
 
@@ -127,38 +126,6 @@ class ClientSettings(ServiceSettings):
         doc="time after which a connection or stream is ended whose client reads nothing of it",
         check=at_least(0.1),
     )
-    idempotency_linger_seconds: float = setting(
-        30.0,
-        doc="how long the answer of a request with an idempotency key goes on while no client "
-        "reads it; it stops then, and goes on when the client comes back",
-        check=at_least(0),
-    )
-    idempotency_max_detached: int = setting(
-        64,
-        doc="answers that go on so at once; for a further one the first is stopped",
-        check=at_least(0),
-    )
-    idempotency_retention_seconds: float = setting(
-        600.0,
-        doc="how long such an answer is remembered after it ended or stopped, here and in Redis",
-        check=at_least(1),
-    )
-    idempotency_max_bytes: int = setting(
-        64 * 2**20,
-        doc="bytes of such answers, 4 for each token and 8 for each log-probability, and an answer "
-        "for each 16 KiB; those unused for longest are forgotten",
-        check=at_least(2**14),
-    )
-
-    @property
-    def key_limits(self) -> KeyLimits:
-        return KeyLimits(
-            self.idempotency_linger_seconds,
-            self.idempotency_max_detached,
-            self.idempotency_retention_seconds,
-            self.idempotency_max_bytes // 2**14,
-            self.idempotency_max_bytes,
-        )
 
     @property
     def session_limits(self) -> SessionLimits:

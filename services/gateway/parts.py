@@ -21,8 +21,6 @@ from services.gateway.adapters.directory.metrics import IndexCollector
 from services.gateway.adapters.discovery.discovery import Discovery
 from services.gateway.adapters.grammars.judge import GrammarJudge
 from services.gateway.adapters.http.operators.server_routes import ServerRoutes
-from services.gateway.adapters.idempotency.metrics import KeyedCollector
-from services.gateway.adapters.idempotency.shared_answers import make_sharing
 from services.gateway.adapters.keys.auth import ApiKeys
 from services.gateway.adapters.keys.make import make_key_store
 from services.gateway.adapters.limits.make import make_limit_store
@@ -44,7 +42,6 @@ from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing import make_policy
 from services.gateway.core.fleet.routing.policy import RoutingParts
 from services.gateway.core.gate import Gate
-from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.limits.cached_estimate import CachedEstimate
 from services.gateway.core.limits.tenant_limits import TenantLimits
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
@@ -53,6 +50,8 @@ from services.gateway.core.sessions.client_sessions import ClientSessions
 from services.gateway.core.text.parsing.output_formats import OutputFormats
 from services.gateway.core.traces.history import History
 from services.gateway.core.traces.trace_store import TraceStore
+from services.gateway.options.listed import OPTIONS
+from services.gateway.options.option import OptionParts, Options
 from services.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -93,9 +92,8 @@ class Parts:
             self.fleet.set_addresses,
         )
         self.inference = _make_inference(settings, tokenizer, self.fleet)
-        retention = settings.idempotency_retention_seconds
-        sharing = make_sharing(settings.redis_url, gateway_id, loop, retention)
-        self.keyed_requests = KeyedRequests(self.fleet, loop, settings.key_limits, sharing)
+        parts = OptionParts(self.inference, self.fleet, loop, gateway_id, settings.redis_url)
+        self.options = Options([option(settings, parts) for option in OPTIONS])
         self.client_sessions = ClientSessions(
             loop,
             settings.session_limits,
@@ -155,8 +153,8 @@ class Parts:
                 IndexCollector(self.prefix_index, self.follower.counts),
                 self.discovery,
                 TenantQueueCollector(self.fleet.admission),
-                KeyedCollector(self.keyed_requests),
                 ClientSessionsCollector(self.client_sessions, self.settings.model_name),
+                *(collector for option in self.options for collector in option.collectors),
             ),
             [TlsCollector(self.tls, self.internal_tls), TracingCollector(tracing)],
         )

@@ -71,7 +71,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
     )
     generation = GenerationRoutes(
         inference,
-        parts.keyed_requests,
+        parts.options,
         gate,
         parts.observer,
         bodies,
@@ -86,6 +86,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         RankingRoutes(generation, read_class_labels(settings.model)),
         RenderRoutes(inference, gate, bodies),
         _view_routes(parts, sees_all=False) if settings.ui else (),
+        parts.options.request_headers,
         has_metrics=settings.metrics_address is None,
         has_tokenizer_info=settings.enable_tokenizer_info_endpoint,
     )
@@ -98,7 +99,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
     )
     operations = GENERATING | RANKING
     generating = tuple(operations)
-    early = EarlyRefusals(app, generating, gate, inference, parts.keyed_requests, parts.observer)
+    early = EarlyRefusals(app, generating, gate, inference, parts.options, parts.observer)
     checked = TenantChecks(
         early, generating, parts.keys, parts.limits, parts.observer, settings.max_body_bytes
     )
@@ -116,6 +117,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         parts.recorder,
         parts.metrics,
         settings.max_body_bytes,
+        parts.options.header_names | {"origin"},
     )
     return HttpServer(counted, _connections(parts, max_connections, quick), parts.tls)
 
@@ -211,10 +213,11 @@ def _inference_servicer(parts: Parts) -> InferenceServicer:
         CallRecords(parts.recorder),
         parts.limits,
         streams,
+        parts.options,
     )
     return InferenceServicer(
         parts.inference,
-        parts.keyed_requests,
+        parts.options,
         parts.membership,
         parts.gate,
         parts.observer,

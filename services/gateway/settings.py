@@ -28,6 +28,7 @@ from services.common.rpc.addresses import (
 from services.gateway.client_settings import ClientSettings
 from services.gateway.core.fleet.routing import POLICIES
 from services.gateway.core.text.parsing.catalog import REASONING_FORMATS, TOOL_FORMATS
+from services.gateway.options.listed import OptionSettings
 
 DEFAULT_SCHEDULERS = ("127.0.0.1:9001",)
 
@@ -67,7 +68,7 @@ def _is_json_object(text: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatewaySettings(ClientSettings):
+class GatewaySettings(ClientSettings, OptionSettings):
     """The edge: OpenAI-compatible HTTP and gRPC in front of one or more schedulers."""
 
     model: Path = setting(
@@ -149,7 +150,7 @@ class GatewaySettings(ClientSettings):
     redis_url: str | None = setting(
         None,
         doc="Redis in which schedulers register themselves, pools write what they cache, and "
-        "gateways the answers of requests with an idempotency key, "
+        "gateways what they share, "
         "redis://[user:password@]host:port, or rediss://host:port?ssl_ca_certs=PATH with TLS; a "
         "cluster by any of its nodes (default: only the schedulers above are used, the pools are "
         "asked, and answers stay at their gateway)",

@@ -265,20 +265,6 @@ METRIC_DISCOVERY_UP = "stepwell_discovery_up"
 METRIC_DISCOVERY_ADDRESSES = "stepwell_discovery_addresses"
 METRIC_DISCOVERY_FAILURES = "stepwell_discovery_failures"
 
-# Requests with an idempotency key.
-METRIC_KEYED_REQUESTS = "stepwell_idempotent_requests"
-METRIC_KEYED_ANSWERS = "stepwell_idempotent_answers"
-METRIC_KEYED_BYTES = "stepwell_idempotent_answer_bytes"
-METRIC_KEYED_SUSPENDED = "stepwell_idempotent_answers_suspended"
-METRIC_KEYED_EVICTED = "stepwell_idempotent_answers_evicted"
-METRIC_KEYED_SHARED = "stepwell_idempotent_sharing"
-METRIC_KEYED_ENTRIES = "stepwell_idempotent_log_entries"
-METRIC_KEYED_ALONE = "stepwell_idempotent_answers_alone"
-METRIC_KEYED_FENCED = "stepwell_idempotent_answers_fenced"
-METRIC_KEYED_LOST = "stepwell_idempotent_logs_lost"
-METRIC_KEYED_DAMAGED = "stepwell_idempotent_logs_damaged"
-METRIC_KEYED_FAILURES = "stepwell_idempotent_sharing_failures"
-
 # Metrics of the gateway. The `http_*` metrics are those of vLLM's HTTP server.
 METRIC_HTTP_REQUESTS = "http_requests"
 METRIC_HTTP_REQUEST_SECONDS = "http_request_duration_seconds"

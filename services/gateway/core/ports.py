@@ -14,7 +14,6 @@ from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
-from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.request.truncation import Truncation
 from services.gateway.core.tenant import Tenant
@@ -80,20 +79,6 @@ class KeptSource(Source, Protocol):
     def when_making_ends(self, call: Callable[[Made], None]) -> None:
         """Calls `call` once when the answer has ended or stopped. If the answer is not being
         generated, calls it at once.
-        """
-
-
-class ResumingEngine(Protocol):
-    """An engine that can resume sequences started by another engine."""
-
-    def model_fingerprint(self) -> bytes:
-        """The fingerprint of the model in use. Empty until a replica has connected."""
-
-    def start(
-        self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
-    ) -> DeltaSource:
-        """Starts sequences. If `progress` is given, it has one item per sequence. Each sequence is
-        resumed from its item, and finished sequences are skipped.
         """
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.telemetry.metric_specs import SPECS
 from services.common.telemetry.metric_specs.spec import Kind
 from tests.deploy.prometheus.rule_stories import STORIES, AlertStory
+from tools.reference_pages import ALL_SPECS
 
 ROOT = Path(__file__).parents[3]
 RULES = ROOT / "deploy" / "prometheus" / "rules"
@@ -25,7 +25,7 @@ needs_promtool = pytest.mark.skipif(
 _SUFFIXES = {Kind.HISTOGRAM: ("_bucket", "_sum", "_count"), Kind.SUMMARY: ("_sum", "_count")}
 _SERIES = {
     spec.served_name + suffix
-    for spec in SPECS.values()
+    for spec in ALL_SPECS.values()
     for suffix in _SUFFIXES.get(spec.kind, ("",))
 } | {"up"}
 
@@ -82,7 +82,7 @@ def test_every_alert_has_a_story_and_a_section_of_the_runbook() -> None:
 def test_the_runbook_names_metrics_that_there_are() -> None:
     named = set(re.findall(r"`((?:vllm:|stepwell_)\w+)", RUNBOOK.read_text()))
     assert named
-    assert named - _SERIES - {spec.served_name for spec in SPECS.values()} == set()
+    assert named - _SERIES - {spec.served_name for spec in ALL_SPECS.values()} == set()
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.get("alert") or rule["record"])

@@ -1,4 +1,5 @@
-"""The registry of all metrics. Services create their metric families from it by name.
+"""The registry of metrics. Services create their metric families from it by name. The metrics of a
+gateway's options are specified in the options' folders.
 
 `docs/metrics.md` lists the same metrics.
 """
@@ -13,12 +14,12 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
-from services.common.telemetry.metric_specs import edge, process, replica, shared_state, vllm
+from services.common.telemetry.metric_specs import edge, process, replica, vllm
 from services.common.telemetry.metric_specs.spec import Kind, MetricSpec
 
 SPECS: dict[str, MetricSpec] = {
     spec.name: spec
-    for specs in (vllm.SPECS, replica.SPECS, edge.SPECS, shared_state.SPECS, process.SPECS)
+    for specs in (vllm.SPECS, replica.SPECS, edge.SPECS, edge.INDEX_SPECS, process.SPECS)
     for spec in specs
 }
 """Maps metric names, without a counter's suffix `_total`, to the metrics' specifications."""
@@ -26,12 +27,14 @@ SPECS: dict[str, MetricSpec] = {
 ValueFamily: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
 
-def value_family(name: str) -> ValueFamily:
-    """Creates an empty gauge or counter family. Raises KeyError for an unlisted name."""
-    spec = SPECS[name]
+def value_family(metric: str | MetricSpec) -> ValueFamily:
+    """Creates an empty gauge or counter family of a listed name, or of a specification that is not
+    listed here. Raises KeyError for an unlisted name.
+    """
+    spec = SPECS[metric] if isinstance(metric, str) else metric
     if spec.kind is Kind.COUNTER:
         return CounterMetricFamily(spec.name, spec.text, labels=spec.labels)
-    _of_kind(name, Kind.GAUGE)
+    _require(spec, Kind.GAUGE)
     return GaugeMetricFamily(spec.name, spec.text, labels=spec.labels)
 
 
@@ -47,15 +50,19 @@ def summary_family(name: str) -> SummaryMetricFamily:
     return SummaryMetricFamily(spec.name, spec.text, labels=spec.labels)
 
 
-def single(name: str, value: float) -> Metric:
+def single(metric: str | MetricSpec, value: float) -> Metric:
     """Creates a gauge or a counter with one value and no labels."""
-    metric = value_family(name)
-    metric.add_metric((), value)
-    return metric
+    family = value_family(metric)
+    family.add_metric((), value)
+    return family
 
 
 def _of_kind(name: str, kind: Kind) -> MetricSpec:
     spec = SPECS[name]
-    if spec.kind is not kind:
-        raise KeyError(f"{name} is a {spec.kind.value}, not a {kind.value}")
+    _require(spec, kind)
     return spec
+
+
+def _require(spec: MetricSpec, kind: Kind) -> None:
+    if spec.kind is not kind:
+        raise KeyError(f"{spec.name} is a {spec.kind.value}, not a {kind.value}")

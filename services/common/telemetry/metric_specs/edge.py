@@ -203,4 +203,22 @@ _TENANTS = (
     ),
 )
 
+INDEX_SPECS: tuple[MetricSpec, ...] = (
+    gauge(
+        names.METRIC_INDEX_STATE,
+        "",
+        "How far the index of cached prefixes can be relied on: the state that it is in is 1.",
+        "state",
+    ),
+    gauge(names.METRIC_INDEX_NODE_STATE, "", "The same of each node.", "node", "state"),
+    gauge(names.METRIC_INDEX_KEYS, "blocks", "Blocks in the index."),
+    counter(names.METRIC_INDEX_ENTRIES, "entries", "Entries of the log that were applied."),
+    counter(names.METRIC_INDEX_DAMAGED, "values", "Values that could not be read."),
+    counter(names.METRIC_INDEX_GAPS, "gaps", "Times that entries were missing."),
+    counter(names.METRIC_INDEX_DRIFTS, "digests", "Times that a digest differed."),
+    counter(names.METRIC_INDEX_LOADS, "snapshots", "Snapshots that were loaded."),
+    counter(names.METRIC_INDEX_FAILURES, "calls", "Calls or streams that failed."),
+)
+"""Metrics of the index of cached prefixes."""
+
 SPECS: tuple[MetricSpec, ...] = (*_CLIENTS, *_REPLICAS, *_TENANTS)

@@ -29,8 +29,6 @@ from services.gateway.adapters.telemetry.request_record import (
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.fleet.membership import Membership
 from services.gateway.core.gate import Gate
-from services.gateway.core.idempotency.key import FIELD, IdempotencyKey, idempotency_key
-from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance, TenantLimits
 from services.gateway.core.request.delivery import Answers
 from services.gateway.core.request.generation import Generation
@@ -40,6 +38,7 @@ from services.gateway.core.request.request_check import check_request_id
 from services.gateway.core.request.vectors import numbers
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.traces.timeline import Part
+from services.gateway.options.option import Options
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -64,7 +63,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     def __init__(
         self,
         inference: Inference,
-        keyed_requests: KeyedRequests,
+        options: Options,
         membership: Membership,
         gate: Gate,
         observer: Observer,
@@ -73,7 +72,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         streams: AnswerStreams,
     ) -> None:
         self._inference = inference
-        self._keyed_requests = keyed_requests
+        self._options = options
         self._membership = membership
         self._gate = gate
         self._observer = observer
@@ -86,11 +85,10 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         """Counts a call as arriving, from before its message is read until its sequences are
         queued. Raises an error if there is no room for the call.
         """
-        tenant = CALL_TENANT.get()
-        with self._observer.counting_refusals(CALL_RECORD.get(), tenant):
+        tenant, record = CALL_TENANT.get(), CALL_RECORD.get()
+        with self._observer.counting_refusals(record, tenant):
             self._gate.check()
-            key = _key()
-            needs_room = key is None or not self._keyed_requests.knows(key)
+            needs_room = self._options.needs_room(record.headers, tenant)
             deadline = deadline_of_call(context)
             return self._inference.arriving(tenant, deadline, needs_room=needs_room)
 
@@ -115,15 +113,10 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             observation = work.enter_context(observing)
             work.enter_context(self._gate.enter())
             deadline = deadline_of_call(context)
-            key = _key()
             record.enter(Part.TOKENIZE)
             client_request = await self._requests.client_request(request, record)
             generation = await self._prepare(client_request, record, deadline)
-            if key is not None:
-                record.wait("idempotency_key")
-                generation = await self._keyed_requests.attach(
-                    generation, key, ID_PREFIX, self._inference.again
-                )
+            generation = await self._options.before_queue(generation, record, ID_PREFIX)
             record.enter(Part.PREPARE)
             await self._streams.send(
                 generation,
@@ -267,8 +260,3 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             if tenant.may_use(name)
         ]
         return gateway_pb2.ListModelsResponse(models=models)
-
-
-def _key() -> IdempotencyKey | None:
-    """Returns the idempotency key in the call's metadata. Raises InvalidArgument."""
-    return idempotency_key(CALL_RECORD.get().headers.get(FIELD.lower()), CALL_TENANT.get())

@@ -19,7 +19,6 @@ from services.gateway.adapters.keys.auth import CALL_TENANT
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.gate import Gate
-from services.gateway.core.idempotency.key import FIELD
 from services.gateway.core.limits.tenant_limits import TenantLimits, was_refused
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Generation
@@ -27,6 +26,7 @@ from services.gateway.core.request.inference import Inference
 from services.gateway.core.sessions.client_session import ClientSession
 from services.gateway.core.sessions.client_sessions import ClientSessions
 from services.gateway.core.traces.timeline import Part
+from services.gateway.options.option import Options
 
 GENERATE_SESSION = "/stepwell.gateway.v1.Inference/GenerateSession"
 STREAM_TYPES = {GENERATE_SESSION: gateway_pb2.GenerateSessionRequest}
@@ -47,6 +47,7 @@ class SessionCalls:
         records: CallRecords,
         limits: TenantLimits,
         streams: AnswerStreams,
+        options: Options,
     ) -> None:
         self._inference = inference
         self._requests = GenerateRequests(inference)
@@ -56,13 +57,16 @@ class SessionCalls:
         self._records = records
         self._limits = limits
         self._streams = streams
+        self._options = options
 
     async def serve(
         self, messages: AsyncIterator[gateway_pb2.GenerateSessionRequest], context: Context
     ) -> None:
         """Serves one call from its first turn to the end of its stream."""
-        if FIELD.lower() in dict(context.invocation_metadata() or ()):
-            raise InvalidArgument(f"{FIELD} cannot be given with a session", field=FIELD)
+        metadata = context.invocation_metadata() or ()
+        header = self._options.header_in({name for name, _ in metadata})
+        if header is not None:
+            raise InvalidArgument(f"{header} cannot be given with a session", field=header)
         self._gate.check()
         ended: asyncio.Future[StepwellError] = asyncio.get_running_loop().create_future()
         session = self._sessions.open(CALL_TENANT.get(), ended.set_result)

@@ -178,8 +178,8 @@ class Allowance:
             kept.when_making_ends(self._give_back_unused)
 
     def _kept_source(self) -> KeptSource | None:
-        """Returns the source that may continue the answer after this request, because the request
-        has an idempotency key.
+        """Returns the source that may continue the answer after this request. Returns None if there
+        is none.
         """
         generation = self._generation
         if generation is None or len(generation.finish_reasons()) == len(generation.choices):

@@ -209,20 +209,6 @@ class Inference:
         limits = self.limits()
         await self._grammars.check(wanted, limits.vocab_size, limits.eos_token_ids)
 
-    def again(self, generation: Generation, identity: Identity) -> Generation:
-        """Makes a new generation of the same request, with another identity."""
-        request = replace(generation.request, request_id=identity.request_id)
-        first = generation.sequences[0]
-        sequences = to_engine_requests(
-            request,
-            self.limits(),
-            seed=identity.seed,
-            arrival_unix_nanos=identity.arrival_unix_nanos,
-            trace=first.trace,
-            deadline=first.deadline,
-        )
-        return Generation(request, identity, sequences, self.tokenizer)
-
     @staticmethod
     async def _turn_for(num_answers: int) -> None:
         """Lets the event loop do other work if there are many answers."""

@@ -113,16 +113,6 @@ async def test_what_a_session_cannot_do_is_refused_by_name(
     assert (await turn(served, session, "hello")).status_code == 200
 
 
-async def test_an_idempotency_key_does_not_go_with_a_session(served: Serving) -> None:
-    session = await open_session(served)
-    answer = await served.http.post(
-        "/v1/completions",
-        json={"prompt": "hello", "session": session},
-        headers={"idempotency-key": "k"},
-    )
-    assert (await error_of(answer))[::2] == (400, "session")
-
-
 async def test_a_session_that_is_not_there(served: Serving) -> None:
     answer = await turn(served, "sess-0", "hello")
     assert await error_of(answer) == (404, "session_not_found", "session")

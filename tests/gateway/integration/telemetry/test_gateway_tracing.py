@@ -386,24 +386,6 @@ async def test_a_grpc_call_ends_with_the_names_of_its_request_and_its_trace(mode
         assert "grpc-status-details-bin" in trailing
 
 
-async def test_keyed_requests_have_the_spans_of_the_one_that_made_the_answer(model: Path) -> None:
-    tracer = Tracer()
-    async with serving(model, FakeScheduler(), tracing=tracer.tracing) as served:
-        headers = {"Idempotency-Key": "k"}
-        for _ in range(2):
-            await served.http.post(
-                "/v1/completions", json={"prompt": "a", "seed": 1}, headers=headers
-            )
-        first, replay = await tracer.trace(0), await tracer.trace(1)
-        assert_adds_up(first)
-        assert_adds_up(replay)
-        assert len(first.named("gateway.engine")) == 1
-        assert replay.named("gateway.engine") == []
-        assert replay.root.attributes["stepwell.is_replay"] is True
-        waits = [span.attributes["stepwell.wait_reason"] for span in replay.named("gateway.wait")]
-        assert waits == ["idempotency_key"]
-
-
 async def test_the_limits_of_a_tenant_are_a_wait_of_their_own(model: Path, tmp_path: Path) -> None:
     tracer, ring = Tracer(), FileKeyring(tmp_path / "keys.json")
     key = await ring.add(TenantRecord("acme", tokens_per_minute=1000))

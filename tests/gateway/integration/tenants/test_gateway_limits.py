@@ -155,26 +155,6 @@ async def test_tokens_are_reserved_and_what_was_not_used_comes_back(
         assert answer.status_code in (200, 429)
 
 
-@pytest.mark.parametrize("permits", [0, 1], ids=["before", "after its first token"])
-async def test_an_answer_with_a_key_gives_back_what_it_did_not_use_when_it_ends_without_its_client(
-    model: Path, tmp_path: Path, permits: int
-) -> None:
-    """A prompt of 3, of which 2 are cached in the end, and an answer of 2 in place of 40."""
-    scheduler = FakeScheduler(permits=permits, num_cached_tokens=2, answer=[9, 0])
-    async with limited(model, tmp_path, scheduler, tokens_per_minute=60) as (served, key):
-        body, headers = BODY | {"max_tokens": 40}, bearer(key) | {"Idempotency-Key": "once"}
-        with pytest.raises(httpx.ReadTimeout):
-            await served.http.post("/v1/completions", json=body, headers=headers, timeout=0.5)
-        await until(lambda: not served.gateway.gate.inside)
-        assert scheduler.num_running == 1
-        assert (await post(served, key, max_tokens=40)).status_code == 429
-        scheduler.run_freely()
-        async with asyncio.timeout(DEADLINE_SECONDS):  # the gateway hears of the end a little later
-            while not (other := await post(served, key, max_tokens=40)).is_success:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert 14 <= int(other.headers["x-ratelimit-remaining-tokens"]) <= 16
-
-
 async def test_a_request_that_can_never_fit_is_told_not_to_come_back(
     model: Path, tmp_path: Path
 ) -> None:

@@ -12,11 +12,9 @@ from starlette.types import Scope
 from services.common import errors
 from services.common.rpc.retry_hint import retry_hint_seconds
 from services.gateway.adapters.telemetry.request_record import RequestRecord
-from services.gateway.core.idempotency.key import KeyReused
 
 KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
     errors.InvalidArgument: (400, "invalid_request_error"),
-    KeyReused: (422, "invalid_request_error"),
     errors.OutOfRange: (400, "invalid_request_error"),
     errors.Unauthenticated: (401, "authentication_error"),
     errors.PermissionDenied: (403, "permission_error"),
@@ -31,7 +29,7 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
     errors.Unavailable: (503, "service_unavailable_error"),
 }
 """Maps error classes to HTTP statuses and OpenAI error types. A class without an entry has the
-entry of its nearest ancestor.
+entry of its nearest ancestor. A class with an `http_status` replaces the status.
 """
 
 MEDIA_TYPE = "application/json"
@@ -182,7 +180,8 @@ def status_of(error: errors.StepwellError) -> int:
 def _kind(error: errors.StepwellError) -> tuple[int, str]:
     for ancestor in type(error).__mro__:
         if ancestor in KINDS:
-            return KINDS[ancestor]
+            status, kind = KINDS[ancestor]
+            return error.http_status or status, kind
     return KINDS[errors.InternalError]
 
 

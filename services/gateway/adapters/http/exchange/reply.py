@@ -28,8 +28,6 @@ from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.adapters.telemetry.request_times import metrics_body
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.gate import Gate
-from services.gateway.core.idempotency.key import IdempotencyKey
-from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.best_of import best_answers
@@ -39,6 +37,7 @@ from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.traces.timeline import Part
+from services.gateway.options.option import Options
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,6 @@ class Exchange:
     record: RequestRecord
     deadline: float | None
     arrival: Arrival
-    key: IdempotencyKey | None
     to_request: Callable[[], Awaitable[ClientRequest]]
 
 
@@ -76,14 +74,14 @@ class GenerationReply:
     The answer's status is sent with the first output of the engine, or with the first keep-alive of
     a silent stream. Until then a refusal by the scheduler sets the status, even if the client
     requested a stream. When the client disconnects, the work is cancelled and its sequences are
-    aborted. A request with an idempotency key continues instead, because the client may reconnect.
+    aborted. A generation with its own `source` may continue, because the client may reconnect.
     """
 
     def __init__(
         self,
         read: Callable[[ExitStack], Awaitable[Exchange]],
         inference: Inference,
-        keyed_requests: KeyedRequests,
+        options: Options,
         gate: Gate,
         observer: Observer,
         keep_alive: float,
@@ -94,7 +92,7 @@ class GenerationReply:
         """
         self._read = read
         self._inference = inference
-        self._keyed_requests = keyed_requests
+        self._options = options
         self._gate = gate
         self._observer = observer
         self._keep_alive = keep_alive
@@ -141,11 +139,7 @@ class GenerationReply:
             if exchange.allowance is not NO_LIMITS:
                 record.wait("limits")
             await exchange.allowance.reserve(generation)
-            if exchange.key is not None:
-                record.wait("idempotency_key")
-                generation = await self._keyed_requests.attach(
-                    generation, exchange.key, exchange.id_prefix, inference.again
-                )
+            generation = await self._options.before_queue(generation, record, exchange.id_prefix)
         record.enter(Part.PREPARE)
         adapter = generation.request.adapter
         dialect = self._dialect = exchange.make_dialect(

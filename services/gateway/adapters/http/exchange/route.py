@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from services.gateway.adapters.http.openapi.answers import Error
+from services.gateway.adapters.http.openapi.errors import ErrorAnswer
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 """Returns the ASGI application that sends the answer."""
@@ -25,6 +26,8 @@ class RequestHeader:
     name: str
     description: str
     schema: Mapping[str, Any]
+    errors: Mapping[int, ErrorAnswer] = field(default_factory=dict)
+    """Error answers that only requests with this header can get."""
 
 
 @dataclass(frozen=True, slots=True)

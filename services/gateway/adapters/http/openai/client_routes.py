@@ -44,19 +44,13 @@ from services.gateway.adapters.http.openapi import (
     server_answers,
 )
 from services.gateway.adapters.http.operators.server_routes import METRICS, MODELS, ServerRoutes
-from services.gateway.core.idempotency.key import FIELD, MAX_LENGTH
 from services.gateway.core.request.request_check import MAX_SESSION_ID_BYTES
 
-_GENERATION_HEADERS = (
+_HEADERS = (
     RequestHeader(
         TIMEOUT_HEADER,
         "Seconds after which the client gives up.",
         {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SECONDS},
-    ),
-    RequestHeader(
-        FIELD,
-        "A name for this request, by which it can be sent again: it is computed once.",
-        {"type": "string", "minLength": 1, "maxLength": MAX_LENGTH},
     ),
     RequestHeader("traceparent", "W3C trace context.", {"type": "string"}),
     RequestHeader("tracestate", "W3C trace context.", {"type": "string"}),
@@ -68,7 +62,6 @@ _SESSION_HEADER = RequestHeader(
     "Of which session of an agent a request is: they go to the same replica, while it has room.",
     {"type": "string", "maxLength": MAX_SESSION_ID_BYTES},
 )
-_POOLING_HEADERS = tuple(header for header in _GENERATION_HEADERS if header.name != FIELD)
 
 
 def client_routes(
@@ -79,16 +72,20 @@ def client_routes(
     ranking: RankingRoutes,
     rendering: RenderRoutes,
     views: Sequence[Route],
+    option_headers: Sequence[RequestHeader],
     *,
     has_metrics: bool,
     has_tokenizer_info: bool,
 ) -> Sequence[Route]:
-    """Returns all routes for clients. `views` are the routes of displays, such as `/ui`."""
+    """Returns all routes for clients. `views` are the routes of displays, such as `/ui`.
+    `option_headers` are further headers of requests that generate tokens.
+    """
+    headers = (*_HEADERS, *option_headers)
     return (
-        *_generating(generation),
-        _tokens(generation),
+        *_generating(generation, headers),
+        _tokens(generation, headers),
         *_pooling(generation),
-        *ranking.routes(_POOLING_HEADERS),
+        *ranking.routes(_HEADERS),
         *rendering.routes(),
         *sessions.routes(),
         *_tokenizing(tokenizer),
@@ -99,7 +96,9 @@ def client_routes(
     )
 
 
-def _generating(generation: GenerationRoutes) -> Sequence[Route]:
+def _generating(
+    generation: GenerationRoutes, headers: tuple[RequestHeader, ...]
+) -> Sequence[Route]:
     return (
         Route(
             COMPLETIONS,
@@ -109,8 +108,8 @@ def _generating(generation: GenerationRoutes) -> Sequence[Route]:
             tag="openai",
             body=CompletionBody,
             events=answers.CompletionChunk,
-            errors=(404, 409, 422, 504),
-            headers=_GENERATION_HEADERS,
+            errors=(404, 409, 504),
+            headers=headers,
             is_limited=True,
         ),
         Route(
@@ -121,8 +120,8 @@ def _generating(generation: GenerationRoutes) -> Sequence[Route]:
             tag="openai",
             body=ChatCompletionBody,
             events=answers.ChatCompletionChunk,
-            errors=(404, 422, 504),
-            headers=_GENERATION_HEADERS,
+            errors=(404, 504),
+            headers=headers,
             is_limited=True,
         ),
         Route(
@@ -134,9 +133,9 @@ def _generating(generation: GenerationRoutes) -> Sequence[Route]:
             body=MessagesBody,
             events=messages_answers.AnthropicEvent,
             has_named_events=True,
-            errors=(404, 422, 504),
+            errors=(404, 504),
             error=messages_answers.AnthropicError,
-            headers=(*_GENERATION_HEADERS, _SESSION_HEADER),
+            headers=(*headers, _SESSION_HEADER),
             is_limited=True,
         ),
         Route(
@@ -148,14 +147,14 @@ def _generating(generation: GenerationRoutes) -> Sequence[Route]:
             body=ResponsesBody,
             events=responses_answers.ResponseEvent,
             has_named_events=True,
-            errors=(404, 422, 504),
-            headers=_GENERATION_HEADERS,
+            errors=(404, 504),
+            headers=headers,
             is_limited=True,
         ),
     )
 
 
-def _tokens(generation: GenerationRoutes) -> Route:
+def _tokens(generation: GenerationRoutes, headers: tuple[RequestHeader, ...]) -> Route:
     return Route(
         GENERATE_TOKENS,
         generation.generate_tokens,
@@ -164,8 +163,8 @@ def _tokens(generation: GenerationRoutes) -> Route:
         tag="tokens",
         body=GenerateTokensBody,
         events=tokens_answers.GeneratedTokensChunk,
-        errors=(404, 422, 504),
-        headers=_GENERATION_HEADERS,
+        errors=(404, 504),
+        headers=headers,
         is_limited=True,
     )
 
@@ -179,8 +178,8 @@ def _pooling(generation: GenerationRoutes) -> Sequence[Route]:
             ("POST",),
             tag="openai",
             body=EmbeddingBody,
-            errors=(404, 422, 504),
-            headers=_POOLING_HEADERS,
+            errors=(404, 504),
+            headers=_HEADERS,
             is_limited=True,
         ),
         *(
@@ -191,8 +190,8 @@ def _pooling(generation: GenerationRoutes) -> Sequence[Route]:
                 ("POST",),
                 tag="pooling",
                 body=ScoreBody,
-                errors=(404, 422, 504),
-                headers=_POOLING_HEADERS,
+                errors=(404, 504),
+                headers=_HEADERS,
                 is_limited=True,
             )
             for path, handler in ((SCORE, generation.score), (V1_SCORE, generation.v1_score))

@@ -49,8 +49,6 @@ from services.gateway.adapters.http.openai.tokens.dialect import TokensDialect, 
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.gate import Gate
-from services.gateway.core.idempotency.key import FIELD, idempotency_key
-from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.limits.tenant_limits import NO_LIMITS
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.inference import Inference
@@ -58,6 +56,7 @@ from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.request.request_check import check_request_id
 from services.gateway.core.sessions.client_sessions import ClientSessions
 from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.options.option import NO_OPTIONS, Options
 
 B = TypeVar("B", bound=AskingBody)
 C_contra = TypeVar("C_contra", bound=AskingBody, contravariant=True)
@@ -109,7 +108,7 @@ class GenerationRoutes:
     def __init__(
         self,
         inference: Inference,
-        keyed_requests: KeyedRequests,
+        options: Options,
         gate: Gate,
         observer: Observer,
         bodies: BodyReader,
@@ -120,7 +119,7 @@ class GenerationRoutes:
         limit.
         """
         self._inference = inference
-        self._keyed_requests = keyed_requests
+        self._options = options
         self._gate = gate
         self._observer = observer
         self._bodies = bodies
@@ -136,8 +135,8 @@ class GenerationRoutes:
         ) -> ClientRequest:
             if body.session is None:
                 return await completion_request(body, inference, name)
-            if request.state.record.headers.get(FIELD.lower()) is not None:
-                raise InvalidArgument(f"{FIELD} cannot be given with session", field="session")
+            if (header := self._options.header_in(request.state.record.headers)) is not None:
+                raise InvalidArgument(f"{header} cannot be given with session", field="session")
             session = self._sessions.find(body.session, tenant)
             if session.token_ids and body.add_special_tokens is None:
                 body = body.model_copy(update={"add_special_tokens": False})
@@ -189,17 +188,17 @@ class GenerationRoutes:
         body is read when the application runs.
         """
 
+        # Vectors can be recomputed, so no option concerns them.
+        options = NO_OPTIONS if issubclass(body_type, PooledBody) else self._options
+
         async def read(entered: ExitStack) -> Exchange:
             state = request.scope["state"]
             tenant: Tenant = state["tenant"]
             record: RequestRecord = state["record"]
             deadline = deadline_of(record.headers, record.timeline.began)
-            key = None
-            if not issubclass(body_type, PooledBody):  # vectors can be recomputed
-                key = idempotency_key(record.headers.get(FIELD.lower()), tenant)
             arrival = state.get(ARRIVAL)
             if arrival is None:
-                needs_room = key is None or not self._keyed_requests.knows(key)
+                needs_room = options.needs_room(record.headers, tenant)
                 arrival = self._inference.arriving(tenant, deadline, needs_room=needs_room)
             entered.enter_context(arrival)
             body = await self._bodies.read(request, body_type)
@@ -223,14 +222,13 @@ class GenerationRoutes:
                 record=record,
                 deadline=deadline,
                 arrival=arrival,
-                key=key,
                 to_request=client_request,
             )
 
         return GenerationReply(
             read,
             self._inference,
-            self._keyed_requests,
+            options,
             self._gate,
             self._observer,
             self._keep_alive,

@@ -15,7 +15,7 @@ from services.gateway.adapters.http.exchange.ignored_fields import HEADER as IGN
 from services.gateway.adapters.http.exchange.route import RequestHeader, Route
 from services.gateway.adapters.http.openapi.answers import Error
 from services.gateway.adapters.http.openapi.body_ranges import add_ranges, generates
-from services.gateway.adapters.http.openapi.errors import ERRORS, EVERYWHERE, HEADERS
+from services.gateway.adapters.http.openapi.errors import ERRORS, EVERYWHERE, HEADERS, ErrorAnswer
 from services.gateway.adapters.keys.rate_limit_headers import RATE_LIMIT_HEADERS
 
 _SCHEMAS = "#/components/schemas/"
@@ -41,7 +41,7 @@ def openapi_document(
         "paths": paths,
         "components": {
             "schemas": _schemas(_models(routes)),
-            "responses": {error.name: _error(status) for status, error in ERRORS.items()},
+            "responses": {error.name: _error(error) for error in _error_answers(routes).values()},
             "headers": HEADERS,
         },
     }
@@ -58,14 +58,15 @@ def _operation(route: Route, method: str, needs_key: bool) -> dict[str, Any]:
     bodies.
     """
     is_head = method == "HEAD"
+    errors = _error_answers([route])
     statuses = _error_statuses(route, needs_key)
     responses = {"200": _answer(route, needs_key)}
-    responses |= {str(status): _error_of(route, status) for status in statuses}
+    responses |= {str(status): _error_of(route, errors[status]) for status in statuses}
     for status, model in route.other_answers.items():
-        responses[str(status)] = _other_answer(status, model)
+        responses[str(status)] = _other_answer(errors[status], model)
     if is_head:
         responses = {
-            status: _without_body(ERRORS[int(status)].headers if int(status) in ERRORS else ())
+            status: _without_body(errors[int(status)].headers if int(status) in errors else ())
             for status in responses
         }
     description = inspect.getdoc(route.handler) or ""
@@ -86,8 +87,18 @@ def _operation(route: Route, method: str, needs_key: bool) -> dict[str, Any]:
     return operation
 
 
+def _error_answers(routes: Iterable[Route]) -> dict[int, ErrorAnswer]:
+    """Returns the known error answers, with those of the routes' headers."""
+    errors = dict(ERRORS)
+    for route in routes:
+        for header in route.headers:
+            errors |= header.errors
+    return errors
+
+
 def _error_statuses(route: Route, needs_key: bool) -> list[int]:
     statuses = {*EVERYWHERE, *route.errors}
+    statuses |= {status for header in route.headers for status in header.errors}
     if needs_key:
         statuses |= {401, 403}
     if route.body is not None:
@@ -119,15 +130,14 @@ def _event(route: Route, model: type[BaseModel]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
-def _error_of(route: Route, status: int) -> dict[str, Any]:
+def _error_of(route: Route, error: ErrorAnswer) -> dict[str, Any]:
     """Returns the description of an error answer, in the schema of the route's API."""
     if route.error is Error:
-        return {"$ref": f"#/components/responses/{ERRORS[status].name}"}
-    return _error(status, route.error)
+        return {"$ref": f"#/components/responses/{error.name}"}
+    return _error(error, route.error)
 
 
-def _error(status: int, model: type[BaseModel] = Error) -> dict[str, Any]:
-    error = ERRORS[status]
+def _error(error: ErrorAnswer, model: type[BaseModel] = Error) -> dict[str, Any]:
     return {
         "description": error.description,
         "headers": _headers(error.headers),
@@ -135,9 +145,9 @@ def _error(status: int, model: type[BaseModel] = Error) -> dict[str, Any]:
     }
 
 
-def _other_answer(status: int, model: type[BaseModel]) -> dict[str, Any]:
+def _other_answer(error: ErrorAnswer, model: type[BaseModel]) -> dict[str, Any]:
     """Returns the description of an answer whose body is either this model or the general error."""
-    answer = _error(status)
+    answer = _error(error)
     schema = {"anyOf": [_reference(model), _reference(Error)]}
     return {**answer, "content": {_JSON: {"schema": schema}}}
 

@@ -35,7 +35,6 @@ ERRORS: Mapping[int, ErrorAnswer] = {
     413: ErrorAnswer("BodyTooLarge", "The body is larger than what is read."),
     415: ErrorAnswer("NotJson", "The body is not uncompressed JSON.", ("Accept-Encoding",)),
     421: ErrorAnswer("Misdirected", "The server does not answer to this Host."),
-    422: ErrorAnswer("KeyReused", "The idempotency key was given before with another request."),
     429: ErrorAnswer(
         "TooManyRequests",
         "The tenant is over a limit of its own.",

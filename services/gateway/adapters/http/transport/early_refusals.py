@@ -10,10 +10,9 @@ from services.gateway.adapters.http.exchange.errors import error_response
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.gate import Gate
-from services.gateway.core.idempotency.key import FIELD, idempotency_key
-from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.tenant import ANYONE
+from services.gateway.options.option import Options
 
 
 class EarlyRefusals:
@@ -21,7 +20,7 @@ class EarlyRefusals:
     requests are not read, and the application does not run. Under overload most requests end here.
 
     Two kinds of requests are always forwarded: requests that the application refuses for another
-    reason, and requests that need no room because an answer exists under their idempotency key.
+    reason, and requests that need no room because of an option.
     Requests that QuickRefusals has admitted do not pass this check.
     """
 
@@ -31,14 +30,14 @@ class EarlyRefusals:
         paths: Collection[str],
         gate: Gate,
         inference: Inference,
-        keyed_requests: KeyedRequests,
+        options: Options,
         observer: Observer,
     ) -> None:
         self._app = app
         self._paths = frozenset(paths)
         self._gate = gate
         self._inference = inference
-        self._keyed_requests = keyed_requests
+        self._options = options
         self._observer = observer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,13 +54,13 @@ class EarlyRefusals:
         try:
             record: RequestRecord = state["record"]
             deadline = deadline_of(record.headers, record.timeline.began)
-            key = idempotency_key(record.headers.get(FIELD.lower()), tenant)
+            needs_room = self._options.needs_room(record.headers, tenant)
         except InvalidArgument:
             return None
         try:
             with self._observer.counting_refusals(record, tenant):
                 self._gate.check()
-                if key is None or not self._keyed_requests.knows(key):
+                if needs_room:
                     self._inference.check_room(tenant, deadline)
         except StepwellError as error:
             return error

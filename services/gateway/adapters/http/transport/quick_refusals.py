@@ -21,16 +21,11 @@ from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_recorder import RequestRecorder
 from services.gateway.core.gate import Gate
-from services.gateway.core.idempotency.key import FIELD
 from services.gateway.core.limits.rule import LimitSet
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.tenant import Tenant
 
 Header = tuple[bytes, bytes]
-_LEFT = frozenset((FIELD.lower(), "origin"))
-"""Headers that only the application can check. Requests with these headers are left to the
-application.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ class QuickRefusals:
     exceed the limits.
 
     Some requests are left to the application, which applies the same rules: requests that must be
-    refused for another reason, requests with an `Origin` header or an idempotency key, and requests
+    refused for another reason, requests with one of `left_headers`, and requests
     whose API key is not in memory or whose tenant has limits of its own.
     """
 
@@ -55,6 +50,8 @@ class QuickRefusals:
     recorder: RequestRecorder
     metrics: Metrics
     max_body_bytes: int
+    left_headers: frozenset[str]
+    """Headers that only the application can check, in lower case, such as `origin`."""
 
     def decide(self, scope: Scope, default_headers: Iterable[Header]) -> bytes | None:
         """Returns the bytes of the complete answer to a refused request. `default_headers` are
@@ -93,7 +90,7 @@ class QuickRefusals:
         hosts = hosts_of(scope)
         declared = headers.get("content-length", "")
         if (
-            not _LEFT.isdisjoint(headers)
+            not self.left_headers.isdisjoint(headers)
             or len(hosts) != 1
             or not self.hosts.allow(hosts[0])
             or (declared.isdigit() and int(declared) > self.max_body_bytes)

@@ -83,7 +83,7 @@ class RankingRoutes:
                 ("POST",),
                 tag="pooling",
                 body=body,
-                errors=(404, 422, 504),
+                errors=(404, 504),
                 headers=headers,
                 is_limited=True,
             )

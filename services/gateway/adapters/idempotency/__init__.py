@@ -1,1 +1,0 @@
-"""Sharing of answers with an idempotency key between gateways."""

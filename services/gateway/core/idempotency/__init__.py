@@ -1,6 +1,0 @@
-"""Idempotent requests: a client may repeat a request under the same key, and it is computed once.
-
-The key is described in the IETF draft "The Idempotency-Key HTTP Header Field". In a deviation from
-the draft, a request repeated while the first one runs is not refused: it gets the same answer from
-the beginning.
-"""

@@ -1,0 +1,1 @@
+"""Options: parts of the gateway that not every request needs, each a folder."""

@@ -1,0 +1,1 @@
+"""Stored answers, and how gateways share them."""

@@ -1,0 +1,60 @@
+"""The key with which a client identifies a request that it may repeat."""
+
+import re
+from dataclasses import dataclass
+from hashlib import sha256
+
+from services.common.errors import InvalidArgument
+from services.gateway.core.tenant import Tenant
+
+FIELD = "Idempotency-Key"
+"""The HTTP header. In lower case it is the key in gRPC's metadata."""
+MAX_LENGTH = 255
+_KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_LENGTH}}}")
+_SCOPE_DIGITS = 32
+
+
+class KeyReused(InvalidArgument):
+    """The tenant used this key before for a different request."""
+
+    reason = "IDEMPOTENCY_KEY_REUSED"
+    http_status = 422
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"{FIELD} was given before with another request; a new request needs a new key",
+            field=FIELD,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class IdempotencyKey:
+    """A client's key. Keys are per tenant: two tenants may use the same text."""
+
+    tenant_id: str
+    value: str
+
+    def scope(self, model_fingerprint: bytes) -> str:
+        """The id under which the answer is stored: 128 bits in hexadecimal.
+
+        It includes the model, so answers of a replaced model are no longer found.
+        """
+        parts = (model_fingerprint, self.tenant_id.encode(), self.value.encode())
+        digest = sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
+        return digest.hexdigest()[:_SCOPE_DIGITS]
+
+
+def idempotency_key(value: str | None, tenant: Tenant) -> IdempotencyKey | None:
+    """The key in a header's value, with quotes (a string of structured fields, RFC 8941) or
+    without; None without a header. Raises InvalidArgument.
+    """
+    if value is None:
+        return None
+    key = value.strip()
+    if len(key) > 1 and key[0] == key[-1] == '"':
+        key = key[1:-1]
+    if not _KEY.fullmatch(key):
+        raise InvalidArgument(
+            f"{FIELD} must be 1 to {MAX_LENGTH} printable ASCII characters", field=FIELD
+        )
+    return IdempotencyKey(tenant.tenant_id, key)

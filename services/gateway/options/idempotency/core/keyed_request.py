@@ -1,0 +1,122 @@
+"""The shared answer to all requests with one key."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.common.errors import StepwellError
+from services.gateway.core.admission.wait import Wait
+from services.gateway.core.fleet.routing_decision import RoutingDecision
+from services.gateway.core.fleet.sequence_trace import SequenceTrace
+from services.gateway.core.ports import Made, Timer
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.identity import Identity
+from services.gateway.core.request.request import EngineRequest
+from services.gateway.options.idempotency.core.reader import Reader
+from services.gateway.options.idempotency.core.recording import Recording
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A client's request with a key."""
+
+    scope: str
+    """The id under which its answer is stored; see IdempotencyKey."""
+    fingerprint: bytes
+    """Hash of the request's content. It reveals a different request with the same key."""
+    num_sequences: int
+    identity: Identity
+    """The identity that is used if this request is the first with its key."""
+    build: Callable[[Identity], Generation]
+    """Builds the generation of the same request with another identity."""
+
+
+class KeyedRequest:
+    """The answer stored under a key, the task that generates it, and its readers. It is the Source
+    of the generations of all clients that request it.
+    """
+
+    def __init__(self, wanted: Wanted, on_left: Callable[["KeyedRequest"], None]) -> None:
+        """`on_left` is called after a reader has closed."""
+        self.scope = wanted.scope
+        self.fingerprint = wanted.fingerprint
+        self.identity = wanted.identity
+        self.recording = Recording(wanted.num_sequences)
+        self.routes: list[RoutingDecision] = []
+        """Routes of its sequences sent from this gateway, in order."""
+        self.waits: list[Wait] = []
+        """Waits of its sequences that were not sent to a replica at once."""
+        self.traces: list[SequenceTrace] = []
+        """Traces of its sequences sent from this gateway."""
+        self.readers: set[Reader] = set()
+        self.build: Callable[[Identity], Generation] | None = None
+        """Builds its generation; None once this gateway will no longer generate the answer."""
+        self.maker: asyncio.Task[None] | None = None
+        """The task that generates the answer here; None if the answer is complete, is generated
+        elsewhere, or is not being generated.
+        """
+        self.is_followed = False
+        """Whether the answer is read from the log of another gateway that generates it."""
+        self.owns_log = False
+        """Whether this gateway made the last entry of the answer's log."""
+        self.opening = asyncio.Lock()
+        """Locked while the gateway that generates the answer is determined."""
+        self.timer: Timer | None = None
+        """At its end the answer is stopped or forgotten if no client reads it."""
+        self.num_bytes = 0
+        """Bytes of this answer that `KeyedRequests.num_bytes` includes."""
+        self._on_left = on_left
+        self._on_making_ended: list[Callable[[Made], None]] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the answer is incomplete, and not known to be in progress anywhere."""
+        return not (self.maker or self.is_followed or self.recording.is_complete)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether it can be forgotten without affecting a current client."""
+        busy = self.readers or self.maker or self.is_followed or self.opening.locked()
+        return not busy
+
+    def adopt(self, identity: Identity, recording: Recording) -> None:
+        """Replaces the identity and recording. No client may be reading."""
+        self.identity, self.recording = identity, recording
+
+    def start(self, _requests: Sequence[EngineRequest]) -> Reader:
+        self.stop_timer()
+        reader = Reader(self.recording, self.routes, self.waits, self.traces, self._reader_left)
+        self.readers.add(reader)
+        return reader
+
+    def when_making_ends(self, call: Callable[[Made], None]) -> None:
+        if self.maker is None and not self.is_followed:
+            call(self._made())
+        else:
+            self._on_making_ended.append(call)
+
+    def making_ended(self) -> None:
+        """Runs the calls of `when_making_ends`, since the answer has ended, or is no longer
+        generated here.
+        """
+        calls, self._on_making_ended = self._on_making_ended, []
+        for call in calls:
+            call(self._made())
+
+    def _made(self) -> Made:
+        sequences = self.recording.sequences
+        return Made(self.recording.num_tokens, tuple(one.num_cached_tokens for one in sequences))
+
+    def cut(self, error: StepwellError) -> None:
+        """Ends all readers with an error."""
+        for reader in self.readers:
+            reader.cut(error)
+
+    def stop_timer(self) -> None:
+        timer, self.timer = self.timer, None
+        if timer is not None:
+            timer.cancel()
+
+    def _reader_left(self, reader: Reader) -> None:
+        self.readers.discard(reader)
+        self._on_left(self)

@@ -1,0 +1,323 @@
+"""A gateway's stored answers with an idempotency key. Their number and their storage time are
+limited.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from services.common.errors import InternalError, StepwellError
+from services.gateway.core.ports import Clock
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.identity import Identity
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.request import to_engine_requests
+from services.gateway.options.idempotency.core.counts import KeyCounts
+from services.gateway.options.idempotency.core.fingerprint import fingerprint
+from services.gateway.options.idempotency.core.key import IdempotencyKey, KeyReused
+from services.gateway.options.idempotency.core.keyed_request import KeyedRequest, Wanted
+from services.gateway.options.idempotency.core.maker import ResumingEngine, make
+from services.gateway.options.idempotency.core.sharing import Role, Sharing
+
+logger = logging.getLogger(__name__)
+
+_FIRST_READER_SECONDS = 5.0
+"""Seconds for which an answer may be generated while it waits for its first reader. The reader
+normally connects at once, except if the client disconnects at that moment.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """Limits on stored answers. An answer is detached while it is generated without a client."""
+
+    linger_seconds: float
+    """Seconds for which an answer continues to be generated without a client."""
+    max_detached: int
+    """Limit on the number of detached answers. If it is exceeded, the answer whose client left
+    first is stopped.
+    """
+    retention_seconds: float
+    """Seconds for which an answer is stored after it has ended or stopped."""
+    max_answers: int
+    max_bytes: int
+    """Limit on the total bytes of ended or stopped answers. The least recently used answers are
+    forgotten first.
+    """
+
+
+class KeyedRequests:
+    """Stores answers. Each is identified by the scope of its key.
+
+    1. The first request with a key starts the answer. Requests with the same key and content read
+       it from its beginning. Requests with other content are refused.
+    2. After its last reader has left, the answer continues for `linger_seconds`, then stops. A
+       stopped answer is resumed when a request asks for it.
+    3. An answer that ended without an error is stored. After an error, the next request starts the
+       answer again.
+
+    With `sharing` the same is true across all gateways.
+    """
+
+    def __init__(
+        self,
+        inference: Inference,
+        engine: ResumingEngine,
+        clock: Clock,
+        limits: KeyLimits,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self.counts = KeyCounts()
+        self.sharing = sharing
+        self.num_bytes = 0
+        """Bytes of ended or stopped answers."""
+        self._inference = inference
+        self._engine = engine
+        self._clock = clock
+        self._limits = limits
+        self._table: dict[str, KeyedRequest] = {}
+        self._detached: dict[KeyedRequest, None] = {}
+        if sharing is not None:
+            sharing.listener = self
+
+    def __len__(self) -> int:
+        """Number of answers, complete or in progress."""
+        return len(self._table)
+
+    def knows(self, key: IdempotencyKey) -> bool:
+        """Whether this gateway has the answer, complete or in progress. If so, no
+        engine needs to start it.
+        """
+        request = self._table.get(key.scope(self._engine.model_fingerprint()))
+        return request is not None and not request.is_idle
+
+    async def attach(self, generation: Generation, key: IdempotencyKey, api: str) -> Generation:
+        """Returns a generation that reads the answer of the key. For the first request with the key
+        this is the given generation. `api` is the kind of answer. Raises KeyReused.
+        """
+        wanted = Wanted(
+            key.scope(self._engine.model_fingerprint()),
+            fingerprint(api, generation.request),
+            len(generation.sequences),
+            generation.identity,
+            partial(self._again, generation),
+        )
+        request, is_replay = await self._claim(wanted)
+        if request.identity != generation.identity:
+            generation = self._again(generation, request.identity)
+        generation.source = request
+        generation.is_replay = is_replay
+        return generation
+
+    def _again(self, generation: Generation, identity: Identity) -> Generation:
+        """Makes a new generation of the same request, with another identity."""
+        request = replace(generation.request, request_id=identity.request_id)
+        first = generation.sequences[0]
+        sequences = to_engine_requests(
+            request,
+            self._inference.limits(),
+            seed=identity.seed,
+            arrival_unix_nanos=identity.arrival_unix_nanos,
+            trace=first.trace,
+            deadline=first.deadline,
+        )
+        return Generation(request, identity, sequences, self._inference.tokenizer)
+
+    async def _claim(self, wanted: Wanted) -> tuple[KeyedRequest, bool]:
+        """The answer of a key, in progress or complete, and whether it existed before."""
+        while True:
+            request = self._table.get(wanted.scope) or self._add(wanted)
+            if request.fingerprint != wanted.fingerprint:
+                self.counts.refused += 1
+                raise KeyReused
+            async with request.opening:
+                if self._table.get(wanted.scope) is not request:
+                    continue  # the answer failed or was forgotten meanwhile
+                is_replay = True
+                if request.is_idle:
+                    is_replay = await self._open(request, wanted)
+                else:
+                    self.counts.attached += 1
+                if not request.recording.is_complete:
+                    request.build = request.build or wanted.build
+                self._expect_reader(request)
+                self._touch(request)
+                return request, is_replay
+
+    def _add(self, wanted: Wanted) -> KeyedRequest:
+        request = self._table[wanted.scope] = KeyedRequest(wanted, self._reader_left)
+        return request
+
+    async def _open(self, request: KeyedRequest, wanted: Wanted) -> bool:
+        """Starts an answer, or finds the gateway that generates it; returns whether another gateway
+        generates or generated it.
+        """
+        request.build = wanted.build
+        role = Role.RESUMES if request.recording.num_tokens else Role.BEGINS
+        if self.sharing is not None:
+            try:
+                role = await self.sharing.open(request)
+            except BaseException as error:
+                if isinstance(error, KeyReused):
+                    self.counts.refused += 1
+                if not request.recording.num_tokens:
+                    self._remove(request)
+                raise
+        match role:
+            case Role.BEGINS:
+                self.counts.begun += 1
+                self._make(request)
+            case Role.RESUMES:
+                self.counts.resumed += 1
+                self._make(request)
+            case Role.FOLLOWS:
+                self.counts.followed += 1
+                request.is_followed = True
+            case Role.HAS_ALL:
+                self.counts.followed += 1
+        return role in (Role.FOLLOWS, Role.HAS_ALL)
+
+    # Generation of answers.
+
+    def _make(self, request: KeyedRequest) -> None:
+        assert request.build is not None
+        generation = request.build(request.identity)
+        request.maker = asyncio.create_task(self._run_maker(request, generation))
+
+    async def _run_maker(self, request: KeyedRequest, generation: Generation) -> None:
+        try:
+            await make(self._engine, request, generation)
+        except Exception:
+            logger.exception("defect while an answer with a key was made")
+            request.recording.fail(InternalError("a defect here"))
+        request.maker = None
+        self._end_making(request)
+
+    def _stop(self, request: KeyedRequest) -> None:
+        """Stops generating the answer. It can be resumed later, here or at another gateway."""
+        task, request.maker = request.maker, None
+        if task is not None:
+            task.cancel()
+        if self.sharing is not None:
+            self.sharing.leave(request)
+        self._end_making(request)
+
+    def _suspend(self, request: KeyedRequest) -> None:
+        self.counts.suspended += 1
+        self._stop(request)
+
+    # Events from other gateways: implements Sharing's listener.
+
+    def taken_over(self, request: KeyedRequest) -> None:
+        request.is_followed = False
+        if request.readers and request.build is not None:
+            self.counts.resumed += 1
+            self._make(request)
+        else:
+            self._stop(request)
+
+    def fenced(self, request: KeyedRequest) -> None:
+        if request.maker is not None and not request.readers:
+            self._suspend(request)
+
+    def followed_to_end(self, request: KeyedRequest) -> None:
+        request.is_followed = False
+        self._end_making(request)
+
+    # Readers and retention.
+
+    def _expect_reader(self, request: KeyedRequest) -> None:
+        self._detached.pop(request, None)
+        if not request.readers:
+            self._at(_FIRST_READER_SECONDS, request, self._reader_left)
+
+    def _reader_left(self, request: KeyedRequest) -> None:
+        """Decides what happens to an answer without readers, because its last reader has left or
+        its first reader did not connect.
+        """
+        if request.readers:
+            return
+        if request.maker is not None:
+            self._detached[request] = None
+            self._at(self._limits.linger_seconds, request, self._suspend)
+            while len(self._detached) > self._limits.max_detached:
+                self._suspend(next(iter(self._detached)))
+        elif request.is_followed:
+            request.is_followed = False
+            self._stop(request)
+        else:
+            self._end_making(request)
+
+    def _end_making(self, request: KeyedRequest) -> None:
+        """Updates an answer that is no longer generated here, since it has ended or was stopped."""
+        self._detached.pop(request, None)
+        request.making_ended()
+        if request.recording.error is not None:
+            self._remove(request)
+        if self._table.get(request.scope) is not request:
+            return
+        if request.recording.is_complete or not request.readers:
+            request.build = None
+        self.num_bytes += request.recording.num_bytes - request.num_bytes
+        request.num_bytes = request.recording.num_bytes
+        if not request.readers:
+            self._at(self._limits.retention_seconds, request, self._expire)
+        self._make_room()
+
+    def _expire(self, request: KeyedRequest) -> None:
+        if request.is_unused:
+            self._remove(request)
+            if self.sharing is not None:
+                self.sharing.forget(request, everywhere=False)
+
+    def _make_room(self) -> None:
+        limits = self._limits
+        while len(self._table) > limits.max_answers or self.num_bytes > limits.max_bytes:
+            unused = next((one for one in self._table.values() if one.is_unused), None)
+            if unused is None:
+                return
+            self.counts.evicted += 1
+            self._remove(unused)
+            if self.sharing is not None:
+                self.sharing.forget(unused, everywhere=True)
+
+    def _touch(self, request: KeyedRequest) -> None:
+        """Marks an answer as most recently used."""
+        self._table[request.scope] = self._table.pop(request.scope)
+        self._make_room()
+
+    def _remove(self, request: KeyedRequest) -> None:
+        """Forgets an answer. Idempotent."""
+        request.stop_timer()
+        self._detached.pop(request, None)
+        if self._table.get(request.scope) is request:
+            del self._table[request.scope]
+            self.num_bytes -= request.num_bytes
+            request.num_bytes = 0
+
+    def _at(
+        self, seconds: float, request: KeyedRequest, call: Callable[[KeyedRequest], None]
+    ) -> None:
+        """Schedules `call` with a request after a time. Replaces the call scheduled before."""
+        request.stop_timer()
+        request.timer = self._clock.call_at(self._clock.time() + seconds, partial(call, request))
+
+    async def run(self) -> None:
+        """Shares answers with other gateways until cancelled. Without sharing, only waits."""
+        if self.sharing is None:
+            await asyncio.Event().wait()
+        else:
+            await self.sharing.run()
+
+    async def close(self, error: StepwellError) -> None:
+        """Ends all readers with an error, and stops all generation. Other gateways
+        can resume the answers.
+        """
+        for request in list(self._table.values()):
+            request.cut(error)
+            if request.maker is not None:
+                self._stop(request)
+        if self.sharing is not None:
+            await self.sharing.finish()

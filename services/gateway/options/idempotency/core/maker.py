@@ -1,0 +1,114 @@
+"""Generates the answer of a request with a key, independently of its readers."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from services.common.errors import StepwellError
+from services.common.request.finish import Finish
+from services.common.request.finish_reason import FinishReason
+from services.gateway.core.ports import DeltaSource
+from services.gateway.core.request.choice import Piece
+from services.gateway.core.request.delivery import Delivery, received
+from services.gateway.core.request.delta import Delta
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.progress import Progress
+from services.gateway.core.request.request import EngineRequest
+from services.gateway.options.idempotency.core.keyed_request import KeyedRequest
+from services.gateway.options.idempotency.core.reader import Reader
+
+
+class ResumingEngine(Protocol):
+    """An engine that can resume sequences started by another engine."""
+
+    def model_fingerprint(self) -> bytes:
+        """The fingerprint of the model in use. Empty until a replica has connected."""
+
+    def start(
+        self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
+    ) -> DeltaSource:
+        """Starts sequences. If `progress` is given, it has one item per sequence. Each sequence is
+        resumed from its item, and finished sequences are skipped.
+        """
+
+
+async def make(engine: ResumingEngine, request: KeyedRequest, generation: Generation) -> None:
+    """Runs a generation's sequences from the state of the recording until all have ended, and
+    records their output.
+
+    If the request has stop strings, its text is also decoded here, so that they end a sequence even
+    while no client reads it. The generation is not used for anything else.
+    """
+    recording = request.recording
+    tap = Tap(engine, request)
+    if generation.request.stop:
+        try:
+            await Delivery(generation, tap, _NoReader()).run()
+        except StepwellError as error:
+            recording.fail(error)
+        return
+    tap.start(generation.sequences)
+    try:
+        while not recording.is_over:
+            await tap.pump()
+    finally:
+        tap.close()
+
+
+class Tap:
+    """Records an engine's output. As a Source it returns the whole recording."""
+
+    def __init__(self, engine: ResumingEngine, request: KeyedRequest) -> None:
+        self.routes, self.waits, self.traces = request.routes, request.waits, request.traces
+        self._engine = engine
+        self._recording = request.recording
+        self._reader = Reader(
+            request.recording, self.routes, self.waits, self.traces, lambda _: None
+        )
+        self._source: DeltaSource | None = None
+
+    def start(self, requests: Sequence[EngineRequest]) -> "Tap":
+        source = self._source = self._engine.start(requests, self._recording.progress())
+        self.routes += source.routes
+        self.waits += source.waits
+        source.routes, source.waits = self.routes, self.waits
+        self.traces[:] = source.traces
+        return self
+
+    async def pump(self) -> None:
+        """Waits for deltas from the engine, and records them."""
+        assert self._source is not None
+        self._recording.add(await received(self._source))
+
+    def take(self) -> list[tuple[int, Delta]]:
+        """The deltas since the last call, including new ones from the engine. The first call also
+        returns everything recorded before.
+        """
+        assert self._source is not None
+        self._recording.add(self._source.take())
+        return self._reader.take()
+
+    def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
+        """Calls `on_news` when the engine has new deltas."""
+        assert self._source is not None
+        self._source.listen(on_news, min_tokens)
+
+    def abort(self, index: int) -> None:
+        """Ends a sequence in which a stop string was found."""
+        assert self._source is not None
+        self._source.abort(index)
+        self._recording.add([(index, Delta(finish=Finish(FinishReason.STOP)))])
+
+    def close(self) -> None:
+        self._reader.close()
+        if self._source is not None:
+            self._source.close()
+
+
+class _NoReader:
+    """A discarding sink, for text that is decoded only to find stop strings."""
+
+    is_ready = True
+
+    def put(self, _added: list[Piece]) -> None: ...
+
+    async def drain(self) -> None: ...

@@ -1,0 +1,331 @@
+"""Shares answers between gateways through a journal. Each gateway, and the journal, may fail at any
+time.
+
+1. The gateway that acquires the lease of a key's log generates the answer. It appends the output of
+   all its answers to their logs every `flush_seconds`, which also renews the leases.
+2. Another gateway with a client for that key follows the log. When the lease has expired it
+   acquires it, appends an entry with the next fence, and resumes generation from the log's state.
+   With the same request id, seed and tokens so far, the remaining output is the same.
+3. If the former owner was only slow, it is fenced: its next append fails. It stops writing, and
+   continues to generate for its own clients; their tokens are the same.
+4. Without the journal, an answer is not shared. It is written once the journal is available again.
+   No token waits for the journal. Only the start of a request with a key waits, for at most
+   `open_seconds`, and not at all while the journal is known to be unavailable.
+
+Fencing by the position in the log is as in Apache BookKeeper, and in Kafka's producer epochs.
+"""
+
+import asyncio
+import enum
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.errors import Unavailable
+from services.gateway.core.ports import Clock
+from services.gateway.options.idempotency.core.counts import SharingCounts
+from services.gateway.options.idempotency.core.entries import DamagedEntry
+from services.gateway.options.idempotency.core.journal import Journal, News, Position
+from services.gateway.options.idempotency.core.key import KeyReused
+from services.gateway.options.idempotency.core.keyed_request import KeyedRequest
+from services.gateway.options.idempotency.core.log_view import LogView
+from services.gateway.options.idempotency.core.owned_logs import OwnedLogs
+
+logger = logging.getLogger(__name__)
+
+_FORGOTTEN_AT_A_TIME = 128
+_READS_AT_A_TIME = 128
+_LAST_WRITES = 3
+"""Number of writes per log at shutdown. They are the start entry, an unconfirmed entry, and the
+rest.
+"""
+
+
+class Role(enum.Enum):
+    """What a gateway has to do for the answer of a key."""
+
+    BEGINS = "begins"
+    RESUMES = "resumes"
+    FOLLOWS = "follows"
+    HAS_ALL = "has_all"
+
+
+@dataclass(frozen=True, slots=True)
+class SharingTimes:
+    """Times for sharing, in seconds."""
+
+    flush_seconds: float = 0.05
+    """Interval between two writes, and two reads, of the logs."""
+    lease_seconds: float = 3.0
+    """Duration of a lease. It is renewed three times as often."""
+    open_seconds: float = 1.0
+    """Time for which a request may wait for the journal."""
+    again_seconds: float = 0.02
+    """Interval between reads of a log that another gateway is about to start."""
+    first_backoff_seconds: float = 0.05
+    max_backoff_seconds: float = 1.0
+
+
+class SharingListener(Protocol):
+    """Receives events that other gateways cause."""
+
+    def taken_over(self, request: KeyedRequest) -> None:
+        """This gateway must generate the answer from now on."""
+
+    def fenced(self, request: KeyedRequest) -> None:
+        """Another gateway also generates the answer."""
+
+    def followed_to_end(self, request: KeyedRequest) -> None:
+        """The answer ended or failed at another gateway."""
+
+
+class Sharing:
+    """The logs that this gateway writes and follows."""
+
+    def __init__(
+        self, journal: Journal, gateway: str, clock: Clock, times: SharingTimes | None = None
+    ) -> None:
+        """`gateway` is this gateway's unique name."""
+        self.counts = SharingCounts()
+        self.listener: SharingListener | None = None
+        self.is_reachable = True
+        """Whether the last call succeeded; initially true."""
+        self._was_reached = False
+        self._journal = journal
+        self._clock = clock
+        self._times = times or SharingTimes()
+        self._followed: dict[str, tuple[KeyedRequest, LogView]] = {}
+        self._forgotten: list[str] = []
+        self._contact_at = clock.time()
+        self._awake = asyncio.Event()
+        self._owned = OwnedLogs(
+            journal,
+            gateway,
+            clock,
+            self.counts,
+            self._times.lease_seconds / 3,
+            self._awake.set,
+            self._fenced,
+        )
+
+    # Calls from KeyedRequests.
+
+    async def open(self, request: KeyedRequest) -> Role:
+        """Determines which gateway generates an answer that this one neither generates nor follows,
+        and adopts the output so far. Raises KeyReused if the key belongs to a different request.
+        """
+        owned = self._owned.log_of(request)
+        if owned is not None:
+            owned.stay()
+            return Role.RESUMES
+        if not self.is_reachable:
+            return self._begin_alone(request)
+        try:
+            async with asyncio.timeout(self._times.open_seconds):
+                if request.scope in self._owned:
+                    # The log of an earlier request that failed. The failure is not written yet.
+                    await self._owned.write()
+                while (role := await self._try_open(request)) is None:  # noqa: ASYNC110
+                    await asyncio.sleep(self._times.again_seconds)
+                return role
+        except TimeoutError:
+            logger.warning("the log of a key was being opened by another gateway for too long")
+        except Unavailable as error:
+            self._failed(error)
+        return self._begin_alone(request)
+
+    def leave(self, request: KeyedRequest) -> None:
+        """Stops writing or following an answer's log. The answer can be opened again later."""
+        self._unfollow(request)
+        owned = self._owned.log_of(request)
+        if owned is not None:
+            owned.leave()
+
+    def forget(self, request: KeyedRequest, *, everywhere: bool) -> None:
+        """Forgets an answer here. With `everywhere`, also in the journal, if this gateway made the
+        log's last entry.
+        """
+        self._unfollow(request)
+        self._owned.drop(request)
+        if everywhere and request.owns_log:
+            self._forgotten.append(request.scope)
+            self._awake.set()
+
+    async def run(self) -> None:
+        """Writes and reads logs until cancelled, then closes the journal."""
+        times = self._times
+        backoff = times.first_backoff_seconds
+        try:
+            while True:
+                await self._something_to_do()
+                try:
+                    await self._turn()
+                    backoff = times.first_backoff_seconds
+                    await asyncio.sleep(times.flush_seconds)
+                except Unavailable as error:
+                    self._failed(error)
+                    await asyncio.sleep(backoff)
+                    backoff = min(2 * backoff, times.max_backoff_seconds)
+        finally:
+            await self._journal.close()
+
+    async def finish(self) -> None:
+        """Writes the remaining entries once."""
+        with suppress(Unavailable):
+            for _ in range(_LAST_WRITES):
+                await self._owned.write()
+
+    # Opening of logs.
+
+    async def _try_open(self, request: KeyedRequest) -> Role | None:
+        """Tries to open a log; None if another gateway has the lease and the log
+        has no start entry yet.
+        """
+        took_lease, news = await self._journal.open(request.scope)
+        view = LogView()
+        try:
+            view.apply(news.entries)
+        except DamagedEntry as error:
+            await self._remove_damaged(request, error)
+            return None
+        if view.begin is None or not view.has_answer:
+            if took_lease and await self._owned.begin(request, view):
+                return _begins_or_resumes(request)
+            return None
+        if view.begin.fingerprint != request.fingerprint:
+            if took_lease:
+                await self._journal.release(request.scope)
+            raise KeyReused
+        request.adopt(view.begin.identity, view.recording)
+        request.owns_log = False
+        if view.recording.is_complete:
+            if took_lease:
+                await self._journal.release(request.scope)
+            return Role.HAS_ALL
+        if not took_lease:
+            self._followed[request.scope] = request, view
+            self._awake.set()
+            return Role.FOLLOWS
+        return Role.RESUMES if await self._owned.take(request, view) else None
+
+    def _begin_alone(self, request: KeyedRequest) -> Role:
+        """Starts an answer without the journal. Its log is written once the journal is available,
+        if no other gateway has started one.
+        """
+        self.counts.alone += 1
+        self._owned.begin_later(request, Position())
+        return _begins_or_resumes(request)
+
+    async def _remove_damaged(self, request: KeyedRequest, error: DamagedEntry) -> None:
+        logger.warning("the log of a key is removed: %s", error)
+        self.counts.damaged += 1
+        await self._journal.forget([request.scope])
+
+    # The periodic work.
+
+    async def _something_to_do(self) -> None:
+        if self._followed or not (self.is_reachable and self._was_reached):
+            return
+        seconds = self._times.lease_seconds / 3 if self._owned else None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._awake.wait()
+        self._awake.clear()
+
+    async def _turn(self) -> None:
+        if not (self.is_reachable and self._was_reached):
+            await self._journal.ping()
+        await self._owned.write()
+        await self._read()
+        forgotten = self._forgotten[:_FORGOTTEN_AT_A_TIME]
+        if forgotten:
+            await self._journal.forget(forgotten)
+            del self._forgotten[: len(forgotten)]
+        self._contact_at = self._clock.time()
+        if not self.is_reachable:
+            logger.info("answers of requests with a key are shared again")
+        self.is_reachable = self._was_reached = True
+
+    def _failed(self, error: Unavailable) -> None:
+        self.counts.failures += 1
+        if self.is_reachable:
+            logger.warning("answers of requests with a key stay at this gateway: %s", error)
+        self.is_reachable = False
+        if self._clock.time() >= self._contact_at + self._times.lease_seconds:
+            for request, _ in list(self._followed.values()):
+                self._make_alone(request)
+
+    async def _read(self) -> None:
+        followed = list(self._followed.values())
+        for start in range(0, len(followed), _READS_AT_A_TIME):
+            part = followed[start : start + _READS_AT_A_TIME]
+            positions = [(request.scope, view.position) for request, view in part]
+            for (request, view), news in zip(
+                part, await self._journal.read(positions), strict=True
+            ):
+                if self._is_following(request, view):
+                    await self._apply_news(request, view, news)
+
+    async def _apply_news(self, request: KeyedRequest, view: LogView, news: News) -> None:
+        if not self._follow(request, view, news.entries) or news.entries or news.is_leased:
+            return
+        took_lease, all_news = await self._journal.open(request.scope)
+        if not took_lease or not self._is_following(request, view):
+            return
+        if all_news.entries:
+            goes_on = self._follow(request, view, all_news.entries)
+            if not (goes_on and await self._owned.take(request, view)):
+                return
+        else:  # the log has disappeared
+            self._owned.begin_later(request, view.position)
+        self._unfollow(request)
+        self._tell.taken_over(request)
+
+    def _is_following(self, request: KeyedRequest, view: LogView) -> bool:
+        return self._followed.get(request.scope) == (request, view)
+
+    def _unfollow(self, request: KeyedRequest) -> None:
+        """Stops following an answer's log. Idempotent."""
+        if self._followed.get(request.scope, (None,))[0] is request:
+            del self._followed[request.scope]
+
+    def _follow(
+        self, request: KeyedRequest, view: LogView, entries: Sequence[tuple[Position, bytes]]
+    ) -> bool:
+        """Applies new entries; returns whether the answer is still unfinished."""
+        try:
+            view.apply(entries)
+        except DamagedEntry as error:
+            logger.warning("a log is not followed any further: %s", error)
+            self.counts.damaged += 1
+            self._make_alone(request)
+            return False
+        if view.recording is not request.recording:
+            self._make_alone(request)  # another request was started under the same key
+            return False
+        if request.recording.is_over:
+            self._unfollow(request)
+            self._tell.followed_to_end(request)
+            return False
+        return True
+
+    def _make_alone(self, request: KeyedRequest) -> None:
+        """Makes this gateway generate an answer that it followed, without its log."""
+        self.counts.alone += 1
+        self._unfollow(request)
+        self._tell.taken_over(request)
+
+    def _fenced(self, request: KeyedRequest) -> None:
+        self._tell.fenced(request)
+
+    @property
+    def _tell(self) -> SharingListener:
+        assert self.listener is not None
+        return self.listener
+
+
+def _begins_or_resumes(request: KeyedRequest) -> Role:
+    """The role for an answer that the journal does not contain."""
+    return Role.RESUMES if request.recording.num_tokens else Role.BEGINS

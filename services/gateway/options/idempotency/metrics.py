@@ -1,0 +1,79 @@
+"""Prometheus metrics of requests with an idempotency key."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common.telemetry.metric_specs import single, value_family
+from services.common.telemetry.metric_specs.spec import counter, gauge
+from services.gateway.options.idempotency.core.keyed_requests import KeyedRequests
+from services.gateway.options.idempotency.core.sharing import Sharing
+
+REQUESTS = counter(
+    "stepwell_idempotent_requests",
+    "requests",
+    "Requests with an idempotency key, by what they met.",
+    "outcome",
+)
+ANSWERS = gauge("stepwell_idempotent_answers", "answers", "Answers that are remembered.")
+BYTES = gauge("stepwell_idempotent_answer_bytes", "bytes", "What those take that ended.")
+SUSPENDED = counter(
+    "stepwell_idempotent_answers_suspended", "answers", "Answers that no client read."
+)
+EVICTED = counter(
+    "stepwell_idempotent_answers_evicted", "answers", "Answers forgotten for want of room."
+)
+SHARED = gauge(
+    "stepwell_idempotent_sharing",
+    "",
+    "1 while other gateways can find the answers of this one; with Redis alone.",
+)
+ENTRIES = counter("stepwell_idempotent_log_entries", "entries", "Entries that were written.")
+ALONE = counter(
+    "stepwell_idempotent_answers_alone", "answers", "Answers that stay at this gateway."
+)
+FENCED = counter(
+    "stepwell_idempotent_answers_fenced", "answers", "Answers that another gateway took over."
+)
+LOST = counter("stepwell_idempotent_logs_lost", "logs", "Logs that were gone and written again.")
+DAMAGED = counter("stepwell_idempotent_logs_damaged", "logs", "Logs that could not be read.")
+FAILURES = counter("stepwell_idempotent_sharing_failures", "calls", "Calls of Redis that failed.")
+SPECS = (
+    *(REQUESTS, ANSWERS, BYTES, SUSPENDED, EVICTED),
+    *(SHARED, ENTRIES, ALONE, FENCED, LOST, DAMAGED, FAILURES),
+)
+
+
+class KeyedCollector(Collector):
+    """Counts of requests, answers and their logs, read at each scrape."""
+
+    def __init__(self, keyed_requests: KeyedRequests) -> None:
+        self._keyed = keyed_requests
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields one family for each metric. The metrics of logs are included only if
+        answers are shared.
+        """
+        counts = self._keyed.counts
+        requests = value_family(REQUESTS)
+        for outcome in ("begun", "attached", "followed", "resumed", "refused"):
+            requests.add_metric([outcome], getattr(counts, outcome))
+        yield requests
+        yield single(ANSWERS, len(self._keyed))
+        yield single(BYTES, self._keyed.num_bytes)
+        yield single(SUSPENDED, counts.suspended)
+        yield single(EVICTED, counts.evicted)
+        if self._keyed.sharing is not None:
+            yield from _of_logs(self._keyed.sharing)
+
+
+def _of_logs(sharing: Sharing) -> Iterator[Metric]:
+    counts = sharing.counts
+    yield single(SHARED, sharing.is_reachable)
+    yield single(ENTRIES, counts.entries)
+    yield single(ALONE, counts.alone)
+    yield single(FENCED, counts.fenced)
+    yield single(LOST, counts.lost)
+    yield single(DAMAGED, counts.damaged)
+    yield single(FAILURES, counts.failures)

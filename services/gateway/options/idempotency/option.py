@@ -1,0 +1,102 @@
+"""Joins idempotency keys to the gateway."""
+
+from collections.abc import Mapping, Sequence
+
+from prometheus_client.registry import Collector
+
+from services.common.errors import StepwellError
+from services.common.process.settings import SettingError
+from services.common.redis.url import NEEDS_REDIS
+from services.gateway.adapters.http.exchange.route import RequestHeader
+from services.gateway.adapters.http.openapi.errors import ErrorAnswer
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.tenant import Tenant
+from services.gateway.options.idempotency.core.key import (
+    FIELD,
+    MAX_LENGTH,
+    KeyReused,
+    idempotency_key,
+)
+from services.gateway.options.idempotency.core.keyed_requests import KeyedRequests
+from services.gateway.options.idempotency.core.sharing import Sharing, SharingTimes
+from services.gateway.options.idempotency.metrics import SPECS, KeyedCollector
+from services.gateway.options.idempotency.settings import IdempotencySettings
+from services.gateway.options.option import Option, OptionParts
+
+_NAME = FIELD.lower()
+_WAIT_REASON = "idempotency_key"
+
+
+class Idempotency(Option):
+    """Computes requests with the same key once."""
+
+    metric_specs = SPECS
+    request_headers = (
+        RequestHeader(
+            FIELD,
+            "A name for this request, by which it can be sent again: it is computed once.",
+            {"type": "string", "minLength": 1, "maxLength": MAX_LENGTH},
+            {
+                KeyReused.http_status: ErrorAnswer(
+                    "KeyReused", "The idempotency key was given before with another request."
+                )
+            },
+        ),
+    )
+
+    def __init__(self, settings: IdempotencySettings, parts: OptionParts) -> None:
+        """With Redis, gateways share answers."""
+        self.keyed_requests = KeyedRequests(
+            parts.inference,
+            parts.engine,
+            parts.clock,
+            settings.key_limits,
+            _make_sharing(parts, settings.idempotency_retention_seconds),
+        )
+
+    @property
+    def collectors(self) -> Sequence[Collector]:
+        return (KeyedCollector(self.keyed_requests),)
+
+    def needs_room(self, headers: Mapping[str, str], tenant: Tenant) -> bool:
+        key = idempotency_key(headers.get(_NAME), tenant)
+        return key is None or not self.keyed_requests.knows(key)
+
+    async def before_queue(
+        self, generation: Generation, record: RequestRecord, api: str
+    ) -> Generation:
+        key = idempotency_key(record.headers.get(_NAME), record.tenant)
+        if key is None:
+            return generation
+        record.wait(_WAIT_REASON)
+        return await self.keyed_requests.attach(generation, key, api)
+
+    async def run(self) -> None:
+        await self.keyed_requests.run()
+
+    async def close(self, error: StepwellError) -> None:
+        await self.keyed_requests.close(error)
+
+
+def _make_sharing(parts: OptionParts, retention_seconds: float) -> Sharing | None:
+    """Sharing through Redis; None without a URL. Raises SettingError if the package for Redis is
+    missing.
+    """
+    if parts.redis_url is None:
+        return None
+    try:
+        from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
+        from services.gateway.options.idempotency.redis_journal import (  # noqa: PLC0415
+            RedisJournal,
+        )
+    except ModuleNotFoundError as error:
+        raise SettingError(NEEDS_REDIS) from error
+    times = SharingTimes()
+    journal = RedisJournal(
+        RedisConnection(parts.redis_url),
+        parts.gateway_id,
+        lease_seconds=times.lease_seconds,
+        retention_seconds=retention_seconds,
+    )
+    return Sharing(journal, parts.gateway_id, parts.clock, times)

@@ -1,0 +1,107 @@
+"""The seams through which an option takes part in the gateway."""
+
+import asyncio
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from prometheus_client.registry import Collector
+
+from services.common.errors import StepwellError
+from services.common.telemetry.metric_specs.spec import MetricSpec
+from services.gateway.adapters.http.exchange.route import RequestHeader
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.fleet.fleet import Fleet
+from services.gateway.core.ports import Clock
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.tenant import Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class OptionParts:
+    """The parts of a gateway that its options use."""
+
+    inference: Inference
+    engine: Fleet
+    clock: Clock
+    gateway_id: str
+    redis_url: str | None
+
+
+class Option:
+    """One option. A subclass overrides the seams that it uses; the others change nothing.
+
+    Its folder is beside this module, and only `listed.py` imports it.
+    """
+
+    metric_specs: ClassVar[Sequence[MetricSpec]] = ()
+    request_headers: ClassVar[Sequence[RequestHeader]] = ()
+    """Headers of generating requests that this option reads. QuickRefusals leaves requests with
+    such a header to the application. Turns of sessions cannot have one.
+    """
+
+    def __init__(self, settings: Any, parts: OptionParts) -> None:
+        """`settings` are the gateway's, which include this option's. Raises SettingError."""
+
+    @property
+    def collectors(self) -> Sequence[Collector]:
+        """Collectors of the metrics of `metric_specs`."""
+        return ()
+
+    def needs_room(self, headers: Mapping[str, str], tenant: Tenant) -> bool:  # noqa: ARG002
+        """Whether a request needs a free place at an engine. Header names are in lower case. Raises
+        InvalidArgument for an invalid header.
+        """
+        return True
+
+    async def before_queue(
+        self,
+        generation: Generation,
+        record: RequestRecord,  # noqa: ARG002
+        api: str,  # noqa: ARG002
+    ) -> Generation:
+        """Called for a checked request before its sequences are queued, within its deadline.
+        Returns the generation to deliver: this one, or another one, and either may have its own
+        `source`. `api` is the kind of answer, such as a chat completion.
+        """
+        return generation
+
+    async def run(self) -> None:
+        """Runs until cancelled, from the start of the gateway."""
+        await asyncio.Event().wait()
+
+    async def close(self, error: StepwellError) -> None:
+        """Ends the option's remaining requests with an error after the gateway has drained."""
+
+
+class Options:
+    """All options of a gateway."""
+
+    def __init__(self, options: Sequence[Option] = ()) -> None:
+        self._options = options
+        self.request_headers = tuple(
+            header for option in options for header in option.request_headers
+        )
+        self.header_names = frozenset(header.name.lower() for header in self.request_headers)
+
+    def __iter__(self) -> Iterator[Option]:
+        return iter(self._options)
+
+    def header_in(self, headers: Container[str]) -> str | None:
+        """The name of an option's header among headers of a request; None if there is none."""
+        names = (header.name for header in self.request_headers)
+        return next((name for name in names if name.lower() in headers), None)
+
+    def needs_room(self, headers: Mapping[str, str], tenant: Tenant) -> bool:
+        return all(option.needs_room(headers, tenant) for option in self._options)
+
+    async def before_queue(
+        self, generation: Generation, record: RequestRecord, api: str
+    ) -> Generation:
+        for option in self._options:
+            generation = await option.before_queue(generation, record, api)
+        return generation
+
+
+NO_OPTIONS = Options()

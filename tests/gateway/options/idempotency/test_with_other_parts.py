@@ -1,0 +1,71 @@
+"""Idempotency keys together with sessions, traces and limits of tenants."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.integration.openai.test_gateway_sessions import error_of, open_session
+from tests.gateway.integration.tenants.test_gateway_limits import BODY, limited, post
+from tests.gateway.keyring import bearer
+from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
+from tests.gateway.spans import Tracer, assert_adds_up
+
+
+async def test_an_idempotency_key_does_not_go_with_a_session(served: Serving) -> None:
+    session = await open_session(served)
+    answer = await served.http.post(
+        "/v1/completions",
+        json={"prompt": "hello", "session": session},
+        headers={"idempotency-key": "k"},
+    )
+    assert (await error_of(answer))[::2] == (400, "session")
+
+
+async def test_a_session_call_has_no_key(served: Serving) -> None:
+    call = served.stub.GenerateSession(metadata=(("idempotency-key", "k"),))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Idempotency-Key cannot be given with a session" in caught.value.details()
+
+
+async def test_keyed_requests_have_the_spans_of_the_one_that_made_the_answer(model: Path) -> None:
+    tracer = Tracer()
+    async with serving(model, FakeScheduler(), tracing=tracer.tracing) as served:
+        headers = {"Idempotency-Key": "k"}
+        for _ in range(2):
+            await served.http.post(
+                "/v1/completions", json={"prompt": "a", "seed": 1}, headers=headers
+            )
+        first, replay = await tracer.trace(0), await tracer.trace(1)
+        assert_adds_up(first)
+        assert_adds_up(replay)
+        assert len(first.named("gateway.engine")) == 1
+        assert replay.named("gateway.engine") == []
+        assert replay.root.attributes["stepwell.is_replay"] is True
+        waits = [span.attributes["stepwell.wait_reason"] for span in replay.named("gateway.wait")]
+        assert waits == ["idempotency_key"]
+
+
+@pytest.mark.parametrize("permits", [0, 1], ids=["before", "after its first token"])
+async def test_an_answer_with_a_key_gives_back_what_it_did_not_use_when_it_ends_without_its_client(
+    model: Path, tmp_path: Path, permits: int
+) -> None:
+    """A prompt of 3, of which 2 are cached in the end, and an answer of 2 in place of 40."""
+    scheduler = FakeScheduler(permits=permits, num_cached_tokens=2, answer=[9, 0])
+    async with limited(model, tmp_path, scheduler, tokens_per_minute=60) as (served, key):
+        body, headers = BODY | {"max_tokens": 40}, bearer(key) | {"Idempotency-Key": "once"}
+        with pytest.raises(httpx.ReadTimeout):
+            await served.http.post("/v1/completions", json=body, headers=headers, timeout=0.5)
+        await until(lambda: not served.gateway.gate.inside)
+        assert scheduler.num_running == 1
+        assert (await post(served, key, max_tokens=40)).status_code == 429
+        scheduler.run_freely()
+        async with asyncio.timeout(DEADLINE_SECONDS):  # the gateway hears of the end a little later
+            while not (other := await post(served, key, max_tokens=40)).is_success:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert 14 <= int(other.headers["x-ratelimit-remaining-tokens"]) <= 16

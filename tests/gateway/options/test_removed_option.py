@@ -1,0 +1,71 @@
+"""Each option of the gateway is removed from a copy of the tree, and the rest still works."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+COPIED = ("services", "gen", "tests/gateway", "pyproject.toml")
+LISTED = "services/gateway/options/listed.py"
+OPTIONS = ("idempotency",)
+"""Folders of options. `without/` has the tests of a gateway without each."""
+OTHER_TESTS = (
+    "tests/gateway/integration/openai/test_gateway_sessions.py",
+    "tests/gateway/integration/transport/test_gateway_quick_refusals.py",
+)
+BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
+"""Bytecode of another process that has not been renamed yet."""
+
+
+def test_every_option_is_tried() -> None:
+    folders = (REPOSITORY / LISTED).parent.glob("*/__init__.py")
+    assert {path.parent.name for path in folders} == set(OPTIONS)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_rest_works_without_an_option(option: str, tmp_path: Path) -> None:
+    copy_tree(tmp_path)
+    remove(option, tmp_path)
+    importers = [
+        path
+        for path in (tmp_path / "services").rglob("*.py")
+        if f"options.{option}" in (text := path.read_text()) or f"import {option}" in text
+    ]
+    assert importers == []
+    tests = (f"tests/gateway/options/without/{option}.py", *OTHER_TESTS)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *tests],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def copy_tree(root: Path) -> None:
+    """Copies the files that the tests need."""
+    for name in COPIED:
+        source, target = REPOSITORY / name, root / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=BEING_WRITTEN)
+        else:
+            shutil.copy(source, target)
+    for source in (REPOSITORY / "tests").glob("*.py"):
+        shutil.copy(source, root / "tests")
+
+
+def remove(option: str, root: Path) -> None:
+    """Removes an option as a person would: its folder, its tests, and its lines of the list."""
+    for folder in ("services/gateway/options", "tests/gateway/options"):
+        shutil.rmtree(root / folder / option)
+    listed = root / LISTED
+    lines = listed.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if option not in line]
+    assert len(kept) < len(lines)
+    listed.write_text("".join(kept))
