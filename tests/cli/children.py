@@ -130,7 +130,7 @@ def health_server(
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Waits until a condition holds; fails after a deadline."""
+    """Waits until a condition holds. Fails after a deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"

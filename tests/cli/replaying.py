@@ -58,5 +58,5 @@ def replay(*arguments: object) -> int:
 
 
 def replayed(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Runs `stepwell replay`; returns its exit status, standard output and standard error."""
+    """Runs `stepwell replay`. Returns its exit status, standard output and standard error."""
     return replay(*arguments), *capsys.readouterr()

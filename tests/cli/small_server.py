@@ -12,9 +12,9 @@ from typing import Any
 class SmallServer(ThreadingHTTPServer):
     """Answers a completion with the words of the prompt, and a chat with the received messages.
 
-    For the message "wait" half an answer is sent, until the client disconnects, which sets
-    `hung_up`. The prompt "refuse" is refused, "break" breaks the connection, "fail" sends an error
-    in the stream. `bodies`: the posted bodies. `keys`: the Authorization header of each call.
+    For the message "wait" half an answer is sent. When the client then disconnects, `hung_up` is
+    set. The prompt "refuse" is refused, "break" breaks the connection, and "fail" sends an error in
+    the stream. `bodies` are the posted bodies. `keys` are the Authorization headers of all calls.
     """
 
     def __init__(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:

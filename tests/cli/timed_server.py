@@ -1,6 +1,7 @@
-"""An OpenAI server of asyncio alone that answers with known delays, and notes when it did what.
+"""An OpenAI server that answers with known delays, and records the times of its actions. It uses
+only asyncio.
 
-The name of the model says what it does, in words such as `ttft=60 itl=15 refuse=ignore_eos`:
+The name of the model determines its behaviour, by words such as `ttft=60 itl=15 refuse=ignore_eos`:
 
 * ttft, itl: milliseconds before the first token, and between tokens;
 * refuse: a field with which a request is refused (400); status: every completion has this status;
@@ -9,8 +10,8 @@ The name of the model says what it does, in words such as `ttft=60 itl=15 refuse
 * pack: tokens in one write; silent: finishes without a token; tokenize=no: has no /tokenize.
 
 `python -m tests.cli.timed_server` prints its port and serves until standard input ends. GET /log
-lists for each completion its body, when it came, and when each token was written, by the monotonic
-clock of the machine.
+lists the body of each completion, the time of its arrival, and the time at which each token was
+written. Times are those of the machine's monotonic clock.
 """
 
 import asyncio

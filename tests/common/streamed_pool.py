@@ -27,7 +27,7 @@ def response(number: int) -> kvpool_pb2.TransactResponse:
 
 
 class Pool(kvpool_pb2_grpc.KVPoolServicer):
-    """Answers transactions as the test sets, and counts the answers."""
+    """A pool that answers transactions as the test sets, and counts the answers."""
 
     def __init__(self, behavior: Behavior) -> None:
         self.num_answered = 0

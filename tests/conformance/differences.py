@@ -6,10 +6,10 @@ from typing import Any
 def differences(
     golden: dict[str, Any], ours: dict[str, Any], fields: list[str], *, policy: str = "fcfs"
 ) -> list[str]:
-    """Every field of every step and request that differs. An absent field equals an empty one.
+    """Returns all fields of steps and requests that differ. An absent field equals an empty field.
 
-    With PRIORITY, queues are compared as sets: vLLM lists its heap, and the heap's order of
-    requests that are not admitted next is not a decision.
+    With PRIORITY, queues are compared as sets, because vLLM lists its heap, and the order within
+    the heap is not a decision.
     """
     found = []
     unordered = _QUEUES if policy == "priority" else ()

@@ -1,8 +1,9 @@
-"""Runs a scenario with KV events: blocks that entered and left the prefix index in each step.
+"""Runs a scenario, and records its KV events. These are the blocks that entered and left the prefix
+index in each step.
 
-The name of a block identifies the tokens that its hash stands for, as in the recordings: the first
-12 hex digits of the SHA-256 of the JSON of `[tokens up to its end, adapter, salt, [[item, offset],
-...]]`.
+As in the recordings, the name of a block identifies the tokens that its hash covers. The name is
+the first 12 hex digits of the SHA-256 of the JSON of `[tokens up to its end, adapter, salt, [[item,
+offset], ...]]`.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ from tests.scenarios.run import ScenarioRun
 from tests.scenarios.scenario import Scenario
 
 _Block = tuple[int, str]
-"""Group index and block name."""
+"""Index of a KV-cache group, and name of a block."""
 
 
 class PublishingPool(InProcessPool):

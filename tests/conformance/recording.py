@@ -24,7 +24,7 @@ NUM_RECORDINGS = {
     "mixed": 90,
     "events": 14,
 }
-"""Recording files by family."""
+"""Maps each family of recordings to its number of files."""
 _NAME = re.compile(rb'\{"name": ?"(\w+)"')
 
 
@@ -47,7 +47,7 @@ class Recording:
 
     @property
     def recorded(self) -> Record:
-        """The record: every field of every step."""
+        """The recorded decisions, as every field of every step."""
         return self._parsed["recorded"]
 
     @cached_property

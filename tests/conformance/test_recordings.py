@@ -1,5 +1,5 @@
-"""Stepwell's decisions equal vLLM's: every recorded field of every step, with the pool in process
-and behind its service.
+"""Stepwell's decisions equal vLLM's in every recorded field of every step, with the pool in the
+same process and behind its service.
 """
 
 import json

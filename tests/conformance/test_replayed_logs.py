@@ -40,7 +40,7 @@ async def test_a_log_of_a_scenario_replays_and_without_a_change_nothing_changes(
             await what_if(replay.history, config)
         return
     if config.num_steps_in_flight > 2:
-        return  # vLLM counts empty steps among those in flight, and our engine does not plan them
+        return  # vLLM counts empty steps as steps in flight, and our engine does not plan them
     run = await what_if(replay.history, config)
     for row in ROWS:
         assert row.measure(run) == row.measure(replay.statistics), row.name

@@ -1,7 +1,7 @@
-"""The behaviour of every Directory, whatever its storage.
+"""The behaviour of every Directory, independently of its storage.
 
 The tests of an implementation subclass `DirectoryConformance` and create the directory in a
-fixture. A directory may lag: the tests wait, with a deadline, for the expected answer.
+fixture. A directory may lag, so the tests wait, with a deadline, for the expected answer.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ async def says(directory: Directory, path: str, *expected: tuple[str, int, int])
 
 
 class DirectoryConformance:
-    """The tests. They need a fixture `directory`."""
+    """The tests of a directory. They need a fixture `directory`."""
 
     async def test_nothing_is_found_in_an_empty_pool(self, directory: Directory) -> None:
         opened(directory, "p", 1, FULL)
@@ -122,7 +122,8 @@ class DirectoryConformance:
         directory.publish("p", EventBatch(1, 1, False, everything))
         await says(directory, "abcdef", ("p", 1, 6))
         directory.publish("p", EventBatch(1, 2, False, (removed(abcde, group=1),)))
-        # The window is whole at "abcd" again, but there is no state: the one before is at "a".
+        # The window at "abcd" is complete again, but no state is cached there. The last state
+        # before it is at "a".
         await says(directory, "abcdef", ("p", 1, 1))
         directory.publish("p", EventBatch(1, 3, False, (BlocksStored(0, (abcd,)),)))
         await says(directory, "abcdef", ("p", 1, 4))

@@ -1,4 +1,4 @@
-"""A pool that is too simple to be wrong: it searches lists from end to end.
+"""A pool that is too simple to be wrong, because it searches lists from end to end.
 
 It follows the contract literally, one item at a time, and stores nothing twice. The owners of a
 block are read from the tables. Prefix hits are read from a list of (group, hash, block) in
@@ -49,7 +49,7 @@ class NaivePool:
         self.num_evictions = 0
         # Allocated blocks whose hash was removed. They are not published again.
         self.barred: set[int] = set()
-        # States published since the start of the last step, as group and hash.
+        # States that were published since the start of the last step. Each is a group and a hash.
         self.fresh: set[tuple[int, bytes]] = set()
         self._specs = groups
         self._groups = range(len(groups))

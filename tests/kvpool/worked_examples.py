@@ -61,7 +61,7 @@ def admission(
 def admit(
     pool: KVPool, request: int, num_tokens: int, *, hit: int = 0, path: str = ""
 ) -> list[int]:
-    """Admits one request, which must succeed; returns its table in the first group."""
+    """Admits one request, which must succeed. Returns its table in the first group."""
     terms = admission(request, num_tokens, hit=hit, path=path)
     outcome = pool.transact([Admit([terms])])
     assert outcome.stop is None
@@ -71,7 +71,7 @@ def admit(
 
 
 def grow(pool: KVPool, request: int, num_slots: int, *, computed: int = 0) -> list[int]:
-    """Grows one request, which must succeed; returns its new blocks in the first group."""
+    """Grows one request, which must succeed. Returns its new blocks in the first group."""
     outcome = pool.transact([Grow([request], [computed], [num_slots])])
     assert outcome.stop is None
     (result,) = outcome.results

@@ -62,12 +62,12 @@ def make_arrival(
 
 
 def _prompt(random: Random) -> tuple[int, ...]:
-    """A random prompt. Prompts have few different beginnings, so that they share prefixes; few are
-    unique.
+    """A random prompt. Prompts have few different beginnings, so that they share prefixes. Few
+    prompts are unique.
     """
     stem = random.choice(_STEMS)[: random.choice((0, 4, 9, 16, 25))]
     tokens = [*stem, *[3 + random.randrange(3)] * random.randint(1, 4)]
-    if random.random() < 0.3:  # like a further turn of a conversation
+    if random.random() < 0.3:  # like another turn of a conversation
         tokens += next_tokens(tokens, random.randrange(8))
     return tuple(tokens[:MAX_PROMPT])
 

@@ -1,5 +1,5 @@
-"""The expected answers to requests. They depend on the request alone, whatever happens to
-others.
+"""The expected answers to requests. An answer depends on its request alone, and not on events that
+concern other requests.
 """
 
 from collections.abc import Sequence

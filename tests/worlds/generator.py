@@ -1,4 +1,4 @@
-"""Generates the world of a number. A number always yields the same world."""
+"""Generates worlds from numbers. A number always yields the same world."""
 
 from dataclasses import replace
 from random import Random
@@ -69,8 +69,9 @@ def make_world(number: int) -> World:
 
 
 def _conflicting(families: set[str]) -> set[str]:
-    """Features that exclude others: a pooled prompt has no output; workers of several stages do not
-    feed tokens forward, as drafts and asynchronous scheduling require; and there is one connector.
+    """Features that exclude others. A pooled prompt has no output. Workers of several stages do not
+    feed tokens forward, which drafts and asynchronous scheduling require. There is only one
+    connector.
     """
     conflicts: set[str] = set()
     if "pooling" in families:
@@ -86,8 +87,8 @@ def _conflicting(families: set[str]) -> set[str]:
 
 
 def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
-    """A configuration whose pool can store the longest sequence, and not many of them. None if the
-    drawn configuration cannot serve any request.
+    """A configuration whose pool can store the longest sequence, but not many such sequences. None
+    if the drawn configuration cannot serve any request.
     """
     num_drafts = random.randint(1, 3) if "drafts" in families else 0
     max_model_len = MAX_PROMPT + MAX_OUTPUT + random.randrange(30)
@@ -140,7 +141,7 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
         }
         if named[
             "disable_chunked_mm_input"
-        ]:  # the budget share of a prompt may be smaller than an item
+        ]:  # a request's part of the budget may be smaller than an item
             named["long_prefill_token_threshold_adaptive"] = False
     if "connector" in families:
         named |= {
@@ -166,8 +167,8 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
 
 
 def _threshold(random: Random, families: set[str]) -> int:
-    """The threshold for long prefills. Without chunked items there is no threshold: it could be
-    smaller than an item.
+    """The threshold for long prefills. If items must not be chunked there is no threshold, because
+    it could be smaller than an item.
     """
     if "encoder" in families:
         return 0

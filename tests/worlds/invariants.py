@@ -33,7 +33,7 @@ class Before:
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Before":
-        """The current state."""
+        """Returns the current state."""
         queue = list(scheduler.queues.queued)
         holding = frozenset(request for request in queue if request.holds_blocks)
         return cls(queue, holding, scheduler.pause_mode)
@@ -46,7 +46,7 @@ def check_plan(
     plan: SchedulerOutput,
     sent: Iterable[SchedulerOutput],
 ) -> None:
-    """Checks all invariants of a planned step. `sent`: the earlier steps in flight."""
+    """Checks all invariants of a planned step. `sent` are the earlier steps in flight."""
     check_limits(scheduler, plan)
     check_states(scheduler)
     check_known_tokens(scheduler.config, plan, sent)
@@ -80,7 +80,7 @@ def check_limits(scheduler: Scheduler, plan: SchedulerOutput) -> None:
 
 
 def check_states(scheduler: Scheduler) -> None:
-    """A request is in exactly one queue; an ended request is in none."""
+    """A request is in exactly one queue. An ended request is in no queue."""
     everywhere = scheduler.requests
     assert len(set(everywhere)) == len(everywhere)
     assert not any(request.is_finished for request in everywhere)
@@ -107,10 +107,10 @@ def check_known_tokens(
 
 
 def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> None:
-    """The blocks that a step writes are written for one request only, and requests outside the step
-    do not have them. An exception are requests that start a load: a prefix hit of theirs may be
-    computed in this step. Positions of states after drafts are known to the workers alone, and are
-    not checked.
+    """Each block that a step writes is written for one request only, and requests outside the step
+    do not have the block. Requests that start a load are an exception, because their prefix hit may
+    be computed in this step. Positions of states after drafts are not checked, because only the
+    workers know them.
     """
     written: Counter[int] = Counter()
     read: set[int] = set()
@@ -136,8 +136,8 @@ def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> N
 
 
 def check_admission_order(before: Before, plan: SchedulerOutput) -> None:
-    """Requests are admitted in queue order. Only a skipped request, which waits for a reason of its
-    own, may be overtaken. A step that preempts admits no request.
+    """Requests are admitted in queue order. Only a skipped request, which waits for a reason that
+    concerns no other request, may be overtaken. A step that preempts admits no request.
     """
     admitted = {*plan.new, *plan.resumed}
     assert len(admitted) == len(plan.new) + len(plan.resumed) == len(plan.block_tables)
@@ -182,11 +182,13 @@ class PublishedContents:
         self._config = config
         self._follows_states = follows_states
         self._digests: dict[BlockHash, dict[int, list[int]]] = defaultdict(dict)
-        """For each hash, the values of the sequence's positions, by the last value of the block. A
-        hash has two entries if an item's identifier was used with two sizes.
+        """For each hash, maps the last value of its block to the values of the sequence's
+        positions. A hash has two entries if an item's identifier was used with two sizes.
         """
         self._num_tokens: dict[BlockHash, int] = {}
-        """The total number of tokens that a hash stands for."""
+        """Maps a hash to the number of tokens from the start of the sequence to the end of its
+        block.
+        """
         self._seen: dict[Request, tuple[int, int]] = {}
 
     def learn(self, requests: Iterable[Request]) -> None:
@@ -233,7 +235,7 @@ class PublishedContents:
     def _check(
         self, block_hash: BlockHash, group: int, is_held: Callable[[int, int], bool]
     ) -> None:
-        """`is_held`: whether a block has a given digest at a position."""
+        """`is_held` returns whether a block has a given digest at a position."""
         end, size = self._num_tokens[block_hash], self._config.all_groups[group].block_size
         begin = end - 1 if self._is_state(group) else (end - 1) // size * size
         assert any(

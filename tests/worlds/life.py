@@ -38,9 +38,9 @@ from tests.worlds.workers import WorldConnector, WorldWorkers
 from tests.worlds.world import Arrival, Event, Incident, World
 
 TICK = 0.001
-"""Virtual seconds of a tick."""
+"""Length of a tick in virtual seconds."""
 TICKS_IN_SECONDS = 0.1
-"""The length of a tick for the queue estimate, which is updated ten times a second."""
+"""Length of a tick in seconds for the queue estimate, which is updated ten times a second."""
 MAX_TICKS = 4000
 """The maximum number of ticks after the last external event. No world needs that many."""
 
@@ -259,8 +259,8 @@ class Life:
 
     @property
     def _leaves_stale_hashes(self) -> bool:
-        """Whether a load within a step may fail with recomputation of its blocks. Hashes of these
-        blocks stay until then, as in vLLM.
+        """Whether a load within a step may fail and its blocks are then computed again. As in vLLM,
+        the hashes of these blocks stay published until then.
         """
         recomputes = self.world.config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE
         return recomputes and any(

@@ -1,6 +1,6 @@
-"""Random worlds with all features, each run to its end with invariants checked at every step; then
-its log is replayed, bit for bit. `python -m tests.worlds` runs more of them, see
-docs/contributing.md.
+"""Random worlds with all features. Each world is run to its end, with invariants checked at every
+step. Then its log is replayed, bit for bit. `python -m tests.worlds` runs more worlds
+(docs/contributing.md).
 """
 
 from collections import Counter

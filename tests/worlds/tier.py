@@ -35,9 +35,9 @@ class _Load:
 
 
 class WorldTier:
-    """Stores take place before their step writes. Loads begin with their step, and end with the
-    output of that or a later step. Some loads copy at the beginning, the others at the end. A block
-    that is damaged, or whose key differs from the requested key, is not copied.
+    """Stores are complete before their step writes. Loads begin with their step, and end with the
+    output of that or a later step. Some loads copy blocks at their beginning, and others at their
+    end. A block that is damaged, or whose key differs from the requested key, is not copied.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -62,8 +62,8 @@ class WorldTier:
                 self._copy(load, cache)
 
     def end_step(self, cache: PagedCache) -> KVTransferResults:
-        """The transfer results that are reported with the output of a completed step: the loads
-        that ended.
+        """The loads that ended, as the transfer results that are reported with the output of a
+        completed step.
         """
         ended = [load for load in self._loads if not load.num_steps]
         self._loads = [load for load in self._loads if load.num_steps]
@@ -85,11 +85,11 @@ class WorldTier:
             block.is_damaged = True
 
     def reset(self) -> None:
-        """Begins a new generation: no load is under way."""
+        """Begins a new generation, in which no load is in progress."""
         self._loads.clear()
 
     def clear(self) -> None:
-        """Begins with new processes: the tier is empty."""
+        """Begins with new processes, whose tier is empty."""
         self._loads.clear()
         self._blocks = [None] * len(self._blocks)
 

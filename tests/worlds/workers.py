@@ -36,8 +36,9 @@ class WorldConnector(StandInConnector):
 
 @dataclass(frozen=True, slots=True)
 class SentLoad:
-    """The contents of a load: positions `begin` to `end` of a sequence, and the state from which
-    the sequence continues. If all tokens are loaded, it is the state before the last token.
+    """The contents of a load. They are the positions from `begin` up to `end` of a sequence, and
+    the state from which the sequence continues. If all tokens are loaded, it is the state before
+    the last token.
     """
 
     request: RequestKey
@@ -50,7 +51,7 @@ class SentLoad:
 
 @dataclass(slots=True)
 class SentStep:
-    """A step between its sending and its answer."""
+    """A step that was sent and is not answered yet."""
 
     plan: SchedulerOutput
     work: StepWork
@@ -63,7 +64,7 @@ class SentStep:
 
 
 class WorldWorkers:
-    """An `Executor`. Steps run one after another, each when it is answered.
+    """An `Executor`. Steps run one after another. A step runs at the time when it is answered.
 
     Loads between steps are not ordered with steps. Their contents are available either as soon as
     they are sent, before steps in flight have run, or only at their end. Loads from the `tier`
@@ -83,13 +84,13 @@ class WorldWorkers:
         self._sent: deque[SentStep] = deque()
         self._deadlines = Deadlines(_LEAST_SECONDS, _MOST_SECONDS)
         self._void: dict[int, set[str]] = {}
-        """For each answered step, by number: requests whose later steps, if planned before the
-        answer was processed, compute from data that was not loaded.
+        """Maps the number of each answered step to requests. Their steps that were planned before
+        the answer was processed compute from data that was not loaded.
         """
         self._late_loads: dict[RequestKey, SentLoad] = {}
-        """Loads whose contents become available at their end, by request."""
+        """Maps a request to its load, whose contents become available at its end."""
         self._items: dict[str, int] = {}
-        """Stored embeddings, by item."""
+        """Maps the identifier of an item to the number of its stored embeddings."""
         self._is_lost = False
         self.have_ended = False
         """Whether the workers restart as new processes."""
@@ -142,7 +143,7 @@ class WorldWorkers:
         self._void.pop(plan.step, None)
 
     def lose(self, *, have_ended: bool) -> None:
-        """Fails every step in flight and every further one."""
+        """Raises WorkersLost for every step in flight and every later step."""
         self._is_lost, self.have_ended = True, self.have_ended or have_ended
         for step in self._give_up():
             if not step.answer.done():

@@ -38,7 +38,7 @@ class Arrival:
     turns: tuple[Turn, ...] = ()
     """The turns of a session, in order."""
     close_at: int | None = None
-    """The tick at which a session is ended; None: the request is not a session."""
+    """The tick at which a session is ended. None if the request is not a session."""
     external: ExternalTokens | None = None
     send_steps: int | None = None
     abort_at: int | None = None
@@ -100,7 +100,7 @@ class World:
     arrivals: tuple[Arrival, ...]
     events: tuple[Event, ...]
     num_tier_blocks: int = 0
-    """The number of blocks in the workers' offloading tier; 0: no tier."""
+    """The number of blocks in the workers' offloading tier. 0 if there is no tier."""
     families: frozenset[str] = field(default_factory=frozenset)
     """The features of the world, by name."""
 

@@ -1,4 +1,4 @@
-"""`stepwell bench` against a server with known delays: figures and errors."""
+"""Figures and errors of `stepwell bench` against a server with known delays."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.slowness import busy_slowness
 
 ROOT = Path(__file__).parents[3]
 SLACK_MS = 30.0
-"""The latency that a machine may add if it is neither slow nor busy."""
+"""Latency in milliseconds that a machine may add if it is not slow or busy."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,9 @@ def url() -> Iterator[str]:
 def bench(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, Any]]:
-    """Runs the command; returns its exit status and the document, None if it wrote none."""
+    """Runs the command. Returns its exit status and the document, or None if it wrote no
+    document.
+    """
     for name in [name for name in os.environ if "STEPWELL" in name]:
         monkeypatch.delenv(name)
 
@@ -59,8 +61,8 @@ Bench = Callable[..., tuple[int, Any]]
 
 
 def log_of(url: str, model: str) -> list[dict[str, Any]]:
-    """The server's records of a load's completions. The first completions measure the server's
-    features.
+    """The server's records of the completions of a load. They include the first completions, which
+    test the server's features.
     """
     notes = http_get(f"{url}/log").json()
     return [note for note in notes if note["body"]["model"] == model]
@@ -272,7 +274,9 @@ def test_a_tokenizer_of_this_machine(bench: Bench) -> None:
 def test_failures_are_counted_by_kind(
     bench: Bench, model: str, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Longer answers than the first one, of two tokens, which finds out what the server takes."""
+    """Answers are longer than the first answer. The first answer has two tokens and tests which
+    fields the server accepts.
+    """
     flags = ("--num-requests", "2", "--output-len", "5")
     status, run = bench(model, *flags)
     assert status == 1
@@ -288,7 +292,7 @@ def test_a_server_that_gives_no_token_ends_the_command(
 
 
 def test_failures_may_be_allowed(bench: Bench, tmp_path: Path) -> None:
-    """Answers of up to two tokens succeed, the third token breaks the longer ones."""
+    """Answers of up to two tokens succeed. Longer answers break at the third token."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a", "output_tokens": 2}\n{"prompt": "b", "output_tokens": 3}\n')
     flags = ("--dataset", str(file), "--num-requests", "2")

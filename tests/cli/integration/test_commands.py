@@ -1,4 +1,4 @@
-"""The commands as people and scripts run them: real processes, a real HTTP server."""
+"""The commands as people and scripts run them, with real processes and a real HTTP server."""
 
 import os
 import pty
@@ -192,7 +192,9 @@ def test_what_is_no_url_is_one_sentence(url: str) -> None:
 
 @pytest.fixture
 def sigint_as_in_a_terminal() -> Iterator[None]:
-    """Programs started from here take SIGINT, even where the tests run behind an `&`."""
+    """Programs that are started in this context handle SIGINT, even if the tests run in the
+    background of a shell.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -216,7 +218,8 @@ def test_a_conversation_in_a_terminal(server: SmallServer) -> None:
         assert "[hello]" in read_until(master, "]\r\n> ")
         os.write(master, b"wait\n")
         read_until(master, "[hello [hello] wait")
-        # As with any program, a signal just before a system call waits for its end: once more.
+        # A signal just before a system call is handled only after the call, as in any program. So
+        # the signal is sent again.
         process.send_signal(signal.SIGINT)
         while not shows(master, 5):
             process.send_signal(signal.SIGINT)
@@ -233,7 +236,7 @@ def test_a_conversation_in_a_terminal(server: SmallServer) -> None:
 
 
 def shows(terminal: int, seconds: float) -> bool:
-    """Whether a terminal has something to show within a time."""
+    """Whether a terminal has output within this time."""
     return bool(select.select([terminal], [], [], seconds)[0])
 
 

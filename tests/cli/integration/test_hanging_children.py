@@ -43,7 +43,7 @@ class Watched:
         return self.supervisor.pid("pool")
 
     async def until_replaced(self) -> str:
-        """Waits until the child was killed and is ready again; returns why."""
+        """Waits until the child was killed and is ready again. Returns the reason."""
         await until(lambda: ("pool", 1) in self.journal.readies)
         [(name, reason)] = self.journal.hangs
         assert name == "pool"
@@ -62,7 +62,7 @@ async def watched() -> AsyncIterator[Watched]:
 
 
 async def test_a_stopped_child_is_killed_and_started_again() -> None:
-    """It is not given the 200 seconds of one that is slow."""
+    """The limit of 200 seconds for slow children does not apply to it."""
     liveness = LivenessPolicy(stopped_share=0.005, period_seconds=0.1)
     with run_directory() as directory:
         watched = Watched(directory, 100 * SILENCE_SECONDS, liveness)
@@ -117,7 +117,7 @@ async def test_a_child_whose_event_loop_stands_still_is_killed_and_started_again
 
 
 async def test_a_child_that_gets_no_processor_is_left_alone_until_it_gets_one() -> None:
-    """It shares one processor with a loop that goes before it."""
+    """The child shares one processor with a loop of higher priority."""
     (processor, *_) = os.sched_getaffinity(0)
     with run_directory() as directory:
         spec = health_server("pool", directory, silence_seconds=0.5)

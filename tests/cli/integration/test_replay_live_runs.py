@@ -120,7 +120,7 @@ async def reset_and_pause(replica: Replica, gateway: Gateway) -> None:
 async def test_pausing_and_resetting_are_entries_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Under load, with two steps in flight; the log has the calls in their order."""
+    """The load continues, with two steps in flight. The log has the calls in their order."""
     path = await live_log(tmp_path / "steps.jsonl", reset_and_pause, async_scheduling=True)
     logged = entries(path)[1:]
     operators = {"pause", "resume", "reset_prefix_cache", "preempt_all"}
@@ -150,7 +150,7 @@ async def test_pausing_and_resetting_are_entries_of_their_own(
 
 
 async def go_round_in_circles(_: Replica, gateway: Gateway) -> None:
-    """Requests that repeat their last token and would never end."""
+    """Sends requests that repeat their last token and would never end."""
     detection = common_pb2.RepetitionDetection(max_pattern_size=4, min_count=2)
     for handle in range(50, 56):
         token_ids = prompt(9, 7 * handle)
@@ -259,11 +259,11 @@ async def test_a_process_that_is_killed_leaves_a_log_up_to_its_last_half_second(
 
 
 def num_added(path: Path) -> int:
-    """Requests that a log has so far."""
+    """The number of requests that a log has so far."""
     try:
         return sum(line.entry.value["call"] == "add" for line in StepLogFile(path))
     except CommandError:
-        return 0  # its header is not written yet
+        return 0  # the log's header is not written yet
 
 
 async def test_a_path_that_cannot_be_written_ends_the_service_with_one_sentence(

@@ -1,5 +1,5 @@
-"""`stepwell up` with settings that cannot work: one sentence, an exit status, no
-remaining process.
+"""`stepwell up` with settings that cannot work ends with one sentence and an exit status. No
+process remains.
 """
 
 import json
@@ -23,7 +23,9 @@ def model() -> Path:
 
 
 def up(*arguments: str | Path) -> tuple[int, str]:
-    """Exit status and standard error of a start that is refused."""
+    """Starts `stepwell up` with arguments that are refused. Returns its exit status and standard
+    error.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "services.cli", "up", *map(str, arguments)],
         capture_output=True,

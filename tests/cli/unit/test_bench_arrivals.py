@@ -49,7 +49,7 @@ def test_steps_have_their_rates_and_end() -> None:
     assert sum(time < 10 for time in times) == 20
     assert sum(10 <= time < 15 for time in times) == 40
     assert times[20:23] == [10.0, 10.125, 10.25]
-    assert len(times) == 61  # the last at the very end
+    assert len(times) == 61  # the last arrival is at the end
 
 
 def test_an_infinite_rate_sends_all_at_once() -> None:

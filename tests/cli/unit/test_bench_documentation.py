@@ -1,4 +1,4 @@
-"""docs/benchmarks.md has every flag of the load and every field of the document, no others."""
+"""docs/benchmarks.md lists exactly the flags of the load and the fields of the document."""
 
 import re
 from pathlib import Path

@@ -17,8 +17,8 @@ from tests.cli.virtual_time import LoopClock, run
 
 
 class FakeServer:
-    """Answers each request after the seconds that `latency` returns for its number; one at a time
-    if `serial`. `bodies`: the received bodies in order.
+    """Answers each request after the seconds that `latency` returns for its number. If `serial` is
+    true, it answers one request at a time. `bodies` are the received bodies, in order.
     """
 
     def __init__(self, latency: Callable[[int], float], *, serial: bool = False) -> None:
@@ -125,7 +125,9 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
 
 
 def test_waiting_for_a_place_counts_from_the_intended_time() -> None:
-    """Coordinated omission: a stall of one request delays those that were to be sent meanwhile."""
+    """This avoids coordinated omission. A stall of one request delays the requests that should be
+    sent meanwhile, and their latencies include this delay.
+    """
     latencies = [3.0, 0.1, 0.1, 0.1]
     server = FakeServer(latencies.__getitem__)
     load = opened(server, [(float(n), session(n)) for n in range(4)], at_most=1)

@@ -1,4 +1,4 @@
-"""The requests of a load: synthetic sessions, histories, traces and datasets."""
+"""The requests of a load, in synthetic sessions, histories, traces and datasets."""
 
 import json
 import random
@@ -79,7 +79,7 @@ def test_a_history_has_the_answers_as_the_server_gave_them() -> None:
 
 
 def test_words_that_are_several_tokens_are_left_out() -> None:
-    """Of a tokenizer that splits words after three letters, only short words are used."""
+    """If a tokenizer splits words after three letters, only short words are used."""
 
     def count_tokens(text: str) -> int:
         return sum(-(-len(word) // 3) for word in text.split())

@@ -1,4 +1,4 @@
-"""Figures of a run: a worked example, goodput, and numpy as the oracle."""
+"""Figures of a run. Tests a worked example and goodput, and compares with numpy."""
 
 from array import array
 
@@ -27,7 +27,9 @@ def answered(intended: float, times: list[float], **changes: object) -> RequestR
 
 
 def test_a_summary_counts_what_succeeded_after_the_warm_up() -> None:
-    """Two answers of three and of two tokens, one refusal, and a warm-up that does not count."""
+    """There are an answer of three tokens, an answer of two tokens, a refusal, and a warm-up that
+    does not count.
+    """
     records = [
         answered(0.0, [9.0, 9.5], is_warmup=True),
         answered(1.0, [1.2, 1.3, 1.5], num_cached_tokens=4),

@@ -103,7 +103,7 @@ def test_the_ready_line_with_tls(tmp_path: Path) -> None:
 
 
 class FullDisk(io.RawIOBase):
-    """Takes as many bytes as there is room for."""
+    """A file that accepts as many bytes as there is space for."""
 
     def __init__(self) -> None:
         super().__init__()

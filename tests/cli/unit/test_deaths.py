@@ -9,7 +9,7 @@ def hung(ready_seconds: float) -> End:
 
 
 def test_the_bound_doubles_for_a_child_that_hangs_soon_after_it_is_ready() -> None:
-    """However long it takes to become ready: loading for 31 s is no steady run."""
+    """The time until the child is ready does not count, so 31 s of loading are not a steady run."""
     deaths, liveness, restarts = Deaths(steady_seconds=30), LivenessPolicy(), RestartPolicy()
     bounds, delays = [], []
     for _ in range(5):

@@ -37,7 +37,7 @@ class World:
 
     texts: list[str] = field(default_factory=lambda: ["a b", "c d"])
     after: list[Answer] | None = None
-    """The results of streams during a fault; None: the undisturbed results."""
+    """The results of streams during a fault. None if they equal the undisturbed results."""
     heals: bool = True
     num_running: int = 2
     load: dict[str, int] = field(default_factory=lambda: {"scheduler-0": 0, "scheduler-1": 2})

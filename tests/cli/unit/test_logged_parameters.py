@@ -14,7 +14,7 @@ def nodes(path: Path) -> list[ast.AST]:
 
 
 def parameters_read(path: Path) -> set[str]:
-    """The names behind `sampling.` and `request.sampling.`."""
+    """The names that follow `sampling.` and `request.sampling.` in a source file."""
     return {
         node.attr
         for node in nodes(path)

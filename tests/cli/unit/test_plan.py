@@ -90,7 +90,7 @@ EVERYTHING = {
 
 
 OF_TRACES = ("otlp_endpoint", "trace_sample_ratio", "trace_step_sample_ratio")
-"""Settings that have another default under `stepwell up`: see the tests of traces."""
+"""Settings that have another default under `stepwell up`. The tests of traces concern them."""
 
 
 def received(
@@ -136,7 +136,7 @@ def test_the_services_find_each_other(tmp_path: Path) -> None:
 
 
 def test_the_scheduler_serves_gateways_of_others_on_a_port_of_its_own(tmp_path: Path) -> None:
-    """The model's directory is passed too: these gateways need its tokenizer."""
+    """The model's directory is forwarded too, because these gateways need its tokenizer."""
     assert received(tmp_path, {})["scheduler"].vllm_grpc_address is None
     scheduler = received(tmp_path, {}, vllm_grpc_ports=(9100,))["scheduler"]
     assert (scheduler.vllm_grpc_address, scheduler.model) == ("[::1]:9100", tmp_path)
@@ -169,7 +169,7 @@ def test_without_a_collector_the_gateway_alone_keeps_traces(tmp_path: Path) -> N
     assert gateway.trace_linger_seconds > 0, "it takes the spans of the others until they stop"
     for service in services.values():
         assert service.otlp_endpoint == gateway.trace_address
-        assert service.trace_sample_ratio == 0  # steps are traced for requests alone
+        assert service.trace_sample_ratio == 0  # steps are traced only for traced requests
     assert services["scheduler"].trace_step_sample_ratio == 1
 
 

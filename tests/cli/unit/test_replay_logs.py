@@ -32,7 +32,7 @@ from tests.scenarios.stand_in_model import next_token
 
 
 class Fragile:
-    """A scheduler whose pool is lost in some steps, after some answers."""
+    """A scheduler whose pool is lost in some steps, after it has answered some transactions."""
 
     def __init__(self, config: SchedulerConfig, losses: dict[int, int]) -> None:
         self.entries: list[Entry] = []
@@ -141,7 +141,7 @@ def test_a_replay_of_any_run_makes_the_same_decisions(
             assert await replaying.replay_entry(Field(json.loads(json.dumps(entry)))) == []
         run = replaying.statistics
         if run.samples:
-            # What a picture marks step by step is what its headline counts.
+            # The preemptions that a plot marks step by step add up to the number in its headline.
             assert sum(sample.num_preemptions for sample in run.samples) == run.num_preemptions
 
     asyncio.run(again())

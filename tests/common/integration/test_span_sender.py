@@ -29,8 +29,8 @@ DEADLINE_SECONDS = 60.0
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Accepts spans while `takes` is set, and refuses them otherwise. While `goes_on` is not set,
-    it does not answer.
+    """A collector that accepts spans while `takes` is set, and refuses them otherwise. While
+    `goes_on` is not set, the collector does not answer.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,9 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short queue, small batches, and a collector that has much time to answer."""
+    """Makes the queue short, the batches small, and the time for an answer of the collector
+    long.
+    """
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", str(QUEUE))
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", str(BATCH))
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
@@ -159,7 +161,7 @@ def test_an_outage_is_logged_once_with_its_cause_and_what_was_dropped(
         with socket.create_server(("127.0.0.1", 0)) as unused:
             endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
         cause = f"the collector at {endpoint} is not there"
-        # So long it is tried again.
+        # The spans are sent again for this time.
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
         monkeypatch.setattr(span_sender, "KEPT_SECONDS", 0.4)
     tracing = configure_tracing("gateway", endpoint, 1.0)
@@ -193,8 +195,8 @@ time.sleep(120)
 
 @contextmanager
 def stoppable() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A collector's process and endpoint. While the process is stopped, its kernel accepts
-    connections and data, and nothing is answered.
+    """A collector's process and endpoint. While the process is stopped, the kernel accepts
+    connections and data, but no answer is sent.
     """
     arguments = [sys.executable, "-c", STOPPABLE]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
@@ -240,7 +242,7 @@ def test_while_a_collector_is_away_for_less_than_a_minute_what_fits_is_kept(
         until(lambda: sender.num_sent == 1)
         stop(process)
         make_spans(tracing, 2 * BATCH + 3)
-        time.sleep(1)  # several times what an export may take
+        time.sleep(1)  # several times the time limit of an export
         assert num_accounted(sender) == 1
         process.send_signal(signal.SIGCONT)
         until(lambda: sender.num_sent == 2 * BATCH + 4)

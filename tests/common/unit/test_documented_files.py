@@ -61,8 +61,9 @@ def _leads_somewhere(page: Path, path: str, anchor: str) -> bool:
 
 
 def _anchors(text: str) -> set[str]:
-    """Anchors of the headings of a page by GitHub's rules: in lower case, without markup and
-    punctuation, with hyphens for spaces; of equal ones the second ends in -1, the third in -2.
+    """Anchors of the headings of a page by GitHub's rules. They are in lower case, without markup
+    and punctuation, and with hyphens for spaces. If anchors are equal, the second ends in -1, the
+    third in -2.
     """
     anchors: set[str] = set()
     numbers: Counter[str] = Counter()

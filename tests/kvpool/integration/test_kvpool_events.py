@@ -1,4 +1,6 @@
-"""Watching and matching over gRPC: a snapshot, what follows, and what a slow reader gets."""
+"""Watching and matching over gRPC. Tests the snapshot, the events after it, and the messages to a
+slow reader.
+"""
 
 import asyncio
 from contextlib import aclosing
@@ -16,7 +18,7 @@ from tests.kvpool.wire import Speaker, packed
 from tests.kvpool.worked_examples import BLOCK_SIZE, hashes
 
 IDLE_SECONDS = 1.0
-"""Within this every event of an idle pool is out, with much to spare."""
+"""A time in which an idle pool has certainly sent every event."""
 
 
 async def test_a_watcher_gets_a_snapshot_and_then_every_change(stub):
@@ -26,16 +28,16 @@ async def test_a_watcher_gets_a_snapshot_and_then_every_change(stub):
 
     assert await read(watch) == batch(speaker, 1, stored("ab"), snapshot=True)
     await speaker.transact(wire.release(1), wire.admit(wire.admission(2, 8, path="xy")))
-    # Block 3 was free; the second one evicts "ab", the end of the older prefix.
+    # Block 3 was free. The second block evicts "ab", the end of the older prefix.
     assert await read(watch) == batch(speaker, 2, removed("ab", last=1), stored("xy"))
-    await speaker.transact(wire.release(2))  # changes nothing that can be found
+    await speaker.transact(wire.release(2))  # does not change the prefix index
     await speaker.transact(wire.reset())
     assert await read(watch) == batch(speaker, 3, cleared())
     watch.cancel()
 
 
 async def test_an_idle_pool_keeps_nothing_back(stub):
-    """The changes of a transaction are sent, although the pool has no stream any more."""
+    """The changes of a transaction are sent even if the pool has no stream any more."""
     speaker = await opened_speaker(stub)
     watch = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id="replica"))
     await read(watch)
@@ -61,7 +63,7 @@ async def test_a_watcher_is_told_that_the_pool_begins_anew(stub):
 
 
 async def test_answers_name_what_changed_if_the_pool_was_opened_so(stub):
-    """Also the answer to a transaction that is sent again."""
+    """The answer to a repeated transaction names the changes too."""
     speaker = await opened_speaker(stub, num_blocks=4, report_events=True)
     answer = await speaker.transact(wire.admit(wire.admission(1, 8, path="ab")))
     assert list(answer.events) == [stored("ab")]
@@ -90,7 +92,7 @@ async def test_a_watcher_that_falls_behind_gets_a_snapshot_instead():
         feed.publish("replica", said[1])
         assert await anext(watching) is said[0]
         feed.publish("replica", said[2])
-        feed.publish("replica", said[3])  # three hashes wait for a reader of two
+        feed.publish("replica", said[3])  # three hashes wait for a reader that may have two
         now = EventBatch(7, 4, True, (event("a"),))
         assert await anext(watching) is now
         feed.publish("replica", said[0])

@@ -72,7 +72,8 @@ async def test_metrics_tell_how_long_blocks_live_lie_idle_and_wait_for_their_reu
             await speaker.transact(wire.admit(wire.admission(1, 12, path="abc")))  # 1
             await speaker.transact(wire.release(1))  # 2
             await speaker.transact(wire.lookup(2, 8, "ab"))  # 3
-            # Finds two blocks after two transactions; evicts "c", which lived three, idle two.
+            # Hits two blocks two transactions after they were freed. Evicts "c", which was cached
+            # for three transactions and idle for two.
             await speaker.transact(wire.admit(wire.admission(2, 9, hit=8)))  # 4
             await speaker.transact(wire.release(2), wire.reset())
             await speaker.end()
@@ -107,7 +108,7 @@ async def test_an_address_that_is_taken_ends_it_with_one_sentence():
 async def pool_process(
     *flags: str,
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
-    """A running service, and its logged addresses by what is served there."""
+    """A running service. The dictionary maps what is served to the logged address."""
     process = await asyncio.create_subprocess_exec(
         *command("127.0.0.1:0", *flags),
         stderr=asyncio.subprocess.PIPE,

@@ -38,7 +38,7 @@ def test_blocks_without_a_hash_are_reused_first_the_last_one_foremost():
 
 def test_blocks_with_a_hash_are_reused_last_the_end_of_the_prefix_first():
     pool = make_pool(8)
-    admit(pool, 1, 10, path="ab")  # two full blocks and a begun one
+    admit(pool, 1, 10, path="ab")  # two full blocks and a partly filled one
     release(pool, 1)
     assert pool.free_block_ids() == [3, 4, 5, 6, 7, 2, 1]
 
@@ -64,7 +64,7 @@ def test_a_freed_prefix_is_found_again_in_the_same_blocks():
     release(pool, 1)
     assert lookup(pool, 2, 100, "abd") == 8
     assert admit(pool, 2, 12, hit=8) == [1, 2, 4]
-    assert pool.free_block_ids() == [5, 6, 7, 3]  # taken out of the middle of the queue
+    assert pool.free_block_ids() == [5, 6, 7, 3]  # removed from the middle of the queue
 
 
 def test_two_requests_share_the_blocks_of_a_prefix():
@@ -82,7 +82,7 @@ def test_a_hit_leaves_a_token_to_compute():
     pool = make_pool(8)
     admit(pool, 1, 8, path="ab")
     assert lookup(pool, 2, 7, "ab") == 4
-    # The second block is computed anew, beside the one that stores the same tokens.
+    # The second block is computed again, although another block stores the same tokens.
     assert admit(pool, 2, 8, hit=4) == [1, 3]
     assert pool.num_cached_hashes == 2
 
@@ -94,7 +94,7 @@ def test_of_two_blocks_with_one_hash_the_first_published_is_found():
     assert admit(pool, 3, 9, hit=8, path="ab") == [1, 2, 4]
     release(pool, 3, 1, 2)
     assert pool.free_block_ids() == [4, 5, 2, 3, 1]
-    assert admit(pool, 4, 12) == [4, 5, 2]  # evicts the first of the two
+    assert admit(pool, 4, 12) == [4, 5, 2]  # evicts the first of the two blocks
     assert pool.num_cached_hashes == 2
     assert admit(pool, 5, 8, hit=4, path="ab") == [1, 3]
     release(pool, 5)
@@ -170,7 +170,7 @@ def test_an_admission_needs_room_for_the_whole_sequence():
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
     outcome = pool.transact([Admit([admission(1, 4, reserve=12)])])
     assert outcome.stop is None
-    assert outcome.num_free_blocks == 2  # checked, not held
+    assert outcome.num_free_blocks == 2  # these blocks are checked, but not reserved
 
 
 def test_an_admission_leaves_the_watermark_free():

@@ -18,7 +18,7 @@ from tests.kvpool.worked_examples import (
     release,
 )
 
-# Coordinators.
+# Coordinators
 
 
 def test_without_prefix_caching_groups_of_all_kinds_find_nothing():
@@ -47,7 +47,7 @@ def test_groups_of_two_kinds_agree_on_the_longest_hit_of_both():
 
 def test_a_hit_shrinks_until_every_group_agrees():
     pool = pool_of(FULL, WINDOW, STATE, num_blocks=40)
-    # States are left at 8 and at 24; the window loses what lies before.
+    # States are cached at tokens 8 and 24. The window frees the blocks before it.
     admit(pool, 1, 8, path="ab")
     commit(pool, 1, 24, hashes("abcdef")[2:])
     grow(pool, 1, 24, computed=8)
@@ -56,8 +56,8 @@ def test_a_hit_shrinks_until_every_group_agrees():
     release(pool, 1)
     pool.transact([BeginStep()])
     assert lookup(pool, 2, 100, "abcdef") == 24
-    # At most 23 tokens: full attention has 20 and the window too, but of the state only 8 is
-    # there. The window at 8 needs blocks "a" and "ab", which are cached still.
+    # A hit may have 23 tokens. Full attention and the window have cached 20, but a state is cached
+    # only at 8. The window at 8 needs blocks "a" and "ab", which are still cached.
     assert lookup(pool, 3, 23, "abcdef") == 8
     admit(pool, 3, 9, hit=8)
     tables = pool.block_tables(3)
@@ -76,9 +76,9 @@ def test_a_hit_can_shrink_to_nothing():
     release(pool, 1)
     assert pool.free_block_ids() == [6, 5, 4, 7, 2, 1, 3]
     assert lookup(pool, 2, 8, "ab") == 8
-    assert admit(pool, 9, 4) == [6]  # 6 for the window, 5 for the state
+    assert admit(pool, 9, 4) == [6]  # block 6 for the window, 5 for the state
     assert pool.block_tables(9) == ((6,), (5,))
-    admit(pool, 8, 8)  # 4, 7 and 2: evicts "ab" of the window
+    admit(pool, 8, 8)  # blocks 4, 7 and 2; evicts "ab" of the window
     assert pool.block_tables(8) == ((4, 7), (0, 2))
     assert lookup(pool, 3, 8, "ab") == 0  # a window at 4, a state at 8
     pool.check()
@@ -97,7 +97,8 @@ def test_a_growth_fits_if_all_groups_do():
     admit(pool, 1, 12)  # six blocks; one is left
     outcome = pool.transact([Grow([1], [8], [16])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
-    # Query 12 sees tokens 7 to 12: the window gives one back, and both find room.
+    # Query 12 sees tokens 7 to 12, so the window frees a block, and the new blocks of both groups
+    # fit.
     outcome = pool.transact([Grow([1], [12], [16])])
     assert outcome.stop is None
     assert [group.block_ids for group in outcome.results[0].groups] == [[4], [7]]
@@ -128,11 +129,11 @@ def test_the_last_block_of_a_hit_is_dropped_for_a_draft_head():
 def test_a_window_with_its_last_block_dropped_is_still_a_whole_window():
     pool = pool_of(WINDOW, num_blocks=8, drop_last=True)
     admit(pool, 1, 16, path="abcd")
-    grow(pool, 1, 17, computed=13)  # gives back "a" and "ab"
+    grow(pool, 1, 17, computed=13)  # frees "a" and "ab"
     release(pool, 1)
     assert pool.free_block_ids() == [5, 6, 7, 2, 1, 4, 3]
-    assert lookup(pool, 2, 16, "abcd") == 12  # blocks "ab" and "abc", and "abcd" behind them
-    evict(pool, 4)  # forgets "ab": two blocks are a window, but then none is left to drop
+    assert lookup(pool, 2, 16, "abcd") == 12  # blocks "ab" and "abc", and "abcd" after them
+    evict(pool, 4)  # evicts "ab"; two blocks are a window, but then no block is left to drop
     assert lookup(pool, 2, 16) == 0
 
 
@@ -142,10 +143,10 @@ def test_states_need_nothing_behind_them_for_a_draft_head():
     commit(pool, 1, 12)
     grow(pool, 1, 12, computed=8)
     commit(pool, 1, 12)
-    assert lookup(pool, 2, 12, "abc") == 8  # full attention has twelve tokens and drops four
+    assert lookup(pool, 2, 12, "abc") == 8  # full attention has cached twelve tokens and drops four
 
 
-# What all requests share.
+# Blocks that all requests share
 
 
 def test_common_prefix_blocks_are_those_that_every_request_holds():

@@ -46,7 +46,7 @@ def test_blocks_outside_the_window_of_the_next_query_are_given_back():
     # Query 12 sees tokens 7 to 12: block 1 holds 0 to 3, block 2 holds 4 to 7.
     assert grow(pool, 1, 13, computed=12) == [4]
     assert pool.block_tables(1) == ((0, 2, 3, 4),)
-    assert pool.free_block_ids()[-1] == 1  # it has a hash: last to be reused
+    assert pool.free_block_ids()[-1] == 1  # it has a hash, so it is reused last
     # Query 13 sees tokens 8 to 13.
     assert grow(pool, 1, 14, computed=13) == []
     assert pool.block_tables(1) == ((0, 0, 3, 4),)
@@ -86,10 +86,10 @@ def test_a_window_does_not_move_back():
 def test_a_hit_needs_only_the_blocks_of_the_last_window():
     pool = pool_of(WINDOW, num_blocks=8)
     admit(pool, 1, 16, path="abcd")
-    grow(pool, 1, 17, computed=16)  # gives back blocks 1 and 2
+    grow(pool, 1, 17, computed=16)  # frees blocks 1 and 2
     release(pool, 1)
     assert pool.free_block_ids() == [5, 6, 7, 2, 1, 4, 3]
-    evict(pool, 5)  # forgets "a" and "ab"
+    evict(pool, 5)  # evicts "a" and "ab"
     assert lookup(pool, 2, 16, "abcd") == 16
     assert admit(pool, 2, 17, hit=16) == [0, 0, 3, 4, 1]
     pool.check()
@@ -100,7 +100,7 @@ def test_a_window_is_searched_from_the_right():
     admit(pool, 1, 20, path="abcde")
     release(pool, 1)
     assert pool.free_block_ids() == [6, 7, 5, 4, 3, 2, 1]
-    evict(pool, 3)  # forgets "abcde"
+    evict(pool, 3)  # evicts "abcde"
     assert lookup(pool, 2, 100, "abcde") == 16
     assert lookup(pool, 3, 15, "abcde") == 12
     assert admit(pool, 3, 16, hit=12) == [0, 2, 3, 5]
@@ -109,24 +109,24 @@ def test_a_window_is_searched_from_the_right():
 def test_with_less_than_a_window_cached_a_hit_must_begin_at_the_first_token():
     pool = pool_of(WINDOW, num_blocks=8)
     admit(pool, 1, 12, path="abc")
-    grow(pool, 1, 17, computed=12)  # gives back "a"
+    grow(pool, 1, 17, computed=12)  # frees "a"
     release(pool, 1)
     # blocks 5 and 4 are blank, 1 was freed first, then 3 and 2
     assert pool.free_block_ids() == [5, 4, 6, 7, 1, 3, 2]
     assert lookup(pool, 2, 4, "a") == 4
-    evict(pool, 6)  # forgets "a" and "abc"; "ab" alone is no window
+    evict(pool, 6)  # evicts "a" and "abc"; "ab" alone is no window
     assert lookup(pool, 3, 12, "abc") == 0
 
 
 def test_a_window_is_admitted_with_less_than_the_whole_sequence():
     pool = pool_of(WINDOW, num_blocks=6, in_flight=8)
-    # 40 tokens are ten blocks; a window and a step of eight tokens are five at most.
+    # 40 tokens fill ten blocks. A window and a step of eight tokens need five at most.
     assert pool.transact([Admit([admission(1, 8, reserve=40)])]).stop is None
     release(pool, 1)
     tight = pool_of(WINDOW, num_blocks=5, in_flight=8)
     outcome = tight.transact([Admit([admission(1, 8, reserve=40)])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
-    # What this step computes it needs in full.
+    # For the tokens that this step computes, all blocks are needed.
     outcome = tight.transact([Admit([admission(1, 20)])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
 
@@ -143,7 +143,7 @@ def test_a_request_in_a_window_runs_on_in_four_blocks_for_ever():
 def test_null_entries_are_never_published():
     pool = pool_of(WINDOW)
     admit(pool, 1, 16)
-    grow(pool, 1, 17, computed=16)  # gives back two blocks before their hashes are known
+    grow(pool, 1, 17, computed=16)  # frees two blocks before their hashes are known
     commit(pool, 1, 17, hashes("abcd"))
     assert pool.num_cached_hashes == 2
     assert [event.hashes for event in pool.take_events()] == [tuple(hashes("abcd")[2:])]
@@ -166,9 +166,9 @@ def test_blocks_of_earlier_chunks_are_given_back():
 
 def test_what_lies_before_the_current_chunk_is_a_hit_without_being_cached():
     pool = pool_of(CHUNK)
-    assert lookup(pool, 1, 12, "abc") == 8  # nothing is cached, and nothing before 8 is read
+    assert lookup(pool, 1, 12, "abc") == 8  # nothing is cached, and no token before 8 is read
     assert admit(pool, 1, 13, hit=8) == [0, 0, 1, 2]
-    assert lookup(pool, 2, 15, "abcx") == 12  # the chunk begins at 8, its first block is cached
+    assert lookup(pool, 2, 15, "abcx") == 12  # a chunk from 8, first block cached
     assert admit(pool, 2, 14, hit=12) == [0, 0, 1, 3]
     assert lookup(pool, 3, 15, "xyzw") == 8
     assert admit(pool, 3, 14, hit=8) == [0, 0, 4, 5]
@@ -190,7 +190,7 @@ def test_a_chunk_is_admitted_with_less_than_the_whole_sequence():
 
 def test_a_request_has_one_live_state():
     pool = pool_of(STATE)
-    assert admit(pool, 1, 8, path="ab") == [0, 1]  # passes over its first block
+    assert admit(pool, 1, 8, path="ab") == [0, 1]  # its first block has no state
     assert grow(pool, 1, 9, computed=8) == [2]
     assert pool.block_tables(1) == ((0, 1, 2),)  # the step reads block 1 and writes block 2
     assert grow(pool, 1, 10, computed=9) == []
@@ -211,7 +211,7 @@ def test_a_state_is_of_use_when_it_is_stored_and_found_by_its_hash_alone():
     grow(pool, 1, 9, computed=8)
     assert pool.num_cached_hashes == 1
     assert lookup(pool, 2, 8) == 8
-    assert lookup(pool, 2, 7) == 0  # the state at token 4 was passed over
+    assert lookup(pool, 2, 7) == 0  # no state was stored at token 4
     assert admit(pool, 2, 10, hit=8) == [0, 1, 3]
     release(pool, 1)
     pool.check()
@@ -223,7 +223,8 @@ def test_a_state_needs_one_block_however_long_the_prompt():
     pool = pool_of(STATE, num_blocks=3)
     assert admit(pool, 1, 400)[-2:] == [0, 1]
     assert grow(pool, 1, 401, computed=400) == [2]
-    # One state is read, the other written: a third there is not, unless the first is read.
+    # One state is read, and the other is written. No third block is free before the first state has
+    # been read.
     assert pool.transact([Grow([1], [400], [405])]).stop == Stop(0, 0, StopReason.NO_BLOCKS)
     assert grow(pool, 1, 405, computed=404) == [1]
 
@@ -236,7 +237,7 @@ def test_ages_of_blocks_are_counted_in_transactions():
     admit(pool, 1, 12, path="abc")  # transaction 1
     release(pool, 1)  # 2
     assert lookup(pool, 2, 8, "ab") == 8  # 3
-    admit(pool, 2, 9, hit=8)  # 4: finds two after two, evicts "abc" which lived three, idle two
+    admit(pool, 2, 9, hit=8)  # 4: hits two blocks, free for two; evicts "abc", cached for three
     stats = pool.stats()
     assert (stats.num_reuses, stats.reuse_gap_transactions) == (2, 4)
     assert stats.num_evictions == 1
@@ -258,12 +259,13 @@ def zeroed(pool: KVPool, *operations: Operation) -> tuple[int, ...]:
 
 def test_blocks_handed_out_beside_states_are_to_be_zeroed_but_hits_are_not():
     pool = pool_of(FULL, STATE)
-    assert zeroed(pool, Admit([admission(1, 8, path="ab")])) == (1, 2)  # the state is in 3
+    assert zeroed(pool, Admit([admission(1, 8, path="ab")])) == (1, 2)  # the state is in block 3
     pool.transact([BeginStep()])
     assert zeroed(pool, Grow([1], [8], [13])) == (4, 5)
     assert pool.block_tables(1) == ((1, 2, 4, 5), (0, 3, 0, 6))
     assert zeroed(pool, Grow([1], [12], [13])) == ()
-    # Two requests find blocks 1 and 2 and the state in 3, and each gets a block in both groups.
+    # Two requests hit blocks 1 and 2 and the state in block 3. For each of them a block is
+    # allocated in both groups.
     two = [admission(2, 9, hit=8, path="ab"), admission(3, 10, hit=8, path="ab")]
     assert zeroed(pool, Admit(two)) == (7, 9)
     assert pool.block_tables(3) == ((1, 2, 9), (0, 3, 10))
@@ -281,7 +283,7 @@ def test_without_states_nothing_is_to_be_zeroed():
     assert zeroed(pool, Admit([admission(1, 8, path="ab")]), Grow([1], [8], [9])) == ()
 
 
-# Delayed caching: blocks that are filled from elsewhere are published when they are.
+# Delayed caching: blocks that are filled from elsewhere are published when they are full.
 
 
 def test_blocks_that_are_admitted_uncommitted_are_found_only_once_they_are_committed():

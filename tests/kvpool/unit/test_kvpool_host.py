@@ -1,4 +1,6 @@
-"""The pools of a process: each opening of a pool has a greater generation than all earlier ones."""
+"""The pools of a process. Each opening of a pool has a greater generation than all earlier
+openings.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Exactly once: only the next transaction or a repetition of the last one is accepted."""
+"""Transactions are applied exactly once. Only the next transaction, or a repetition of the last
+one, is accepted.
+"""
 
 import pytest
 

@@ -23,7 +23,9 @@ from tests.kvpool.worked_examples import admission, admit, commit, lookup, make_
 def load(
     request: int, num_tokens: int, *, hit: int = 0, path: str = "", kept_free: int = 0
 ) -> Admission:
-    """A request that loads all its tokens behind the hit, and computes none of them yet."""
+    """The admission of a request that loads all tokens after its hit, and does not compute any
+    token yet.
+    """
     return replace(
         admission(request, num_tokens, hit=hit, path=path),
         num_commit_tokens=hit,

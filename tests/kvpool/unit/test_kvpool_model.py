@@ -1,5 +1,5 @@
-"""The pool compared with a naive pool over random transactions: no block is lost, wrongly shared or
-wrongly found.
+"""Compares the pool with a naive pool over random transactions. No block is lost, wrongly shared or
+wrongly hit.
 """
 
 import itertools
@@ -54,10 +54,11 @@ MIN_OPERATIONS = 10_000
 
 
 class Choices:
-    """Choices read off bytes, one each, the first option when they run out.
+    """Choices decoded from bytes, one byte each. When the bytes are used up, the first option is
+    chosen.
 
-    One draw a transaction instead of dozens makes thousands of operations a matter of seconds, and
-    still shrinks to a small example.
+    One draw for each transaction instead of dozens makes thousands of operations possible in
+    seconds. Failures still shrink to a small example.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -70,7 +71,7 @@ class Choices:
         return options[self.upto(len(options) - 1)]
 
     def some_of(self, options: Iterable[int]) -> list[int]:
-        """One to three different ones, in any order."""
+        """One to three different options, in any order."""
         left = list(options)
         number = min(1 + self.upto(2), len(left))
         return [left.pop(self.upto(len(left) - 1)) for _ in range(number)]
@@ -91,10 +92,11 @@ def spec(kind: str, block_size: int, window: int) -> KVCacheGroup:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Both pools get the same transactions; after each one everything that can be seen is equal.
+    """Both pools execute the same transactions. After each transaction their visible states are
+    equal.
 
-    A request's prompt is a path over two letters, so that prefixes are shared all the time, and
-    pools are so small that blocks are always short.
+    A request's prompt is a path over two letters, so that prefixes are often shared. Pools are so
+    small that blocks are always scarce.
     """
 
     num_operations = 0
@@ -121,7 +123,8 @@ class PoolMachine(RuleBasedStateMachine):
         in_flight: int,
     ) -> None:
         groups = tuple(spec(kind, block_size, window) for kind in kinds)
-        # Of three kinds, or two without full attention, the search looks once behind a candidate.
+        # With three kinds, or two without full attention, the search looks at the block after a
+        # candidate only once.
         drop_last = drop_last and kinds in {"f", "ff", "w", "ww", "s", "fw", "wf", "fs"}
         self.pool = KVPool(
             PoolConfig(
@@ -203,7 +206,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert snapshot == self.naive.found()
 
     def _choose(self, choices: Choices) -> Operation:
-        """An operation that makes sense after those chosen before it, if all of them fit."""
+        """An operation that is valid after the operations chosen before it, if all of them fit."""
         kinds = [self._release]
         if self.admitted:
             kinds += [self._grow, self._grow, self._commit, self._commit, self._evict]
@@ -237,7 +240,8 @@ class PoolMachine(RuleBasedStateMachine):
     def _grow(self, choices: Choices) -> Grow:
         requests = choices.some_of(self.admitted)
         slots = [choices.upto(8 * self.block_size) for _ in requests]
-        # What this transaction admits has computed nothing yet, and no request more than fits.
+        # Requests that this transaction admits have not computed tokens yet. No request has more
+        # computed tokens than slots.
         held = [self.num_held_slots.get(request, 0) for request in requests]
         computed = [choices.upto(min(both)) for both in zip(held, slots, strict=True)]
         return Grow(requests, computed, slots)
@@ -331,7 +335,7 @@ def split(blocks: GroupBlocks) -> list[list[int]]:
 def test_the_pool_equals_a_naive_one_over_thousands_of_operations():
     PoolMachine.num_operations = 0
     numbers = itertools.count()
-    while PoolMachine.num_operations < MIN_OPERATIONS:  # each run draws how many
+    while PoolMachine.num_operations < MIN_OPERATIONS:  # each run draws its number of operations
         run_state_machine_as_test(
             seed(next(numbers))(PoolMachine),
             settings=settings(

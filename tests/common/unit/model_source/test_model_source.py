@@ -22,7 +22,7 @@ INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b":
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and a hub that is not there."""
+    """An empty cache, with a hub that cannot be reached."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
@@ -30,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fill(cache: Path, commit: str = COMMIT, ref: str = "main", **files: str) -> Path:
-    """A model in the cache as huggingface_hub writes it."""
+    """Writes a model to the cache in the format of huggingface_hub."""
     folder = cache / "models--Owner--Tiny-0.5B"
     snapshot = folder / "snapshots" / commit
     for directory in (folder / "refs", folder / "blobs", snapshot):
@@ -152,7 +152,7 @@ HUB = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as fetching a model needs."""
+    """The part of the hub that is needed to download a model."""
 
     status, code = 200, ""
 

@@ -1,4 +1,4 @@
-"""Block hashes against an independent computation, byte by byte."""
+"""Compares block hashes with an independent computation, byte by byte."""
 
 import struct
 from hashlib import sha256

@@ -1,6 +1,4 @@
-"""A lease belongs to one scheduler at a time; conditions under which another scheduler may acquire
-it.
-"""
+"""A lease belongs to one scheduler at a time. Tests when another scheduler may acquire it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""documented_flags.md: every flag of every program has an example, which the program accepts."""
+"""Every flag of every program has an example in documented_flags.md, which the program accepts."""
 
 import dataclasses
 import re
@@ -35,7 +35,7 @@ FILES = (
 
 
 def commands() -> dict[str, list[str]]:
-    """The arguments of each program on the page."""
+    """Maps each program on the page to the arguments of its example."""
     found = {}
     for block in re.findall(r"^```\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL):
         command = block.replace("\\\n", " ")
@@ -46,7 +46,7 @@ def commands() -> dict[str, list[str]]:
 
 
 def client_commands() -> dict[str, list[list[str]]]:
-    """The arguments of each command of a client or an operator, by the command's name."""
+    """Maps the name of each command of a client or an operator to the arguments of its examples."""
     found: dict[str, list[list[str]]] = {}
     block = PAGE.read_text().rpartition("## The other commands")[2].partition("```\n")[2]
     for line in block.partition("```")[0].replace("\\\n", " ").splitlines():
@@ -56,7 +56,7 @@ def client_commands() -> dict[str, list[list[str]]]:
 
 
 class Parsed(Exception):
-    """A command has read its arguments."""
+    """Raised when a command has read its arguments."""
 
 
 def test_every_program_has_its_command() -> None:

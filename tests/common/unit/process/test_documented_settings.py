@@ -25,7 +25,7 @@ PAGES = (
 )
 SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
 
-# Flags of other programs: commands of clients, of operators and of benchmarks, and docker's.
+# Flags of other programs, which are docker and the commands of clients, operators and benchmarks.
 OTHERS = {"--help", "--set", "--minutes", "--key", "--tenants", "--url"}
 OTHERS |= {"--ca-file", "--cert-file", "--key-file"}
 OTHERS |= {"--volumes", "--network", "--build", "--keep", "--roles"}

@@ -14,7 +14,7 @@ from tests.cli.children import until
 
 PROBE = Path(__file__).parents[4] / "deploy" / "docker" / "probe.sh"
 
-# Serves and is ready until it is killed.
+# A server that is ready until it is killed.
 SERVE = """
 import asyncio, sys
 from pathlib import Path
@@ -29,8 +29,8 @@ asyncio.run(main())
 
 
 def probe(file: Path, seconds: int = 10) -> tuple[int, str]:
-    """Exit status and output. No program is on the path, so the shell uses only its built-in
-    commands.
+    """Runs the probe. Returns its exit status and output. No program is on the path, so the shell
+    uses only its built-in commands.
     """
     ran = subprocess.run(
         ["/bin/sh", str(PROBE), str(file), str(seconds)],

@@ -92,7 +92,7 @@ run_service("thing", ServiceSettings, serve)
 
 
 def test_ctrl_c_during_the_imports_ends_a_service_without_a_traceback() -> None:
-    """An import of the pool's settings, one of the last, sends the signal."""
+    """The import of the pool's settings, which is one of the last imports, sends the signal."""
     body = """
 import builtins, os, runpy, signal
 importing = builtins.__import__
@@ -194,7 +194,7 @@ run_service("thing", ServiceSettings, serve)
 def test_lines_that_a_full_disk_did_not_take_are_counted_once_there_is_room(
     style: str, unbuffered: str, tmp_path: Path
 ) -> None:
-    # A limit of the size of files stands for a disk that is full.
+    # A limit on the size of files has the same effect as a full disk.
     body = """
 import logging, resource
 

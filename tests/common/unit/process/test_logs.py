@@ -1,4 +1,4 @@
-"""Log lines: text for people, JSON for machines, each with its trace."""
+"""Log lines are text for people, or JSON for machines, and have the ids of their trace."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from services.common.telemetry.tracing import configure_tracing
 
 @pytest.fixture(autouse=True)
 def root_logger() -> Iterator[None]:
-    """Leaves the process's logging as it was."""
+    """Restores the process's logging after a test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield

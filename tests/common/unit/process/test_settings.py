@@ -223,7 +223,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extended(Base):
-    """Settings of one of them."""
+    """Settings of one of these services."""
 
     port: int = with_default(Base, "port", 7)
     special: str = setting(doc="what only this one has")

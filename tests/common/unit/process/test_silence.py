@@ -23,7 +23,7 @@ def process(**threads: ThreadTimes) -> ProcessTimes:
 
 
 def after(seconds: float, state: str, ran: float, waited: float) -> ThreadTimes:
-    """A thread that spent these shares of the time running and waiting."""
+    """The times of a thread that has run and has waited for these shares of the time."""
     return ThreadTimes(state, ran * seconds, waited * seconds)
 
 
@@ -36,7 +36,9 @@ def counted(
     watcher_waited: float = 0,
     machine: MachineTimes = QUIET,
 ) -> float:
-    """The silence after these seconds of a process with a sleeping thread and such a thread."""
+    """The silence, after `seconds`, of a process with a sleeping thread and a thread with these
+    times.
+    """
     watch = Silence(0.0)
     for number in range(1, round(seconds / PERIOD) + 1):
         now = number * PERIOD
@@ -64,7 +66,7 @@ def test_time_that_a_thread_waits_for_a_processor_does_not_count() -> None:
 
 
 def test_a_wait_counts_as_one_before_the_counter_shows_it() -> None:
-    """sched_info adds a wait to its counter when the wait ends."""
+    """The kernel (sched_info) adds a wait to its counter only when the wait ends."""
     assert counted(100.0, "R", ran=0.01, waited=0.0) == pytest.approx(1.0)
 
 
@@ -109,7 +111,7 @@ def test_a_process_that_is_not_known_is_judged_by_the_run_queue(
 
 
 def test_time_before_the_first_reading_counts_like_the_time_after_it() -> None:
-    """A starved process is not found to hang at the first look, nor at the second."""
+    """A starved process does not count as hung at the first reading and at the second reading."""
     watch = Silence(0.0)
     looks = [
         watch.look(Reading(2.0 + wait, watched=[process(main=ThreadTimes("R", 0.1 * wait, 0))]))

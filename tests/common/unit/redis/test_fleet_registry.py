@@ -1,4 +1,4 @@
-"""The registry of a fleet: what is registered, for how long, and under which name."""
+"""The registry of a fleet. Tests which records it has, for how long, and under which name."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""Which requests a queue accepts, and the wire form of its state."""
+"""Tests which requests a queue accepts, and the message that represents its state."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""At which token a sequence ends, and with which finish reason."""
+"""Tests at which token a sequence ends, and with which finish reason."""
 
 from typing import Any
 
@@ -18,7 +18,9 @@ TWICE = RepetitionDetection(2, 1, 2)
 def end_of(
     output: list[int], *, known: tuple[int, ...] = (), longest: int = 100, **sampling: Any
 ) -> tuple[list[int], Finish | None]:
-    """The output that is kept of these tokens, which follow the known ones, and its end."""
+    """Appends `output` to the known tokens. Returns the output tokens that were kept, and the
+    end.
+    """
     params = SamplingParams(eos_token_ids=(EOS,), stop_token_ids=(EOS, STOP), **sampling)
     tokens, most, ending = [*PROMPT, *known], len(PROMPT) + longest, ending_token_ids(params)
     end = append_until_end(tokens, output, len(PROMPT), most, ending, params)

@@ -1,4 +1,4 @@
-"""Answers that repeat a pattern often enough to be ended."""
+"""Tests which answers repeat a pattern often enough that they are ended."""
 
 import pytest
 from hypothesis import given, settings
@@ -14,17 +14,17 @@ from services.common.request.repetition import MAX_PATTERN_SIZE, RepetitionDetec
         ([7, 7], (1, 1), 2, True),
         ([7], (1, 1), 2, False),
         ([7, 8], (1, 1), 2, False),
-        ([7, 7, 8], (1, 1), 2, False),  # only the end counts
+        ([7, 7, 8], (1, 1), 2, False),  # only a repetition at the end counts
         ([1, 7, 7, 7], (1, 1), 3, True),
         ([7, 7, 7], (1, 1), 4, False),
         ([1, 2, 1, 2], (2, 2), 2, True),
-        ([1, 2, 1, 2, 1], (2, 2), 2, True),  # a pattern begins anywhere: here it is 2, 1
+        ([1, 2, 1, 2, 1], (2, 2), 2, True),  # a pattern may begin anywhere: here it is 2, 1
         ([1, 2, 1], (2, 2), 2, False),
         ([1, 2, 1, 2], (1, 1), 2, False),
         ([1, 2, 1, 2], (3, 5), 2, False),
         ([1, 2, 3, 1, 2, 3], (1, 3), 2, True),
         ([1, 2, 3, 1, 2, 4], (1, 3), 2, False),
-        ([7, 7, 7, 7], (2, 2), 2, True),  # of one token as well, but twice two are twice two
+        ([7, 7, 7, 7], (2, 2), 2, True),  # the pattern 7, 7 occurs twice
         ([7, 7, 7], (2, 2), 2, False),
         ([1, 2, 3, 3, 2, 3], (3, 3), 2, False),
         ([9, *[4, 5] * 3], (1, 8), 3, True),

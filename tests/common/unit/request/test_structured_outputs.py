@@ -12,7 +12,9 @@ from services.common.request.structured_outputs import StructuredOutputs, Struct
 
 
 def schema_of(num_values: int) -> StructuredOutputs:
-    """A text of its own each time, as every request brings one."""
+    """A schema with a text that no earlier call returned, because every request has its own
+    text.
+    """
     text = json.dumps({"enum": list(range(num_values))})
     return StructuredOutputs(StructuredOutputsKind.JSON, text)
 

@@ -1,4 +1,4 @@
-"""A tokenizer's fingerprint depends on the files that decide which tokens a text becomes."""
+"""A tokenizer's fingerprint depends on the files that determine the tokens of a text."""
 
 from pathlib import Path
 

@@ -21,7 +21,9 @@ UNDECODABLE = b"\x0a\xff"
 
 
 class WrongPool(kvpool_pb2_grpc.KVPoolServicer):
-    """Answers one call well, and others with bytes that are no message of their type."""
+    """A pool that answers one method correctly. To other methods it answers with bytes that are not
+    a message of the right type.
+    """
 
     async def MatchPrefix(self, request: object, context: object) -> Any:  # noqa: ARG002, N802
         return kvpool_pb2.MatchPrefixResponse()
@@ -38,7 +40,7 @@ class WrongPool(kvpool_pb2_grpc.KVPoolServicer):
 
 
 def with_wrong_bytes(servicer: Any, server: Any) -> None:
-    """Registers a servicer that returns None for such bytes."""
+    """Registers a servicer. If it returns None, bytes that cannot be decoded are sent."""
 
     class Registered:
         def add_generic_rpc_handlers(self, handlers: Any) -> None:
@@ -90,7 +92,7 @@ async def test_services_connect_over_a_link_of_some_latency(
 
 
 async def test_a_connection_is_replaced_after_two_calls_without_an_answer() -> None:
-    """It looks whole: nothing ends it."""
+    """The connection looks intact, because nothing ends it."""
     async with serving() as target:
         proxy = CuttableProxy(target)
         async with open_channel(await proxy.start()) as channel:
@@ -134,7 +136,9 @@ async def test_an_answer_that_cannot_be_decoded_ends_its_call_with_an_error(
 
 
 async def test_a_channel_without_calls_that_is_renewed_tries_to_connect_no_more() -> None:
-    """Of itself, grpc tries four times a second, for as long as the channel is open."""
+    """Without the renewal, grpc would try to connect four times a second while the channel is
+    open.
+    """
     connected = asyncio.Event()
 
     async def close(_reader: object, writer: asyncio.StreamWriter) -> None:

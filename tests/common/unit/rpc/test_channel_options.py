@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[4]
 
 
 def channel_arguments(source: str) -> Iterator[str]:
-    """The names in pairs such as `("grpc.so_reuseport", 0)`, which is how arguments are given."""
+    """The names of channel arguments in source code, where they occur in pairs such as
+    `("grpc.so_reuseport", 0)`.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Tuple) and len(node.elts) == 2:
             name = node.elts[0]

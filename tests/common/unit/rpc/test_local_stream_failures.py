@@ -1,5 +1,5 @@
-"""What defects, hostile processes and used-up resources do to streams over a Unix socket. Tests of
-`listening` run over gRPC too: what clients see of a call is the same.
+"""The effects of defects, hostile processes and used-up resources on streams over a Unix socket.
+Tests that use `listening` also run over gRPC, because clients must see the same behaviour.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def at_socket(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def connected(address: str) -> socket.socket:
-    """A connection for one stream of the server."""
+    """Opens a connection for one stream of the server."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(streams_path(unix_path(address)))
     connection.setblocking(False)
@@ -55,7 +55,7 @@ def call_over(connection: socket.socket) -> LocalCall:
 
 @contextmanager
 def without_descriptors() -> Iterator[None]:
-    """Time in which this process can open no file."""
+    """A context in which this process cannot open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = [os.open(os.devnull, os.O_RDONLY)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1, hard))
@@ -102,7 +102,7 @@ async def test_a_call_without_descriptors_is_unavailable(listening: str) -> None
             try:
                 await call.write(request(1))
                 assert await call.read() == response(1)
-            except grpc.aio.AioRpcError:  # while the channel pauses before it connects again
+            except grpc.aio.AioRpcError:  # the channel pauses before it connects again
                 await asyncio.sleep(0.1)
             else:
                 break
@@ -110,7 +110,7 @@ async def test_a_call_without_descriptors_is_unavailable(listening: str) -> None
 
 
 async def test_a_cancelled_read_cancels_its_call(listening: str) -> None:
-    """Otherwise the answer to the request before would be read as that to the next one."""
+    """Otherwise the answer to one request would be read as the answer to the next request."""
     async with serving(echoed, listening) as (_, pool, transact):
         call = transact()
         await call.write(request(1))
@@ -246,7 +246,7 @@ async def test_a_connection_that_names_no_method_is_ended(tmp_path: Path) -> Non
 
 
 async def test_a_call_whose_client_has_gone_is_not_begun(at_socket: str) -> None:
-    """A stopped server continues after its clients have given up and called again."""
+    """A stopped server continues after its clients have cancelled their calls and called again."""
     begun = []
 
     async def noted(requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:

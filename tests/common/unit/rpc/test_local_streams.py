@@ -1,5 +1,5 @@
-"""Streams over a Unix socket. Tests of `listening` run over gRPC too: what clients and handlers see
-of a call is the same.
+"""Streams over a Unix socket. Tests that use `listening` also run over gRPC, because clients and
+handlers must see the same behaviour.
 """
 
 import asyncio
@@ -200,7 +200,7 @@ async def test_without_a_socket_for_streams_they_go_over_grpc(directory: Path) -
 
 
 async def test_other_calls_succeed_as_soon_as_streams_do(directory: Path) -> None:
-    """Each was tried while no server was there, and is refused then without waiting."""
+    """Both kinds of calls are first tried without a server, and are then refused without a wait."""
     address = f"unix:{directory / 'pool.sock'}"
     check = health_pb2.HealthCheckRequest()
     async with open_channel(address) as channel, asyncio.timeout(SECONDS):

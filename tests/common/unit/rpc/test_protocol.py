@@ -1,4 +1,4 @@
-"""Which releases are compatible, and that the contract number changes with the contracts."""
+"""Tests which releases are compatible, and that the protocol number changes with the contracts."""
 
 import hashlib
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""The gRPC server of every service: health, reflection, drain."""
+"""The gRPC server of every service, with health, reflection and drain."""
 
 import asyncio
 import socket
@@ -32,7 +32,7 @@ SECONDS = 60.0
 
 
 class Echo(kvpool_pb2_grpc.KVPoolServicer):
-    """Answers one call at once, and another once it is released."""
+    """A pool that answers one method at once, and another method when the test releases it."""
 
     def __init__(self) -> None:
         self.going = asyncio.Event()
@@ -55,7 +55,7 @@ class Echo(kvpool_pb2_grpc.KVPoolServicer):
 
 
 class Served:
-    """A server that is up, and a channel to it."""
+    """A running server, and a channel to it."""
 
     def __init__(self, server: GrpcServer, echo: Echo, channel: grpc.aio.Channel) -> None:
         self.server = server
@@ -292,7 +292,7 @@ def rendered(exemplars: bool) -> bytes:
     return Exposition("test", [OneGauge("vllm:answer")]).render(exemplars=exemplars)
 
 
-# What Prometheus 2.42 and 3 ask for.
+# The headers that Prometheus 2.42 and 3 send.
 ACCEPT = {
     "2.42": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;"
     "version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
@@ -359,7 +359,7 @@ def test_only_what_is_wrong_with_metrics_is_logged(
         with socket.create_connection(("127.0.0.1", free_port)) as scraper:
             scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert asked.wait(SECONDS)
-            # Closed at once, with a reset.
+            # The connection is closed at once, with a reset.
             scraper.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         answering.set()
         threads[0].join(SECONDS)

@@ -1,5 +1,5 @@
-"""Errors and gRPC statuses: the map is complete, and an error raised in one service is caught in
-another.
+"""Errors and gRPC statuses. The map is complete, and an error that one service raises is caught in
+another service.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ ENDS_A_START = (
     KernelsUnavailable,
     UnsuitableDevice,
 )
-"""They end the worker before it serves."""
+"""Errors that end the worker before it serves."""
 
 
 def all_errors() -> list[type[errors.StepwellError]]:
@@ -84,7 +84,7 @@ def test_the_nearest_ancestor_decides() -> None:
 
 
 class Raising(health_pb2_grpc.HealthServicer):
-    """Raises, before or after its first answer."""
+    """A servicer that raises an error, before or after its first answer."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -107,7 +107,7 @@ class Raising(health_pb2_grpc.HealthServicer):
 async def refusing(
     error: Exception, raising: Raising | None = None, options: Sequence[tuple[str, str]] = ()
 ) -> AsyncIterator[health_pb2_grpc.HealthStub]:
-    """A client of a server whose handlers raise."""
+    """A client of a server whose handlers raise an error."""
     server = grpc.aio.server(interceptors=[StatusInterceptor()])
     health_pb2_grpc.add_HealthServicer_to_server(raising or Raising(error), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -310,7 +310,7 @@ async def test_a_connection_that_ends_under_a_write_was_closed_by_the_peer() -> 
         writer = asyncio.create_task(write_on())
         await asyncio.sleep(0)
         proxy.cut()
-        # A write that finds the call ended says so; the reading has the status in any case.
+        # A write raises an error if the call has ended. The read always has the status.
         with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
             await writer
         with pytest.raises(grpc.aio.AioRpcError) as failed:

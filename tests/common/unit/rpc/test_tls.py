@@ -1,4 +1,6 @@
-"""Servers and channels over TLS: which clients are served, and replacement of certificates."""
+"""Servers and channels over TLS. Tests which clients are served, and the replacement of
+certificates.
+"""
 
 import asyncio
 import tempfile
@@ -38,7 +40,9 @@ AT_ONCE = (
 
 
 class Numbers(kvpool_pb2_grpc.KVPoolServicer):
-    """Answers one call at once, and another with numbers until the client leaves."""
+    """A pool that answers one method at once, and another method with numbers until the client
+    disconnects.
+    """
 
     async def GetStats(self, request: object, context: object) -> kvpool_pb2.GetStatsResponse:  # noqa: ARG002, N802
         return kvpool_pb2.GetStatsResponse(pools=[kvpool_pb2.PoolStats(pool_id="numbers")])
@@ -51,7 +55,7 @@ class Numbers(kvpool_pb2_grpc.KVPoolServicer):
 
 @asynccontextmanager
 async def serving(tls: Tls | None, address: str = "127.0.0.1:0") -> AsyncIterator[str]:
-    """Serves until the block ends; yields the address."""
+    """Serves until the block ends. Yields the address."""
     server = GrpcServer(tls=tls)
     name = kvpool_pb2.DESCRIPTOR.services_by_name["KVPool"].full_name
     server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, Numbers(), name)
@@ -62,7 +66,7 @@ async def serving(tls: Tls | None, address: str = "127.0.0.1:0") -> AsyncIterato
 
 
 async def ask(channel: grpc.aio.Channel) -> str:
-    """The answer; raises the error of a service that calls another one."""
+    """Returns the answer. Raises the same errors as a service that calls another service."""
     stub = kvpool_pb2_grpc.KVPoolStub(channel)
     try:
         answer = await stub.GetStats(kvpool_pb2.GetStatsRequest(), timeout=SECONDS)
@@ -251,7 +255,9 @@ class Stream:
 
 
 async def test_certificates_and_authority_are_replaced_while_streams_run(tmp_path: Path) -> None:
-    """In the order of every such change: trust both, show the new ones, forget the old one."""
+    """The steps are those of every such change. First both authorities are trusted, then the new
+    certificates are used, and then the old authority is removed.
+    """
     old, new = Authority("old"), Authority("new")
     server_files = Files(tmp_path / "server").write(old.issue(*LOOPBACK), old)
     client_files = Files(tmp_path / "client").write(old.issue(*LOOPBACK), old)

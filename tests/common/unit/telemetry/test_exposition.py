@@ -121,7 +121,7 @@ def test_a_metric_that_another_version_has_with_another_type_is_left_out() -> No
 
 
 def timed(*traces: str) -> bytes:
-    """The text of a histogram and a counter; each observation is one of the traces."""
+    """The text of a histogram and a counter. Each trace has one observation."""
     histogram = Histogram(names.METRIC_E2E_REQUEST_LATENCY)
     for number, trace_id in enumerate(traces):
         histogram.observe_traced(0.1 + number, trace_id)

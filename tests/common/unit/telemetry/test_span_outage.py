@@ -1,4 +1,4 @@
-"""When the start and the end of a loss of spans are logged."""
+"""Tests when the start and the end of a loss of spans are logged."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Trace contexts and spans; unsampled traces record nothing."""
+"""Trace contexts and spans. Nothing is recorded of unsampled traces."""
 
 import socket
 import time

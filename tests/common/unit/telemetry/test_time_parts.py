@@ -1,4 +1,4 @@
-"""The numbers in the text of a request's times add up, whatever their values."""
+"""The numbers in the text of a request's times add up, for all values."""
 
 import re
 

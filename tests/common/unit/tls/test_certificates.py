@@ -1,4 +1,4 @@
-"""Certificate files: refused files, and detection of replacements."""
+"""Certificate files. Tests which files are refused, and that replacements are detected."""
 
 import logging
 import time
