@@ -182,7 +182,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if self.description.rank < self.description.world_size - per_stage:
             tokens = [[] for _ in tokens]  # only the last pipeline stage samples
         if self._tracing is not None and step.traceparent:
-            self._tracing.child(
+            self._tracing.start(
                 names.SPAN_WORKER_EXECUTE, step.traceparent, kind=SpanKind.SERVER
             ).end()
         refused = [index for index, row in enumerate(rows) if row in self.refused_rows]

@@ -127,22 +127,6 @@ class Tracing:
             start_time=start_unix_nanos,
         )
 
-    def child(
-        self,
-        name: str,
-        traceparent: str,
-        *,
-        kind: SpanKind = SpanKind.INTERNAL,
-        attributes: Attributes | None = None,
-        start_unix_nanos: int | None = None,
-    ) -> Span:
-        """Starts a span under `traceparent`. Returns INVALID_SPAN without a valid parent."""
-        if not traceparent or parse_traceparent(traceparent) is None:
-            return INVALID_SPAN
-        return self.start(
-            name, traceparent, kind=kind, attributes=attributes, start_unix_nanos=start_unix_nanos
-        )
-
     def draw_root(self, *, is_sampled: bool = False) -> SpanContext | None:
         """Returns the context of the first span of a new trace, or None if it is not sampled.
 

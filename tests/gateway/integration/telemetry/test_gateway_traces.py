@@ -57,10 +57,10 @@ async def test_spans_of_all_services_are_one_tree(model: Path) -> None:
         answer = await served.http.post("/v1/completions", json=BODY, headers=SAMPLED)
         parent = scheduler.adds[0].traceparent
         async with other_service(served.trace_address) as tracing:
-            queue = tracing.child("first", parent, start_unix_nanos=1)
-            tracing.child("inside", traceparent_of(queue)).end()
+            queue = tracing.start("first", parent, start_unix_nanos=1)
+            tracing.start("inside", traceparent_of(queue)).end()
             queue.end()
-            tracing.child("second", parent, attributes={"stepwell.wait_reason": "budget"}).end()
+            tracing.start("second", parent, attributes={"stepwell.wait_reason": "budget"}).end()
             tracing.start("a step").end()
         document = Documented((await served.http.get("/openapi.json")).json())
         read = await served.http.get(f"/traces/{answer.json()['id']}")
