@@ -158,7 +158,7 @@ def _gaps(taken: RequestTimes) -> Iterable[float]:
 
 
 def _time_per_output_token(taken: RequestTimes) -> float:
-    """The TPOT of a request in milliseconds; 0 if all its tokens arrived at once."""
+    """The TPOT of a request in milliseconds. It is 0 if all the tokens arrived at once."""
     (first, num_first), (last, _) = taken.arrivals[0], taken.arrivals[-1]
     return _millis(last - first) / max(taken.num_tokens - num_first, 1)
 

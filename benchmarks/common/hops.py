@@ -44,8 +44,8 @@ class HopRun:
 
 
 def median_hops(run: HopRun, spans: Iterable[SpanRecord]) -> dict[str, float | None]:
-    """Median microseconds of each hop over the decode steps of a run; None if there are no values.
-    Only steps in which every request gets exactly one token are used.
+    """The median of each hop over the decode steps of a run, in microseconds. A median of no values
+    is None. Only steps in which every request gets exactly one token are used.
     """
     of_trace: dict[bytes, dict[str, list[SpanRecord]]] = defaultdict(lambda: defaultdict(list))
     steps: list[SpanRecord] = []

@@ -220,7 +220,7 @@ class _Counts:
                 self._arrived(len(piece.token_ids))
 
     async def drain(self) -> None:
-        """Does nothing: the sink is always ready."""
+        """Does nothing, because the sink is always ready."""
 
 
 class InProcess:

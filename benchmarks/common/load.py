@@ -66,7 +66,8 @@ async def run_load(
     client: Client, load: Load, traceparents: Sequence[str] = ()
 ) -> list[RequestTimes]:
     """Runs a load to its end. Raises AssertionError if a request has too few or too many tokens.
-    `traceparents`, if given, are assigned to the requests in order; the result has the same order.
+    `traceparents`, if given, are assigned to the requests in order. The results are in the same
+    order.
     """
     total = load.concurrency * load.requests_each
     prompts = [load.prompt(number) for number in range(total)]

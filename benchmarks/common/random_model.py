@@ -61,7 +61,7 @@ SIZES = {
 
 
 def write_model(shape: Shape, directory: Path, seed: int = 0) -> int:
-    """Writes config, bfloat16 weights and tokenizer; returns the number of parameters."""
+    """Writes config, bfloat16 weights and tokenizer, and returns the number of parameters."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = random_weights(shape, seed)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

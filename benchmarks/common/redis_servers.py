@@ -63,7 +63,7 @@ class RedisServer:
         eventually(lambda: b"PONG" in self.ask("PING") or b"NOAUTH" in self.ask("PING"))
 
     def kill(self) -> None:
-        """Kills the server; its data is lost."""
+        """Kills the server. Its data is lost."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(_SECONDS)

@@ -10,5 +10,5 @@ def table_text(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def number_text(value: float | None, digits: int) -> str:
-    """The value with `digits` decimals; a dash if nothing was measured."""
+    """The text of a value with `digits` decimals. The text is a dash if nothing was measured."""
     return "—" if value is None else f"{value:.{digits}f}"

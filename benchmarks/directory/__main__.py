@@ -103,7 +103,7 @@ async def _measure_hashes(url: str, chains: Sequence[Chain]) -> HashFigures:
 
 
 def _read_in_child(url: str, num_blocks: int) -> IndexFigures:
-    """Runs a reader in a separate process; returns its figures. Exits if the reader fails."""
+    """Runs a reader in a separate process, and returns its figures. Exits if the reader fails."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "gen")))
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.directory.reader_child", url, str(num_blocks)],

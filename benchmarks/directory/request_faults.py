@@ -191,7 +191,7 @@ def _row(figures: FaultFigures) -> tuple[str, ...]:
 
 
 def _millis(asked: Sequence[Asked]) -> tuple[float, float, float]:
-    """The median, p99 and longest time, in milliseconds."""
+    """The median, the 99th percentile and the maximum of the times, in milliseconds."""
     millis = [1000 * one.seconds for one in asked]
     return statistics.median(millis), percentile(millis, 99), max(millis)
 

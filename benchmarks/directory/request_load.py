@@ -61,7 +61,7 @@ class RequestLoad:
                 raise RuntimeError(f"a request failed before any fault: {asked.complaint}")
 
     async def window(self, seconds: float) -> list[Asked]:
-        """Sends requests for `seconds`; returns their results when all have ended."""
+        """Sends requests for `seconds`. Returns their results when all have ended."""
         loop = asyncio.get_running_loop()
         began, tasks = loop.time(), []
         for number in range(round(seconds * REQUESTS_PER_SECOND)):

@@ -123,7 +123,7 @@ class AttentionCheck:
         )
 
     def _grow(self, sequence: int, key: torch.Tensor, value: torch.Tensor) -> np.ndarray:
-        """Appends keys and values to a sequence; returns the slots of the new tokens."""
+        """Appends keys and values to a sequence, and returns the slots of the new tokens."""
         start, block_size = len(self.keys[sequence]), self.case.block_size
         self.keys[sequence] = torch.cat((self.keys[sequence], key))
         self.values[sequence] = torch.cat((self.values[sequence], value))

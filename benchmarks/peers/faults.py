@@ -28,7 +28,8 @@ class BrokenCallError(Exception):
 class Fault:
     """A fault of one message of a lane. A lane is the messages of one method in one direction.
 
-    If `path` is empty, the fault affects the whole message; otherwise the field at this path.
+    If `path` is empty, the fault affects the whole message. Otherwise it affects the field at this
+    path.
     """
 
     lane: Lane

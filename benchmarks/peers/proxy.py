@@ -46,7 +46,9 @@ class PeerProxy:
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def start(self, address: str) -> str:
-        """Listens at host:port or unix:PATH; returns the address. Port 0 selects a free port."""
+        """Listens at host:port or unix:PATH, and returns the address. Port 0 selects a free
+        port.
+        """
         self._channel = open_channel(self._target)
         if is_unix_address(address):
             self._server.add_insecure_port(address)

@@ -82,7 +82,7 @@ class Options:
 
 
 async def measure(options: Options, command: str) -> dict[str, Any]:
-    """Measures everything and prints each table when it is complete; returns all figures."""
+    """Measures everything, and prints each table when it is complete. Returns all figures."""
     found = machine()
     show(machine_text(found, command))
     by_policy = await _measure_policies(options) if POLICIES_PART in options.parts else []

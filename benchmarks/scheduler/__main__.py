@@ -71,14 +71,14 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure_vllm(python: str) -> Figures:
-    """Measures vLLM in a separate process; returns its figures."""
+    """Measures vLLM in a separate process, and returns its figures."""
     command = [python, "-m", "benchmarks.scheduler.engine_vllm"]
     figures: Figures = json.loads(_run(command, ROOT).splitlines()[-1])
     return figures
 
 
 def measure_checkout(root: Path) -> Figures:
-    """Runs the benchmark of another checkout in a separate process; returns its figures."""
+    """Runs the benchmark of another checkout in a separate process, and returns its figures."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "figures.json"
         _run([sys.executable, "-m", "benchmarks.scheduler", "--rounds", "1", "--json", path], root)

@@ -64,7 +64,9 @@ class Options:
 
     @property
     def num_blocks(self) -> int:
-        """The number of KV-cache blocks: enough for the highest concurrency, and some more."""
+        """The number of KV-cache blocks: what the highest concurrency needs, and some spare
+        blocks.
+        """
         each = -(-(self.schedule.prompt_tokens + self.schedule.output_tokens) // BLOCK_SIZE)
         return max(self.schedule.concurrencies) * each + SPARE_BLOCKS
 
@@ -74,7 +76,7 @@ class Options:
 
 
 async def measure(options: Options, command: str) -> dict[str, Any]:
-    """Measures everything and prints each table when it is complete; returns all figures."""
+    """Measures everything, and prints each table when it is complete. Returns all figures."""
     found = machine()
     results: dict[str, Any] = {"command": command, "machine": found, "models": {}}
     show(machine_text(found, command))

@@ -21,7 +21,7 @@ _ITEM = {
 SAMPLED: Mapping[str, Any] = {"temperature": 1.0, "seed": 7}
 CONSTRAINED: Mapping[str, Any] = {
     **SAMPLED,
-    # Longer than any answer.
+    # No answer takes as long.
     "structured_outputs": {"json": {"type": "array", "items": _ITEM, "minItems": 1000}},
 }
 
@@ -35,7 +35,7 @@ class NeighborTarget(HttpTarget):
         self._fields = fields
 
     async def run(self, load: Load) -> list[RequestTimes]:
-        """Runs a load to its end; returns the times of the load's requests.
+        """Runs a load to its end. Returns the times of the load's requests.
 
         The first failure of a request, in the load or outside it, ends all requests and is raised
         in an ExceptionGroup.

@@ -126,7 +126,7 @@ SERVICES = {"scheduler": scheduler_steps, "kvpool": kvpool_steps, "worker": work
 async def measure(
     service: str, endpoint: str, ratio: float, num_requests: int, num_steps: int
 ) -> float:
-    """Runs steps of a service; returns the processor microseconds per step."""
+    """Runs steps of a service. Returns the processor time per step, in microseconds."""
     tracing = configure_tracing(service, endpoint, ratio)
     step = SERVICES[service](tracing, num_requests)
     await step(0)

@@ -215,7 +215,7 @@ def _generate(prompt: list[int], num_tokens: int) -> gateway_pb2.GenerateRequest
 
 @asynccontextmanager
 async def _calling(endpoint: Endpoint, request: gateway_pb2.GenerateRequest) -> AsyncIterator[Any]:
-    """Sends a request on a new channel, as a separate client does; yields the call."""
+    """Sends a request on a new channel, as a separate client does. Yields the call."""
     channel = open_channel(endpoint.grpc)
     try:
         yield gateway_pb2_grpc.InferenceStub(channel).Generate(request)
@@ -227,7 +227,7 @@ async def _calling(endpoint: Endpoint, request: gateway_pb2.GenerateRequest) -> 
 async def _sending(
     endpoint: Endpoint, path: str, body: bytes
 ) -> AsyncIterator[asyncio.StreamReader]:
-    """Sends a request on a separate connection; yields the reader of the answer."""
+    """Sends a request on a separate connection. Yields the reader of the answer."""
     host, _, port = endpoint.http.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

@@ -1,4 +1,4 @@
-"""Keeps the four services at full load for a long time; fails if anything grows, leaks or breaks.
+"""Keeps the four services at full load. The test fails if anything grows, leaks or breaks.
 
     python -m benchmarks.soak endurance --minutes 20 [--model DIR]
 

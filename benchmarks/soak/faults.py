@@ -1,9 +1,6 @@
-"""Kills, stops and terminates services under full streams; fails if an answer fails or changes.
+"""Kills and pauses services under full streams. The test fails if an answer fails or changes.
 
     python -m benchmarks.soak faults [--faults 50] [--replicas 2] [--dtype bfloat16] [--seed 1]
-                                     [--gateway]
-    python -m benchmarks.soak faults --every 2 --seconds 60 --replicas 3 --streams 32
-                                     [--gateways 2] [--dtype bfloat16] [--seed 1]
 
 First each request is sent alone. Then all streams run concurrently and without end
 (benchmarks/soak/checked_streams.py) while services get signals; the supervisor of `stepwell up`

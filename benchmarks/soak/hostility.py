@@ -1,7 +1,6 @@
-"""Attacks the four services; meanwhile measures the pauses of another client's streams.
+"""Attacks the four services. Measures the pauses of another client's streams at the same time.
 
     python -m benchmarks.soak hostility --minutes 10 [--key KEY] [--model DIR] [--seed N]
-                                        [--attackers N]
 
 With --key the gateway requires that API key, and all clients send it. Some attacks then send a
 wrong key or no key.
@@ -87,7 +86,7 @@ async def use_every_block(http: str, model: str, key: str = "") -> None:
 
 
 async def attack_for(target: Target, seconds: float, seed: int, num_attackers: int) -> list[str]:
-    """Sends attacks for `seconds`; returns the server errors that were seen."""
+    """Sends attacks for `seconds`. Returns the server errors that were seen."""
     os.nice(19)
     end = time.monotonic() + seconds
 
@@ -158,7 +157,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the test; returns 1 if a result was out of bounds."""
+    """Runs the test. Returns 1 if a result was out of bounds."""
     options = parse_options(argv)
     if options.attack is not None:
         http, grpc = options.attack

@@ -1,4 +1,4 @@
-"""Sends no request for minutes; fails if the prefix cache is lost or a service logs a warning.
+"""Sends no request for minutes. The prefix cache must remain, and no service may log a warning.
 
     python -m benchmarks.soak idle --minutes 5 [--model DIR]
 

@@ -1,4 +1,4 @@
-"""Sends requests that the OpenAPI document allows or forbids; compares the answers with it.
+"""Sends requests that the OpenAPI document allows or forbids, and compares the answers with it.
 
     python -m benchmarks.soak openapi --minutes 5 [--model DIR] [--seed N]
 

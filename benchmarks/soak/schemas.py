@@ -1,7 +1,7 @@
-"""Constrains answers to JSON schemas through kills; fails if a finished answer is not valid.
+"""Constrains answers to JSON schemas while services are killed. Every complete answer must be
+valid.
 
     python -m benchmarks.soak schemas --schemas DIR [--count 400] [--kills 6] [--at-once 16]
-                                      [--max-tokens 500] [--model DIR] [--seed 1]
 
 The .json files in DIR and its subdirectories are schemas. The directory `data` of JSONSchemaBench
 (https://github.com/guidance-ai/jsonschemabench) can be used. --count schemas are selected at
@@ -116,7 +116,7 @@ class SchemaRequests:
         self.outcomes = Outcomes()
 
     async def send_all(self) -> None:
-        """Sends a request for each schema; returns when all have been answered."""
+        """Sends a request for each schema. Returns when all have been answered."""
         async with asyncio.TaskGroup() as tasks:
             neighbors = [tasks.create_task(self._neighbors(n)) for n in range(NUM_NEIGHBORS)]
             clients = [

@@ -59,7 +59,7 @@ class Options:
 
 
 async def measure(options: Options, command: str) -> dict[str, Any]:
-    """Measures everything and prints each table when it is complete; returns all figures."""
+    """Measures everything, and prints each table when it is complete. Returns all figures."""
     found = machine()
     show(machine_text(found, command))
     async with AsyncExitStack() as scope:

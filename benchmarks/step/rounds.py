@@ -101,7 +101,7 @@ async def run_round(
 async def decode(
     replica: DummyReplica, running: int, num_tokens: int
 ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
-    """Runs `running` requests; yields the deltas of each step.
+    """Runs `running` requests, and yields the deltas of each step.
 
     The scheduler is paused until all requests wait, so that they start together.
     """

@@ -97,7 +97,7 @@ def turn(
 
 
 def load_adapters(worker: Worker, model: Path, directory: Path, rank: int) -> list[bytes]:
-    """Writes adapters and loads them; returns their digests."""
+    """Writes adapters and loads them. Returns their digests."""
     if worker.adapters is None:
         raise ValueError("the model takes no adapters")
     digests = []

@@ -125,7 +125,9 @@ class LlamaCpp:
 
 
 def _num_shared(prompts: Prompts) -> int:
-    """The length of the common prefix of several prompts, in tokens; 0 for a single prompt."""
+    """The length of the common prefix of several prompts, in tokens. It is 0 for a single
+    prompt.
+    """
     if len(prompts) == 1:
         return 0
     columns = enumerate(zip(*prompts, strict=True))

@@ -60,11 +60,11 @@ class EngineProcess:
             self._process.wait()
 
     def wait_ready(self) -> str:
-        """Waits until the engine is warm; returns its name and version."""
+        """Waits until the engine is warm. Returns its name and version."""
         return str(self._read()["engine"])
 
     def measure(self, load: str, number: int) -> float:
-        """Measures a load in round `number`; returns its figure."""
+        """Measures a load in round `number`, and returns its figure."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # _read raises EngineEnded
             print(json.dumps([load, number]), file=self._process.stdin, flush=True)

@@ -93,7 +93,7 @@ def measure(
     number: int,
     least_seconds: float = LEAST_SECONDS,
 ) -> float:
-    """Measures the load `name` in round `number`; returns its figure. Raises `WrongTokens`.
+    """Measures the load `name` in round `number`, and returns its figure. Raises `WrongTokens`.
 
     A small model takes only milliseconds, and they vary randomly. Therefore the load is repeated
     with other prompts until `least_seconds` have passed. The figure is the median of these runs.
@@ -174,8 +174,8 @@ def parse_arguments(weights: Sequence[str] = ("bf16",)) -> EngineArguments:
 def serve(generate: Generate, arguments: EngineArguments, engine: str) -> None:
     """Prints the engine's name once it is warm, then measures the loads named on standard input.
 
-    A request is a line `[load, round]`. An answer is a line of JSON that begins with a brace; lines
-    of the engine's log may be printed in between. Returns when standard input ends.
+    A request is a line `[load, round]`. An answer is a line of JSON that begins with a brace. The
+    engine may print lines of its log in between. Returns when standard input ends.
     """
     warm_up(generate, arguments.vocab_size)
     _print({"engine": engine})

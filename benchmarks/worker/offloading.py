@@ -82,7 +82,7 @@ class Bench:
         await self._composed.engine.reset_prefix_cache(preempt_running=False)
 
     async def turn(self, load: NewPrompts) -> Turn:
-        """Runs a load of new prompts to its end; returns its times."""
+        """Runs a load of new prompts to its end, and returns its times."""
         prompts = [self.new_prompt(load.num_prompt_tokens) for _ in range(load.num_requests)]
         began, used = time.perf_counter(), time.process_time()
         await asyncio.gather(*(self._finish(prompt, load.num_output_tokens) for prompt in prompts))
@@ -93,7 +93,7 @@ class Bench:
 
 
 async def first_tokens(bench: Bench, num_rounds: int) -> str:
-    """Measures times to the first token; returns the first table.
+    """Measures times to the first token, and returns the first table.
 
     The first round is a warm-up and is discarded.
     """
@@ -121,7 +121,7 @@ async def first_tokens(bench: Bench, num_rounds: int) -> str:
 
 
 async def prices(without: Bench, with_tier: Bench, num_rounds: int) -> str:
-    """Measures the loads of new prompts; returns the second table.
+    """Measures the loads of new prompts, and returns the second table.
 
     The first round is a warm-up and is discarded. Rounds alternate between measuring the
     composition without a tier first and measuring the composition with a tier first.

@@ -18,7 +18,7 @@ class Engine(Protocol):
     """An engine that measures one load at a time."""
 
     def measure(self, load: str, number: int) -> float:
-        """Measures a load in round `number`; returns its figure."""
+        """Measures a load in round `number`, and returns its figure."""
         ...
 
     def processor_seconds(self) -> float:

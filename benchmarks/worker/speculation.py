@@ -153,7 +153,7 @@ async def measure_repetition(
     text: str | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """Measures n-grams and suffix trees; returns their table.
+    """Measures n-grams and suffix trees, and returns their table.
 
     Answers have `num_tokens` tokens. If `text` is given, only the text with that name is measured.
     `clock` returns seconds.
@@ -179,7 +179,7 @@ async def measure_draft_model(
     num_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """Measures a draft model; returns its table.
+    """Measures a draft model, and returns its table.
 
     Answers have `num_tokens` tokens. `clock` returns seconds.
     """

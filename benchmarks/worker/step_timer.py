@@ -74,7 +74,7 @@ class StepTimer:
         return self._run(load, 0)
 
     def _run(self, load: StepsLoad, number: int) -> float:
-        """Runs step `number` of the load; returns its seconds."""
+        """Runs step `number` of the load, and returns its time in seconds."""
         step = self._step(load, number)
         began = self._clock()
         output = self._runner.execute(step)
@@ -122,7 +122,7 @@ class StepTimer:
 
 
 def turn_of_each(timers: Sequence[StepTimer], load: StepsLoad, number: int) -> tuple[float, float]:
-    """Runs a turn on each of two timers; returns their times in milliseconds.
+    """Runs a turn on each of two timers, and returns their times in milliseconds.
 
     Every second round runs the second timer first.
     """

@@ -1,7 +1,7 @@
 """Replicas in this process whose models write given texts.
 
 The output of a model with random weights is unpredictable. Therefore the logit of the next token of
-a given text is raised; everything else is computed normally.
+a given text is raised. Everything else is computed normally.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ async def generate(sendings: Sequence[Sending]) -> list[Sent]:
 
 @asynccontextmanager
 async def sink() -> AsyncIterator[str]:
-    """Runs a server that refuses every request at almost no cost; yields its address."""
+    """Runs a server that refuses every request at almost no cost, and yields its address."""
     process = await _spawn("--sink")
     try:
         yield f"127.0.0.1:{int(await _line(process))}"
