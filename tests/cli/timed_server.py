@@ -11,7 +11,7 @@ The name of the model determines its behaviour, by words such as `ttft=60 itl=15
 
 `python -m tests.cli.timed_server` prints its port and serves until standard input ends. GET /log
 lists the body of each completion, the time of its arrival, and the time at which each token was
-written. Times are those of the machine's monotonic clock.
+written. Times are read from the machine's monotonic clock.
 """
 
 import asyncio

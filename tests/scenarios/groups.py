@@ -14,7 +14,7 @@ _KINDS = {
 
 
 def read_scenario_groups(field: Field, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """The groups of a scenario; empty if the field is null. Raises FieldError."""
+    """The groups of a scenario. Empty if the field is null. Raises FieldError."""
     if field.value is None:
         return ()
     groups = tuple(_scenario_group(group, block_size) for group in field.items())

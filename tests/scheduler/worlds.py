@@ -32,11 +32,11 @@ class Choices:
         self._data = iter(data)
 
     def below(self, count: int) -> int:
-        """A number from 0 to count - 1; `count` is at most 256."""
+        """A number from 0 to `count - 1`. `count` is at most 256."""
         return next(self._data, 0) % count
 
     def among(self, *options: T) -> T:
-        """One of the options; the first one for a zero byte."""
+        """One of the options. A zero byte selects the first one."""
         return options[self.below(len(options))]
 
     def one_in(self, count: int) -> bool:

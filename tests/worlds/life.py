@@ -1,6 +1,6 @@
 """Runs a world to its end: the engine with its scheduler and pool, in virtual time.
 
-At each tick external events occur, the engine runs as far as it can, and the workers answer one
+At each tick external events occur, the engine runs until it must wait, and the workers answer one
 step. Nothing else influences the order of events, so a world always runs in the same way.
 """
 

@@ -102,7 +102,7 @@ class World:
     num_tier_blocks: int = 0
     """The number of blocks in the workers' offloading tier. 0 if there is no tier."""
     families: frozenset[str] = field(default_factory=frozenset)
-    """The features of the world, by name."""
+    """The names of the world's features."""
 
     @property
     def last_tick(self) -> int:

@@ -25,7 +25,9 @@ class LivenessPolicy:
     reason is that killing and restarting children adds load to a slow machine.
     """
     longest_seconds: float = 60.0
-    """The upper bound of the multiplied limit, unless a child's own limit is higher."""
+    """The upper bound of the multiplied limit. If a child's usual limit is higher, the usual limit
+    is the bound.
+    """
     loading_seconds: float = 60.0
     """The minimum of the limit for a child that is not ready yet."""
     stopped_share: float = 0.5

@@ -23,7 +23,7 @@ class StorelessConnector:
         """Does nothing, because no state is kept for a request."""
 
     def build_connector_meta(self, step: int) -> None:
-        """Returns None: workers get no message."""
+        """Returns None, because no message is sent to workers."""
 
     def update_connector_output(self, step: int, results: KVTransferResults) -> None:
         """Does nothing."""

@@ -82,7 +82,7 @@ class RunStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """The share of tokens at first admission that were prefix hits."""
+        """The fraction of tokens at the first admission of requests that were prefix hits."""
         return self.num_hit_tokens / self.num_query_tokens if self.num_query_tokens else 0.0
 
     @property

@@ -29,8 +29,8 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> SchedulerConfig:
-    """The configuration with some settings changed. `max_model_len` is reduced to what the pool can
-    store.
+    """The configuration with some settings changed. `max_model_len` is reduced to the length that
+    the pool can store.
 
     Raises CommandError if the configuration could not serve any request.
     """
@@ -189,7 +189,7 @@ class WhatIf(SchedulerRun):
 
 
 def pooled_output(plan: SchedulerOutput) -> ModelRunnerOutput:
-    """The output of a pooling model for one step: no tokens, and None as each vector."""
+    """The output of a pooling model for one step. It has no tokens, and None as each vector."""
     starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
     ends = (start + count for start, count in zip(starts, counts, strict=True))
     pooled = [

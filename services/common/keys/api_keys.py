@@ -1,4 +1,4 @@
-"""API keys: their format, and the stored records of keys and tenants.
+"""The format of API keys, and the stored records of keys and tenants.
 
 A key is `sk-<id>-<32 random bytes>`. Only its SHA-256 is stored. Keys are random, so no slower hash
 is needed. A record is found by the id, which is not secret.

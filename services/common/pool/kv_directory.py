@@ -86,7 +86,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class NodeLease:
-    """Shows that a node runs. Expires unless renewed.
+    """Shows that a node runs. Must be renewed before it expires.
 
     `digest` is the digest of the node's keys after entry `sequence`.
     """

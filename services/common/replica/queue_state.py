@@ -33,7 +33,7 @@ class QueueState:
     end of another request. 0 if unknown.
     """
     service_seconds: float = 0.0
-    """Seconds from a request's admission to its end; 0 if unknown."""
+    """Seconds from a request's admission to its end. 0 if unknown."""
     num_running: int = 0
     is_blocked: bool = False
     """Whether requests wait because the last step had no free blocks or no token budget for them.

@@ -15,7 +15,7 @@ _INSTANCES = frozenset({"const", "enum"})
 
 
 def find_ref(root: object, ref: str) -> tuple[object, list[str]] | None:
-    """Returns the part that a reference names, and the path to it; None if it does not exist.
+    """Returns the part that a reference names, and the path to it. None if it does not exist.
 
     Names may be percent-encoded. As in ajv and jsonschema, the decoded name is looked up first,
     then the name as written.

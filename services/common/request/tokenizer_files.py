@@ -13,7 +13,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def tokenizer_fingerprint(directory: Path) -> bytes:
-    """32 bytes that are equal for equal tokenizers; empty without tokenizer files.
+    """32 bytes that are equal for equal tokenizers. Empty without tokenizer files.
 
     If `tokenizer.json` exists, the bytes depend on this file alone, since it is complete. Otherwise
     they depend on the files from which it would be built.

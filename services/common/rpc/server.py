@@ -246,7 +246,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     It first rejects callers that `tls` does not allow, and messages that cannot be decoded, which
     grpc would treat as a defect of the server. Streaming handlers are async generators, or
     coroutines that write their responses. Cancellation is not converted. A method's handler is
-    created at its first call and cached; later calls do not invoke the following interceptors.
+    created at its first call and cached, so later calls do not invoke the following interceptors.
     """
 
     def __init__(self, tls: "Tls | None" = None) -> None:

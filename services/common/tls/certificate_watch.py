@@ -41,7 +41,7 @@ class CertificateWatch:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the certificate expires; negative afterwards."""
+        """Seconds until the certificate expires. Negative afterwards."""
         return self.current.not_after - self._unix_seconds()
 
     @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The streams of WatchEvents, each with a bounded queue.
 
-Without Redis, gateways use these streams to follow what a pool has cached.
+Without Redis, gateways use these streams to track which prefixes a pool has cached.
 """
 
 import asyncio

@@ -97,8 +97,8 @@ class BlockPool:
     def free_in_order(self, group: int, blocks: Iterable[BlockId]) -> None:
         """Removes a holder from each of these blocks of a group, in order. Skips null entries.
 
-        A block without holders goes to the back of the free queue if it has a hash, else to the
-        front.
+        A block without holders is added to the back of the free queue if it has a hash, otherwise
+        to the front.
         """
         hash_of = self.indexes[group].hash_of
         left = [block for block in blocks if block and self._drop_holder(block)]

@@ -61,7 +61,7 @@ class StaleGeneration(FailedPrecondition):
 
 
 class OutOfSequence(FailedPrecondition):
-    """The sequence number is neither the next transaction's nor the last one's."""
+    """The sequence number belongs to another transaction than the next or the last one."""
 
     reason = "OUT_OF_SEQUENCE"
 

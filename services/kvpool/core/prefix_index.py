@@ -10,11 +10,11 @@ from services.common.pool.ids import BlockId
 
 
 class PrefixIndex:
-    """The cached blocks of one group, by hash.
+    """Maps hashes to the cached blocks of one group.
 
     Several blocks may store the same tokens, since two requests can compute them at the same time.
-    All of these blocks stay: a block in a table is never exchanged, so tables only grow. A look-up
-    returns the block that was inserted first. `len` counts hashes, not blocks.
+    All of these blocks stay, because a block in a table is never replaced. So tables only grow. A
+    look-up returns the block that was inserted first. `len` counts hashes, not blocks.
 
     If prefixes may end inside a block, a block can have further hashes besides its first one, for
     shorter prefixes that end in the block. For such a block, the index stores the number of tokens

@@ -57,13 +57,13 @@ class AlignedStateManager(GroupManager):
     a prompt at block boundaries and where a later request is likely to continue (the "align" mode
     of vLLM's Mamba cache).
 
-    A request can hit keys and values that are computed in its own step, since each layer writes
-    before it reads. A state exists only after the step. A request that hits a state published in
-    the current step waits for the next step.
+    A request can hit keys and values that its first step computes, because each layer writes before
+    it reads. A state exists only after the step. A request that hits a state published in the
+    current step waits for the next step.
 
     Where hits may end inside a block, the state at the end of a prompt is published before its
     block is full. The request continues in this block, and a copy stays in the prefix index.
-    Another request that hits the state continues in a copy of its own.
+    Another request that hits the state continues in a separate copy.
     """
 
     def __init__(

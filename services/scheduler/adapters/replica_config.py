@@ -93,7 +93,7 @@ def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaS
 
 
 def make_connector(config: SchedulerConfig, shape: ReplicaShape) -> OffloadingConnector | None:
-    """The connector to the workers' tier of offloaded blocks; None if there is no tier."""
+    """The connector to the workers' tier of offloaded blocks. None if there is no tier."""
     num_tier_blocks = shape.description.num_tier_blocks
     return OffloadingConnector(config, num_tier_blocks) if num_tier_blocks else None
 

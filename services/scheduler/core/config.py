@@ -35,8 +35,8 @@ class SchedulerConfig:
     is no limit.
     """
     long_prefill_token_threshold_adaptive: bool = False
-    """Whether the threshold, unless it is 0, is raised to `max_num_batched_tokens` divided by the
-    number of requests, if the quotient is larger.
+    """Whether the threshold is raised to `max_num_batched_tokens` divided by the number of
+    requests, if that is larger. A threshold of 0 is not raised.
     """
     max_num_scheduled_tokens: int | None = None
     """The token budget of a step, if it is less than `max_num_batched_tokens`, for which the

@@ -109,7 +109,7 @@ class StepObserver(Protocol):
         """Called after requests were queued."""
 
     def begin(self) -> str:
-        """Called before a step is planned. Returns its trace context; empty if it is not traced."""
+        """Called before a step is planned. Returns its trace context. Empty if it is not traced."""
 
     def planned(self, plan: SchedulerOutput) -> None:
         """Called when a step is planned, before it is sent."""

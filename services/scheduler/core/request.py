@@ -50,7 +50,7 @@ class TurnEnd:
 
     finish_reason: FinishReason
     stop_token_id: int | None
-    """The stop token that ended the turn; None if it ended for another reason."""
+    """The stop token that ended the turn. None if it ended for another reason."""
     turn: "Request"
     """A copy of the session at the end of the turn, for its last delta, metrics and traces."""
 
@@ -141,7 +141,7 @@ class Request(ComputedTokens):
     finish_reason: FinishReason | None = None
     """Why the request or its turn ended. None before that."""
     stop_token_id: int | None = None
-    """The stop token that ended the request; None if it ended for another reason."""
+    """The stop token that ended the request. None if it ended for another reason."""
     ending_token_ids: frozenset[int] = field(init=False, default=frozenset())
     """Tokens that end the request, which are the end-of-sequence tokens and stop tokens."""
     fast_path_end: int = 0
@@ -167,7 +167,7 @@ class Request(ComputedTokens):
     freed. A session may have fewer computed tokens after its last tokens were dropped.
     """
     row: int | None = None
-    """The request's row in the workers' batch; None while it does not run."""
+    """The request's row in the workers' batch. None while it does not run."""
     awaited_step: int | None = None
     """Number of the last step that was computing tokens of the request when it was last preempted.
     The step's output must arrive before the request is admitted again. None if there was no such
@@ -181,7 +181,9 @@ class Request(ComputedTokens):
     """Number of tokens that the last load through the connector added."""
     num_preemptions: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
-    """Hashes of the request's full blocks, as far as they were computed."""
+    """Hashes of the first full blocks of the request. Hashes of later full blocks are not computed
+    yet.
+    """
     known_to_pool: bool = False
     """Whether the pool stores hashes or blocks of the request, which a Release must free."""
     num_hashes_sent: int = 0
@@ -200,7 +202,9 @@ class Request(ComputedTokens):
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """Fields of log lines: the request id, and the trace id if there is a trace context."""
+        """Fields of log lines. They are the request id, and the trace id if there is a trace
+        context.
+        """
         fields = {"request_id": self.request_id}
         if self.traceparent:
             fields["trace_id"] = self.traceparent.split("-")[1]
@@ -242,7 +246,7 @@ class Request(ComputedTokens):
 
     @property
     def num_encoded_tokens(self) -> int:
-        """The position after the last item of the prompt; 0 if there are no items."""
+        """The position after the last item of the prompt. 0 if there are no items."""
         return self.encoder_inputs[-1].end if self.encoder_inputs else 0
 
     @property

@@ -28,7 +28,7 @@ def test_gaps_have_the_mean_and_spread_of_their_gamma_distribution(burstiness: f
 
 
 def test_a_burstiness_of_one_is_a_poisson_process() -> None:
-    """The share of gaps longer than t is exp(-t)."""
+    """The fraction of gaps that are longer than t is exp(-t)."""
     drawn = np.array(gaps(1.0))
     for seconds in (0.1, 0.5, 1.0, 3.0):
         assert np.mean(drawn > seconds) == pytest.approx(math.exp(-seconds), abs=0.015)

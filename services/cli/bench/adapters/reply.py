@@ -37,7 +37,9 @@ class AnswerReply:
         return self.text() if self._record.failure is None else None
 
     def failure(self) -> Failure | None:
-        """Returns what is wrong with the answer, or records its counts and returns None."""
+        """Returns the problem of the answer. If there is none, records its counts and returns
+        None.
+        """
         raise NotImplementedError
 
     def text(self) -> str:

@@ -29,7 +29,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation. `arrival_seconds` counts from the start of the load; None if not given."""
+    """A conversation. `arrival_seconds` counts from the start of the load. None if not given."""
 
     number: int
     turns: Sequence[Turn]

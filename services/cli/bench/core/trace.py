@@ -3,7 +3,7 @@ requests.
 
 Each line is a JSON object. `timestamp` is in milliseconds after the start of the trace.
 `input_length` and `output_length` are in tokens. `hash_ids` has one id for each block of 512 prompt
-tokens; the last block may be partial. Equal ids mean equal blocks after equal prefixes (R. Qin et
+tokens. The last block may be partial. Equal ids mean equal blocks after equal prefixes (R. Qin et
 al., "Mooncake: Trading More Storage for Less Computation", FAST 2025, and its published traces).
 """
 

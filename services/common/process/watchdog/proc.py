@@ -75,7 +75,7 @@ def _reading(now: float, pids: Sequence[int], watcher: bool = True) -> Reading:
 
 
 def listener_pid(address: str) -> int:
-    """The id of the process that listens at a Unix socket; 0 if it is unknown."""
+    """The id of the process that listens at a Unix socket. 0 if it is unknown."""
     if not is_unix_address(address):
         return 0
     with suppress(OSError), socket.socket(socket.AF_UNIX) as asking:

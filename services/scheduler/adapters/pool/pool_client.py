@@ -76,7 +76,7 @@ class PoolClient:
         self._is_late = False
         self._alarm = Alarm(self._give_up, watch_addresses(lambda: (address,)))
         self._waiting: asyncio.Task[object] | None = None
-        """The task that waits for the stream; None if no task waits."""
+        """The task that waits for the stream. None if no task waits."""
 
     async def open(
         self,

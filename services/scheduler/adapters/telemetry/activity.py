@@ -119,7 +119,7 @@ class Activity:
         )
 
     async def _blocks(self, max_cells: int) -> common_pb2.BlockMap | None:
-        """The pool's map of blocks; None if the pool does not answer or does not exist."""
+        """The pool's map of blocks. None if the pool does not answer or does not exist."""
         request = kvpool_pb2.GetBlocksRequest(pool_id=self._pool_id, max_cells=max_cells)
         try:
             answer = await self._pool.GetBlocks(request, timeout=_BLOCKS_TIMEOUT_SECONDS)
@@ -155,7 +155,8 @@ def requests_to_proto(
     engine: EngineCore, reason: WaitReason | None
 ) -> Iterator[scheduler_pb2.RequestActivity]:
     """The first running requests, and the first waiting requests with their wait reasons. Requests
-    that were passed over (skipped) have reasons of their own. `reason` is the reason of all others.
+    that were passed over (skipped) have separate reasons. `reason` is the reason of all other
+    waiting requests.
     """
     scheduler = engine.scheduler
     for request in islice(scheduler.running, MAX_REQUESTS):

@@ -37,5 +37,5 @@ class KeptTraces:
             self._traces.popitem(last=False)
 
     def take(self, request_id: str) -> KeptTrace | None:
-        """Removes and returns the timeline of a request; None if it is not stored."""
+        """Removes and returns the timeline of a request. None if it is not stored."""
         return self._traces.pop(request_id, None)

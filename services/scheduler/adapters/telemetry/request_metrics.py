@@ -245,7 +245,7 @@ def _num_left_out(plan: SchedulerOutput, update: EngineCoreOutputs) -> int:
 
 
 def _trace_id(request: Request) -> str:
-    """The trace id of a sampled request; empty if it is not sampled."""
+    """The trace id of a sampled request. Empty if it is not sampled."""
     return request.traceparent[3:35]
 
 

@@ -25,7 +25,7 @@ MAX_STEP_LINKS = 128
 
 Attributes = dict[str, str | int | float | bool | Sequence[str]]
 StepLinks = Callable[[int], Link | None]
-"""Returns the link to a step; None if the step was not sampled."""
+"""Returns the link to a step. None if the step was not sampled."""
 
 _NAMES = {
     PhaseKind.QUEUE: names.SPAN_REQUEST_QUEUE,

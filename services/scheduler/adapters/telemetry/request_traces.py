@@ -51,7 +51,7 @@ class RequestTraces:
             self._sample(request, sampled_parent(request.traceparent, request.tracestate))
 
     def links(self, requests: Iterable[Request]) -> list[Link]:
-        """Links to those of the requests that are sampled."""
+        """Returns links to the sampled requests among `requests`."""
         sampled = self._sampled
         return [sampled[request].link for request in requests if request in sampled]
 

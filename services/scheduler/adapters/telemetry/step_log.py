@@ -1,4 +1,4 @@
-"""The step log: a file of the scheduler's calls and decisions, with a JSON object in each line.
+"""The step log is a file of the scheduler's calls and decisions, with a JSON object in each line.
 
     {"schema": "stepwell.step_log", "version": 4, "config": {...}, "pool": {...}, ...}
     {"call": "add", "key": 1, "id": "...", "tokens": [...], ...}

@@ -1,4 +1,6 @@
-"""Converts steps to spans. Each step is a trace of its own, linked to its sampled requests."""
+"""Converts steps to spans. Each step is a separate trace, which is linked to the step's sampled
+requests.
+"""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -78,5 +80,5 @@ class SampledSteps:
             self._links.popitem(last=False)
 
     def link(self, step: int) -> Link | None:
-        """The link to a step; None if the step was not sampled or is no longer stored."""
+        """The link to a step. None if the step was not sampled or is no longer stored."""
         return self._links.get(step)

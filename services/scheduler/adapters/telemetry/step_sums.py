@@ -61,6 +61,6 @@ class StepSums:
         steps.append(step)
 
     def max_requests_since(self, step: int) -> int:
-        """The largest batch of the steps from `step` on; 0 if there are no such steps."""
+        """The largest batch of the steps from `step` on. 0 if there are no such steps."""
         index = bisect_left(self._steps, step)
         return self._sizes[index] if index < len(self._sizes) else 0

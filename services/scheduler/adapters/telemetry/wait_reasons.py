@@ -26,7 +26,7 @@ class ReasonChange:
     unix_nanos: int
     reason: WaitReason
     holder: str = ""
-    """Id of the request that held most of the missing resource; empty if there was none."""
+    """Id of the request that held most of the missing resource. Empty if there was none."""
 
 
 class WaitStart(NamedTuple):

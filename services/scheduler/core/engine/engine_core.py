@@ -1,4 +1,4 @@
-"""The engine loop: plans steps, sends them to the workers, and applies their outputs."""
+"""The engine loop. It plans steps, sends them to the workers, and applies their outputs."""
 
 import asyncio
 import enum
@@ -53,7 +53,7 @@ class EngineState(enum.Enum):
 
 
 class EngineCore:
-    """Drives one scheduler: accepts requests, sends steps to the workers, and delivers tokens.
+    """Drives one scheduler. Accepts requests, sends steps to the workers, and delivers tokens.
 
     Only iterations of `run`, and code in a `standstill` between them, change the scheduler. The
     other methods record changes that are applied later. They may be called at any time from the

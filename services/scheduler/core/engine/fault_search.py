@@ -23,14 +23,14 @@ class _Group:
 
 
 class FaultSearch:
-    """Finds the requests that break their steps, by halving.
+    """Finds the requests that break their steps, by repeatedly halving the set of suspects.
 
     1. When a step fails, its requests become suspects. A suspect is cleared when its number of
        computed tokens exceeds its number in the failed step, or when it ends. After one failure all
        requests continue, because most losses of workers have other causes.
     2. When a step with suspects fails again, its suspects are split into two groups. From then on
-       one group runs at a time, the requests that arrived first before the others. A group that
-       passes is cleared. A group that fails is split again.
+       one group runs at a time, and the group of earlier requests runs first. A group that passes
+       is cleared. A group that fails is split again.
     3. A suspect ends with an error after `MAX_FAILURES_ALONE` failed steps that contain no other
        request. At least three steps in a row must fail at the same token of one request, so that a
        request does not end if workers are killed for other reasons.
@@ -51,7 +51,7 @@ class FaultSearch:
 
     def trial(self) -> Sequence[Request] | None:
         """The only requests that may run now. They stay the same until all of them are cleared.
-        None: every request may run.
+        None if every request may run.
         """
         if not self._goals and not self._groups:
             return None

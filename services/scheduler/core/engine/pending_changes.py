@@ -1,4 +1,6 @@
-"""Changes that are applied between two steps: requests that arrive, continue or must end."""
+"""Changes that are applied between two steps. They concern requests that arrive, continue or must
+end.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

@@ -15,9 +15,9 @@ MARGIN = 1.4
 
 
 class QueueEstimate:
-    """Estimates the rate at which requests complete on a full replica. By Little's law the rate
-    gives the delay that each waiting request causes to requests behind it, and the running time of
-    a request.
+    """Estimates the rate at which requests complete on a full replica. By Little's law, two numbers
+    are computed from the rate: the delay that each waiting request causes to requests behind it,
+    and the running time of a request.
 
     Until enough requests have ended, the rate is estimated as the rate of computed tokens, divided
     by the expected number of tokens of a request.

@@ -1,4 +1,4 @@
-"""Recovers from a loss of pool or workers: reopens both, and searches for a request whose steps
+"""Recovers from a loss of pool or workers. Reopens both, and searches for a request whose steps
 always fail.
 """
 

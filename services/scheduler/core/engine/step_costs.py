@@ -45,12 +45,12 @@ class StepCosts:
 
     @property
     def seconds_per_decode(self) -> float:
-        """Seconds for each decoding request; 0 while unknown."""
+        """Seconds for each decoding request. 0 while unknown."""
         return self._fit()[1]
 
     @property
     def seconds_per_prompt_token(self) -> float:
-        """Seconds for each token of a prompt; 0 while unknown."""
+        """Seconds for each token of a prompt. 0 while unknown."""
         num_tokens = sum(tokens for _, tokens, _ in self._computing)
         if num_tokens < MIN_COMPUTED_TOKENS:
             return 0.0
@@ -85,7 +85,7 @@ class StepCosts:
         return (each_step + each_decode * more_requests) / seconds
 
     def _fit(self) -> tuple[float, float]:
-        """Seconds for each step, and seconds for each request in it; 0 while unknown."""
+        """Seconds for each step, and seconds for each request in it. 0 while unknown."""
         if self._fitted is None:
             self._fitted = self._least_squares()
         return self._fitted

@@ -1,4 +1,4 @@
-"""Applies the output of a step: appends tokens, and ends requests and turns of sessions."""
+"""Applies the output of a step. Appends tokens, and ends requests and turns of sessions."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The first part of scheduling a step: allocates blocks for running requests, and preempts requests
+"""The first part of scheduling a step. Allocates blocks for running requests, and preempts requests
 if blocks are missing.
 """
 

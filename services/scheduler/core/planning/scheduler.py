@@ -1,4 +1,4 @@
-"""The scheduler: decides which tokens of which requests each engine step computes."""
+"""The scheduler decides which tokens of which requests each engine step computes."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -74,8 +74,8 @@ class Scheduler:
 
     @property
     def only_frees(self) -> bool:
-        """Whether a step would only free blocks of ended requests: no request runs or waits, no
-        block is to be published, and no transfer is in progress.
+        """Whether a step would only free blocks of ended requests. That is so if no request runs or
+        waits, no block must be published, and no transfer is in progress.
         """
         has_commits = bool(self._kv_cache_manager.pending.commits)
         return not (self.running or self.num_waiting or has_commits or self.has_transfers)

@@ -165,7 +165,7 @@ class PassingOver:
         return copy
 
     def reason(self, request: Request) -> WaitReason | None:
-        """Why a request is passed over; None if it is not."""
+        """Why a request is passed over. None if it is not."""
         if request.status is RequestStatus.WAITING_FOR_CHUNK:
             return WaitReason.SESSION
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:

@@ -15,8 +15,8 @@ class WaitingRequests:
     """The queues of a replica. The policy orders the requests in each queue.
 
     Requests that hold blocks are in `kv_waiting`. They are tried before the requests in `waiting`.
-    A request that cannot be admitted yet, however many resources are free, is passed over
-    (skipped). It keeps its position.
+    A request that could not be admitted even if all resources were free is passed over (skipped).
+    It keeps its position.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -26,7 +26,7 @@ class WaitingRequests:
         self.held_back: dict[Request, None] = {}
         """Requests that must not be admitted now, in the order in which they were held back."""
         self.admitted_only: Collection[Request] | None = None
-        """The only requests that may be admitted; None if all requests may."""
+        """The only requests that may be admitted. None if all requests may."""
         self.between_turns: dict[Request, None] = {}
         """Sessions that wait for input, in the order in which they began to wait. Each of them
         counts against the limit on running requests.

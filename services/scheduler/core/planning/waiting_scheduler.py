@@ -37,7 +37,7 @@ class WaitingScheduler:
             self._external_hits = ExternalHits(state, state.transfers)
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
-        """Admits requests from the head of the queue. Returns why admission stopped; None if no
+        """Admits requests from the head of the queue. Returns why admission stopped. None if no
         request is left waiting.
         """
         if not self._queues.has_queued:

@@ -20,8 +20,8 @@ class FCFSPolicy:
 
 
 class FCFSRequestQueue(deque[Request]):
-    """Requests in the order of arrival. Preempted requests precede all others; the request that was
-    preempted last is at the head.
+    """Requests in the order of arrival. Preempted requests precede all other requests. The request
+    that was preempted last is at the head.
     """
 
     add = deque[Request].append

@@ -1,4 +1,4 @@
-"""The policy PRIORITY: orders requests by priority, then by arrival time."""
+"""The policy PRIORITY orders requests by priority, then by arrival time."""
 
 from bisect import insort
 from heapq import heappop, heappush
@@ -30,7 +30,8 @@ class PriorityRequestQueue(list[Request]):
     """Waiting requests, sorted by (priority, arrival time, id), the smallest first. Preempted
     requests are sorted in the same way.
 
-    A sorted list is faster than a heap here: a heap makes more comparisons, which run in Python.
+    A sorted list is faster than a heap here, because a heap makes more comparisons, which run in
+    Python.
     """
 
     def add(self, request: Request, /) -> None:

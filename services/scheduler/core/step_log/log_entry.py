@@ -11,7 +11,7 @@ in order, can be replayed.
                          hexadecimal) and grammar (compiling, ready or failed) if it has one;
                          encoder_inputs, if it has any (identifier, offset, length, embeds or
                          null); resumable, if it is a session
-    grammar_compiled     key, error (why it cannot be compiled; empty if it is) and, with an error,
+    grammar_compiled key, error (why it cannot be compiled. Empty if it is) and, with an error,
                          reason (how the request ends; error without it)
     add_chunk            key of a session, and its next input: tokens, arrival_time, how the turn
                          ends, as in `add`; without these, the end of the session

@@ -22,9 +22,9 @@ class ReasonStart(NamedTuple):
     start: int
     reason: str
     step: int | None = None
-    """The first step that left the request out for this reason; None if there was no step."""
+    """The first step that left the request out for this reason. None if there was no step."""
     holder: str = ""
-    """Id of the request that held most of the missing resource; empty if there was none."""
+    """Id of the request that held most of the missing resource. Empty if there was none."""
 
 
 @dataclass(slots=True)

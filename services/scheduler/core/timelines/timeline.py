@@ -136,7 +136,7 @@ class Phase:
     max_requests: int = 0
     """The largest number of requests in a step of the phase."""
     merged: dict[PhaseKind, int] | None = None
-    """Nanoseconds of the merged phases, by kind; None if no phases were merged."""
+    """Maps the kinds of the merged phases to nanoseconds. None if no phases were merged."""
     merged_parts: Sequence[TimePart] = ()
     """The time parts of the merged phases."""
 

@@ -114,7 +114,7 @@ class KVConnector(Protocol):
         """Called when a request no longer holds blocks, because it was preempted or has ended."""
 
     def build_connector_meta(self, step: int) -> KVConnectorMetadata | None:
-        """Returns the transfers that begin with the planned step; None if there are none."""
+        """Returns the transfers that begin with the planned step. None if there are none."""
 
     def update_connector_output(self, step: int, results: KVTransferResults) -> None:
         """Called with the transfer results in the output of each step."""

@@ -46,7 +46,7 @@ class TierIndex:
         self._blocks.move_to_end(key)
 
     def put(self, key: bytes) -> TierBlockId | None:
-        """Allocates a block for a new key; None if all blocks are pinned."""
+        """Allocates a block for a new key. None if all blocks are pinned."""
         if not self._free and not self._evict():
             return None
         block = self._blocks[key] = self._free.pop()
@@ -100,7 +100,9 @@ class TierIndex:
         return False
 
     def check(self) -> None:
-        """Raises AssertionError unless each block is free, mapped by one key, or an orphan."""
+        """Raises AssertionError if the index is inconsistent. Each block must be free, mapped by
+        one key, or an orphan.
+        """
         named = list(self._blocks.values())
         every = sorted([*named, *self._free, *self._orphans])
         assert every == list(range(self.num_blocks)), "a block is missing or counted twice"

@@ -1,5 +1,5 @@
-"""Requests that wait for a reason of their own are skipped, and keep their position in
-the queue.
+"""Requests that wait for a reason that concerns no other request are skipped. They keep their
+position in the queue.
 """
 
 from dataclasses import replace

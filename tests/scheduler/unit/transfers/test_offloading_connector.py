@@ -44,8 +44,8 @@ PROMPT = list(range(100, 113))
 
 
 class Story:
-    """A scheduler, its connector, and workers that sample the token 7. Requested loads take place
-    when `finish_loads` is called.
+    """A scheduler, its connector, and workers that sample the token 7. Requested loads end when
+    `finish_loads` is called.
     """
 
     def __init__(self, config: SchedulerConfig = CONFIG, num_tier_blocks: int = 20) -> None:

@@ -46,8 +46,8 @@ class BlockStored:
 
     @property
     def extra_keys(self) -> list[tuple[str, ...] | None]:
-        """The inputs of each block's hash besides tokens, in vLLM's format: the adapter's name and,
-        in the first block of a sequence, the salt.
+        """The inputs of each block's hash besides its tokens, in vLLM's format. They are the
+        adapter's name and, in the first block of a sequence, the salt.
         """
         adapter = (self.namespace.lora_name,) if self.namespace.lora_name else ()
         keys: list[tuple[str, ...] | None] = [adapter or None] * len(self.block_hashes)

@@ -78,7 +78,7 @@ class KVEventRecorder:
     def transacted(
         self, operations: Sequence[Operation], response: kvpool_pb2.TransactResponse
     ) -> None:
-        """Records what a transaction changed in the prefix index."""
+        """Records the changes that a transaction made in the prefix index."""
         num_done = response.stop.operation_index if response.HasField("stop") else len(operations)
         sources: _Sources = {}
         for index, operation in enumerate(operations[: num_done + 1]):
