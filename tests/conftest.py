@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import services.worker  # noqa: F401 - says how torch's threads wait, before a test imports torch
+from services.cli.processes.ports import claim_port
 
 NUM_PROCESSES = 6
 SERVERS = {
@@ -198,3 +199,9 @@ def listening(request: pytest.FixtureRequest) -> Iterator[str]:
         tempfile.TemporaryDirectory() as directory
     ):  # short, since socket paths are limited to 107 bytes
         yield "127.0.0.1:0" if request.param == "port" else f"unix:{directory}/service.sock"
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port on which no process listens."""
+    return claim_port("127.0.0.1", 0, "--port")

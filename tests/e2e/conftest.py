@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.e2e.otlp_receiver import OtlpReceiver
 from tests.e2e.stack import ROOT, Stack
 from tests.e2e.tiny import save_servable_model
 
@@ -82,6 +83,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("models") / "tiny"
     return TinyModel(directory, save_servable_model(directory))
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[OtlpReceiver]:
+    """A receiver of spans."""
+    with closing(OtlpReceiver()) as receiver:
+        yield receiver
 
 
 @pytest.fixture(scope="package")

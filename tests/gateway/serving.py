@@ -160,6 +160,17 @@ async def serving(
                 await fake.die()
 
 
+def serving_with(model: Path, tools: str, reasoning: str) -> Any:
+    """A gateway with parsers of tool calls and of reasoning."""
+    return serving(
+        model,
+        FakeScheduler(max_model_len=4096, max_request_tokens=4000),
+        tool_call_parser=tools,
+        reasoning_parser=reasoning,
+        enable_auto_tool_choice=True,
+    )
+
+
 async def until(condition: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
     """Waits until a condition holds; fails after `seconds`."""
     async with asyncio.timeout(seconds):

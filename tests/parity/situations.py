@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from services.worker.build import build_worker
+from services.worker.core.worker import Worker
+from services.worker.settings import WorkerSettings
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
 T = TypeVar("T")
@@ -50,6 +54,18 @@ class Situation:
     def chosen(self, of_prompts: Sequence[T]) -> list[T]:
         """The items of the served prompts, from one item for each prompt."""
         return [of_prompts[number] for number in self.served]
+
+
+def settings_of(directory: Path, **others: Any) -> WorkerSettings:
+    """Settings of a worker that has room for each situation."""
+    room = {"num_blocks": LARGE_POOL, "max_num_seqs": NUM_PROMPTS, "max_num_batched_tokens": 512}
+    lengths = {"block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN}
+    return WorkerSettings(model=directory, **room | lengths | others)  # type: ignore[arg-type]
+
+
+def build(directory: Path, **others: Any) -> Worker:
+    """A worker that has room for each situation."""
+    return build_worker(settings_of(directory, **others), directory.name, lambda: None)
 
 
 SITUATIONS = {

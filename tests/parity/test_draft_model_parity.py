@@ -3,7 +3,6 @@ own continuation, whatever the scheduler does. A draft model that is the model i
 right, so one rejected draft shows that its keys and values are not what they should be.
 """
 
-import asyncio
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,23 +15,25 @@ from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from services.worker.build import build_worker
 from services.worker.core.worker import Worker
 from services.worker.models.config import DtypeSetting
-from services.worker.settings import WorkerSettings
 from tests.parity.draft_models import Proposed, Recorded, record_drafts, save_perturbed
-from tests.parity.parallel.test_services_parity import Outputs, generate, serving
+from tests.parity.parallel.test_services_parity import (
+    Outputs,
+    answers_together,
+    generate,
+    serving,
+)
 from tests.parity.situations import (
     BLOCK_SIZE,
     GREEDY,
-    LARGE_POOL,
-    MAX_MODEL_LEN,
     MAX_TOKENS,
     SAMPLED,
     SITUATIONS,
     prompts,
     reference_outputs,
 )
+from tests.parity.situations import build as build_worker
 from tests.parity.test_speculation_parity import DEMO, EDITED
 from tests.scheduler.serving_replica import sampling
 from tests.tiny_models import save_tiny_model
@@ -48,18 +49,9 @@ def build(
 ) -> Worker:
     """In float32, with a draft model or without."""
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": num_drafts}
-    settings = WorkerSettings(
-        model=directory,
-        block_size=BLOCK_SIZE,
-        num_blocks=LARGE_POOL,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=16,
-        max_num_batched_tokens=512,
-        dtype=DtypeSetting.FLOAT32,
-        speculative_config=None if draft is None else json.dumps({**config, "num_rows": 0}),
-        **changes,
-    )
-    return build_worker(settings, directory.name, lambda: None)
+    drafts = None if draft is None else json.dumps({**config, "num_rows": 0})
+    settings = {"dtype": DtypeSetting.FLOAT32, "speculative_config": drafts, **changes}
+    return build_worker(directory, **settings)
 
 
 def save_draft(kind: str, model: Path, directory: Path) -> Path:
@@ -82,11 +74,6 @@ class Drafting:
     directory: Path
     worker: Worker
     outputs: list[tuple[dict[str, Any], Outputs]]
-
-
-async def _answers(worker: Worker, params: dict[str, Any]) -> Outputs:
-    async with serving(worker, TOGETHER, async_scheduling=True) as (_, gateway):
-        return await generate(gateway, prompts(), params)
 
 
 @pytest.fixture(
@@ -112,7 +99,7 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     plain = build(directory / "model", None)
     outputs = [(GREEDY, reference_outputs(model))]
     for params in (SAMPLED, EDITED):
-        outputs.append((params, asyncio.run(_answers(plain, params))))
+        outputs.append((params, answers_together(plain, params)))
     draft = save_draft(kind, directory / "model", directory / "draft")
     return Drafting(kind, draft, build(directory / "model", draft), outputs)
 

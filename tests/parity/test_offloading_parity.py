@@ -26,12 +26,11 @@ from tests.parity.parallel.test_services_parity import generate
 from tests.parity.situations import (
     BLOCK_SIZE,
     GREEDY,
-    LARGE_POOL,
-    MAX_MODEL_LEN,
     SITUATIONS,
     Situation,
     prompts,
     reference_outputs,
+    settings_of,
 )
 from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, serving_replica
 from tests.tiny_models import save_tiny_model
@@ -88,15 +87,7 @@ class Served:
 
 def settings_for(directory: Path, num_mib: float) -> WorkerSettings:
     """Settings of a worker with a tier of `num_mib`, or of all workers of its group together."""
-    return WorkerSettings(
-        model=directory,
-        block_size=BLOCK_SIZE,
-        num_blocks=LARGE_POOL,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=16,
-        max_num_batched_tokens=512,
-        kv_offloading_size=num_mib / 1024,
-    )
+    return settings_of(directory, kv_offloading_size=num_mib / 1024)
 
 
 @contextmanager

@@ -11,26 +11,28 @@ import pytest
 import torch
 from stepwell.common.v1 import common_pb2
 
-from services.worker.build import build_worker
 from services.worker.core.drafts.draft_source import DraftSource, ProposerSource
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.drafts.suffix_source import SuffixSource
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.worker import Worker
-from services.worker.settings import WorkerSettings
 from services.worker.speculation.config import SpeculativeConfig
 from services.worker.speculation.ngram import NgramProposer
 from tests.cli.replaying import replay
-from tests.parity.parallel.test_services_parity import Outputs, generate, serving
+from tests.parity.parallel.test_services_parity import (
+    Outputs,
+    answers_together,
+    generate,
+    serving,
+)
 from tests.parity.proposers import KnownProposer, RandomProposer
 from tests.parity.situations import (
     BLOCK_SIZE,
     GREEDY,
-    LARGE_POOL,
-    MAX_MODEL_LEN,
     MAX_TOKENS,
     SAMPLED,
     SITUATIONS,
+    build,
     prompts,
     reference_outputs,
 )
@@ -78,24 +80,6 @@ class Speculating:
         self.loaded.runner.drafter = Drafter(source, NUM_DRAFTS)
 
 
-def build(directory: Path, **config: Any) -> Worker:
-    settings = WorkerSettings(
-        model=directory,
-        block_size=BLOCK_SIZE,
-        num_blocks=LARGE_POOL,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=16,
-        max_num_batched_tokens=512,
-        speculative_config=json.dumps(config) if config else None,
-    )
-    return build_worker(settings, directory.name, lambda: None)
-
-
-async def _answers(worker: Worker, params: dict[str, Any]) -> Outputs:
-    async with serving(worker, TOGETHER, async_scheduling=True) as (_, gateway):
-        return await generate(gateway, prompts(), params)
-
-
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def speculating(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -107,9 +91,10 @@ def speculating(
     plain = build(directory)
     outputs = [(GREEDY, reference_outputs(request.param))]
     for params in (SAMPLED, EDITED):
-        outputs.append((params, asyncio.run(_answers(plain, params))))
+        outputs.append((params, answers_together(plain, params)))
     assert 8 <= min(map(len, outputs[-1][1])) < MAX_TOKENS
-    return Speculating(build(directory, num_speculative_tokens=NUM_DRAFTS, num_rows=0), outputs)
+    drafts = json.dumps({"num_speculative_tokens": NUM_DRAFTS, "num_rows": 0})
+    return Speculating(build(directory, speculative_config=drafts), outputs)
 
 
 @pytest.mark.parametrize(
@@ -225,11 +210,9 @@ async def test_drafts_change_no_token_of_a_form(temperature: float) -> None:
     }
     answers, num_steps = [], []
     by_ngrams = {"num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 2}
-    for config in ({}, by_ngrams, {"method": "suffix"}):
-        async with serving(build(DEMO, **config), TOGETHER, async_scheduling=True) as (
-            replica,
-            gateway,
-        ):
+    for config in (None, by_ngrams, {"method": "suffix"}):
+        worker = build(DEMO, speculative_config=config and json.dumps(config))
+        async with serving(worker, TOGETHER, async_scheduling=True) as (replica, gateway):
             answers.append(await generate(gateway, [[5, 6, 7], [8, 9]], params))
             num_steps.append((await replica.stats()).num_steps)
     assert answers[0] == answers[1] == answers[2]

@@ -54,35 +54,15 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     data_parallel_rank: int | None = None
 
 
-class _ArrayEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
-    pass
-
-
-class OldBlockStored(_ArrayEvent, tag="BlockStored"):
+class OldBlockStored(BlockStored, array_like=True, tag="BlockStored"):
     """BlockStored of vLLM 0.23."""
 
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
 
-
-class OldBlockRemoved(_ArrayEvent, tag="BlockRemoved"):
+class OldBlockRemoved(BlockRemoved, array_like=True, tag="BlockRemoved"):
     """BlockRemoved of vLLM 0.23."""
 
-    block_hashes: list[int]
-    medium: str | None
-    group_idx: int | None = None
 
-
-class OldAllBlocksCleared(_ArrayEvent, tag="AllBlocksCleared"):
+class OldAllBlocksCleared(AllBlocksCleared, array_like=True, tag="AllBlocksCleared"):
     """AllBlocksCleared of vLLM 0.23."""
 
 

@@ -32,13 +32,6 @@ FAILING = {"structured_outputs": {"regex": TOO_COMPLEX}, "max_tokens": 900, "tem
 
 
 @pytest.fixture(scope="module")
-def receiver() -> Iterator[OtlpReceiver]:
-    receiver = OtlpReceiver()
-    yield receiver
-    receiver.close()
-
-
-@pytest.fixture(scope="module")
 def demo(receiver: OtlpReceiver) -> Iterator[Stack]:
     stack = Stack(
         DEMO,

@@ -21,13 +21,6 @@ OF_REQUESTS = ALL_SERVICES - {"stepwell-worker"}
 
 
 @pytest.fixture(scope="module")
-def receiver() -> Iterator[OtlpReceiver]:
-    receiver = OtlpReceiver()
-    yield receiver
-    receiver.close()
-
-
-@pytest.fixture(scope="module")
 def traced(tiny_model: TinyModel, receiver: OtlpReceiver) -> Iterator[Stack]:
     """A stack that traces everything, and cuts prompts into chunks of 32 tokens."""
     stack = Stack(

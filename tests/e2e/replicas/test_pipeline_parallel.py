@@ -36,13 +36,6 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 @pytest.fixture(scope="module")
-def receiver() -> Iterator[OtlpReceiver]:
-    receiver = OtlpReceiver()
-    yield receiver
-    receiver.close()
-
-
-@pytest.fixture(scope="module")
 def staged(deep_model: TinyModel, receiver: OtlpReceiver) -> Iterator[Stack]:
     stack = Stack(
         deep_model.directory,

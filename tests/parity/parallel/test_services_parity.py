@@ -4,6 +4,7 @@ Pool, worker and scheduler serve at ports of their own, and exchange the message
 as processes.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,19 +15,15 @@ import pytest
 import torch
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.worker.build import build_worker
 from services.worker.core.worker import Worker
-from services.worker.settings import WorkerSettings
 from tests.parity.models_table import rows
 from tests.parity.situations import (
-    BLOCK_SIZE,
     GREEDY,
-    LARGE_POOL,
-    MAX_MODEL_LEN,
     SAMPLED,
     SITUATIONS,
     SMALL_POOL,
     Situation,
+    build,
     prompts,
     reference_outputs,
 )
@@ -62,15 +59,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp(request.param)
     save_tiny_model(directory, request.param)
-    settings = WorkerSettings(
-        model=directory,
-        block_size=BLOCK_SIZE,
-        num_blocks=LARGE_POOL,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=16,
-        max_num_batched_tokens=512,
-    )
-    return Served(request.param, build_worker(settings, request.param, lambda: None))
+    return Served(request.param, build(directory))
 
 
 @asynccontextmanager
@@ -104,6 +93,17 @@ async def generate(gateway: Gateway, wanted: list[list[int]], params: dict[str, 
         await gateway.add(handle, prompt, sampling=sampling(**params))
     await gateway.finish(*handles)
     return [gateway.heard[handle].tokens for handle in handles]
+
+
+def answers_together(worker: Worker, params: dict[str, Any]) -> Outputs:
+    """The answers to all prompts, sent to one worker at the same time."""
+
+    async def answers() -> Outputs:
+        situation = SITUATIONS["sixteen together"]
+        async with serving(worker, situation, async_scheduling=True) as (_, gateway):
+            return await generate(gateway, prompts(), params)
+
+    return asyncio.run(answers())
 
 
 @pytest.mark.parametrize("name", [name for name in SITUATIONS if name != "alone"])

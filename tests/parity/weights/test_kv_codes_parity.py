@@ -13,10 +13,8 @@ from stepwell.common.v1 import common_pb2
 
 from services.common.request.sampling import SamplingParams
 from services.worker.backends.choices import KernelsSetting, KVCacheDtype
-from services.worker.build import build_worker
 from services.worker.core.model_runner import ModelRunner
 from services.worker.sampling.logprobs import LogprobRows
-from services.worker.settings import WorkerSettings
 from tests.parity.exact import ExactModel, drawn
 from tests.parity.parallel.test_services_parity import generate as generate_over_services
 from tests.parity.parallel.test_services_parity import serving
@@ -25,9 +23,9 @@ from tests.parity.situations import (
     BLOCK_SIZE,
     GREEDY,
     LARGE_POOL,
-    MAX_MODEL_LEN,
     SAMPLED,
     SITUATIONS,
+    build,
     prompts,
 )
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -197,17 +195,7 @@ async def test_blocks_come_back_from_the_tier(kind: str, tmp_path: Path) -> None
     torch.set_num_threads(1)
     answers: list[Sequence[Sequence[int]]] = []
     for gib in (None, 1 / 16):
-        settings = WorkerSettings(
-            model=tmp_path,
-            block_size=BLOCK_SIZE,
-            num_blocks=LARGE_POOL,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=16,
-            max_num_batched_tokens=512,
-            kv_cache_dtype=INT8,
-            kv_offloading_size=gib,
-        )
-        loaded = build_worker(settings, kind, lambda: None)
+        loaded = build(tmp_path, kv_cache_dtype=INT8, kv_offloading_size=gib)
         situation = SITUATIONS["preempted again and again"]
         async with serving(loaded, situation, async_scheduling=True) as (replica, gateway):
             answers.append(await generate_over_services(gateway, prompts(), GREEDY))

@@ -1,11 +1,14 @@
 """Helpers shared by the scheduler's integration tests."""
 
+from collections.abc import AsyncIterator
+
 import pytest
 
-from services.cli.processes.ports import claim_port
+from tests.scheduler.serving_replica import Gateway, Replica, gateway_of
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A TCP port on which no process listens."""
-    return claim_port("127.0.0.1", 0, "--port")
+async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
+    """A session with the replica of the test's module."""
+    async with gateway_of(replica) as gateway:
+        yield gateway

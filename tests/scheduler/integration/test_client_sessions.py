@@ -29,12 +29,6 @@ async def replica(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
         yield replica
 
 
-@pytest.fixture
-async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
-    async with gateway_of(replica) as gateway:
-        yield gateway
-
-
 async def begin(gateway: Gateway, handle: int, first: list[int]) -> None:
     """Begins a session with a turn of four tokens."""
     await gateway.add(handle, first, sampling=sampling(4), resumable=True)

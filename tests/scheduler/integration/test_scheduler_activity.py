@@ -14,7 +14,6 @@ from tests.scheduler.fake_worker import BLOCK_SIZE, FakeWorker
 from tests.scheduler.serving_replica import (
     Gateway,
     Replica,
-    gateway_of,
     sampling,
     serving_replica,
 )
@@ -32,12 +31,6 @@ async def replica() -> AsyncIterator[Replica]:
     worker = FakeWorker(max_num_seqs=2, num_blocks=64, max_num_batched_tokens=BUDGET)
     async with serving_replica(worker) as replica:
         yield replica
-
-
-@pytest.fixture
-async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
-    async with gateway_of(replica) as gateway:
-        yield gateway
 
 
 async def look(

@@ -47,12 +47,6 @@ async def patient(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
         yield replica
 
 
-@pytest.fixture
-async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
-    async with gateway_of(replica) as gateway:
-        yield gateway
-
-
 async def ask(gateway: Gateway) -> None:
     for handle, token_ids in PROMPTS.items():
         await gateway.add(handle, token_ids, sampling=sampling(MANY))

@@ -23,12 +23,6 @@ async def replica() -> AsyncIterator[Replica]:
         yield replica
 
 
-@pytest.fixture
-async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
-    async with gateway_of(replica) as gateway:
-        yield gateway
-
-
 async def pause(replica: Replica, mode: str = "KEEP") -> None:
     value = scheduler_pb2.PauseMode.Value(f"PAUSE_MODE_{mode}")
     await replica.admin.Pause(scheduler_pb2.PauseRequest(mode=value))

@@ -37,12 +37,6 @@ async def replica() -> AsyncIterator[Replica]:
         yield replica
 
 
-@pytest.fixture
-async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
-    async with gateway_of(replica) as gateway:
-        yield gateway
-
-
 async def hold_two(replica: Replica, gateway: Gateway) -> None:
     """Makes two requests run with blocked first steps, so that further requests wait."""
     async with replica.planning_together(2):

@@ -32,12 +32,6 @@ async def replica(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
         yield replica
 
 
-@pytest.fixture
-async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
-    async with gateway_of(replica) as gateway:
-        yield gateway
-
-
 async def test_a_session_is_told_first_what_is_served(gateway: Gateway) -> None:
     opened = gateway.opened
     assert opened is not None

@@ -3,7 +3,6 @@ completion.
 """
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ from jsonschema_rs import Draft202012Validator
 
 from services.common.keys.api_keys import TenantRecord
 from tests.gateway.documented import Documented
-from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import FileKeyring, bearer
 from tests.gateway.model_outputs import RECORDED, SCHEMAS, Recorded
-from tests.gateway.serving import Serving, serving
+from tests.gateway.serving import Serving, serving, serving_with
 from tests.gateway.tiny_tokenizer import write_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -36,24 +34,8 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=TEMPLATE)
 
 
-@pytest.fixture
-async def served(calling: Path) -> AsyncIterator[Serving]:
-    async with serving_with(calling, "hermes", "qwen3") as running:
-        yield running
-
-
-def serving_with(model: Path, tools: str, reasoning: str) -> Any:
-    return serving(
-        model,
-        FakeScheduler(max_model_len=4096, max_request_tokens=4000),
-        tool_call_parser=tools,
-        reasoning_parser=reasoning,
-        enable_auto_tool_choice=True,
-    )
-
-
-async def post(served: Serving, path: str, body: Any) -> Any:
-    answer = await served.http.post(path, json=body)
+async def post(hermes: Serving, path: str, body: Any) -> Any:
+    answer = await hermes.http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -68,11 +50,11 @@ def compared(completion: dict[str, Any]) -> dict[str, Any]:
     return {name: completion[name] for name in kept}
 
 
-async def by_tokens(served: Serving, body: dict[str, Any]) -> dict[str, Any]:
-    rendered = await post(served, f"{CHAT}/render", body)
-    generated = await post(served, GENERATE, rendered)
+async def by_tokens(hermes: Serving, body: dict[str, Any]) -> dict[str, Any]:
+    rendered = await post(hermes, f"{CHAT}/render", body)
+    generated = await post(hermes, GENERATE, rendered)
     whole = await post(
-        served, f"{CHAT}/derender", {"generate_response": generated, "chat_request": body}
+        hermes, f"{CHAT}/derender", {"generate_response": generated, "chat_request": body}
     )
     assert whole["id"] == generated["request_id"]
     return compared(whole)
@@ -84,11 +66,11 @@ async def by_tokens(served: Serving, body: dict[str, Any]) -> dict[str, Any]:
     ids=lambda one: one.format,
 )
 async def test_recorded_answers_are_read_as_by_a_chat(calling: Path, recorded: Recorded) -> None:
-    async with serving_with(calling, recorded.format, recorded.thinks) as served:
-        served.scheduler.answer = served.tokens(recorded.text)
+    async with serving_with(calling, recorded.format, recorded.thinks) as hermes:
+        hermes.scheduler.answer = hermes.tokens(recorded.text)
         body = {**ASK, "tools": TOOLS}
-        whole = compared(await post(served, CHAT, body))
-        assert await by_tokens(served, body) == whole
+        whole = compared(await post(hermes, CHAT, body))
+        assert await by_tokens(hermes, body) == whole
 
 
 @pytest.mark.parametrize(
@@ -104,33 +86,33 @@ async def test_recorded_answers_are_read_as_by_a_chat(calling: Path, recorded: R
     ],
     ids=lambda more: ",".join(more) or "plain",
 )
-async def test_a_chat_by_tokens_is_the_chat(served: Serving, more: dict[str, Any]) -> None:
+async def test_a_chat_by_tokens_is_the_chat(hermes: Serving, more: dict[str, Any]) -> None:
     body = {**ASK, "seed": 7, "max_tokens": 12, **more}
-    whole = await post(served, CHAT, body)
-    asked = served.scheduler.adds[-1]
-    assert await by_tokens(served, body) == compared(whole)
-    again = served.scheduler.adds[-1]
+    whole = await post(hermes, CHAT, body)
+    asked = hermes.scheduler.adds[-1]
+    assert await by_tokens(hermes, body) == compared(whole)
+    again = hermes.scheduler.adds[-1]
     assert again.prompt_token_ids == asked.prompt_token_ids
     assert again.sampling == asked.sampling
 
 
-async def test_a_completion_of_several_prompts(served: Serving) -> None:
+async def test_a_completion_of_several_prompts(hermes: Serving) -> None:
     body: dict[str, Any] = {
         "prompt": ["the well", "a step"],
         "n": 2,
         "temperature": 0,
         "logprobs": 1,
     }
-    rendered = await post(served, f"{COMPLETIONS}/render", body)
-    assert [one["token_ids"] for one in rendered] == [*map(served.tokens, body["prompt"])]
-    generated = [await post(served, GENERATE, one) for one in rendered]
+    rendered = await post(hermes, f"{COMPLETIONS}/render", body)
+    assert [one["token_ids"] for one in rendered] == [*map(hermes.tokens, body["prompt"])]
+    generated = [await post(hermes, GENERATE, one) for one in rendered]
     derendered = await post(
-        served,
+        hermes,
         f"{COMPLETIONS}/derender",
         {"generate_responses": generated, "completion_request": body},
     )
     texts = [
-        (await post(served, "/detokenize", {"tokens": choice["token_ids"]}))["prompt"]
+        (await post(hermes, "/detokenize", {"tokens": choice["token_ids"]}))["prompt"]
         for one in generated
         for choice in one["choices"]
     ]
@@ -138,45 +120,45 @@ async def test_a_completion_of_several_prompts(served: Serving) -> None:
     assert all(choice["logprobs"]["tokens"] for choice in derendered["choices"])
 
 
-async def test_offsets_say_where_in_the_text_each_token_is(served: Serving) -> None:
+async def test_offsets_say_where_in_the_text_each_token_is(hermes: Serving) -> None:
     text = "the well"
     asked = {"prompt": text, "return_token_offsets": True}
-    [rendered] = await post(served, f"{COMPLETIONS}/render", asked)
+    [rendered] = await post(hermes, f"{COMPLETIONS}/render", asked)
     offsets = rendered["token_offsets"]
     assert len(offsets) == len(rendered["token_ids"])
     assert "".join(text[first:last] for first, last in offsets) == text
     for prompt in ([5, 6], [[5]]):
-        [rendered] = await post(served, f"{COMPLETIONS}/render", {**asked, "prompt": prompt})
+        [rendered] = await post(hermes, f"{COMPLETIONS}/render", {**asked, "prompt": prompt})
         assert rendered["token_offsets"] is None
-    chat = await post(served, f"{CHAT}/render", {**ASK, "return_token_offsets": True})
+    chat = await post(hermes, f"{CHAT}/render", {**ASK, "return_token_offsets": True})
     assert len(chat["token_offsets"]) == len(chat["token_ids"])
 
 
-async def test_tokens_without_a_request_are_text(served: Serving) -> None:
+async def test_tokens_without_a_request_are_text(hermes: Serving) -> None:
     text = "<think>hm</think>the well"
-    choice = {"index": 0, "token_ids": served.tokens(text), "finish_reason": "length"}
+    choice = {"index": 0, "token_ids": hermes.tokens(text), "finish_reason": "length"}
     response = {"request_id": "r-1", "choices": [choice]}
     chat = await post(
-        served, f"{CHAT}/derender", {"generate_response": response, "prompt_tokens": 3}
+        hermes, f"{CHAT}/derender", {"generate_response": response, "prompt_tokens": 3}
     )
     assert chat["choices"][0]["message"]["content"] == text
     assert (chat["choices"][0]["finish_reason"], chat["usage"]["prompt_tokens"]) == ("length", 3)
-    whole = await post(served, f"{COMPLETIONS}/derender", {"generate_responses": [response]})
+    whole = await post(hermes, f"{COMPLETIONS}/derender", {"generate_responses": [response]})
     assert (whole["id"], whole["choices"][0]["text"]) == ("r-1", text)
 
 
 GENERATED: dict[str, Any] = {"request_id": "r", "choices": [{"index": 0, "token_ids": [5]}]}
 
 
-async def test_answers_are_as_documented(served: Serving) -> None:
-    document = Documented((await served.http.get("/openapi.json")).json())
+async def test_answers_are_as_documented(hermes: Serving) -> None:
+    document = Documented((await hermes.http.get("/openapi.json")).json())
     for path, body in {
         f"{COMPLETIONS}/render": {"prompt": ["a", "b"], "return_token_offsets": True},
         f"{CHAT}/render": {**ASK, "stream": True, "stream_options": {"include_usage": True}},
         f"{COMPLETIONS}/derender": {"generate_responses": [GENERATED]},
         f"{CHAT}/derender": {"generate_response": GENERATED, "chat_request": ASK},
     }.items():
-        answer = await served.http.post(path, json=body)
+        answer = await hermes.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         document.check(path, answer)
 
@@ -209,26 +191,26 @@ async def test_answers_are_as_documented(served: Serving) -> None:
     ],
 )
 async def test_what_is_wrong_is_named(
-    served: Serving, path: str, body: dict[str, Any], field: str
+    hermes: Serving, path: str, body: dict[str, Any], field: str
 ) -> None:
-    answer = await served.http.post(path, json=body)
+    answer = await hermes.http.post(path, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
 
 
 async def test_each_route_needs_a_key(calling: Path, tmp_path: Path) -> None:
     ring = FileKeyring(tmp_path / "keys.json")
     key = await ring.add(TenantRecord("acme"))
-    async with serving(calling, api_key_file=ring.path) as served:
+    async with serving(calling, api_key_file=ring.path) as hermes:
         for path in (COMPLETIONS, CHAT):
             for verb in ("render", "derender"):
                 where = f"{path}/{verb}"
-                assert (await served.http.post(where, json={})).status_code == 401
-                answer = await served.http.post(where, json={}, headers=bearer(key))
+                assert (await hermes.http.post(where, json={})).status_code == 401
+                answer = await hermes.http.post(where, json={}, headers=bearer(key))
                 assert answer.status_code == 400
 
 
-async def test_tokenizer_info_is_served_where_it_is_enabled(calling: Path, served: Serving) -> None:
-    assert (await served.http.get("/tokenizer_info")).status_code == 404
+async def test_tokenizer_info_is_served_where_it_is_enabled(calling: Path, hermes: Serving) -> None:
+    assert (await hermes.http.get("/tokenizer_info")).status_code == 404
     async with serving(calling, enable_tokenizer_info_endpoint=True, api_keys=("k",)) as enabled:
         assert (await enabled.http.get("/tokenizer_info")).status_code == 401
         answer = await enabled.http.get("/tokenizer_info", headers=bearer("k"))

@@ -18,11 +18,10 @@ from tests.gateway.integration.openai.test_gateway_tools import (
     REPLAYED,
     STRICT,
     served_prompts,
-    serving_with,
     wanted,
 )
 from tests.gateway.model_outputs import CALLS, SCHEMAS, Recorded
-from tests.gateway.serving import Serving, serving
+from tests.gateway.serving import Serving, serving, serving_with
 from tests.gateway.tiny_tokenizer import write_tokenizer
 
 PATH = "/v1/responses"
@@ -40,12 +39,6 @@ def tool(name: str = "get_weather", **others: Any) -> Any:
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose template knows tools and thoughts."""
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=THOUGHT)
-
-
-@pytest.fixture
-async def hermes(calling: Path) -> AsyncIterator[Serving]:
-    async with serving_with(calling, "hermes", "qwen3") as served:
-        yield served
 
 
 @pytest.fixture

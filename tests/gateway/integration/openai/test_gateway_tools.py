@@ -3,7 +3,6 @@ write them, and grammars that force calls.
 """
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from stepwell.common.v1 import common_pb2
 from services.common.pool.block_hash import unpack_token_ids
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.model_outputs import CALLS, RECORDED, SCHEMAS, Recorded
-from tests.gateway.serving import Serving, serving
+from tests.gateway.serving import Serving, serving, serving_with
 from tests.gateway.tiny_tokenizer import write_tokenizer
 
 TEMPLATE = (
@@ -47,22 +46,6 @@ def tool(name: str = "get_weather", **others: Any) -> dict[str, Any]:
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose template knows tools."""
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=TEMPLATE)
-
-
-@pytest.fixture
-async def hermes(calling: Path) -> AsyncIterator[Serving]:
-    async with serving_with(calling, "hermes", "qwen3") as served:
-        yield served
-
-
-def serving_with(model: Path, tools: str, reasoning: str) -> Any:
-    return serving(
-        model,
-        FakeScheduler(max_model_len=4096, max_request_tokens=4000),
-        tool_call_parser=tools,
-        reasoning_parser=reasoning,
-        enable_auto_tool_choice=True,
-    )
 
 
 # To this tokenizer harmony's mark of a message's end is the end of the answer.

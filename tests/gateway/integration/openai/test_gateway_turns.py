@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from tests.gateway.integration.openai.test_gateway_tools import TEMPLATE, serving_with
-from tests.gateway.serving import Serving
+from tests.gateway.integration.openai.test_gateway_tools import TEMPLATE
+from tests.gateway.serving import Serving, serving_with
 from tests.gateway.tiny_tokenizer import write_tokenizer
 
 THOUGHT = "<think>\nhm"
