@@ -50,7 +50,7 @@ class UpSettings:
         doc="directory of the model in Hugging Face format, GGUF file, or name on the hub",
         read=find_model,
     )
-    host: str = setting("127.0.0.1", doc="address to listen on; 0.0.0.0 for every one")
+    host: str = setting("127.0.0.1", doc="address to listen on; 0.0.0.0 for all")
     http_port: int = setting(
         8000, doc="port of the OpenAI-compatible API; 0 for a free one", check=between(0, 65_535)
     )
@@ -60,7 +60,7 @@ class UpSettings:
     admin_port: int | None = setting(
         None,
         doc="port of 127.0.0.1 for operators' calls such as /pause; 0 for a free one (default: "
-        "there are none)",
+        "none)",
         check=between(0, 65_535),
     )
     admin_key: str | None = passed_to(
@@ -68,8 +68,7 @@ class UpSettings:
     )
     replicas: int = setting(
         1,
-        doc="replicas of scheduler, kvpool and worker behind the gateway, which share this "
-        "machine's cores and memory",
+        doc="replicas behind the gateway, which share this machine's cores and memory",
         check=between(1, MAX_REPLICAS),
     )
     routing_policy: str | None = passed_to(
@@ -201,13 +200,12 @@ class UpSettings:
     )
     tensor_parallel_size: int = setting(
         1,
-        doc="workers that share each layer of a replica's model, each a rank of it",
+        doc="workers that divide each layer of a replica's model",
         check=between(1, MAX_RANKS),
     )
     pipeline_parallel_size: int = setting(
         1,
-        doc="stages that the layers of a replica's model are divided into, each of as many workers "
-        "as share a layer",
+        doc="stages that divide the layers of a replica's model",
         check=between(1, MAX_RANKS),
     )
     num_threads: int | None = passed_to(
@@ -261,8 +259,8 @@ class UpSettings:
     )
     vllm_grpc_port: int | None = setting(
         None,
-        doc="port where the scheduler serves vllm.grpc.engine.VllmEngine, for gateways such as "
-        "smg, of several replicas the first one's; 0 for free ones (default: it does not)",
+        doc="port of vllm.grpc.engine.VllmEngine at the first replica's scheduler, the next port "
+        "at the next one; 0 for free ones (default: none)",
         check=between(0, 65_535),
     )
     vllm_grpc_client_stops: bool | None = passed_to(
@@ -283,14 +281,13 @@ class UpSettings:
     )
     liveness_timeout_seconds: float = setting(
         2.0,
-        doc="time without an answer to health checks after which a service is killed and started "
-        "again; five times that for the gateway, with which clients' streams end",
+        doc="time without an answer to health checks after which a service is killed and "
+        "restarted; five times that for the gateway",
         check=at_least(0.5),
     )
     worker_niceness: int = setting(
         0,
-        doc="added to the niceness of workers, so that the other services go before them where "
-        "processors are short",
+        doc="niceness of workers, so that the other services get scarce processors first",
         check=between(0, 19),
     )
     otlp_endpoint: str | None = passed_to(
@@ -316,7 +313,7 @@ class UpSettings:
         doc="how a log line looks: text for people, json for programs",
         default=LogFormat.TEXT,
     )
-    quiet: bool = setting(False, doc="show only the ready line and what goes wrong")
+    quiet: bool = setting(False, doc="print only the ready line and errors")
 
     @property
     def num_ranks(self) -> int:

@@ -17,8 +17,8 @@ class ClientSettings(ServiceSettings):
 
     api_keys: tuple[str, ...] = setting(
         (),
-        doc="keys that clients must show one of, comma-separated, each of a tenant of its own; "
-        "without any, and without the next two settings, no key is asked for",
+        doc="clients' keys, comma-separated, each with a tenant of its own. Without keys in any "
+        "of the three settings, no key is required",
         is_secret=True,
     )
     api_key_file: Path | None = setting(
@@ -29,22 +29,22 @@ class ClientSettings(ServiceSettings):
     )
     api_key_cache_seconds: float = setting(
         3600.0,
-        doc="how long keys that were used go on working while Redis cannot be asked for them; new "
-        "ones get 503",
+        doc="time for which keys that were used remain valid while Redis does not answer; other "
+        "keys get 503",
         check=at_least(0),
     )
     share_cache_between_tenants: bool = setting(
         False,
-        doc="let tenants find one another's prompts in the prefix cache; the time of an answer "
-        "then tells what other tenants have asked",
+        doc="share the prefix cache between tenants; the time of an answer then reveals what "
+        "other tenants have sent",
     )
     max_concurrent_requests: int = setting(
-        1024, doc="client requests served at once; further ones get 503", check=at_least(1)
+        1024, doc="client requests served at once; others get 503", check=at_least(1)
     )
     max_client_sessions: int = setting(
         256,
-        doc="sessions of clients that may be open; further ones get 503. One tenant may have an "
-        "eighth of them; its further ones get 429",
+        doc="open sessions of clients, an eighth of them per tenant; others get 503 (429 for the "
+        "tenant)",
         check=at_least(0),
     )
     client_session_idle_seconds: float = setting(
@@ -52,21 +52,21 @@ class ClientSettings(ServiceSettings):
     )
     max_num_queued_tokens: int | None = setting(
         None,
-        doc="prompt tokens of requests without output, waiting or computed; at so many further "
-        "requests get 503. The wanted time to the first token times the tokens of prompts that "
-        "are computed in a second (default: no limit)",
+        doc="prompt tokens of requests without output; at this number further requests get 503. A"
+        " value: the wanted time to the first token times prompt tokens computed per second "
+        "(default: no limit)",
         check=at_least(1),
     )
     max_num_waiting_per_tenant: int = setting(
         256,
-        doc="sequences of one tenant that may wait here for a place at the replicas; further "
-        "requests get 429. Several tenants share half of max_concurrent_requests",
+        doc="sequences of one tenant that may wait here; further requests get 429. Several "
+        "tenants share half of max_concurrent_requests",
         check=at_least(1),
     )
     max_queue_seconds_per_tenant: float = setting(
         60.0,
-        doc="time that a request of a tenant may wait here; one that would wait longer gets 429; "
-        "0: no limit",
+        doc="time that a tenant's request may wait here; 0: no limit. A request that would wait "
+        "longer gets 429",
         check=at_least(0),
     )
     max_choices_per_request: int = setting(
@@ -81,49 +81,50 @@ class ClientSettings(ServiceSettings):
     )
     unknown_fields: str = setting(
         IGNORE,
-        doc="what becomes of fields of a JSON body that are not known: ignore, and name them in "
-        "X-Stepwell-Ignored-Fields and the log, or refuse with 400",
+        doc="unknown fields of a JSON body: ignore, and name them in X-Stepwell-Ignored-Fields "
+        "and the log, or refuse with 400",
         check=one_of((IGNORE, REFUSE)),
     )
     max_connections: int = setting(
         4096,
-        doc="open HTTP connections, and as many of gRPC; idle ones make room for new ones",
+        doc="open HTTP connections, and as many of gRPC; idle ones are closed for new ones",
         check=at_least(1),
     )
     receive_timeout_seconds: float = setting(
         10.0,
-        doc="how long a client may take to send the headers of an HTTP request or a message over "
-        "gRPC, or to begin a gRPC connection; a body may take three times as long",
+        doc="time for the headers of an HTTP request, a gRPC message, or the start of a gRPC "
+        "connection; three times as long for a body",
         check=at_least(0.01),
     )
     http_keep_alive_seconds: float = setting(
-        65.0, doc="how long an HTTP connection stays open without a request", check=at_least(0.01)
+        65.0,
+        doc="time for which an HTTP connection stays open without a request",
+        check=at_least(0.01),
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        doc="names in Host that are answered to, or *; empty: localhost where http_address is a "
-        "loopback address, else any. Addresses always are",
+        doc="accepted names in Host besides addresses, or * (default: localhost if http_address "
+        "is a loopback address, else any)",
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
-        doc="origins of web pages that may read answers, such as https://chat.example, or *; "
-        "empty: none (CORS)",
+        doc="origins of web pages that may read answers, such as https://chat.example, or * "
+        "(default: none; CORS)",
     )
     stream_interval: int = setting(
         1,
-        doc="tokens of an answer that are sent together in a stream, after the first; fewer at its "
-        "end, and one where stop strings are sought",
+        doc="tokens per event of a stream, after the first token; with stop strings always 1",
         check=at_least(1),
     )
     sse_keep_alive_interval: float = setting(
         15.0,
-        doc="seconds without an event after which a stream sends a comment, or ping, so that "
-        "proxies do not cut it; its status 200 is then sent, too, if it was not; 0: never",
+        doc="seconds without an event after which a stream sends a comment or ping, with status "
+        "200 if that was not sent; 0: never",
         check=at_least(0),
     )
     reader_timeout_seconds: float = setting(
         30.0,
-        doc="time after which a connection or stream is ended whose client reads nothing of it",
+        doc="time after which a stream or connection ends whose client does not read",
         check=at_least(0.1),
     )
 

@@ -77,47 +77,45 @@ class GatewaySettings(ClientSettings, OptionSettings):
     )
     served_model_name: str = setting(
         "",
-        doc="name by which clients ask for the model; empty: that on the hub, or the directory's",
+        doc="clients' name of the model (default: the name on the hub, or the directory's)",
     )
     lora_modules: tuple[str, ...] = setting(
         (),
-        doc="adapters (LoRA, in PEFT's format) that clients may name in place of the model, each "
-        "as name=path; workers must see the same paths, and run with --enable-lora",
+        doc="LoRA adapters in PEFT's format, each as name=path. Workers need the same paths and "
+        "--enable-lora",
         check=_are_named_paths,
     )
     lora_dir: Path | None = setting(
         None,
-        doc="directory from which operators may load further adapters: /v1/load_lora_adapter at "
-        "--admin-address (default: they may not)",
+        doc="directory from which operators may load adapters, by /v1/load_lora_adapter at "
+        "--admin-address",
         check=existing_directory,
     )
     generation_config: str = setting(
         "auto",
-        doc="where default sampling parameters come from: auto, the model's "
-        "generation_config.json; vllm, no file; or a directory with such a file, whose "
-        "max_new_tokens bounds every answer",
+        doc="source of default sampling parameters: auto, the model's generation_config.json; "
+        "vllm, none; or a directory with that file, whose max_new_tokens bounds every answer",
     )
     chat_template_content_format: str = setting(
         "auto",
-        doc="how the chat template gets the content of a turn: string, a text; openai, a list of "
-        "parts; auto: parts if it has a loop over them",
+        doc="content of a turn in the chat template: string; openai, a list of parts; auto, parts"
+        " if the template loops over them",
         check=one_of(("auto", "string", "openai")),
     )
     override_generation_config: str | None = setting(
         None,
-        doc="defaults that take the place of the ones of generation_config, as a JSON object: "
-        "temperature, top_p, top_k, min_p, repetition_penalty, and max_new_tokens, which bounds "
-        "every answer",
+        doc="JSON object of defaults that replace generation_config's: temperature, top_p, top_k,"
+        " min_p, repetition_penalty, max_new_tokens (bounds every answer)",
         check=_is_json_object,
     )
     chat_template: str | None = setting(
         None,
-        doc="chat template in place of the model's: a file, or the text of a template itself",
+        doc="chat template that replaces the model's: a file, or the text of a template",
     )
     default_chat_template_kwargs: str | None = setting(
         None,
-        doc="variables of the chat template where a request's chat_template_kwargs do not name "
-        'them, as a JSON object, such as {"enable_thinking": false}',
+        doc='JSON object of chat template variables, such as {"enable_thinking": false}; a '
+        "request's chat_template_kwargs override them",
         check=_is_json_object,
     )
     reasoning_parser: str = setting(
@@ -135,79 +133,75 @@ class GatewaySettings(ClientSettings, OptionSettings):
         check=one_of(("", *TOOL_FORMATS)),
     )
     enable_auto_tool_choice: bool = setting(
-        False, doc="let the model choose to call tools, in the form that tool_call_parser reads"
+        False, doc="let the model choose to call tools, in the format of tool_call_parser"
     )
     enable_tokenizer_info_endpoint: bool = setting(
         False, doc="serve the tokenizer's configuration and chat template at /tokenizer_info"
     )
     schedulers: tuple[str, ...] | None = setting(
         None,
-        doc="addresses of schedulers, comma-separated: host:port, unix:PATH, or dns:NAME:PORT for "
-        "all addresses of a name, which is resolved again every 3 s (default: 127.0.0.1:9001; with "
-        "redis_url only those that are registered there)",
+        doc="schedulers' addresses, comma-separated: host:port, unix:PATH, or dns:NAME:PORT, "
+        "resolved every 3 s (default: 127.0.0.1:9001; with redis_url only registered ones)",
         check=_are_schedulers,
     )
     redis_url: str | None = setting(
         None,
-        doc="Redis in which schedulers register themselves, pools write what they cache, and "
-        "gateways what they share, "
-        "redis://[user:password@]host:port, or rediss://host:port?ssl_ca_certs=PATH with TLS; a "
-        "cluster by any of its nodes (default: only the schedulers above are used, the pools are "
-        "asked, and answers stay at their gateway)",
+        doc="Redis with the registry of schedulers, cached prefixes, and answers to idempotency "
+        "keys: redis://[user:password@]host:port, or rediss://host:port?ssl_ca_certs=PATH; "
+        "any node of a cluster (default: none)",
         check=is_redis_url,
         is_secret=True,
     )
     address: str = with_default(ServiceSettings, "address", "0.0.0.0:9000")
     http_address: str = setting(
         "0.0.0.0:8000",
-        doc="where HTTP listens: host:port, with port 0 for a free one",
+        doc="where HTTP listens: host:port (port 0: a free one)",
         check=is_host_port,
     )
     admin_address: str | None = setting(
         None,
         doc="where operators' calls such as /pause are served over HTTP: host:port or unix:PATH "
-        "(default: they are not)",
+        "(default: nowhere)",
         check=is_listen_address,
     )
     admin_key: str | None = setting(
         None,
-        doc="key that operators' calls must show; it may be left out where admin_address is a "
-        "loopback address or a Unix socket",
+        doc="key for operators' calls; optional if admin_address is a loopback address or a Unix "
+        "socket",
         is_secret=True,
     )
     metrics_address: str | None = setting(
         None,
-        doc="host:port of the Prometheus metrics, those of tenants among them (default: they are "
-        "served to clients, at /metrics, and without those of tenants where keys are needed)",
+        doc="host:port of all Prometheus metrics (default: clients read them at /metrics, without"
+        " tenants' metrics if keys are required)",
         check=is_host_port,
     )
     ui: bool = setting(
         True,
-        doc="show what the replicas do, and traces, at http_address too: the page /ui, /activity "
-        "and /traces; they are always at admin_address",
+        doc="serve the page /ui, /activity and /traces at http_address too; admin_address always "
+        "serves them",
     )
     trace_address: str | None = setting(
         None,
-        doc="where the other services send their spans, OTLP over gRPC, to be kept here for "
-        "`stepwell trace` and /ui where there is no collector: host:port or unix:PATH, which is "
-        "their --otlp-endpoint (default: no traces are kept)",
+        doc="host:port or unix:PATH that receives the other services' spans over OTLP (their "
+        "--otlp-endpoint), for `stepwell trace` and /ui (default: no traces are stored)",
         check=is_listen_address,
     )
     trace_store_max_per_minute: int = setting(
         12,
-        doc="requests of a minute that are traced to be kept so, as many at once after a quiet "
-        "one; 0: as many as --trace-sample-ratio says",
+        doc="requests per minute that are traced for the store, as many at once after a quiet "
+        "minute; 0: by --trace-sample-ratio",
         check=at_least(0),
     )
     trace_linger_seconds: float = setting(
         0.0,
-        doc="after the drain, how long spans are still taken of services that stop later; another "
-        "SIGTERM ends it",
+        doc="time after the drain in which spans of services that stop later are accepted, until "
+        "another SIGTERM",
         check=at_least(0),
     )
     tls_cert_file: Path | None = setting(
         None,
-        doc="certificate chain (PEM) that clients are shown, over HTTP and gRPC (default: no TLS)",
+        doc="certificate chain (PEM) for clients over HTTP and gRPC (default: no TLS)",
         check=existing_file,
     )
     tls_key_file: Path | None = setting(
@@ -215,8 +209,7 @@ class GatewaySettings(ClientSettings, OptionSettings):
     )
     tls_client_ca_file: Path | None = setting(
         None,
-        doc="authorities (CA, PEM) that each client must show a certificate of (default: clients "
-        "need none)",
+        doc="authorities (PEM) of clients' certificates (default: clients need no certificate)",
         check=existing_file,
     )
     internal_tls_server_name: str | None = server_name()
@@ -224,41 +217,40 @@ class GatewaySettings(ClientSettings, OptionSettings):
     access_log: bool = setting(True, doc="log a line for each call of a client, at level info")
     trace_slowest_per_minute: int = setting(
         3,
-        doc="of each minute, the slowest requests that are traced whether they were sampled or "
-        "not, as far as spans go anywhere; 0: none are",
+        doc="slowest requests of each minute that are traced although not sampled; 0: none",
         check=between(0, 100),
     )
     trace_slow_seconds: float = setting(
         30.0,
-        doc="a request that takes this time or longer is traced whether it was sampled or not, as "
-        "one that fails is; 0: only those that fail",
+        doc="requests of this time or longer, and failed ones, are traced although not sampled; "
+        "0: only failed ones",
         check=at_least(0),
     )
     routing_policy: str = setting(
         "cache-aware",
-        doc="how one of several replicas is chosen: cache-aware, least-loaded, round-robin, "
-        "consistent-hash or power-of-two",
+        doc="choice of a replica: cache-aware, least-loaded, round-robin, consistent-hash or "
+        "power-of-two",
         check=one_of(POLICIES),
     )
     routing_max_load_delta: int = setting(
         16,
-        doc="a replica that has this many more requests than the least loaded one gets none, even "
-        "if it has the prompt cached (cache-aware)",
+        doc="cache-aware: a replica with this many more requests than the least loaded one gets "
+        "none",
         check=at_least(1),
     )
     resubmit_timeout_seconds: float = setting(
         30.0,
-        doc="how long a request waits for a replica when none is ready or its own was lost",
+        doc="time that a request waits for a replica if none is ready or its own was lost",
         check=at_least(0),
     )
     migrate_after_seconds: float = setting(
         1.0,
-        doc="how long a replica may be unable to run steps before its requests go to another one",
+        doc="time without steps after which a replica's requests move to another one",
         check=at_least(0),
     )
     session_timeout_seconds: float = setting(
         3.0,
-        doc="time without a message after which a scheduler hangs: its requests go elsewhere",
+        doc="time without a message after which a scheduler counts as hung and its requests move",
         check=at_least(0.1),
     )
 

@@ -37,16 +37,16 @@ class SchedulerSettings(ServiceSettings):
     replica: str = setting("replica-0", doc="name of this replica, and of its pool")
     redis_url: str | None = setting(
         None,
-        doc="Redis in which this scheduler registers itself, for gateways that serve its model, "
-        "redis://[user:password@]host:port, or rediss://host:port?ssl_ca_certs=PATH with TLS; a "
-        "cluster by any of its nodes (default: gateways must be given its address)",
+        doc="Redis in which this scheduler registers for gateways: "
+        "redis://[user:password@]host:port, or rediss://host:port?ssl_ca_certs=PATH; any node"
+        " of a cluster (default: gateways need its address)",
         check=is_redis_url,
         is_secret=True,
     )
     advertise_address: str | None = setting(
         None,
-        doc="where gateways reach this scheduler, as it registers itself: host:port or unix:PATH "
-        "(default: where it listens)",
+        doc="address of this scheduler in the registry: host:port or unix:PATH (default: where it"
+        " listens)",
         check=is_connect_address,
     )
     policy: str = setting(
@@ -55,30 +55,30 @@ class SchedulerSettings(ServiceSettings):
         check=one_of(POLICIES),
     )
     max_num_waiting: int = setting(
-        1024, doc="requests that may wait; further ones are refused", check=at_least(1)
+        1024, doc="requests that may wait; others are refused", check=at_least(1)
     )
     max_queue_seconds: float = setting(
         60.0,
-        doc="time that a request may wait to be scheduled first; one that would wait longer is "
-        "refused; 0: no limit",
+        doc="time that a request may wait for its first step; 0: no limit. A request that would "
+        "wait longer is refused",
         check=at_least(0),
     )
     max_num_sessions: int | None = setting(
         None,
-        doc="sessions of clients that keep their blocks and a place between two turns; further "
-        "ones are computed again from what is cached (default: half of the requests that may run)",
+        doc="clients' sessions that keep blocks and a batch row between turns; others are "
+        "computed again from the cache (default: half of the requests that may run)",
         check=at_least(0),
     )
     async_scheduling: bool = setting(
         True,
-        doc="plan a step while the one before it runs: two steps in flight; with pipeline stages "
-        "there are as many as stages in any case, and no request is in two of them",
+        doc="plan a step while the previous one runs. With pipeline stages as many steps as "
+        "stages are in flight in any case",
     )
     enable_prefix_caching: bool = setting(True, doc="find and share cached prompt prefixes")
     prefix_match_unit: int | None = setting(
         None,
-        doc="tokens of a block hash, of which blocks are a multiple: with recurrent layers prompts "
-        "are then found up to their last unit, inside a block too (default: a block)",
+        doc="tokens of a block hash, a divisor of the block size: with recurrent layers prompts "
+        "are then found up to their last unit (default: a block)",
         check=at_least(1),
     )
     enable_chunked_prefill: bool = setting(
@@ -97,14 +97,13 @@ class SchedulerSettings(ServiceSettings):
     )
     max_num_active_seqs: int | None = setting(
         None,
-        doc="requests that may run at once, where fewer than the worker's max_num_seqs shall "
-        "(default: as many)",
+        doc="requests that may run at once, if fewer than the worker's max_num_seqs",
         check=at_least(1),
     )
     prefill_schedule_interval: int = setting(
         1,
-        doc="while requests decode, compute prompts only in one of this many steps, unless prompts "
-        "come faster than that",
+        doc="while requests decode, compute prompts in only one of this many steps, unless "
+        "prompts arrive faster",
         check=at_least(1),
     )
     watermark: float = setting(
@@ -113,59 +112,56 @@ class SchedulerSettings(ServiceSettings):
         check=between(0, 1),
     )
     step_timeout_seconds: float = setting(
-        120.0, doc="a step that takes longer means that the worker hangs", check=at_least(0.1)
+        120.0, doc="time of a step after which the worker counts as hung", check=at_least(0.1)
     )
     pool_timeout_seconds: float = setting(
-        5.0, doc="a transaction that takes longer means that the pool is lost", check=at_least(0.1)
+        5.0, doc="time of a transaction after which the pool counts as lost", check=at_least(0.1)
     )
     step_log: Path | None = setting(
         None,
-        doc="file for a log of every step, prompts included, for `stepwell replay`; "
-        "compressed where its name ends in .zst",
+        doc="file for a log of every step, prompts included, for `stepwell replay`; .zst: "
+        "compressed",
     )
     model: Path | None = setting(
         None,
-        doc="directory of the model, GGUF file, or name on the hub, whose configuration and "
-        "tokenizer vllm.grpc.engine passes on; weights are not read",
+        doc="directory, GGUF file or hub name of the model whose configuration and tokenizer "
+        "vllm.grpc.engine serves; weights are not read",
         read=find_model_files,
     )
     vllm_grpc_address: str | None = setting(
         None,
-        doc="where vllm.grpc.engine.VllmEngine is served, for gateways such as smg: host:port or "
-        "unix:PATH (default: it is not)",
+        doc="host:port or unix:PATH where vllm.grpc.engine.VllmEngine is served to gateways such "
+        "as smg (default: nowhere)",
         check=is_listen_address,
     )
     vllm_grpc_client_stops: bool = setting(
         False,
-        doc="take requests with stop strings through vllm.grpc.engine and leave the strings to the "
-        "client, since smg ends the text there by itself; otherwise such requests are refused",
+        doc="accept stop strings over vllm.grpc.engine, which the client finds, as smg does; "
+        "otherwise such requests are refused",
     )
     kv_events_endpoint: str | None = setting(
         None,
-        doc="ZMQ endpoint where KV events are published in vLLM's form, such as tcp://*:5557; "
-        "without * it is connected to (default: they are not)",
+        doc="ZMQ endpoint that publishes KV events in vLLM's format, such as tcp://*:5557; "
+        "without * it connects (default: none)",
     )
     kv_events_replay_endpoint: str | None = setting(
         None,
-        doc="ZMQ endpoint that sends KV events again to a subscriber that missed some, such as "
-        "tcp://*:5558 (default: none does)",
+        doc="ZMQ endpoint that sends missed KV events again, such as tcp://*:5558 (default: none)",
     )
     kv_events_topic: str = setting("", doc="topic of the KV events, such as kv@10.0.0.7@llama")
     kv_events_encoding: str = setting(
         "map",
-        doc="how KV events are encoded: map, as vLLM does since 0.24, or array, as it did before",
+        doc="encoding of KV events: map, or array as vLLM before 0.24",
         check=one_of(("map", "array")),
     )
     kv_events_buffer_steps: int = setting(
         10_000,
-        doc="batches of KV events that are kept for subscribers that missed some, and that one may "
-        "lag behind",
+        doc="batches of KV events that are kept for subscribers that lag or missed some",
         check=at_least(1),
     )
     trace_step_sample_ratio: float = setting(
         0.01,
-        doc="share of the engine steps of traced requests that are traced, too, each as a trace of "
-        "its own of the service stepwell-engine-steps; of the other steps, this share of "
-        "trace_sample_ratio",
+        doc="share of the engine steps of traced requests that are traced, and of "
+        "trace_sample_ratio for other steps",
         check=between(0, 1),
     )

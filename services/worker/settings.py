@@ -36,46 +36,44 @@ class WorkerSettings(ServiceSettings):
     )
     device: DeviceSetting = setting(
         DeviceSetting.AUTO,
-        doc="device to compute on; auto is cuda if the machine has all that this needs, else cpu",
+        doc="device to compute on; auto: cuda if the machine has all that it needs, else cpu",
     )
     batch_invariant: bool | None = setting(
         None,
-        doc="compute a request the same, bit for bit, whatever is in the batch with it (default: "
-        "on the CPU yes, on CUDA no); slower with torch's kernels and on CUDA; native kernels do "
-        "so in any case, at no cost",
+        doc="compute a request bit for bit the same in every batch (default: on the CPU yes, on "
+        "CUDA no). Native kernels always do; torch's and CUDA's become slower",
     )
     dtype: DtypeSetting = setting(
         DtypeSetting.AUTO,
-        doc="data type of weights, and of the KV cache by default; auto is the checkpoint's where "
-        "the processor computes in it, else float32, and on CUDA bfloat16",
+        doc="data type of weights, and by default of the KV cache; auto: the checkpoint's if the "
+        "processor computes in it, else float32; on CUDA bfloat16",
     )
     quantization: QuantizationSetting = setting(
         QuantizationSetting.AUTO,
-        doc="weights of projections in memory: auto as they are stored; int8 with 8 bits and a "
-        "scale for each output, quantized at load; w8a8 so, and their inputs in 8 bits when they "
-        "are computed; on the CPU, for native models",
+        doc="projections in memory: auto, as stored; int8, quantized at load with a scale per "
+        "output; w8a8, inputs in 8 bits too. CPU, native models",
     )
     kv_cache_dtype: KVCacheDtype = setting(
         KVCacheDtype.AUTO,
-        doc="what keys and values are kept as in the KV cache: auto as the model computes them; "
-        "int8_per_token_head in 8 bits, with a scale for each token and key head; on the CPU",
+        doc="keys and values in the KV cache: auto, as computed; int8_per_token_head, 8 bits with"
+        " a scale per token and key head (CPU)",
     )
     runner: RunnerSetting = setting(
         RunnerSetting.AUTO,
-        doc="what the model is run for: generate tokens, or pooling, which answers a prompt with a "
-        "vector; auto is pooling for directories of sentence-transformers and architectures "
-        "without the head of a language model",
+        doc="use of the model: generate, or pooling, which returns vectors; auto: pooling for "
+        "directories of sentence-transformers and architectures without a language model's "
+        "head",
     )
     block_size: int | None = setting(
         None,
-        doc="tokens per block (default: 16, on CUDA 64; with recurrent layers a multiple at which "
-        "a block is as large as their states)",
+        doc="tokens per block (default: 16, on CUDA 64; with recurrent layers a multiple that is "
+        "large enough for their states)",
         check=between(1, 1024),
     )
     mamba_cache_mode: MambaCacheMode = setting(
         MambaCacheMode.ALIGN,
-        doc="what recurrent layers keep of a request: align, states at ends of blocks, by which "
-        "prefixes are found; none, one state, for a scheduler without prefix caching",
+        doc="states that recurrent layers keep: align, at ends of blocks, for prefix hits; none, "
+        "one per request, for a scheduler without prefix caching",
     )
     max_model_len: int | None = setting(
         None,
@@ -89,33 +87,29 @@ class WorkerSettings(ServiceSettings):
     )
     num_threads: int | None = setting(
         None,
-        doc="threads to compute with on the CPU (default: one for each core that the process may "
-        "use, within the quota of its container; of 8 and more one less, and among workers on one "
-        "machine their share)",
+        doc="threads on the CPU (default: one per available core; from 8 on one less; a part of "
+        "them if workers share the machine)",
         check=at_least(1),
     )
     enable_lora: bool = setting(
-        False, doc="serve adapters (LoRA, in PEFT's format) beside the model; native models only"
+        False, doc="serve LoRA adapters in PEFT's format beside the model; native models only"
     )
-    max_loras: int = setting(
-        1, doc="adapters that the requests of a step may have", check=between(1, 4096)
-    )
+    max_loras: int = setting(1, doc="different adapters in a step", check=between(1, 4096))
     max_lora_rank: int = setting(16, doc="highest rank of an adapter", check=between(1, 512))
     max_cpu_loras: int | None = setting(
         None, doc="adapters in memory (default: max_loras)", check=between(1, 65_536)
     )
     speculative_config: str | None = setting(
         None,
-        doc="JSON: guess tokens that follow, and verify them beside the next one; with method "
-        "ngram, suffix, or draft_model and model, num_speculative_tokens, num_rows, and what else "
-        "the method takes, see docs/performance.md (default: no speculation)",
+        doc="JSON: speculative decoding with method ngram, suffix or draft_model, see "
+        "docs/performance.md (default: none)",
         check=speculative_config_problem,
     )
     kernels: KernelsSetting = setting(
         KernelsSetting.AUTO,
-        doc="operations to compute with on the CPU: native ones are compiled for this processor at "
-        "the first start, and kept in $XDG_CACHE_HOME/stepwell, by default ~/.cache/stepwell; auto "
-        "takes torch's where that is not possible",
+        doc="operations on the CPU: native, compiled at the first start and kept in "
+        "$XDG_CACHE_HOME/stepwell (~/.cache/stepwell); torch; auto: torch where native is not"
+        " possible",
     )
     num_blocks: int | None = setting(
         None, doc="blocks of the KV cache, instead of its memory", check=at_least(2)
@@ -125,32 +119,30 @@ class WorkerSettings(ServiceSettings):
     )
     kv_offloading_size: float | None = setting(
         None,
-        doc="GiB of memory beside the KV cache, of all ranks together, in which published blocks "
-        "are kept when the cache no longer has them; CPU workers only (default: none)",
+        doc="GiB of memory beside the KV cache, of all ranks together, for blocks that the cache "
+        "evicts; CPU only (default: none)",
         check=at_least(0.0001),
     )
     gpu_memory_utilization: float | None = setting(
         None,
-        doc="share of memory to use: on CUDA of the GPU's, for weights, activations and KV cache "
-        "(default: 0.9); on the CPU of what is available after loading, for activations and KV "
-        "cache (default: 0.7)",
+        doc="share of memory to use: on CUDA of the GPU's (default: 0.9); on the CPU of what is "
+        "available after loading (default: 0.7)",
         check=between(0.01, 1),
     )
     num_local_replicas: int = setting(
         1,
-        doc="replicas on this machine, of which each has its share of the cores and of the memory",
+        doc="replicas that share this machine's cores and memory",
         check=at_least(1),
     )
     tensor_parallel_size: int | None = setting(
         None,
-        doc="workers that share each layer of one model, each a rank of it (default: WORLD_SIZE by "
-        "the number of pipeline stages, else 1)",
+        doc="ranks that divide each layer (default: WORLD_SIZE divided by the pipeline stages, "
+        "else 1)",
         check=between(1, 1024),
     )
     pipeline_parallel_size: int = setting(
         1,
-        doc="stages that the layers of one model are divided into, each of as many workers as "
-        "share a layer",
+        doc="stages that divide the layers, each of tensor_parallel_size ranks",
         check=between(1, 1024),
     )
     rank: int | None = setting(
@@ -167,14 +159,14 @@ class WorkerSettings(ServiceSettings):
         check=between(1, 65_535),
     )
     join_timeout_seconds: float = setting(
-        600.0, doc="time within which all ranks must have joined the group", check=at_least(1)
+        600.0, doc="time in which all ranks must join", check=at_least(1)
     )
     collective_timeout_seconds: float = setting(
-        60.0, doc="longest that a rank waits for the others within a step", check=at_least(1)
+        60.0, doc="longest wait of a rank for the others within a step", check=at_least(1)
     )
     check_ranks_every_steps: int = setting(
         64,
-        doc="steps between two comparisons of the ranks' results; 1: after each step",
+        doc="steps between two comparisons of the ranks' results",
         check=at_least(1),
     )
 

@@ -16,25 +16,25 @@ class ServiceSettings:
     """The base class of each service's settings. Subclasses define a default port of `address`."""
 
     address: str = setting(
-        doc="where gRPC listens: host:port, with port 0 for a free one, or unix:PATH",
+        doc="where gRPC listens: host:port (port 0: a free one) or unix:PATH",
         check=is_listen_address,
     )
     health_address: str | None = setting(
         None,
-        doc="where grpc.health.v1 alone is served, without TLS and keys, for probes: host:port or "
-        "unix:PATH (default: only at the address of gRPC)",
+        doc="host:port or unix:PATH where grpc.health.v1 alone is served to probes, without TLS "
+        "and keys (default: only at the address of gRPC)",
         check=is_listen_address,
     )
     health_file: Path | None = setting(
         None,
-        doc="file that is written every second with the service's health, for probes that cost "
-        "nothing, such as deploy/docker/probe.sh (default: none)",
+        doc="file with the service's health, written every second, for probes such as "
+        "deploy/docker/probe.sh",
     )
     internal_tls_cert_file: Path | None = setting(
         None,
-        doc="certificate chain (PEM) that this service shows to the other services. With it, key "
-        "and authority they speak TLS over the network, and each must show a certificate; sockets "
-        "of this machine stay as they are (default: no TLS)",
+        doc="certificate chain (PEM) for the other services. With it, the key and the authority, "
+        "services use mutual TLS over the network, and no TLS over Unix sockets (default: no "
+        "TLS)",
         check=existing_file,
     )
     internal_tls_key_file: Path | None = setting(
@@ -42,27 +42,24 @@ class ServiceSettings:
     )
     internal_tls_ca_file: Path | None = setting(
         None,
-        doc="authorities (CA, PEM) that certificates of the other services must come from",
+        doc="authorities (PEM) of the other services' certificates",
         check=existing_file,
     )
     drain_seconds: float = setting(
-        5.0, doc="how long running calls may take to end after SIGTERM", check=between(0, 3600)
+        5.0, doc="time for running calls to end after SIGTERM", check=between(0, 3600)
     )
     otlp_endpoint: str = setting(
         "",
-        doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317, or several with "
-        "commas, each of which gets all; empty: no traces",
+        doc="OTLP/gRPC URLs that receive traces, comma-separated; each receives all (default: no "
+        "traces)",
     )
     trace_sample_ratio: float = setting(
         1.0,
-        doc="share of the traces begun here that are recorded; for a trace that was begun "
-        "elsewhere its own flag holds",
+        doc="share of the traces begun here that are recorded; other traces follow their own flag",
         check=between(0, 1),
     )
     log_level: LogLevel = setting(LogLevel.INFO, doc="least severe level that is logged")
-    log_format: LogFormat = setting(
-        LogFormat.TEXT, doc="how a log line looks: text for people, json for programs"
-    )
+    log_format: LogFormat = setting(LogFormat.TEXT, doc="format of log lines: text or json")
 
 
 def allowed_names() -> Any:
