@@ -66,7 +66,9 @@ async def _step_micros(num_running: int, *, async_scheduling: bool) -> float:
     scheduler = Scheduler(config, InProcessPool(config))
     for number in range(num_running):
         scheduler.add(_request(number))
-    while scheduler.waiting or any(request.is_prefill_chunk for request in scheduler.running):
+    while scheduler.queues.waiting or any(
+        request.is_prefill_chunk for request in scheduler.running
+    ):
         plan = await scheduler.schedule()
         scheduler.update_from_output(plan, _sampled(plan))
     one_token_each = ModelRunnerOutput([[5]] * num_running)

@@ -26,8 +26,8 @@ class StepRecorder:
     def before_step(self, record: Record) -> None:
         """Adds the queues before a step."""
         scheduler = self._scheduler
-        record["kv_waiting"] = request_ids(scheduler.kv_waiting)
-        record["waiting"] = request_ids(scheduler.waiting)
+        record["kv_waiting"] = request_ids(scheduler.queues.kv_waiting)
+        record["waiting"] = request_ids(scheduler.queues.waiting)
         record["running"] = request_ids(scheduler.running)
 
     def before_plan(self, record: Record) -> None:
@@ -81,9 +81,9 @@ class StepRecorder:
         if self._config.encoder_cache_size:
             record["encoder_cache"] = _encoder_cache(scheduler.encoder_cache)
         record["running_after"] = request_ids(scheduler.running)
-        record["kv_waiting_after"] = request_ids(scheduler.kv_waiting)
-        record["waiting_after"] = request_ids(scheduler.waiting)
-        record["deferred_after"] = sorted(request_ids(scheduler.passed_over))
+        record["kv_waiting_after"] = request_ids(scheduler.queues.kv_waiting)
+        record["waiting_after"] = request_ids(scheduler.queues.waiting)
+        record["deferred_after"] = sorted(request_ids(scheduler.queues.passed_over))
 
     def _record_pool(self, record: Record, suffix: str) -> None:
         core = self._core

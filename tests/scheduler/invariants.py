@@ -24,7 +24,7 @@ class Before:
     @classmethod
     def of(cls, story: Story) -> "Before":
         """Returns the current state."""
-        return cls(list(story.scheduler.running), list(story.scheduler.waiting))
+        return cls(list(story.scheduler.running), list(story.scheduler.queues.waiting))
 
 
 def check_step(story: Story, before: Before, plan: SchedulerOutput) -> None:
@@ -51,7 +51,7 @@ def check_rows(story: Story) -> None:
     running = story.scheduler.running
     assert len(running) <= _num_rows(story)
     assert story.model.num_requests == len(running)
-    assert not set(running) & set(story.scheduler.waiting)
+    assert not set(running) & set(story.scheduler.queues.waiting)
 
 
 def check_nothing_leaks(story: Story) -> None:
@@ -82,7 +82,7 @@ def check_one_owner_of_writable_blocks(story: Story) -> None:
 def check_queue_order(story: Story) -> None:
     """The queue is in the policy's order."""
     if (rank := ADMISSION_ORDERS.get(story.config.policy)) is not None:
-        ranks = [rank(request) for request in story.scheduler.waiting]
+        ranks = [rank(request) for request in story.scheduler.queues.waiting]
         assert ranks == sorted(ranks)
 
 
@@ -99,7 +99,7 @@ def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> No
     that continues from a state stored by this step is an exception.
     """
     config, running = story.config, story.scheduler.running
-    head = next(iter(story.scheduler.waiting), None)
+    head = next(iter(story.scheduler.queues.waiting), None)
     if head is None or plan.preempted or len(running) == _num_rows(story):
         return
     least = _least_chunk(story) if config.enable_chunked_prefill else head.num_tokens

@@ -191,7 +191,7 @@ class Story:
     @property
     def waiting(self) -> list[str]:
         """The names of waiting requests, the head of the queue first."""
-        return names(self.scheduler.waiting)
+        return names(self.scheduler.queues.waiting)
 
 
 def names(requests: Iterable[Request]) -> list[str]:

@@ -87,7 +87,7 @@ def check_states(scheduler: Scheduler) -> None:
     for request in scheduler.running:
         assert request.finish_reason is None
         assert request.holds_blocks
-    assert all(not request.holds_blocks for request in scheduler.waiting)
+    assert all(not request.holds_blocks for request in scheduler.queues.waiting)
 
 
 def check_known_tokens(

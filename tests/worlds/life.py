@@ -124,7 +124,8 @@ class Life:
             f"{request.request_id} {request.status.value}, {request.num_slots} slots"
             for request in self.scheduler.requests
         ]
-        return f"requests starve: {states}, {self.scheduler.num_free_blocks} blocks are free"
+        num_free = self.scheduler.kv_cache_manager.num_free_blocks
+        return f"requests starve: {states}, {num_free} blocks are free"
 
     def _estimate_queue(self, tick: int) -> None:
         """Updates the queue estimate as the replica does, and checks that the estimate is
@@ -299,7 +300,7 @@ class Life:
             self._contents.check_tier(self.offloading, self.tier, self.workers.model.cache)
         is_settled = not any(later.requests for later in self.in_flight)
         # Hashes of blocks that were not loaded are removed with the next transaction.
-        is_evicted = not self.scheduler._kv_cache_manager.pending.evictions
+        is_evicted = not self.scheduler.kv_cache_manager.pending.evictions
         if is_settled and is_evicted and not self._leaves_stale_hashes:
             self._contents.check(self.pool.core, self.workers.model.cache)
 

@@ -111,11 +111,13 @@ class RunStatistics:
                 self.num_hit_tokens += request.num_cached_tokens or 0
                 self.num_query_tokens += request.num_tokens
         if plan.wait_reason is not None:
-            self.wait_steps[plan.wait_reason] += len(self._scheduler.waiting)
+            self.wait_steps[plan.wait_reason] += len(self._scheduler.queues.waiting)
         sample = StepSample(
             num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            num_used_blocks=self.config.num_blocks - 1 - self._scheduler.num_free_blocks,
+            num_waiting=len(self._scheduler.queues.waiting),
+            num_used_blocks=self.config.num_blocks
+            - 1
+            - self._scheduler.kv_cache_manager.num_free_blocks,
             num_preemptions=self._unsampled_preemptions(),
         )
         self._count_tokens(plan, sample)

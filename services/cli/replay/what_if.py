@@ -101,8 +101,8 @@ class WhatIf(SchedulerRun):
             return
         elif is_last and self.scheduler.has_requests:
             raise CommandError(
-                f"with these settings {len(self.scheduler.waiting)} of the requests would wait "
-                "for ever: the pool cannot hold the first of them"
+                f"with these settings {len(self.scheduler.queues.waiting)} of the requests would "
+                "wait for ever: the pool cannot hold the first of them"
             )
 
     async def apply(self, event: Event, now: int) -> None:

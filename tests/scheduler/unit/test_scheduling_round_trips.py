@@ -77,4 +77,4 @@ async def test_flushing_gives_back_now_what_would_go_with_the_next_step() -> Non
     story.scheduler.abort(request)
     await story.scheduler.flush()
     assert story.pool.core.num_free_blocks == 99
-    assert story.scheduler.num_free_blocks == 99
+    assert story.scheduler.kv_cache_manager.num_free_blocks == 99

@@ -50,7 +50,7 @@ async def test_who_comes_later_overtakes_a_session_that_has_no_input() -> None:
     await story.step()
     story.add("other", prompt(6, first=500))
     assert (await story.step()).new == ["other"]
-    assert story.scheduler.passed_over == {session: WaitReason.SESSION}
+    assert story.scheduler.queues.passed_over == {session: WaitReason.SESSION}
 
 
 async def test_input_that_came_early_begins_the_next_turn_at_once() -> None:

@@ -77,7 +77,7 @@ class QueueWatch:
             return 0
         scheduler = self._engine.scheduler
         num_held = len(scheduler.running) + self._client_sessions.num_between_turns
-        config, num_free_blocks = scheduler.config, scheduler.num_free_blocks
+        config, num_free_blocks = scheduler.config, scheduler.kv_cache_manager.num_free_blocks
         num_free = config.max_running - num_held
         num_used_blocks = config.num_blocks - 1 - num_free_blocks
         if num_held and num_used_blocks:

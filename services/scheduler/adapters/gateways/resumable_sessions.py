@@ -95,7 +95,7 @@ class ResumableSessions:
                 return
         elif not scheduler.running:
             victim = max(
-                (request for request in scheduler.kv_waiting if request.resumable),
+                (request for request in scheduler.queues.kv_waiting if request.resumable),
                 key=lambda request: request.key,
                 default=None,
             )

@@ -163,7 +163,7 @@ def requests_to_proto(
         yield _request_to_proto(request, None)
     waiting = chain(
         (
-            (request, scheduler.passed_over.get(request, reason))
+            (request, scheduler.queues.passed_over.get(request, reason))
             for request in scheduler.queues.queued
         ),
         ((request, WaitReason.HELD_BACK) for request in scheduler.queues.held_back),

@@ -50,7 +50,10 @@ class EngineCollector(Collector):
         for name, value in (
             (names.METRIC_NUM_REQUESTS_RUNNING, len(scheduler.running)),
             (names.METRIC_NUM_REQUESTS_WAITING, engine.num_waiting),
-            (names.METRIC_KV_CACHE_USAGE, 1 - scheduler.num_free_blocks / num_usable),
+            (
+                names.METRIC_KV_CACHE_USAGE,
+                1 - scheduler.kv_cache_manager.num_free_blocks / num_usable,
+            ),
             (names.METRIC_NUM_PREEMPTIONS, scheduler.num_preemptions),
             (names.METRIC_STEP_LATE_SECONDS, engine.planning.seconds_late),
             (names.METRIC_LOST_TOKENS, counts.num_lost_tokens),

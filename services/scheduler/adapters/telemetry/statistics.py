@@ -91,7 +91,7 @@ class Statistics:
             max_num_seqs=scheduler.config.max_running,
             max_num_batched_tokens=scheduler.config.token_budget,
             num_usable_blocks=scheduler.config.num_blocks - 1,
-            num_free_blocks=scheduler.num_free_blocks,
+            num_free_blocks=scheduler.kv_cache_manager.num_free_blocks,
             block_size=scheduler.config.block_size,
             num_steps=counts.num_steps,
             num_prompt_tokens=counts.num_prompt_tokens,

@@ -106,7 +106,7 @@ class EngineCore:
         """Number of requests that do not run because they were not scheduled yet or were
         preempted.
         """
-        return self.scheduler.num_waiting + len(self._changes.arrivals)
+        return len(self.scheduler.queues) + len(self._changes.arrivals)
 
     def add(self, request: Request) -> None:
         """Queues a request. The next iteration of the loop adds it to the scheduler."""

@@ -33,6 +33,9 @@ class ReplicaState:
         if connector is not None:
             self.transfers = KVTransfers(config, connector, self.kv_cache_manager)
         self.pause_mode: PauseMode | None = None
+        """The mode of the present pause. None if the engine is not paused."""
+        self.num_preemptions = 0
+        """Number of preemptions since the process started."""
         self.failed: dict[Request, str] = {}
         """Waiting requests that were found unable to ever run, each with its error."""
 

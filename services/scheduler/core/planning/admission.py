@@ -1,7 +1,7 @@
 """Plans the admissions of waiting requests by arithmetic on tokens, without a transaction."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.operations import Admission
@@ -236,15 +236,31 @@ class AdmissionPlanner:
         *,
         joins: bool,
     ) -> PlannedAdmission:
-        prefixes = builder.prefixes
-        start = hit + prefixes.external.get(request, 0)
+        config, prefixes = self.config, builder.prefixes
+        num_external_tokens = prefixes.external.get(request, 0)
+        start = hit + num_external_tokens
         end = start + num_new
         num_drafts = self._padding(builder, request, start, end, budget)
-        terms = self._terms(request, hit, start - hit, end, num_drafts, joins=joins)
-        if request in prefixes.diverging:
-            terms = replace(terms, diverges=True, max_hit_tokens=prefixes.max_hit_tokens(request))
-        if request in prefixes.num_stored:
-            terms = replace(terms, num_stored_tokens=prefixes.num_stored[request])
+        holds_blocks, num_lookahead = request.holds_blocks, config.num_lookahead_tokens
+        terms = Admission(
+            request=request.key,
+            max_hit_tokens=hit if holds_blocks else prefixes.max_hit_tokens(request),
+            num_hit_tokens=hit,
+            num_slots=min(end + num_drafts + num_lookahead, config.max_model_len),
+            num_commit_tokens=end,
+            num_reserve_slots=config.num_reserve_slots(request.num_tokens),
+            num_watermark_blocks=config.num_watermark_blocks if joins else 0,
+            traceparent=request.traceparent,
+            resumed=request.status is RequestStatus.PREEMPTED,
+            num_external_tokens=num_external_tokens,
+            holds_blocks=holds_blocks,
+            new_hashes=request.unsent_hashes if holds_blocks else (),
+            num_tokens=end + num_drafts if num_lookahead else None,
+            num_stored_tokens=prefixes.num_stored.get(request),
+            num_prompt_tokens=request.num_prompt_tokens,
+            shared_prefix_boundary=request.shared_prefix_boundary,
+            diverges=request in prefixes.diverging,
+        )
         return PlannedAdmission(request, terms, num_new, num_asked, num_drafts)
 
     def _with_published(self, request: Request, hit: int, published: set[BlockHash]) -> int:
@@ -291,36 +307,6 @@ class AdmissionPlanner:
                 # If the step must end before the drafts, there are no drafts.
                 num_tokens = aligned_chunk(self.config, request, start, num_tokens)
         return num_drafts if num_tokens > num_drafts else 0
-
-    def _terms(
-        self,
-        request: Request,
-        hit: int,
-        num_external_tokens: int,
-        end: int,
-        num_drafts: int,
-        *,
-        joins: bool,
-    ) -> Admission:
-        slots = end + num_drafts + self.config.num_lookahead_tokens
-        slots = min(slots, self.config.max_model_len)
-        return Admission(
-            request=request.key,
-            max_hit_tokens=hit if request.holds_blocks else request.max_hit_tokens,
-            num_hit_tokens=hit,
-            num_slots=slots,
-            num_commit_tokens=end,
-            num_reserve_slots=self.config.num_reserve_slots(request.num_tokens),
-            num_watermark_blocks=self.config.num_watermark_blocks if joins else 0,
-            traceparent=request.traceparent,
-            resumed=request.status is RequestStatus.PREEMPTED,
-            num_external_tokens=num_external_tokens,
-            holds_blocks=request.holds_blocks,
-            new_hashes=request.unsent_hashes if request.holds_blocks else (),
-            num_tokens=end + num_drafts if self.config.num_lookahead_tokens else None,
-            num_prompt_tokens=request.num_prompt_tokens,
-            shared_prefix_boundary=request.shared_prefix_boundary,
-        )
 
     def _blocks_needed(self, planned: PlannedAdmission) -> int:
         """A lower bound on the number of blocks that an admission needs. It counts only the groups

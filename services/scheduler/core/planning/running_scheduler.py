@@ -26,7 +26,6 @@ class RunningScheduler:
     """
 
     def __init__(self, state: ReplicaState, waiting_scheduler: WaitingScheduler) -> None:
-        self.num_preemptions = 0
         self._state = state
         self._running = state.running
         self._queues = state.queues
@@ -332,7 +331,7 @@ class RunningScheduler:
         request.awaited_step = steps.last_awaited(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
-        self.num_preemptions += 1
+        self._state.num_preemptions += 1
         self._state.free(request)
         self._queues.prepend(request)
 

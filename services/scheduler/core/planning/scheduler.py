@@ -1,6 +1,7 @@
 """The scheduler decides which tokens of which requests each engine step computes."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
+from itertools import islice
 
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish_reason import FinishReason
@@ -19,15 +20,14 @@ from services.scheduler.core.planning.prefill_pacing import PrefillPacing
 from services.scheduler.core.planning.running_scheduler import RunningScheduler
 from services.scheduler.core.planning.step_builder import PassingOver, StepBuilder
 from services.scheduler.core.planning.step_encoder import StepEncoder
-from services.scheduler.core.planning.waiting_scheduler import WaitingScheduler
-from services.scheduler.core.policies.policy import RequestQueue
+from services.scheduler.core.planning.waiting_scheduler import LOOKUP_BATCH, WaitingScheduler
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.transfers.kv_connector import KVConnector
 
 
-class Scheduler:
-    """Plans the steps of one replica, and stores its running and waiting requests.
+class Scheduler(ReplicaState):
+    """Plans the steps of one replica. The base class stores its running and waiting requests.
 
     Its decisions equal the decisions of vLLM V1's scheduler. Blocks are allocated in transactions
     with the pool. Not safe for concurrent calls: one engine loop drives it.
@@ -39,37 +39,20 @@ class Scheduler:
         """`connector` must be set if the configuration has a `kv_role`, and only then."""
         if (connector is None) != (config.kv_role is None):
             raise ValueError("a connector and its kv_role go together")
-        self.config = config
-        self._state = ReplicaState(config, pool, connector)
-        self.queues = self._state.queues
-        self.running = self._state.running
-        self.encoder_cache = self._state.encoder_cache
-        self.transfers = self._state.transfers
-        self._kv_cache_manager = self._state.kv_cache_manager
-        self._waiting_scheduler = WaitingScheduler(self._state)
-        self._running_scheduler = RunningScheduler(self._state, self._waiting_scheduler)
-        self._update = StepUpdate(self._state)
+        super().__init__(config, pool, connector)
+        self._waiting_scheduler = WaitingScheduler(self)
+        self._running_scheduler = RunningScheduler(self, self._waiting_scheduler)
+        self._update = StepUpdate(self)
         self._pacing = PrefillPacing(config.prefill_schedule_interval)
-        self._token_budget = config.token_budget
-
-    @property
-    def pause_mode(self) -> PauseMode | None:
-        """The mode of the present pause. None if the engine is not paused."""
-        return self._state.pause_mode
-
-    @property
-    def num_preemptions(self) -> int:
-        """Number of preemptions since the process started."""
-        return self._running_scheduler.num_preemptions
 
     @property
     def has_work(self) -> bool:
         """Whether a step would have an effect, even if the step only sends operations to pool or
         workers.
         """
-        if self.running and self._state.pause_mode is None:
+        if self.running and self.pause_mode is None:
             return True
-        has_operations = bool(self._kv_cache_manager.pending or self._state.rows.removed)
+        has_operations = bool(self.kv_cache_manager.pending or self.rows.removed)
         return has_operations or self.has_requests or self.has_transfers
 
     @property
@@ -77,8 +60,8 @@ class Scheduler:
         """Whether a step would only free blocks of ended requests. That is so if no request runs or
         waits, no block must be published, and no transfer is in progress.
         """
-        has_commits = bool(self._kv_cache_manager.pending.commits)
-        return not (self.running or self.num_waiting or has_commits or self.has_transfers)
+        has_commits = bool(self.kv_cache_manager.pending.commits)
+        return not (self.running or self.queues or has_commits or self.has_transfers)
 
     @property
     def has_transfers(self) -> bool:
@@ -90,33 +73,11 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         """Whether a request runs, or could be admitted without waiting for an event."""
-        if self._state.pause_mode is None:
+        if self.pause_mode is None:
             return bool(self.running) or self.queues.has_admissible
-        if self._state.pause_mode is PauseMode.WAIT:
+        if self.pause_mode is PauseMode.WAIT:
             return bool(self.running) or self.queues.has_admissible_with_blocks
         return False
-
-    @property
-    def waiting(self) -> RequestQueue:
-        """Waiting requests that hold no blocks. Requests that must not be admitted during a search
-        for a faulty request are not included.
-        """
-        return self.queues.waiting
-
-    @property
-    def kv_waiting(self) -> RequestQueue:
-        """Waiting requests that hold blocks."""
-        return self.queues.kv_waiting
-
-    @property
-    def passed_over(self) -> Mapping[Request, WaitReason]:
-        """Waiting requests that were passed over (skipped), each with the most recent reason."""
-        return self.queues.passed_over
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of requests that do not run, including requests that must not be admitted now."""
-        return len(self.queues)
 
     @property
     def requests(self) -> list[Request]:
@@ -124,14 +85,9 @@ class Scheduler:
         return [*self.running, *self.queues]
 
     @property
-    def num_free_blocks(self) -> int:
-        """Number of blocks that were free after the last transaction."""
-        return self._kv_cache_manager.num_free_blocks
-
-    @property
     def next_candidates(self) -> Iterable[Request]:
         """The waiting requests that the next step may try to admit."""
-        return self._waiting_scheduler.next_candidates()
+        return islice(self.queues.ready, min(self.num_free_places, LOOKUP_BATCH))
 
     def add(self, request: Request) -> None:
         """Queues a request that arrived."""
@@ -160,10 +116,10 @@ class Scheduler:
         pending operation could change that.
         """
         return (
-            bool(self.queues.between_turns or self.kv_waiting)
+            bool(self.queues.between_turns or self.queues.kv_waiting)
             and not (plan.requests or self.running or self.transfers)
             and plan.wait_reason in (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
-            and not self._kv_cache_manager.pending
+            and not self.kv_cache_manager.pending
         )
 
     def grammar_compiled(
@@ -187,7 +143,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish(reason)
-        self._state.remove(request)
+        self.remove(request)
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Allows only these requests to be admitted. All others are held back, including requests
@@ -199,7 +155,7 @@ class Scheduler:
         if self.running:
             raise AssertionError("requests run that are to be held back")
         loading = RequestStatus.WAITING_FOR_REMOTE_KVS
-        self._release(one for one in self.kv_waiting if one.status is not loading)
+        self._release(one for one in self.queues.kv_waiting if one.status is not loading)
         self.queues.admit_only(requests)
 
     def pause(self, mode: PauseMode) -> None:
@@ -209,11 +165,11 @@ class Scheduler:
         With the other modes the caller plans no steps. With ABORT the caller also ends all
         requests.
         """
-        self._state.pause_mode = mode
+        self.pause_mode = mode
 
     def resume(self) -> None:
         """Ends a pause: steps are planned again."""
-        self._state.pause_mode = None
+        self.pause_mode = None
 
     async def schedule(
         self, traceparent: str = "", *, throttle_prefills: bool = False
@@ -234,16 +190,16 @@ class Scheduler:
         With `throttle_prefills`, prompts wait while requests decode, as `PrefillPacing` describes.
         In a pause with a mode other than WAIT the step computes nothing.
         """
-        builder, pause_mode = self._new_builder(), self._state.pause_mode
+        builder, pause_mode = self._new_builder(), self.pause_mode
         if pause_mode is not None and pause_mode is not PauseMode.WAIT:
-            reason = WaitReason.PAUSED if self.num_waiting else None
+            reason = WaitReason.PAUSED if self.queues else None
             return self._finish_step(builder, reason, computes=False)
         if throttle_prefills or self._pacing.is_on:
             builder.defers_prefills = self._pacing.defers_prefills(
                 self.running, throttled=throttle_prefills
             )
-        if self._kv_cache_manager.needs_steps:
-            self._kv_cache_manager.begin_step()
+        if self.kv_cache_manager.needs_steps:
+            self.kv_cache_manager.begin_step()
         if self.transfers is not None:
             self.transfers.begin_step()
         await self._running_scheduler.schedule(builder, traceparent)
@@ -252,14 +208,14 @@ class Scheduler:
             wait_reason = await self._waiting_scheduler.schedule(builder, traceparent)
             if not builder.defers_prefills:
                 self._pacing.left_waiting = (
-                    wait_reason is not None and self._waiting_scheduler.left_waiting()
+                    wait_reason is not None and next(self.queues.ready, None) is not None
                 )
             if wait_reason is WaitReason.NO_BLOCKS and not self.running:
                 self._running_scheduler.preempt_waiting(builder)
         if self._pacing.is_on:
             self._pacing.planned(builder)
-        if self._kv_cache_manager.copies:
-            builder.plan.copies = await self._state.take_copies(builder.plan.step, traceparent)
+        if self.kv_cache_manager.copies:
+            builder.plan.copies = await self.take_copies(builder.plan.step, traceparent)
         return self._finish_step(builder, wait_reason)
 
     def update_from_output(
@@ -285,7 +241,7 @@ class Scheduler:
         """Preempts every running request. Tokens that steps in flight sample for these requests
         will be discarded. The requests are queued in their order of admission.
         """
-        self._state.steps.drop(list(self.running))
+        self.steps.drop(list(self.running))
         return self._running_scheduler.preempt_all()
 
     def forget_pool(self) -> list[Request]:
@@ -295,22 +251,22 @@ class Scheduler:
         victims = self._running_scheduler.preempt_all()
         if self.transfers is not None:
             self.transfers.forget()
-        self._release(self.kv_waiting)
-        for request in self.waiting:
+        self._release(self.queues.kv_waiting)
+        for request in self.queues.waiting:
             request.forget_blocks()
-        self._kv_cache_manager.forget()
+        self.kv_cache_manager.forget()
         self.encoder_cache.reset()
-        self._state.rows.take_removed()
-        self._state.steps.forget()
+        self.rows.take_removed()
+        self.steps.forget()
         return victims
 
     async def flush(self) -> None:
         """Sends the pending operations to the pool now, instead of with the next step."""
-        await self._kv_cache_manager.flush()
+        await self.kv_cache_manager.flush()
 
     async def reset_prefix_cache(self) -> bool:
         """Removes every cached prefix. If blocks are in use, changes nothing and returns False."""
-        return await self._kv_cache_manager.reset_prefix_cache()
+        return await self.kv_cache_manager.reset_prefix_cache()
 
     def reset_connector(self) -> None:
         """Removes everything that the connector has stored. No request may hold blocks."""
@@ -328,15 +284,16 @@ class Scheduler:
         released = list(waiting)
         self.queues.release(released)
         for request in reversed(released):
-            self._state.free(request)
+            self.free(request)
 
     def _new_builder(self) -> StepBuilder:
+        config = self.config
         return StepBuilder(
-            SchedulerOutput(self._state.steps.next_number),
-            self._token_budget,
-            self._long_prefill_token_threshold() if self.config.long_prefill_token_threshold else 0,
-            self._make_passing_over,
-            self._make_encoder,
+            SchedulerOutput(self.steps.next_number),
+            config.token_budget,
+            self._long_prefill_token_threshold() if config.long_prefill_token_threshold else 0,
+            lambda: PassingOver(config.max_loras, self.running, self.steps.last_updated),
+            lambda: StepEncoder(config, self.encoder_cache, config.encoder_compute_budget),
         )
 
     def _long_prefill_token_threshold(self) -> int:
@@ -352,32 +309,26 @@ class Scheduler:
             threshold = max(threshold, config.max_num_batched_tokens // num_requests)
         return threshold
 
-    def _make_passing_over(self) -> PassingOver:
-        return PassingOver(self.config.max_loras, self.running, self._state.steps.last_updated)
-
-    def _make_encoder(self) -> StepEncoder:
-        return StepEncoder(self.config, self.encoder_cache, self.config.encoder_compute_budget)
-
     def _finish_step(
         self, builder: StepBuilder, wait_reason: WaitReason | None, *, computes: bool = True
     ) -> SchedulerOutput:
         """Completes the planned step and returns it. If `computes` is true, the step's tokens count
         as computed after this call.
         """
-        plan, state = builder.plan, self._state
+        plan = builder.plan
         plan.wait_reason = wait_reason
-        plan.num_tokens = self._token_budget - builder.token_budget
-        if state.rows.removed:
-            plan.removed_rows = state.rows.take_removed()
-        if self._kv_cache_manager.block_ids_to_zero:
-            plan.block_ids_to_zero = self._kv_cache_manager.take_block_ids_to_zero()
+        plan.num_tokens = self.config.token_budget - builder.token_budget
+        if self.rows.removed:
+            plan.removed_rows = self.rows.take_removed()
+        if self.kv_cache_manager.block_ids_to_zero:
+            plan.block_ids_to_zero = self.kv_cache_manager.take_block_ids_to_zero()
         if self.encoder_cache.evicted:
             plan.evicted_encoder_inputs = self.encoder_cache.take_evicted()
         if builder.failed:
-            state.failed |= builder.failed
+            self.failed |= builder.failed
         if computes:
-            self._running_scheduler.update_after_schedule(builder, self._state.steps)
-        state.steps.add(plan)
+            self._running_scheduler.update_after_schedule(builder, self.steps)
+        self.steps.add(plan)
         if self.transfers is not None:
             self.transfers.planned(plan)
         return plan

@@ -53,6 +53,11 @@ class WaitingRequests:
         return chain(self.kv_waiting, self.waiting)
 
     @property
+    def ready(self) -> Iterator[Request]:
+        """The queued requests that were not passed over (skipped), and so wait for resources."""
+        return (request for request in self.queued if request not in self.passed_over)
+
+    @property
     def has_queued(self) -> bool:
         """Whether there is a request that is not held back."""
         return bool(self.waiting or self.kv_waiting)

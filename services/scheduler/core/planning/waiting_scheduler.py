@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 
 from services.common.pool.operations import BlockTables, Outcome, StopReason
 from services.common.replica.pause_mode import PauseMode
@@ -106,22 +105,9 @@ class WaitingScheduler:
             return planned.wait_reason
         return None
 
-    def next_candidates(self) -> Iterable[Request]:
-        """The waiting requests that the next step may try to admit."""
-        passed_over = self._queues.passed_over
-        ready = (request for request in self._queues.queued if request not in passed_over)
-        return islice(ready, min(self._state.num_free_places, LOOKUP_BATCH))
-
     def not_looked_up(self, builder: StepBuilder) -> list[Request]:
         """The requests at the head of the queue whose prefix must be looked up."""
         return self._not_looked_up(builder, self._candidates(builder))
-
-    def left_waiting(self) -> bool:
-        """Whether a queued request waits for resources. Requests that were passed over do not
-        count.
-        """
-        passed_over = self._queues.passed_over
-        return any(request not in passed_over for request in self._queues.queued)
 
     def _why_others_wait(self, builder: StepBuilder) -> WaitReason | None:
         """Why requests still wait although no candidate for admission is left."""

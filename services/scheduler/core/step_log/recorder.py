@@ -150,8 +150,8 @@ class RecordingScheduler(Scheduler):
                 "wait_reason": plan.wait_reason and plan.wait_reason.value,
                 "removed_rows": list(plan.removed_rows),
                 "num_running": len(self.running),
-                "num_waiting": self.num_waiting,
-                "num_free_blocks": self.num_free_blocks,
+                "num_waiting": len(self.queues),
+                "num_free_blocks": self.kv_cache_manager.num_free_blocks,
             }
         )
         return plan
@@ -218,7 +218,7 @@ class RecordingScheduler(Scheduler):
     async def flush(self) -> None:
         with self._noting_loss("flush"):
             await super().flush()
-        self._record({"call": "flush", "num_free_blocks": self.num_free_blocks})
+        self._record({"call": "flush", "num_free_blocks": self.kv_cache_manager.num_free_blocks})
 
     async def reset_prefix_cache(self) -> bool:
         with self._noting_loss("reset_prefix_cache"):

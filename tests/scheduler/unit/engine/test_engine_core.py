@@ -412,7 +412,7 @@ async def test_a_session_that_ends_in_a_recovery_leaves_its_place_to_others() ->
         session = bench.add("s", prompt(6), max_tokens=1, resumable=True)
         await eventually(lambda: session.status is RequestStatus.WAITING_FOR_CHUNK)
         bench.add("other", prompt(6, 500), max_tokens=2)
-        await eventually(lambda: bench.engine.scheduler.num_waiting == 2)
+        await eventually(lambda: len(bench.engine.scheduler.queues) == 2)
         await eventually(lambda: bench.engine.state is EngineState.IDLE)
         bench.replica.there.clear()
         bench.engine.lost(WorkersLost("a worker says so"))
@@ -430,7 +430,7 @@ async def test_an_engine_sleeps_while_sessions_hold_every_place(bench: Bench) ->
     ]
     await eventually(lambda: all(one.status is RequestStatus.WAITING_FOR_CHUNK for one in sessions))
     bench.add("other", prompt(6, 500), max_tokens=2)
-    await eventually(lambda: bench.engine.scheduler.num_waiting == 5)
+    await eventually(lambda: len(bench.engine.scheduler.queues) == 5)
     for _ in range(20):
         await asyncio.sleep(0)
     num_planned = bench.watcher.num_planned

@@ -44,14 +44,14 @@ async def test_who_waits_for_an_adapter_is_overtaken_and_keeps_its_place() -> No
     told = await story.step()
     assert told.new == ["a", "c", "d"]
     assert told.round_trips == 2, "one look-up, one admission"
-    assert names(story.scheduler.waiting) == ["b", "e"]
-    assert names(story.scheduler.passed_over) == ["b", "e"]
+    assert names(story.scheduler.queues.waiting) == ["b", "e"]
+    assert names(story.scheduler.queues.passed_over) == ["b", "e"]
     add(story, "f")
     assert (await story.step()).new == ["f"]
     assert names(story.scheduler.running) == ["c", "d", "f"]
     story.scheduler.abort(story.scheduler.running.between(1, 2)[0])
     assert (await story.step()).new == ["b", "e"]
-    assert not story.scheduler.passed_over
+    assert not story.scheduler.queues.passed_over
 
 
 async def test_a_plan_names_who_was_passed_over_and_why() -> None:
@@ -84,7 +84,7 @@ async def test_one_that_lacks_blocks_still_stops_those_behind_it() -> None:
     assert names(plan.new) == ["a"]
     assert plan.wait_reason is WaitReason.NO_BLOCKS
     assert plan.passed_over == {blocked: ADAPTERS}
-    assert late not in story.scheduler.passed_over
+    assert late not in story.scheduler.queues.passed_over
 
 
 async def test_a_long_queue_of_them_does_not_hide_who_is_ready() -> None:
@@ -200,7 +200,7 @@ async def test_while_all_wait_for_grammars_there_is_no_work() -> None:
     story = Story()
     first = add(story, "a", grammar=GrammarStatus.COMPILING)
     assert not story.scheduler.has_work
-    assert names(story.scheduler.passed_over) == ["a"]
+    assert names(story.scheduler.queues.passed_over) == ["a"]
     second = add(story, "b", grammar=GrammarStatus.COMPILING)
     await story.step()
     story.scheduler.abort(second)
