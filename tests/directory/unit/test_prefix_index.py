@@ -65,6 +65,17 @@ def test_a_batch_is_applied_once_and_in_order(index):
     assert index.state is DirectoryState.EXACT
 
 
+def test_a_scrape_in_a_thread_reads_views_while_nodes_change(index):
+    for epoch, node in enumerate("abc", 1):
+        index.begin(node, epoch, (FULL,))
+    seen = []
+    for view in index.views:
+        seen.append(view.node)
+        index.remove(view.node)
+        index.begin(view.node, 9 + len(seen), (FULL,))
+    assert seen == ["a", "b", "c"]
+
+
 def test_a_gap_degrades_its_node_alone(index):
     keys = chain(1, 4)
     for epoch, node in ((1, "a"), (2, "b")):

@@ -117,7 +117,7 @@ class RedisReader:
             await asyncio.gather(self._redis.close(), self._tail.close())
 
     def _begin(self, keys: DirectoryKeys) -> None:
-        for view in list(self._index.views):
+        for view in self._index.views:
             self._index.remove(view.node)
         self._keys, self._cursor, self._refresh_at = keys, None, 0.0
         self._behind.clear()
@@ -212,7 +212,7 @@ class RedisReader:
         *values, newest = await self._redis.pipeline(commands)
         self._follow_log(newest[0][0].decode() if newest else _BEGINNING)
         leases = self._leases(records, values)
-        for view in list(self._index.views):
+        for view in self._index.views:
             if view.node not in leases:
                 logger.info("node %s left the directory", view.node)
                 self._index.remove(view.node)

@@ -80,9 +80,7 @@ class PrefixIndex:
         """The state of the whole index. If the connection is EXACT and any node is degraded, the
         state is DEGRADED. Otherwise it is the state of the connection.
         """
-        if self.contact is DirectoryState.EXACT and not all(
-            view.is_exact for view in self._views.values()
-        ):
+        if self.contact is DirectoryState.EXACT and not all(view.is_exact for view in self.views):
             return DirectoryState.DEGRADED
         return self.contact
 
@@ -96,9 +94,11 @@ class PrefixIndex:
         return DirectoryState.DEGRADED
 
     @property
-    def views(self) -> Iterable[NodeView]:
-        """The views of all nodes."""
-        return self._views.values()
+    def views(self) -> Sequence[NodeView]:
+        """The current views of all nodes. A scrape of the metrics reads them in a thread, while the
+        event loop may add and remove nodes.
+        """
+        return tuple(self._views.values())
 
     def view(self, node: str) -> NodeView | None:
         """Returns the view of one node. None if the node is not known."""

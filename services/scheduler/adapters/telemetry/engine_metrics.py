@@ -125,7 +125,7 @@ class EngineCollector(Collector):
         theirs.add_metric(["capacity"], num_waiting - num_deferred)
         theirs.add_metric(["deferred"], num_deferred)
         seconds = value_family(names.METRIC_WAIT_SECONDS)
-        for name, nanos in self._counts.wait_nanos.items():
+        for name, nanos in list(self._counts.wait_nanos.items()):
             seconds.add_metric([name], nanos / 1e9)
         yield from (ours, steps, seconds, theirs)
 
