@@ -1,4 +1,6 @@
-"""The lock of the engine loop: separates its iterations from other changes of the scheduler."""
+"""The lock of the engine loop, which separates its iterations from other changes of the
+scheduler.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -45,7 +47,7 @@ class EngineLock:
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[None]:
-        """A context in which the loop stands still between two iterations, with no step in flight.
+        """A context in which the loop is stopped between two iterations, with no step in flight.
         The caller may be cancelled, because the loop itself completes the steps in flight.
         """
         self._num_holds += 1

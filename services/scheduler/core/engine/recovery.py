@@ -23,8 +23,8 @@ class Recovery:
     """Counts losses of pool and workers. During a fault search, which finds a request whose steps
     always fail, allows only the selected requests to be admitted.
 
-    `lock` is the lock of the engine loop: changes are applied under it during the recovery. `wake`
-    is the loop's event, which is set when there are changes.
+    `lock` is the lock of the engine loop, which is held while changes are applied during the
+    recovery. `wake` is the loop's event, which is set when there are changes.
     """
 
     def __init__(

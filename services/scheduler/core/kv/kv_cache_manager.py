@@ -31,7 +31,9 @@ from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
 
 _Filling = tuple[int, int, Request]
-"""Admission number, number of known tokens that are computed after the step, and request."""
+"""Describes a request whose blocks a step fills, by admission number, number of known tokens that
+are computed after the step, and request.
+"""
 
 
 class KVCacheManager:

@@ -227,14 +227,11 @@ class RunningScheduler:
         return decision.num_tokens
 
     def _num_new_tokens(self, builder: StepBuilder, request: Request, num_computed: int) -> int:
-        """The number of tokens of a running request that one step may compute. Drafts are
-        included.
-        """
+        """Number of tokens, drafts included, that one step may compute of a running request."""
         num_tokens = len(request.token_ids)
         num_new = num_tokens - num_computed
         if num_new <= 0:
-            # The next token is in flight. It may be the last token, even if every draft is
-            # rejected.
+            # The next token is in flight. It may be the last, even if every draft is rejected.
             if not self._feeds_forward or num_tokens + 1 >= request.max_num_tokens:
                 return 0
             num_new = 1

@@ -1,5 +1,6 @@
-"""The state of a step while it is planned: its remaining budget, the tokens scheduled so far, the
-prefixes of waiting requests, and which of them are skipped. The planned steps in flight.
+"""The state of a step while it is planned. It consists of the remaining budget, the tokens
+scheduled so far, the prefixes of waiting requests, and the requests that are skipped. Also the
+steps in flight.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -72,16 +73,14 @@ class PlannedSteps:
 
 @dataclass(slots=True)
 class WaitingPrefixes:
-    """What the pool and a connector answered to lookups of prefixes, after the admissions so
-    far.
-    """
+    """Results of prefix lookups in the pool and in a connector, after the admissions so far."""
 
     hits: dict[Request, int] = field(default_factory=dict)
     """Number of cached tokens of each request, from the pool's latest answer."""
     external: dict[Request, int] = field(default_factory=dict)
     """Number of tokens after a request's hit that a connector loads."""
     divergent_hits: dict[Request, int] = field(default_factory=dict)
-    """Number of tokens of a request that are cached for the full-attention layers. Only if a
+    """Number of tokens of a request that are cached for the full-attention layers. Empty if no
     connector supplies the states of the other layers.
     """
     diverging: set[Request] = field(default_factory=set)
@@ -101,9 +100,7 @@ class WaitingPrefixes:
         request.shared_prefix_boundary = shared_prefix_boundary
 
     def cut_hit(self, request: Request, num_tokens: int) -> None:
-        """Cuts a hit to whole blocks, because the connector loads the tokens after them and the
-        states.
-        """
+        """Cuts a hit to whole blocks. The connector loads the tokens after them, and the states."""
         self.hits[request] = num_tokens
         self.diverging.add(request)
         self._cut_hits[request] = num_tokens
@@ -139,7 +136,7 @@ class PassingOver:
     A request is passed over if it cannot be admitted now for a reason that concerns no other
     request. It keeps its position in the queue, and requests behind it may be admitted. It stays
     passed over in the step, because admissions free no resources. A request that lacks blocks or
-    budget is not passed over: it stops admission, because requests behind it would use up those
+    budget is not passed over. It stops admission, because requests behind it would use up those
     resources.
     """
 

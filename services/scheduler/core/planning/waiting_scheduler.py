@@ -1,4 +1,4 @@
-"""The second part of scheduling a step: admits waiting requests."""
+"""The second part of scheduling a step, in which waiting requests are admitted."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -68,9 +68,9 @@ class WaitingScheduler:
         return self._why_others_wait(builder)
 
     def _batches(self, builder: StepBuilder) -> Iterator[list[Request]]:
-        """The candidates whose admissions are planned together. The tokens that a connector can
-        load for a request depend on all earlier admissions, so each request is planned alone then,
-        and only once.
+        """Yields the candidates whose admissions are planned together. With a connector, each
+        request is planned alone and only once, because the tokens that the connector can load for
+        it depend on all earlier admissions.
         """
         if self._external_hits is None:
             while candidates := self._candidates(builder):
@@ -84,7 +84,7 @@ class WaitingScheduler:
     async def _carry_out(
         self, builder: StepBuilder, planned: AdmissionPlan, traceparent: str
     ) -> WaitReason | None:
-        """Makes the transaction of a plan, and admits the requests that it allocated blocks for.
+        """Makes the transaction of a plan, and admits the requests for which it allocated blocks.
         Returns a reason if admission must stop.
         """
         outcome = Outcome(self._kv_cache_manager.num_free_blocks)
@@ -124,9 +124,7 @@ class WaitingScheduler:
 
     @property
     def _looked_at(self) -> Iterable[Request]:
-        """Requests that may be admitted. In a pause these are only the requests that hold
-        blocks.
-        """
+        """Requests that may be admitted. In a pause, only requests that hold blocks."""
         return self._queues.queued if self._state.pause_mode is None else self._queues.kv_waiting
 
     def _candidates(self, builder: StepBuilder) -> list[Request]:
@@ -151,7 +149,7 @@ class WaitingScheduler:
 
     def _not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
         """The candidates that may be admitted and whose prefix must be looked up. A candidate that
-        holds blocks needs no lookup: its computed tokens are its hit.
+        holds blocks needs no lookup, because its computed tokens are its hit.
         """
         passing_over = builder.passing_over
         not_looked_up: list[Request] = []

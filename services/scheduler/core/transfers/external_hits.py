@@ -42,7 +42,8 @@ class ExternalHits:
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> AdmissionPlan | None:
         """Passes over (skips) a request, or begins its asynchronous load. Returns None if neither
-        is necessary and the request may be admitted now, with the tokens in `prefixes.external`.
+        is necessary. Then the request may be admitted now, and the number of tokens to load is in
+        `prefixes.external`.
         """
         plan = AdmissionPlan()
         reason = self._own_reason(builder, request)
@@ -138,8 +139,8 @@ class ExternalHits:
         up to the end of the loaded tokens, and publishes nothing.
 
         If the whole prompt is loaded, its last token is computed again afterwards. With sliding
-        windows, the blocks to which this token attends are kept. vLLM frees blocks to which only
-        earlier tokens attend.
+        windows, the blocks to which this token attends are kept. vLLM may free one of them, because
+        it keeps the blocks to which the token after the prompt attends.
         """
         prefixes = builder.prefixes
         hit, num_external = prefixes.hits[request], prefixes.external[request]
