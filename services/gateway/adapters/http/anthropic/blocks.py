@@ -3,10 +3,15 @@
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 
 from services.common.errors import InvalidArgument
-from services.gateway.adapters.http.exchange.fields import HistoryBody, by_type, text_or_list
+from services.gateway.adapters.http.exchange.fields import (
+    HistoryBody,
+    by_type,
+    choice,
+    text_or_list,
+)
 from services.gateway.adapters.http.openai.content_parts import (
     THOUGHTS,
     Arguments,
@@ -58,10 +63,9 @@ def _kind(value: Any) -> str | None:
 
 _ResultBlock = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
-    Discriminator(
+    choice(
         _kind,
-        custom_error_type="alternative",
-        custom_error_message="must be an object whose type is text or tool_reference; images, "
+        "must be an object whose type is text or tool_reference; images, "
         "documents and other blocks are not supported",
     ),
 ]
@@ -82,11 +86,7 @@ class ToolResultBlock(HistoryBody):
         Annotated[
             Annotated[str, Tag("<text>")]
             | Annotated[list[_ResultBlock], Field(fail_fast=True), Tag("<list>")],
-            Discriminator(
-                text_or_list,
-                custom_error_type="alternative",
-                custom_error_message="must be a string or a list of blocks",
-            ),
+            choice(text_or_list, "must be a string or a list of blocks"),
         ]
         | None
     ) = None
@@ -104,10 +104,9 @@ _AnyBlock = Annotated[
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
-    Discriminator(
+    choice(
         _kind,
-        custom_error_type="alternative",
-        custom_error_message="must be an object whose type is text, tool_use, tool_result or "
+        "must be an object whose type is text, tool_use, tool_result or "
         "thinking; images, documents and other blocks are not supported",
     ),
 ]
@@ -132,11 +131,7 @@ class AnthropicMessage(HistoryBody):
         Annotated[
             Annotated[str, Tag("<text>")]
             | Annotated[list[_AnyBlock], Field(fail_fast=True), Tag("<list>")],
-            Discriminator(
-                text_or_list,
-                custom_error_type="alternative",
-                custom_error_message="must be a string or a list of blocks",
-            ),
+            choice(text_or_list, "must be a string or a list of blocks"),
         ]
         | None
     ) = None

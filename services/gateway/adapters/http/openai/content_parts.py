@@ -6,9 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AliasChoices, BeforeValidator, Field, Tag
 
-from services.gateway.adapters.http.exchange.fields import HistoryBody, text_or_list, text_or_object
+from services.gateway.adapters.http.exchange.fields import (
+    HistoryBody,
+    choice,
+    text_or_list,
+    text_or_object,
+)
 
 TextType = Literal[
     "text",
@@ -58,11 +63,7 @@ TextOrParts = Annotated[
         Field(fail_fast=True),
         Tag("<list>"),
     ],
-    Discriminator(
-        text_or_list,
-        custom_error_type="alternative",
-        custom_error_message="must be a string or a list of parts",
-    ),
+    choice(text_or_list, "must be a string or a list of parts"),
 ]
 
 
@@ -93,11 +94,7 @@ def thought(content: str | Sequence[TextPart] | None) -> str:
 
 Arguments = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[dict[str, Any], Tag("<object>")],
-    Discriminator(
-        text_or_object,
-        custom_error_type="alternative",
-        custom_error_message="must be a string or an object",
-    ),
+    choice(text_or_object, "must be a string or an object"),
 ]
 """The arguments of an earlier tool call: the text that the model wrote, or an object."""
 

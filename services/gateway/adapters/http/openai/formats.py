@@ -5,7 +5,7 @@
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import InvalidArgument
@@ -21,6 +21,7 @@ from services.gateway.adapters.http.exchange.fields import (
     Only,
     Texts,
     by_type,
+    choice,
     given,
     text_or_object,
 )
@@ -78,22 +79,15 @@ ResponseFormat = Annotated[
     | Annotated[JsonObjectFormat, Tag("<json_object>")]
     | Annotated[JsonSchemaFormat, Tag("<json_schema>")]
     | Annotated[StructuralTagFormat, Tag("<structural_tag>")],
-    Discriminator(
-        by_type,
-        custom_error_type="alternative",
-        custom_error_message="must be an object whose type is text, json_object, json_schema or "
-        "structural_tag",
+    choice(
+        by_type, "must be an object whose type is text, json_object, json_schema or structural_tag"
     ),
 ]
 
 
 TextOrObject = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[dict[str, Any], Tag("<object>")],
-    Discriminator(
-        text_or_object,
-        custom_error_type="alternative",
-        custom_error_message="must be a string or an object",
-    ),
+    choice(text_or_object, "must be a string or an object"),
 ]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from services.common.errors import InvalidArgument
 from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
@@ -14,6 +14,7 @@ from services.gateway.adapters.http.exchange.fields import (
     Body,
     HistoryBody,
     Without,
+    choice,
     text_or_object,
 )
 from services.gateway.adapters.http.openai.content_parts import Arguments, called_arguments
@@ -90,11 +91,7 @@ class NamedTool(Body):
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<text>")]
     | Annotated[NamedTool, Tag("<object>")],
-    Discriminator(
-        text_or_object,
-        custom_error_type="alternative",
-        custom_error_message="must be none, auto, required, or an object that names a function",
-    ),
+    choice(text_or_object, "must be none, auto, required, or an object that names a function"),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import StepwellError
@@ -16,6 +16,7 @@ from services.gateway.adapters.http.exchange.fields import (
     Texts,
     Without,
     by_type,
+    choice,
     text_or_list,
     text_or_object,
 )
@@ -83,11 +84,7 @@ class ResponsesNamedTool(Body):
 ResponsesToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<text>")]
     | Annotated[ResponsesNamedTool, Tag("<object>")],
-    Discriminator(
-        text_or_object,
-        custom_error_type="alternative",
-        custom_error_message="must be none, auto, required, or an object that names a function",
-    ),
+    choice(text_or_object, "must be none, auto, required, or an object that names a function"),
 ]
 
 
@@ -105,12 +102,7 @@ class ResponsesText(Body):
             Annotated[TextFormat, Tag("<text>")]
             | Annotated[JsonObjectFormat, Tag("<json_object>")]
             | Annotated[ResponsesJsonSchema, Tag("<json_schema>")],
-            Discriminator(
-                by_type,
-                custom_error_type="alternative",
-                custom_error_message="must be an object whose type is text, json_object or "
-                "json_schema",
-            ),
+            choice(by_type, "must be an object whose type is text, json_object or json_schema"),
         ]
         | None
     ) = None
@@ -138,11 +130,7 @@ class ResponsesBody(UnservedResponsesFields):
     input: Annotated[
         Annotated[str, Tag("<text>")]
         | Annotated[list[AnyItem], Field(min_length=1, fail_fast=True), Tag("<list>")],
-        Discriminator(
-            text_or_list,
-            custom_error_type="alternative",
-            custom_error_message="must be a string or a list of items",
-        ),
+        choice(text_or_list, "must be a string or a list of items"),
     ]
     instructions: str | None = None
     max_output_tokens: Int | None = None

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import Tag
 
-from services.gateway.adapters.http.exchange.fields import HistoryBody, by_type
+from services.gateway.adapters.http.exchange.fields import HistoryBody, by_type, choice
 from services.gateway.adapters.http.openai.content_parts import (
     Arguments,
     TextOrParts,
@@ -88,10 +88,9 @@ AnyItem = Annotated[
     | Annotated[FunctionCallItem, Tag("<function_call>")]
     | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
-    Discriminator(
+    choice(
         _kind,
-        custom_error_type="alternative",
-        custom_error_message="must be an object whose type is message, function_call, "
+        "must be an object whose type is message, function_call, "
         "function_call_output or reasoning; other items are not supported",
     ),
 ]
