@@ -87,7 +87,9 @@ def labels(spec: MetricSpec) -> tuple[str, ...]:
 
 
 def metrics(specs: Sequence[MetricSpec]) -> Iterator[str]:
-    """The list of metrics. Labels that all have, and the source of the first, stand above it."""
+    """The list of metrics: kind, unit if the name lacks it, labels. Labels that all have, and the
+    source of the first, stand above it.
+    """
     shared = [label for label in labels(specs[0]) if all(label in labels(spec) for spec in specs)]
     common = f"Source: {_source(specs[0])}, unless another one is named."
     if shared:
@@ -96,9 +98,10 @@ def metrics(specs: Sequence[MetricSpec]) -> Iterator[str]:
     yield ""
     for spec in specs:
         own = [label for label in labels(spec) if label not in shared]
-        what = [spec.kind.value, *([spec.unit] if spec.unit else [])]
-        what += [f"labels {_named(own)}"] if own else []
+        what = [spec.kind.value]
+        what += [spec.unit] if spec.unit and spec.unit not in spec.served_name else []
         what += [_source(spec)] if spec.source is not specs[0].source else []
+        what += [_named(own)] if own else []
         yield from _wrapped(f"* `{spec.served_name}` ({', '.join(what)}): {spec.text}")
 
 

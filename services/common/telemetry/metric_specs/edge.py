@@ -8,8 +8,7 @@ _CLIENTS = (
     counter(
         names.METRIC_HTTP_REQUESTS,
         "requests",
-        "HTTP requests that were answered, as vLLM counts them: by route, method and class of "
-        "status, such as 2xx.",
+        "Answered HTTP requests by route, method and class of status, such as 2xx.",
         "handler",
         "method",
         "status",
@@ -22,24 +21,24 @@ _CLIENTS = (
         "handler",
         "method",
     ),
-    counter(names.METRIC_HTTP_RESPONSES, "requests", "HTTP requests that were answered.", "code"),
+    counter(names.METRIC_HTTP_RESPONSES, "requests", "Answered HTTP requests.", "code"),
     counter(
         names.METRIC_TRACES_KEPT,
         "requests",
-        "Requests whose spans were made, by why: sampled, failed, slow or watched.",
+        "Traced requests by reason: sampled, failed, slow or watched.",
         "model_name",
         "reason",
     ),
     counter(
         names.METRIC_TRACE_SPANS_CUT,
         "spans",
-        "Spans that were left out of the traces of requests, which have 1152 here at most.",
+        "Spans left out of traces, which have at most 1152 here.",
         "model_name",
     ),
     counter(
         names.METRIC_ADMISSION_REJECTIONS,
         "requests",
-        "Requests refused before an engine took them, by reason; counted nowhere else as work.",
+        "Requests refused before an engine accepted them, by reason.",
         "model_name",
         "reason",
     ),
@@ -53,7 +52,7 @@ _CLIENTS = (
     counter(
         names.METRIC_GATEWAY_PROMPT_TOKENS,
         "tokens",
-        "Prompt tokens of requests that were answered, each prompt once.",
+        "Prompt tokens of answered requests, each prompt once.",
         "model_name",
     ),
     counter(
@@ -65,7 +64,7 @@ _CLIENTS = (
     counter(
         names.METRIC_GATEWAY_GENERATION_TOKENS,
         "tokens",
-        "Tokens of answers, as far as clients took them.",
+        "Tokens that clients received.",
         "model_name",
     ),
     histogram(
@@ -98,14 +97,14 @@ _CLIENTS = (
     counter(
         names.METRIC_GATEWAY_READERS_CUT,
         "requests",
-        "Requests ended since their client had stopped reading.",
+        "Requests ended because their client stopped reading.",
         "model_name",
         "protocol",
     ),
     histogram(
         names.METRIC_GATEWAY_QUEUE_SECONDS,
         "seconds",
-        "Of sequences that waited here for a place at a replica, by what they waited for.",
+        "Waits of sequences for a slot at a replica, by reason.",
         buckets.FIRST_TOKEN_SECONDS,
         "model_name",
         "reason",
@@ -117,51 +116,48 @@ _REPLICAS = (
     gauge(
         names.METRIC_GATEWAY_REPLICAS_READY,
         "replicas",
-        "Replicas that take requests.",
+        "Replicas that accept requests.",
         "model_name",
     ),
     gauge(
         names.METRIC_GATEWAY_REPLICAS_SILENT,
         "replicas",
-        "Replicas whose metrics are missing here, since their scheduler did not send them.",
+        "Replicas whose scheduler did not send metrics.",
         "model_name",
     ),
     gauge(
         names.METRIC_GATEWAY_SESSIONS,
         "sessions",
-        "Sessions of clients that are open: in a turn, held by a replica between two turns, or "
-        "idle.",
+        "Open sessions of clients: in a turn, kept by a replica between turns, or idle.",
         "model_name",
         "state",
     ),
     counter(
         names.METRIC_GATEWAY_SESSIONS_EXPIRED,
         "sessions",
-        "Sessions of clients that ended since they began no turn for too long.",
+        "Sessions of clients that ended without a turn for too long.",
         "model_name",
     ),
     counter(
         names.METRIC_GATEWAY_RESUBMISSIONS,
         "sequences",
-        "Sequences that were sent again, with their tokens so far: their replica was lost, could "
-        "not run steps, or refused them, or another tenant got their place.",
+        "Sequences sent again with their tokens: the replica was lost, could not run "
+        "steps, or refused them, or another tenant got their slot.",
         "model_name",
     ),
     gauge(
         names.METRIC_DISCOVERY_UP,
         "",
-        "1 while schedulers are found by a source, by its last answer.",
+        "1 if a source finds schedulers, by its last answer.",
         "source",
     ),
     gauge(
         names.METRIC_DISCOVERY_ADDRESSES,
         "addresses",
-        "Addresses of schedulers that a source named last.",
+        "Addresses of schedulers in a source's last answer.",
         "source",
     ),
-    counter(
-        names.METRIC_DISCOVERY_FAILURES, "looks", "Looks for schedulers that failed.", "source"
-    ),
+    counter(names.METRIC_DISCOVERY_FAILURES, "looks", "Failed queries for schedulers.", "source"),
 )
 
 _TENANTS = (
@@ -175,8 +171,7 @@ _TENANTS = (
     counter(
         names.METRIC_TENANT_TOKENS,
         "tokens",
-        "Tokens of a tenant's requests that were answered: prompt, cached (of the prompt), "
-        "generated.",
+        "Tokens of a tenant's answered requests: prompt, cached (of the prompt), generated.",
         "model_name",
         "tenant",
         "kind",
@@ -192,13 +187,13 @@ _TENANTS = (
     gauge(
         names.METRIC_TENANT_NUM_WAITING,
         "sequences",
-        "Sequences of a tenant that wait here for a place at a replica.",
+        "Sequences of a tenant that wait here for a slot.",
         "tenant",
     ),
     gauge(
         names.METRIC_TENANT_NUM_RUNNING,
         "sequences",
-        "Sequences of a tenant that were sent to a replica and have not ended.",
+        "Sequences of a tenant at replicas.",
         "tenant",
     ),
 )
@@ -207,7 +202,7 @@ INDEX_SPECS: tuple[MetricSpec, ...] = (
     gauge(
         names.METRIC_INDEX_STATE,
         "",
-        "How far the index of cached prefixes can be relied on: the state that it is in is 1.",
+        "1 for the state of the index of cached prefixes, else 0.",
         "state",
     ),
     gauge(names.METRIC_INDEX_NODE_STATE, "", "The same of each node.", "node", "state"),

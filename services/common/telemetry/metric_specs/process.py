@@ -38,14 +38,14 @@ _EVERY = (
     counter(
         names.METRIC_TLS_RELOAD_FAILURES,
         "certificates",
-        "Replacements that cannot be used; the certificate before stays in use.",
+        "Replacements that cannot be used; the previous certificate stays in use.",
         "certificate",
     ),
-    counter(names.METRIC_SPANS_SENT, "spans", "Spans that the collector has taken."),
+    counter(names.METRIC_SPANS_SENT, "spans", "Spans that the collector accepted."),
     counter(
         names.METRIC_SPANS_DROPPED,
         "spans",
-        "Spans that the collector has not taken, by reason.",
+        "Spans that the collector did not accept, by reason.",
         "reason",
     ),
 )

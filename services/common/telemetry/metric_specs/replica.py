@@ -17,7 +17,7 @@ _SCHEDULER = (
     gauge(
         names.METRIC_WAITING_BY_REASON,
         "requests",
-        "Requests that wait, by the reason for which the head of the queue does.",
+        "Requests that wait, by the reason of the queue's head.",
         "reason",
     ),
     counter(
@@ -29,18 +29,18 @@ _SCHEDULER = (
     counter(
         names.METRIC_WAIT_SECONDS,
         "seconds",
-        "How long requests waited, by the reason; counted when a request stops waiting.",
+        "Waiting time of requests by reason, counted when the wait ends.",
         "reason",
     ),
     gauge(
         names.METRIC_QUEUE_ESTIMATE,
         "seconds",
-        "How long a request that comes now would wait; what requests are refused by.",
+        "Expected wait of a new request, by which requests are refused.",
     ),
     gauge(
         names.METRIC_ENGINE_STATE,
         "",
-        "1 for the state that the engine is in: idle, running, paused, recovering; else 0.",
+        "1 for the engine's state (idle, running, paused, recovering), else 0.",
         "state",
     ),
     histogram(
@@ -52,22 +52,21 @@ _SCHEDULER = (
     summary(
         names.METRIC_STEP_PUT_OFF_SECONDS,
         "seconds",
-        "For how long the planning of a step was put off while the one before it ran, so that "
-        "requests that came meanwhile were part of it.",
+        "Delay of a step's planning while the previous step ran, so that late requests "
+        "are part of it.",
     ),
     counter(
         names.METRIC_STEP_LATE_SECONDS,
         "seconds",
-        "For how long workers had no step to run between two of them that were planned one "
-        "while the other ran.",
+        "Time in which workers had no step between two overlapping steps.",
     ),
     counter(
-        names.METRIC_LOST_TOKENS, "tokens", "Computed tokens that preemptions for blocks gave up."
+        names.METRIC_LOST_TOKENS, "tokens", "Computed tokens that preemptions for blocks discarded."
     ),
     counter(
         names.METRIC_RECOVERIES,
         "recoveries",
-        "Generations that were begun because the pool or the workers were lost, or hung.",
+        "New generations because pool or workers were lost or hung.",
         "lost",
     ),
     gauge(
@@ -79,26 +78,26 @@ _SCHEDULER = (
     counter(
         names.METRIC_TIER_TRANSFERS,
         "blocks",
-        "Blocks of the tier by what happened: stored, loaded, evicted for others, or invalid: "
-        "missing or damaged when they were to be loaded.",
+        "Blocks of the tier that were stored, loaded, evicted, or invalid (missing or "
+        "damaged) at a load.",
         "kind",
     ),
     gauge(names.METRIC_SESSIONS, "sessions", "Gateways that are connected."),
     gauge(
         names.METRIC_CLIENT_SESSIONS,
         "sessions",
-        "Sessions of clients that are open at the replica: in a turn, or waiting for input.",
+        "Open sessions of clients at the replica: in a turn, or waiting for input.",
         "state",
     ),
     counter(
         names.METRIC_CLIENT_SESSIONS_GIVEN_UP,
         "sessions",
-        "Sessions of clients that gave up their blocks since other requests lacked them.",
+        "Sessions of clients whose blocks were freed for other requests.",
     ),
     gauge(
         names.METRIC_REGISTRATION_UP,
         "",
-        "1 while the registry in Redis holds this scheduler, by the last call.",
+        "1 if this scheduler is in the registry in Redis, by the last call.",
     ),
     counter(
         names.METRIC_REGISTRATION_FAILURES,
@@ -135,7 +134,7 @@ _POOL = (
     counter(
         names.METRIC_POOL_RESETS,
         "resets",
-        "Times that every hash was forgotten on demand.",
+        "Resets of the prefix cache.",
         "engine",
     ),
     counter(
@@ -172,7 +171,7 @@ _POOL = (
     counter(
         names.METRIC_DIRECTORY_DROPPED,
         "blocks",
-        "Changes forgotten since too many were unwritten; a snapshot replaces them.",
+        "Changes dropped because too many were unwritten; a snapshot replaces them.",
     ),
     gauge(names.METRIC_DIRECTORY_CONNECTED, "pools", "Pools whose epoch is in Redis."),
     gauge(names.METRIC_DIRECTORY_UNWRITTEN, "blocks", "Changes not written yet."),
@@ -188,7 +187,7 @@ _WORKER = (
     summary(
         names.METRIC_WORKER_STEP_WAIT_SECONDS,
         "seconds",
-        "From a step's arrival to its start: it waited for the step before.",
+        "From a step's arrival to its start.",
     ),
     counter(names.METRIC_WORKER_TOKENS, "tokens", "Tokens computed."),
     gauge(names.METRIC_WORKER_KV_CACHE_BYTES, "bytes", "Memory of the KV cache."),

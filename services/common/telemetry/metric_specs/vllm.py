@@ -22,7 +22,7 @@ _STATE = (
     gauge(
         names.METRIC_NUM_REQUESTS_WAITING_BY_REASON,
         "requests",
-        "The same, capacity: for budget, rows or blocks; deferred: for anything else.",
+        "The same by reason. capacity: budget, rows or blocks; deferred: anything else.",
         "reason",
     ),
     gauge(names.METRIC_KV_CACHE_USAGE, "ratio", "Share of the KV cache in use; 1 is all of it."),
@@ -38,7 +38,8 @@ _STATE = (
     gauge(
         names.METRIC_LORA_REQUESTS,
         "",
-        "When it was read, in seconds since the epoch; the labels name the adapters of requests.",
+        "Time of the reading, in seconds since the epoch; the labels name the adapters of"
+        " requests.",
         "max_lora",
         "waiting_lora_adapters",
         "running_lora_adapters",
@@ -46,7 +47,7 @@ _STATE = (
     counter(
         names.METRIC_EXTERNAL_PREFIX_CACHE_QUERIES,
         "tokens",
-        "Tokens of admitted requests behind their local hits, which the connector was asked for.",
+        "Tokens of admitted requests after their local hits, which the connector looked up.",
     ),
     counter(
         names.METRIC_EXTERNAL_PREFIX_CACHE_HITS,
@@ -56,8 +57,8 @@ _STATE = (
     counter(
         names.METRIC_NUM_PREEMPTIONS,
         "preemptions",
-        "Requests that ran and lost their blocks: to another one, with a pool or worker, or to an "
-        "operator.",
+        "Running requests that lost their blocks: to another request, by a lost pool or "
+        "worker, or by an operator.",
     ),
     counter(
         names.METRIC_CORRUPTED_REQUESTS,
@@ -70,7 +71,7 @@ _TOKENS = (
     counter(
         names.METRIC_PROMPT_TOKENS,
         "tokens",
-        "Prompt tokens of requests that got their first token; once, wherever they went on.",
+        "Prompt tokens of requests that have a first token, each request once.",
     ),
     counter(
         names.METRIC_PROMPT_TOKENS_CACHED,
@@ -80,8 +81,8 @@ _TOKENS = (
     counter(
         names.METRIC_PROMPT_TOKENS_BY_SOURCE,
         "tokens",
-        "The prompt tokens by where their keys and values came from: local_compute, "
-        "local_cache_hit or external_kv_transfer.",
+        "Prompt tokens by source of keys and values: local_compute, local_cache_hit or "
+        "external_kv_transfer.",
         "source",
     ),
     counter(names.METRIC_GENERATION_TOKENS, "tokens", "Tokens generated."),
@@ -133,7 +134,7 @@ _REQUESTS = (
     histogram(
         names.METRIC_REQUEST_PREFILL_TIME,
         "seconds",
-        "From then to its first token, waits after preemptions included.",
+        "From the first scheduling to the first token, waits after preemptions included.",
         buckets.REQUEST_SECONDS,
     ),
     histogram(
@@ -163,7 +164,7 @@ _REQUESTS = (
     histogram(
         names.METRIC_REQUEST_MAX_NUM_GENERATION_TOKENS,
         "tokens",
-        "The same, of each sequence by itself: with n > 1 vLLM counts the longest one alone.",
+        "The same of each sequence; with n > 1 vLLM counts only the longest one.",
         buckets.REQUEST_TOKENS,
     ),
     histogram(
@@ -181,8 +182,8 @@ _REQUESTS = (
     histogram(
         names.METRIC_REQUEST_PARAMS_MAX_TOKENS,
         "tokens",
-        "The parameter max_tokens of sequences that ended; what is left of the model's length "
-        "where a request has none.",
+        "The parameter max_tokens of sequences that ended; without it, the rest of the "
+        "model's length.",
         buckets.REQUEST_TOKENS,
     ),
 )
@@ -197,12 +198,12 @@ _SPECULATION = (
     counter(
         names.METRIC_SPEC_DECODE_ACCEPTED_TOKENS,
         "tokens",
-        "Of the drafts, those that are what the model sampled: tokens without a step of their own.",
+        "Drafts that equal the sampled tokens.",
     ),
     counter(
         names.METRIC_SPEC_DECODE_ACCEPTED_TOKENS_PER_POS,
         "tokens",
-        "The same by their place among the drafts of a verification, from 0.",
+        "The same by position in a verification, from 0.",
         "position",
     ),
 )
@@ -211,13 +212,13 @@ _POOL = (
     counter(
         names.METRIC_PREFIX_CACHE_QUERIES,
         "tokens",
-        "Prompt tokens looked up by admissions, those after a preemption left out.",
+        "Prompt tokens looked up by admissions, except after a preemption.",
         "engine",
     ),
     counter(
         names.METRIC_PREFIX_CACHE_HITS,
         "tokens",
-        "Prompt tokens found by admissions, those after a preemption left out.",
+        "Prompt tokens found by admissions, except after a preemption.",
         "engine",
     ),
 )

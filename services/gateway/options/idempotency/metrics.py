@@ -13,28 +13,28 @@ from services.gateway.options.idempotency.core.sharing import Sharing
 REQUESTS = counter(
     "stepwell_idempotent_requests",
     "requests",
-    "Requests with an idempotency key, by what they met.",
+    "Requests with an idempotency key, by outcome.",
     "outcome",
 )
 ANSWERS = gauge("stepwell_idempotent_answers", "answers", "Answers that are remembered.")
-BYTES = gauge("stepwell_idempotent_answer_bytes", "bytes", "What those take that ended.")
+BYTES = gauge("stepwell_idempotent_answer_bytes", "bytes", "Bytes of answers that ended.")
 SUSPENDED = counter(
     "stepwell_idempotent_answers_suspended", "answers", "Answers that no client read."
 )
 EVICTED = counter(
-    "stepwell_idempotent_answers_evicted", "answers", "Answers forgotten for want of room."
+    "stepwell_idempotent_answers_evicted", "answers", "Answers evicted for lack of memory."
 )
 SHARED = gauge(
     "stepwell_idempotent_sharing",
     "",
-    "1 while other gateways can find the answers of this one; with Redis alone.",
+    "1 while other gateways can find this one's answers; only with Redis.",
 )
 ENTRIES = counter("stepwell_idempotent_log_entries", "entries", "Entries that were written.")
 ALONE = counter(
     "stepwell_idempotent_answers_alone", "answers", "Answers that stay at this gateway."
 )
 FENCED = counter(
-    "stepwell_idempotent_answers_fenced", "answers", "Answers that another gateway took over."
+    "stepwell_idempotent_answers_fenced", "answers", "Answers that another gateway continued."
 )
 LOST = counter("stepwell_idempotent_logs_lost", "logs", "Logs that were gone and written again.")
 DAMAGED = counter("stepwell_idempotent_logs_damaged", "logs", "Logs that could not be read.")
