@@ -1,13 +1,14 @@
-"""Packages of an image: what pyproject.toml asks for, in the versions of requirements.lock.
+"""Installs the packages of an image: those that pyproject.toml requires, in the versions of
+requirements.lock.
 
     python3 packages.py list NAME...            writes the requirements, one to a line
-    python3 packages.py download DIR NAME...    puts wheels of them, and of pip, into DIR
-    python3 packages.py install DIR NAME...     installs them into DIR, without byte code
 
 A NAME is an extra of the project, `services` for what every service needs, or `build` for what
-generates code from protos/ and builds the project's wheel. Run it beside pyproject.toml.
+generates code from protos/ and builds the project's wheel. Run it in the directory of
+pyproject.toml.
 
-If /wheelhouse holds wheels, packages come from there alone, and pip from its own wheel.
+If /wheelhouse contains wheels, packages are taken only from there, and pip is run from its own
+wheel.
 """
 
 import subprocess
@@ -55,7 +56,7 @@ def requirements(names: list[str], pyproject: Path = Path("pyproject.toml")) -> 
 
 
 def _pip(command: str, *options: str, names: list[str]) -> int:
-    """Runs pip for the requirements; returns its exit status."""
+    """Runs pip for the requirements, and returns its exit status."""
     wheels = sorted(WHEELHOUSE.glob("pip-*.whl"))
     pip = [str(wheels[-1] / "pip")] if wheels else ["-m", "pip"]
     source = ["--no-index", "--find-links", str(WHEELHOUSE)] if wheels else []

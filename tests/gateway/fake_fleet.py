@@ -28,7 +28,7 @@ BOUNDS = QueueBounds(max_num_waiting=6, max_total_waiting=100, max_queue_seconds
 
 @dataclass(eq=False)
 class FakeTimer:
-    """A call that the clock makes at a set time."""
+    """A call that the clock makes at a given time."""
 
     when: float
     callback: Callable[[], object]
@@ -74,7 +74,7 @@ class ManualClock:
 
 @dataclass
 class FakeLink:
-    """The core's Link. It records what is sent."""
+    """The core's Link. It records the messages that are sent."""
 
     added: dict[int, Inflight] = field(default_factory=dict)
     aborted: list[int] = field(default_factory=list)
@@ -189,7 +189,7 @@ class FakeFleet:
         return self.fleet.start(requests)
 
     def has(self, name: str) -> list[Inflight]:
-        """The sequences that a replica has."""
+        """The sequences that run at a replica."""
         return list(self.replicas[name].running.values())
 
     def handle(self, replica: Replica, inflight: Inflight) -> int:

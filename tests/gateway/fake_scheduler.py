@@ -63,18 +63,18 @@ class FakeScheduler(
     eos_token_ids: tuple[int, ...] = (0,)
     priority_scheduling: bool = True
     hidden_size: int = 4
-    # The tokens of every answer; None: the formula.
+    # The tokens of every answer. With None they come from the formula.
     answer: list[int] | None = None
-    # The number of steps that may run; None: no limit.
+    # The number of steps that may run. None means no limit.
     permits: int | None = None
     tokens_per_step: int = 1
     rejection: scheduler_pb2.Rejection | None = None
     engine_error: str = ""
     engine_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_NAN_IN_LOGITS
-    # The most requests at a time; further ones are refused.
+    # The maximum number of concurrent requests. Further requests are refused.
     max_requests: int | None = None
     num_cached_tokens: int = 0
-    # The reported number of sequences that run at once; 0: not reported.
+    # The reported number of sequences that run at once. With 0 none is reported.
     max_num_seqs: int = 0
     fingerprint: bytes = b"f" * 32
     tokenizer_fingerprint: bytes = b""
@@ -87,7 +87,7 @@ class FakeScheduler(
     blocks_in_use: bool = False
     # The last announced state of the queue.
     queue: scheduler_pb2.QueueState | None = None
-    # The served metrics text, with "{labels}" in place of the labels; None: no metrics.
+    # The served metrics text, with "{labels}" in place of the labels. None means no metrics.
     metrics: str | None = None
     # The steps that GetActivity reports.
     steps: list[scheduler_pb2.StepActivity] = field(default_factory=list)
@@ -113,7 +113,7 @@ class FakeScheduler(
         self._state = scheduler_pb2.ReplicaState(ready=True)
         self._is_hung = False
         self.refusal: StepwellError | None = None
-        """The error with which every session is refused; None: sessions are accepted."""
+        """The error with which every session is refused. With None sessions are accepted."""
 
     async def start(self, address: str = "") -> str:
         """Starts to serve, at the previous address if there is one. Returns the address."""
@@ -135,7 +135,7 @@ class FakeScheduler(
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        """Serves until the end of the block; yields the address."""
+        """Serves until the end of the block, and yields the address."""
         try:
             yield await self.start()
         finally:
@@ -172,7 +172,7 @@ class FakeScheduler(
         self.wake()
 
     def hang(self) -> None:
-        """Sends nothing any more until the next start."""
+        """Stops sending until the next start."""
         self._is_hung = True
 
     def end_sessions(self) -> None:
@@ -320,9 +320,9 @@ class FakeScheduler(
 
 
 def formula(prompt: list[int], seed: int, position: int) -> int:
-    """The token at a position: any ordinary token for a seed set by a test, or a whole character
-    for a seed drawn by a gateway. As a gateway delays incomplete characters, the text after a
-    number of tokens would otherwise depend on the drawn seed.
+    """The token at a position. For a seed that a test has set, it is any ordinary token. For a seed
+    that a gateway has drawn, it is a token of a whole character. A gateway delays incomplete
+    characters, so the text after a number of tokens would otherwise depend on the drawn seed.
     """
     digest = sha256(f"{prompt}|{seed}|{position}".encode()).digest()
     drawn = seed >= FIRST_DRAWN_SEED

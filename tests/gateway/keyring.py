@@ -69,5 +69,5 @@ def make_key(tenant: TenantRecord, **fields: Any) -> tuple[str, KeyRecord]:
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header that contains the key."""
+    """The request header that contains the key."""
     return {"Authorization": f"Bearer {key}"}

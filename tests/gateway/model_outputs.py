@@ -1,4 +1,4 @@
-"""Answers in each format that models write, as documented, with their parsed meaning."""
+"""Documented answers in each format of models, with their parsed meaning."""
 
 from dataclasses import dataclass
 

@@ -19,7 +19,7 @@ def post(path: str, body: bytes, *headers: str, version: str = "1.1") -> bytes:
 
 
 def unchunked(response: bytes) -> bytes:
-    """The body of a chunked response, as far as it has arrived."""
+    """The part of the body of a chunked response that has arrived."""
     body, rest = b"", response.partition(b"\r\n\r\n")[2]
     while rest:
         size, _, rest = rest.partition(b"\r\n")

@@ -107,10 +107,9 @@ async def serving(
     traces: TraceStore | None = None,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """Starts the schedulers, a gateway and clients; stops all of them at the end.
-
-    The block begins once `num_ready` schedulers are ready, by default all. With `tls` the HTTP
-    client trusts the authorities of `http_verify`; the gRPC channel does not use TLS.
+    """Starts the schedulers, a gateway and clients, and stops all of them at the end. The block
+    begins when `num_ready` schedulers are ready, by default all. With `tls` the HTTP client trusts
+    the authorities of `http_verify`. The gRPC channel does not use TLS.
     """
     fakes = list(schedulers) or [FakeScheduler()]
     addresses = tuple([await fake.start() for fake in fakes])
@@ -172,7 +171,7 @@ def serving_with(model: Path, tools: str, reasoning: str) -> Any:
 
 
 async def until(condition: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
-    """Waits until a condition holds; fails after `seconds`."""
+    """Waits until a condition holds. Fails after `seconds`."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Replicas that compute nothing, in simulated time: measures a routing policy without noise.
+"""Measures a routing policy without noise, with replicas that compute nothing, in simulated time.
 
 The fleet and the policy are the real ones. A simulated replica has a prefix cache with LRU
 eviction. Its steps take time for each prompt token and for each decoding request. The conversations
@@ -54,7 +54,7 @@ class SimulatedClock:
         return self
 
     def cancel(self) -> None:
-        """Does nothing: timers are never cancelled here."""
+        """Does nothing, since timers are never cancelled here."""
 
     def run(self, is_over: Callable[[], bool]) -> None:
         """Makes calls in time order until `is_over`."""
@@ -80,7 +80,7 @@ class SimulatedReplica:
     """A scheduler with its pool and worker, as the fleet's Link."""
 
     def __init__(self, clock: SimulatedClock, num_blocks: int, slowness: float = 1.0) -> None:
-        """`slowness`: the factor between the reported and the actual times."""
+        """`slowness` is the factor between the reported and the actual times."""
         self.replica: Replica
         self.published: set[int] = set()
         """The keys that are in the directory."""
@@ -110,7 +110,7 @@ class SimulatedReplica:
         raise AssertionError("no session is simulated")
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
-        """Does nothing: no request is aborted here."""
+        """Does nothing, since no request is aborted here."""
 
     def cached_depth(self, keys: Sequence[int]) -> int:
         """The number of leading blocks of a chain that are in the pool."""
@@ -232,7 +232,7 @@ class SimulatedFigures:
     reasons: dict[str, int] = field(default_factory=dict)
     num_sent_tokens: int = 0
     num_best_tokens: int = 0
-    """For each request the largest number of its tokens that any replica had cached, summed up."""
+    """The sum over all requests of the largest number of its tokens that any replica had cached."""
     num_requests: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -298,7 +298,7 @@ class SimulatedFleet:
         replica.state_changed(ReplicaState(ready=True))
 
     def close(self, replica: Replica) -> None:
-        """Does nothing: replicas never leave."""
+        """Does nothing, since replicas never leave."""
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
         """A method of the core's PrefixDirectory."""
@@ -312,7 +312,7 @@ class SimulatedFleet:
         return found
 
     def run(self, workload: Workload, at_once: int) -> SimulatedFigures:
-        """Sends a workload; returns the results after its warm-up."""
+        """Sends a workload, and returns the results after its warm-up."""
         loop = _ClosedLoop(self, workload, at_once)
         self.clock.run(lambda: loop.num_done >= workload.num_warm_up + workload.num_requests)
         return loop.figures
@@ -320,7 +320,7 @@ class SimulatedFleet:
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn that was sent, and the time of sending."""
+    """A turn of a conversation that was sent, and the time of sending."""
 
     conversation: Conversation
     sent_at: float
@@ -329,7 +329,7 @@ class _Turn:
 
 
 class _ClosedLoop:
-    """Sends the next turn when an answer has ended."""
+    """Sends the next turn of a conversation when an answer has ended."""
 
     def __init__(self, world: SimulatedFleet, workload: Workload, at_once: int) -> None:
         self.figures = SimulatedFigures()

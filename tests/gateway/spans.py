@@ -14,7 +14,7 @@ from tests.gateway.serving import until
 
 @dataclass
 class Trace:
-    """The spans of one request, each list in the order of start times."""
+    """The spans of one request. Each list is in the order of start times."""
 
     root: ReadableSpan
     spans: list[ReadableSpan]

@@ -27,7 +27,9 @@ def write_tokenizer(
     texts: Sequence[str] = ("the stop string, the hello world of them",),
     size: int = 320,
 ) -> Path:
-    """Writes a tokenizer of up to `size` tokens, trained on `texts`; returns the directory."""
+    """Writes a tokenizer of up to `size` tokens that is trained on `texts`. Returns the
+    directory.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,5 +1,5 @@
-"""A gateway process that watches its own event loop: each line on standard input is answered with
-the longest pauses since the last one, as JSON.
+"""A gateway process that watches its own event loop. Each line on standard input is answered with
+the longest pauses since the previous line, as JSON.
 
     python -m tests.gateway.watched_gateway FLAGS-OF-THE-GATEWAY
 """
@@ -30,7 +30,7 @@ class Watchdog:
         self.work = self.pause = 0.0
 
     async def watch(self) -> None:
-        """Runs for ever."""
+        """Measures without end."""
         while True:
             wall, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
             await asyncio.sleep(_TICK_SECONDS)
@@ -40,7 +40,9 @@ class Watchdog:
             self.pause = max(self.pause, min(busy, elapsed))
 
     def report(self) -> None:
-        """Answers each input line; runs in a thread. The process ends at the end of the input."""
+        """Runs in a thread, and answers each input line. The process ends at the end of the
+        input.
+        """
         for _ in sys.stdin:
             self.work, self.pause, longest = 0.0, 0.0, {"work": self.work, "pause": self.pause}
             print(json.dumps(longest), flush=True)

@@ -1,5 +1,5 @@
-"""The recipes for a route and for a setting in docs/contributing.md, executed on a copy of the
-tree: their blocks are applied, and their own tests pass.
+"""Executes the recipes for a route and for a setting in docs/contributing.md on a copy of the tree.
+Their blocks are applied, and their own tests must pass.
 """
 
 import os
@@ -17,7 +17,7 @@ FLAGS = "tests/common/unit/process/test_documented_flags.py"
 
 
 class Tree:
-    """A copy of the repository, of links to what is unchanged."""
+    """A copy of the repository. Unchanged files and folders are symbolic links."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -25,7 +25,7 @@ class Tree:
             (root / name).symlink_to(REPOSITORY / name)
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file. Its folders become folders of the copy."""
+        """Writes a file. Links to its folders are replaced by folders."""
         for folder in reversed(Path(name).parents[:-1]):
             path = self._root / folder
             if path.is_symlink():
@@ -47,7 +47,7 @@ class Tree:
         self.write(name, text.replace(f"\n{old}", f"\n{new}"))
 
     def failed(self, *tests: str) -> str:
-        """The report of the tests if one fails."""
+        """The report of the tests if one fails, and otherwise an empty text."""
         command = [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", *tests]
         done = subprocess.run(
             command,
@@ -62,7 +62,7 @@ class Tree:
 
 
 def apply(recipe: str, tree: Tree) -> list[str]:
-    """Applies the blocks of a section of the page in order; returns the tests that it adds."""
+    """Applies the blocks of a section of the page in order, and returns the tests that it adds."""
     (section,) = re.findall(rf"^## {recipe}\n(.*?)^## ", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     added = []
     for kind, name, text in re.findall(

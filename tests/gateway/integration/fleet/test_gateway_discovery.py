@@ -1,4 +1,4 @@
-"""Schedulers that a running gateway finds by itself: in Redis, and in DNS."""
+"""A running gateway finds schedulers by itself in Redis and in DNS."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,7 +18,7 @@ from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.gateway.streams import Stream, expected
 from tests.redis_servers import RedisServer, needs_redis, redis_server
 
-# Looks into the registry and renewals are a second apart; leases take three.
+# The registry is read every second and registrations are renewed every second. Leases last three.
 UP, ADDRESSES, FAILURES = (
     f'stepwell_discovery_{name}{{source="redis"}}' for name in ("up", "addresses", "failures_total")
 )
@@ -50,7 +50,7 @@ def addresses(served: Serving) -> list[str]:
 
 
 async def until_ready(served: Serving, *schedulers: FakeScheduler) -> None:
-    """Waits until these and no others take requests."""
+    """Waits until exactly these schedulers accept requests."""
     wanted = {scheduler.address for scheduler in schedulers}
 
     def holds() -> bool:
@@ -61,7 +61,7 @@ async def until_ready(served: Serving, *schedulers: FakeScheduler) -> None:
 
 
 async def complete(served: Serving) -> int:
-    """The status of a request that takes a few tokens."""
+    """The status of the answer to a request for a few tokens."""
     answer = await served.http.post("/v1/completions", json={"prompt": "the", "max_tokens": 4})
     return answer.status_code
 
@@ -73,7 +73,7 @@ async def metric(served: Serving, name: str) -> float:
 
 
 async def until_metric(served: Serving, name: str, holds: Callable[[float], bool]) -> None:
-    """Waits until a metric of the gateway satisfies."""
+    """Waits until `holds` is true for the value of a metric of the gateway."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while not holds(await metric(served, name)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -128,11 +128,11 @@ async def test_one_that_drains_leaves_without_an_error_for_what_runs_there(
         late = [Stream(served) for _ in range(8)]
         await asyncio.gather(*(stream.task for stream in late))
         assert len(leaves.scheduler.adds) == 8, "it gets no new requests"
-        await asyncio.sleep(1.5)  # looks without it: it stays, since streams run there
+        await asyncio.sleep(1.5)  # no longer registered, but kept: streams run there
         assert leaves.scheduler.address in addresses(served)
         leaves.scheduler.allow(5)
         await until(lambda: sum(len(stream.token_ids) for stream in streams) == 8 * 30 + 80)
-        # The drain is over: what still runs goes on elsewhere.
+        # The drain is over. The sequences that still run continue at another scheduler.
         await leaves.scheduler.die()
         await asyncio.gather(*(stream.task for stream in streams))
         await until_ready(served, stays.scheduler)

@@ -1,4 +1,4 @@
-"""Clients that disconnect and schedulers that die: no token is lost, and no state remains."""
+"""When clients disconnect or schedulers die, no token is lost and no state remains."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ async def test_a_stream_goes_on_when_the_scheduler_comes_back(served: Serving) -
     scheduler.permits = 5
     await scheduler.start()
     await until(lambda: len(stream.token_ids) == 15)
-    # And once more.
+    # The scheduler is lost a second time.
     await scheduler.die()
     scheduler.run_freely()
     await scheduler.start()
@@ -45,7 +45,7 @@ async def test_a_stream_goes_on_at_another_replica(model: Path) -> None:
     async with serving(model, first, second) as served:
         first.permits = second.permits = 0
         streams = [Stream(served) for _ in range(4)]
-        # Chosen by load: two each.
+        # Replicas are chosen by load, so each has two.
         await until(lambda: first.num_running == second.num_running == 2)
         first.allow(4)
         second.allow(4)
@@ -92,7 +92,7 @@ async def test_logprobs_and_n_survive_a_loss(served: Serving) -> None:
     again = (await served.http.post("/v1/completions", json=ask)).json()
     assert [c["text"] for c in body["choices"]] == [c["text"] for c in again["choices"]]
     assert [c["logprobs"] for c in body["choices"]] == [c["logprobs"] for c in again["choices"]]
-    # What is known of the prompt is not asked for again.
+    # Log-probabilities of the prompt that arrived are not requested again.
     assert [add.sampling.HasField("prompt_logprobs") for add in scheduler.adds[:4]] == [
         True,
         True,
@@ -111,7 +111,7 @@ async def test_without_a_replica_a_request_waits_no_longer_than_said(model: Path
         assert stream.token_ids == expected(3)
         assert stream.error is not None
         assert stream.error["type"] == "service_unavailable_error"
-        # A new one waits as long.
+        # A new request also waits before it is refused.
         refused = await served.http.post("/v1/completions", json={"prompt": "the"})
         assert refused.status_code == 503
         assert 1000 <= int(refused.headers["retry-after-ms"]) <= 1251
@@ -119,7 +119,7 @@ async def test_without_a_replica_a_request_waits_no_longer_than_said(model: Path
 
 
 async def test_an_answer_that_was_whole_is_not_sent_again(model: Path) -> None:
-    """The scheduler dies between the last token and the word that it was the last."""
+    """The scheduler dies after it sent the last token, and before it sent the finish reason."""
     scheduler = FakeScheduler(permits=3)
     async with serving(model, scheduler) as served:
         stream = Stream(served, {"stop_token_ids": [expected(3)[2]], "max_tokens": 30})
@@ -133,7 +133,7 @@ async def test_a_replica_that_refuses_is_not_the_last_word(model: Path) -> None:
     full = scheduler_pb2.Rejection(code=8, reason="QUEUE_FULL", message="full")
     first.rejection = full
     async with serving(model, first, second) as served:
-        # Ties are broken by chance: sooner or later the one that refuses is asked first.
+        # Equal replicas are chosen at random, so the refusing one is asked first sooner or later.
         while not first.adds:
             response = await served.http.post("/v1/completions", json={"prompt": "the"})
             assert response.status_code == 200
@@ -162,7 +162,7 @@ async def test_a_request_that_was_taken_once_outwaits_a_full_queue(model: Path) 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("permits", [0, 3])
 async def test_a_client_that_goes_away_aborts(served: Serving, stream: bool, permits: int) -> None:
-    """This also holds while the request waits, and for answers that are not streamed."""
+    """This also holds while the request waits, and for an answer that is not streamed."""
     scheduler = served.scheduler
     scheduler.permits = permits
     body = json.dumps(BODY | {"stream": stream, "n": 2}).encode()
@@ -205,7 +205,7 @@ async def test_500_clients_that_vanish_leave_nothing(served: Serving) -> None:
 
 
 async def test_a_reader_that_stalls_costs_its_tokens_and_no_more(model: Path) -> None:
-    """The engine runs on; what was not read is merged and comes in fewer, larger pieces."""
+    """The engine goes on. Tokens that were not read are merged into fewer, larger events."""
     scheduler = FakeScheduler(
         permits=0, max_model_len=40_000, max_request_tokens=40_000, tokens_per_step=20
     )

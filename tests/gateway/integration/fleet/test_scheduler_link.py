@@ -37,8 +37,8 @@ def admitted(index: int) -> scheduler_pb2.Admitted:
 
 
 class SteadyScheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """Runs steps of NUM_RUNNING requests as fast as its session takes them, in a thread, so that it
-    does not stop while the event loop of the test does.
+    """Runs steps of NUM_RUNNING requests as fast as its session reads them. It runs in a thread, so
+    it goes on while the event loop of the test is blocked.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class SteadyScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 
 class BusyReplica(Replica):
-    """Takes the queue's state as an event loop that is busy with something else would."""
+    """Blocks when the queue's state arrives, like an event loop that is busy with other work."""
 
     def __init__(self, address: str, link: SchedulerLink, scheduler: SteadyScheduler) -> None:
         super().__init__(address, link, ManualClock(), self)  # type: ignore[arg-type]
@@ -86,17 +86,17 @@ class BusyReplica(Replica):
             self._link.add(handle, inflight)
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
-        """Does nothing: there is no fleet."""
+        """Does nothing, since there is no fleet."""
 
     def queue_changed(self, queue: QueueState) -> None:  # noqa: ARG002
         self.looked.set_result(self._scheduler.is_far_ahead.wait(timeout=1))
 
     def closed(self, reason: str) -> None:
-        """Does nothing: there is no fleet."""
+        """Does nothing, since there is no fleet."""
 
 
 class WatchedReplica(Replica):
-    """Notes when sessions open, and why they end."""
+    """Records when sessions open, and why they end."""
 
     def __init__(self, address: str, link: SchedulerLink) -> None:
         super().__init__(address, link, ManualClock(), self)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ class WatchedReplica(Replica):
         self.has_opened.set()
 
     def state_changed(self, state: ReplicaState) -> None:
-        """Does nothing: there is no fleet."""
+        """Does nothing, since there is no fleet."""
 
     def closed(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -146,7 +146,7 @@ async def test_a_gateway_that_is_busy_is_a_few_steps_behind_and_then_reads_on(
 
 
 async def test_after_two_sessions_without_an_answer_the_next_has_another_connection() -> None:
-    """The connection looks whole: only a new one heals it."""
+    """The connection seems to work. Only a new connection restores the session."""
     scheduler = FakeScheduler(heartbeat_seconds=0.02)
     async with scheduler.running() as target:
         proxy = CuttableProxy(target)
@@ -168,7 +168,7 @@ async def test_after_two_sessions_without_an_answer_the_next_has_another_connect
 
 
 async def test_a_scheduler_that_answers_in_another_protocol_opens_no_session() -> None:
-    """An old one may not compare protocols itself."""
+    """An old scheduler may not compare protocols itself."""
 
     class OtherScheduler(FakeScheduler):
         def opened(self) -> scheduler_pb2.SessionOpened:
@@ -200,7 +200,7 @@ def test_a_scheduler_that_is_away_for_long_is_tried_less_often(
 
 
 async def test_sequences_of_one_moment_go_in_one_message(model: Path) -> None:
-    """Each message waits for the one before it."""
+    """A message is sent when the previous message has been sent."""
     scheduler = FakeScheduler()
     async with serving_gateway(model, scheduler) as served:
         body = {"prompt": [10, 11], "max_tokens": 1, "n": 8, "seed": 1}

@@ -21,7 +21,7 @@ KEY = (("authorization", "Bearer right"),)
 
 
 def raw_call(served: Serving, method: str) -> Any:
-    """A call whose message is sent as it is, or never."""
+    """A call whose messages are bytes of the test. Some tests send none."""
     return served.channel.stream_stream(METHOD_PREFIX + method)
 
 
@@ -48,7 +48,7 @@ async def test_the_key_is_looked_at_before_the_message(model: Path):
 async def test_reflection_needs_a_key_and_health_does_not(model: Path):
     async with serving(model, api_keys=("right",)) as served:
         stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
-        # Without a message: grpc.aio makes a call INTERNAL that is refused while it still writes.
+        # No message is sent: grpc.aio reports INTERNAL if a call is refused while it writes.
         assert await status_of(stub.ServerReflectionInfo()) is grpc.StatusCode.UNAUTHENTICATED
         asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         call = stub.ServerReflectionInfo(asked, metadata=KEY)
@@ -116,7 +116,7 @@ async def test_silent_connections_are_ended(model: Path):
 
 
 async def test_there_are_no_more_connections_than_allowed(model: Path):
-    # None is ended because it stays silent.
+    # No connection ends because it sends nothing.
     async with serving(model, max_connections=3, receive_timeout_seconds=600.0) as served:
         streams = [await connect(served) for _ in range(10)]
         ended = [asyncio.create_task(reader.read()) for reader, _ in streams]

@@ -1,4 +1,6 @@
-"""An exercise: `top_a` is added to a copy of the tree, and each layer that lacks it says so."""
+"""Adds a parameter `top_a` to a copy of the tree, layer by layer. Checks report each layer that
+lacks it.
+"""
 
 import shutil
 import subprocess
@@ -17,7 +19,7 @@ BODIES, SAMPLER = (
 DOCUMENT = "docs/sampling.md"
 COPIED = ("services", "gen", "pyproject.toml", PROTO, DOCUMENT, CHECK)
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
-"""Bytecode of another process that has not been renamed yet."""
+"""Bytecode files that another process is writing, and has not renamed yet."""
 
 
 class Tree:
@@ -35,7 +37,7 @@ class Tree:
                 shutil.copy(source, target)
 
     def add_after(self, name: str, line: str, added: str) -> None:
-        """Adds a line to a file, behind the only one that begins so."""
+        """Adds a line to a file, after the only line that begins with `line`."""
         path = self._root / name
         lines = path.read_text().splitlines()
         (index,) = [index for index, text in enumerate(lines) if text.startswith(line)]
@@ -48,7 +50,7 @@ class Tree:
         assert not failed
 
     def import_problem(self, module: str) -> str:
-        """Why a module cannot be imported; empty if it can be."""
+        """Why a module cannot be imported. The text is empty if it can be."""
         return self._run("-c", f"import {module}")
 
     def failed_checks(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""The text of chat answers: its beginning, and its special tokens."""
+"""Tests the beginning and the special tokens of the text of chat answers."""
 
 import json
 from pathlib import Path

@@ -295,7 +295,9 @@ async def test_the_message_of_a_long_prompt_has_the_counts(served: Serving) -> N
 
 
 async def test_clients_know_an_error_of_length_by_its_words_and_its_code(served: Serving) -> None:
-    """LiteLLM looks for the words, in lower case; LangChain for the code; OpenAI's API has both."""
+    """LiteLLM searches for the words in lower case, and LangChain for the code. OpenAI's API has
+    both.
+    """
     messages = [{"role": "user", "content": "z" * 600}]
     for path, body, field in (
         ("/v1/completions", {"prompt": [5] * 600}, "prompt"),
@@ -325,7 +327,7 @@ async def test_a_body_of_10_mb_is_not_read(served: Serving) -> None:
         for start in range(0, len(body), 65_536):
             yield body[start : start + 65_536]
 
-    # Without a content-length, too.
+    # The same holds without a content-length.
     response = await served.http.post("/v1/completions", content=pieces(), headers=JSON)
     assert response.status_code == 413
     assert response.json()["error"]["type"] == "invalid_request_error"
@@ -384,14 +386,16 @@ async def test_the_engine_may_give_up(served: Serving) -> None:
 async def test_embeddings_that_the_model_cannot_compute_with_are_the_clients(
     served: Serving,
 ) -> None:
-    """Finite numbers, but too large: what becomes NaN then is no defect here."""
+    """The numbers are finite, but too large. A NaN that results from them is not a defect of the
+    server.
+    """
     served.scheduler.engine_error = "the logits held NaN"
     file = base64.b64encode(save({"a": torch.full((3, 4), 3e38)})).decode()
     await refused(served, "/v1/completions", {"prompt_embeds": file}, "prompt_embeds")
 
 
 async def test_what_would_be_costly_is_refused_before_it_is_done(served: Serving) -> None:
-    """Each of these fits a body of 4 MiB, and would take seconds or more if it were looked at."""
+    """Each of these fits into a body of 4 MiB, and would take seconds or more to process."""
     costly: list[tuple[dict[str, Any], str | None]] = [
         ({"prompt": "x" * 3_000_000}, "prompt"),
         ({"prompt": ["the"] * 500_000}, "prompt"),

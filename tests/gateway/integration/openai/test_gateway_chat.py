@@ -24,7 +24,7 @@ async def test_an_answer_and_its_prompt(served: Serving) -> None:
     (add,) = served.scheduler.adds
     prompt = served.tokens("<|user|>hello<|end|><|assistant|>")
     assert add.prompt_token_ids == b"".join(t.to_bytes(4, "little") for t in prompt)
-    # What is left of what model and pool can hold.
+    # The rest of the tokens for which the model and the pool have room.
     assert add.sampling.max_tokens == served.scheduler.max_request_tokens - len(prompt)
     assert list(add.sampling.eos_token_ids) == [0]
     assert add.sampling.HasField("seed")

@@ -1,4 +1,4 @@
-"""Completions over HTTP: complete answers, streams, many requests at once."""
+"""Completions over HTTP, complete and streamed, with many requests at once."""
 
 import json
 from itertools import chain
@@ -12,7 +12,7 @@ from tests.gateway.tiny_tokenizer import SPECIAL, write_marked_tokenizer, write_
 
 
 async def events(served: Serving, path: str, body: dict) -> list:
-    """The events of a stream; checks that it ends with the mark of the end."""
+    """Reads the events of a stream, and checks that it ends with `[DONE]`."""
     async with served.http.stream("POST", path, json={**body, "stream": True}) as response:
         lines = [line async for line in response.aiter_lines() if line]
         assert response.status_code == 200, lines
@@ -54,13 +54,15 @@ async def test_a_stream_says_the_same_in_pieces(served: Serving) -> None:
     expected = served.tokenizer.decode(
         [formula(prompt, 7, position) for position in range(40)], skip_special_tokens=True
     )
-    # A cut character at the very end is dropped.
+    # An incomplete character at the end of the text is dropped.
     assert expected.startswith(whole["choices"][0]["text"])
     assert len(expected) - len(whole["choices"][0]["text"]) <= 1
 
 
 async def test_later_tokens_of_a_stream_are_sent_so_many_together(model: Path) -> None:
-    """The first ones are sent at once; steps that come while events are written go together."""
+    """The first tokens are sent at once. Tokens that arrive while events are written are sent
+    together.
+    """
     async with serving(model, FakeScheduler(), stream_interval=3) as served:
         body = {"prompt": [5, 6, 7], "max_tokens": 20, "seed": 7, "return_token_ids": True}
         chunks = await events(served, "/v1/completions", {**body, "ignore_eos": True})
@@ -90,7 +92,7 @@ async def test_many_prompts_in_every_form(served: Serving) -> None:
 
 
 async def test_without_a_seed_every_answer_draws_on_its_own(served: Serving) -> None:
-    """Equal prompts of one request differ, and so do the draws of prompts of one length."""
+    """Equal prompts of one request get different seeds, and so do prompts of equal length."""
     ask = {"prompt": ["the hello"] * 16 + ["the world"] * 16, "n": 2, "max_tokens": 5}
     await served.http.post("/v1/completions", json=ask)
     assert len({add.sampling.seed for add in served.scheduler.adds}) == 64
@@ -148,7 +150,7 @@ TEXT = "the 世界 🙂 é world"
 @pytest.mark.parametrize("write", [write_tokenizer, write_marked_tokenizer])
 @pytest.mark.parametrize("as_tokens", [False, True])
 async def test_text_offsets_count_characters(tmp_path, write, as_tokens: bool) -> None:
-    """Of prompt and answer, whatever the bytes of a character are divided over."""
+    """This holds for prompt and answer, however the bytes of a character are split into tokens."""
     async with serving(write(tmp_path / "tiny"), FakeScheduler()) as served:
         ids = served.tokens(TEXT)
         served.scheduler.answer = ids
@@ -167,7 +169,7 @@ async def test_text_offsets_count_characters(tmp_path, write, as_tokens: bool) -
 
 
 def whole_characters(served: Serving, ids: list[int]) -> int:
-    """How many characters the tokens complete."""
+    """The number of characters that the tokens complete."""
     raw = b"".join(map(served.tokenizer.token_bytes, ids)).decode(errors="ignore")
     return len(raw) if served.tokenizer.is_byte_level else len(raw.removeprefix(" "))
 
@@ -191,7 +193,7 @@ async def test_an_echo_leaves_half_a_character_to_the_answer(served: Serving) ->
 
 
 async def test_tokens_that_are_added_to_a_prompt_take_no_text(tmp_path) -> None:
-    """Nor do spaces belong to the word before them where a tokenizer trims its offsets."""
+    """A space does not belong to the word before it, even if a tokenizer trims its offsets."""
     model = write_tokenizer(tmp_path / "tiny")
     path = model / "tokenizer.json"
     described = json.loads(path.read_text())

@@ -1,8 +1,7 @@
-"""Thirty turns of an agent through each of the packages that people use, unchanged.
-
-The model's answers are written down: calls of tools, plain texts, refusals, thoughts without an
-answer, calls that are broken or cut. Every history that a package makes of them must be accepted,
-with nothing lost of what was said.
+"""Runs thirty turns of an agent through each common client package, unchanged. The model's answers
+are given: tool calls, plain texts, refusals, reasoning without an answer, and calls that are broken
+or cut off. Every history that a package builds from them must be accepted, and no text of it may be
+lost.
 """
 
 import re
@@ -36,7 +35,7 @@ ANSWERS = (
     f"{THOUGHT}{CALL[:60]}",
 )
 BROKEN_ANSWERS = (5, 6)
-"""Indexes in ANSWERS of answers whose calls the helpers of OpenAI's package refuse to parse."""
+"""Indexes in ANSWERS of those answers whose calls OpenAI's package refuses to parse."""
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string"}},

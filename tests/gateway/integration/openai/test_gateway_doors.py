@@ -1,5 +1,5 @@
-"""vLLM's further routes: keys and limits as on the other routes, and token ids as input
-and output.
+"""vLLM's additional routes check keys and limits like the other routes, and accept and return token
+ids.
 """
 
 import json

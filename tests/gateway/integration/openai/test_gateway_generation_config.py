@@ -1,4 +1,6 @@
-"""Sources of default sampling parameters, and the precedence of the client's parameters."""
+"""Default sampling parameters come from several sources. The client's parameters take
+precedence.
+"""
 
 import json
 from pathlib import Path
@@ -44,7 +46,7 @@ async def asked(served: Serving, path: str = "/v1/completions", **body: Any) -> 
 
 
 async def asked_over_grpc(served: Serving, **sampling: Any) -> Any:
-    """The same for a message."""
+    """The sampling parameters that reach the scheduler for a gRPC request."""
     request = gateway_pb2.GenerateRequest(
         text="the", sampling=common_pb2.SamplingParams(**{"max_tokens": 2, **sampling})
     )
@@ -54,7 +56,9 @@ async def asked_over_grpc(served: Serving, **sampling: Any) -> Any:
 
 
 def numbers(sampling: common_pb2.SamplingParams) -> dict[str, float]:
-    """The parameters that the file may name, as the wire's defaults complete them."""
+    """The parameters that the file may contain. A parameter that the message lacks has its
+    default.
+    """
     return {
         name: pytest.approx(getattr(sampling, name)) if sampling.HasField(name) else value
         for name, value in NEUTRAL.items()
@@ -90,7 +94,7 @@ async def test_vllm_means_no_file_and_a_directory_means_its_own(tmp_path: Path) 
 
 
 async def test_max_new_tokens_is_the_length_where_a_client_names_none(tmp_path: Path) -> None:
-    """Completions are excluded, as in vLLM: they have their own default."""
+    """This excludes completions, as in vLLM, because they have their own default."""
     async with serving(write(tmp_path, max_new_tokens=7)) as served:
         chat = "/v1/chat/completions"
         assert (await asked(served, chat, max_tokens=None)).max_tokens == 7

@@ -1,5 +1,5 @@
-"""Keep-alive messages of waiting streams, before the first token and between tokens, in
-each API.
+"""Streams that wait get keep-alive messages before the first token and between tokens, in each
+API.
 """
 
 import json
@@ -34,7 +34,7 @@ async def waiting(model: Any) -> AsyncIterator[Serving]:
 
 
 def without_signs(text: str, sign: str) -> list[Any]:
-    """The events by their fields."""
+    """The names of the fields of each event, without the keep-alive messages `sign`."""
     lines = [line for line in text.replace(sign, "").splitlines() if line.startswith("data: {")]
     return [sorted(json.loads(line[6:])) for line in lines]
 

@@ -1,5 +1,5 @@
-"""Anthropic's messages, with Anthropic's own client: answers as models write them, tools, thinking,
-and errors in its form.
+"""Tests Anthropic's Messages API with Anthropic's own client: texts, tools, thinking, and errors in
+Anthropic's format.
 """
 
 import json
@@ -50,7 +50,7 @@ def tool(name: str = "get_weather", **others: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose template knows tools and thoughts."""
+    """A model whose template has tools and reasoning."""
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=THOUGHT)
 
 
@@ -136,7 +136,7 @@ async def test_the_tool_runner_of_the_client(
         hermes.scheduler.answer = hermes.tokens("Sunny.")
         return "sunny"
 
-    # It asks for a thread, and learns that it has to send whole conversations.
+    # The runner requests a thread, and is told to send whole conversations.
     runner = client.beta.messages.tool_runner(**BASE, tools=[get_weather])
     last = await runner.until_done()
     assert ([block.text for block in last.content], last.stop_reason) == (["Sunny."], "end_turn")
@@ -421,7 +421,7 @@ async def test_an_error_within_a_stream(model: Path) -> None:
 
 
 def test_every_field_of_the_client_is_known() -> None:
-    """Each is honoured, or refused by a sentence of its own; a new version's fields fail here."""
+    """Each is honoured, or refused with its own error text. A field of a new version fails here."""
     for params, body in (
         (message_create_params.MessageCreateParamsBase, MessagesBody),
         (MessageCountTokensParams, CountTokensBody),

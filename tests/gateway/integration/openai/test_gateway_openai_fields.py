@@ -1,5 +1,5 @@
-"""Every field that the `openai` package can send: honoured, without effect since it asks for what
-is so anyway, or refused by name. docs/http-api.md has the same table.
+"""Tests every field that the `openai` package can send. A field is honoured, has no effect because
+it requests the default behaviour, or is refused by name. docs/http-api.md has the same table.
 
 A new version of the package that adds a field fails here.
 """
@@ -37,7 +37,9 @@ class Honoured:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Each of these values is accepted and changes nothing; `refused` ones are not accepted."""
+    """Each of these values is accepted and changes nothing. The values in `refused` are not
+    accepted.
+    """
 
     accepted: tuple[Any, ...]
     refused: tuple[Any, ...] = ()
@@ -280,7 +282,7 @@ def _refused_values(handling: Handling) -> tuple[Any, ...]:
 
 
 async def stop_in(served: Serving, path: str, base: dict[str, Any]) -> str:
-    """A string that ends the plain answer early."""
+    """A stop string that ends the answer to `base` early."""
     choice = (await served.http.post(path, json=base)).json()["choices"][0]
     text: str = choice.get("text") or choice["message"]["content"]
     return text[1:2]

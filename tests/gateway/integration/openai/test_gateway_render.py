@@ -1,4 +1,4 @@
-"""/render and /derender, with /inference/v1/generate between them, are equivalent to a
+"""The sequence of /render, /inference/v1/generate and /derender gives the same answer as a
 completion.
 """
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses, with OpenAI's own client: answers as models write them, tools, reasoning."""
+"""Tests OpenAI's Responses API with OpenAI's own client: texts, tools and reasoning."""
 
 import json
 from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ def tool(name: str = "get_weather", **others: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose template knows tools and thoughts."""
+    """A model whose template has tools and reasoning."""
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=THOUGHT)
 
 
@@ -287,7 +287,7 @@ async def test_effort_and_what_is_stored_are_served_without_a_parser(served: Ser
 
 
 def test_every_field_of_the_client_is_known() -> None:
-    """Each is honoured, or refused by a sentence of its own; a new version's fields fail here."""
+    """Each is honoured, or refused with its own error text. A field of a new version fails here."""
     params = response_create_params.ResponseCreateParamsBase
     assert params.__annotations__.keys() <= ResponsesBody.model_fields.keys()
     known = {field.alias or name for name, field in ResponsesTool.model_fields.items()}

@@ -1,4 +1,4 @@
-"""Client sessions at the gateway, over HTTP and gRPC: refusals, and the end of sessions."""
+"""Tests refusals and the end of client sessions at the gateway, over HTTP and gRPC."""
 
 import asyncio
 from pathlib import Path
@@ -38,7 +38,7 @@ async def error_of(answer: Any) -> tuple[int, str, str | None]:
 
 
 def prompts(served: Serving) -> list[list[int]]:
-    """The prompts that the scheduler got."""
+    """The prompts that the scheduler received."""
     return [unpack_token_ids(add.prompt_token_ids) for add in served.scheduler.adds]
 
 

@@ -1,4 +1,4 @@
-"""thinking_token_budget of chat requests: the values that the scheduler receives."""
+"""The scheduler receives the right values for thinking_token_budget of chat requests."""
 
 from pathlib import Path
 from typing import Any

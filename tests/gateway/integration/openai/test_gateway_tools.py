@@ -1,5 +1,5 @@
-"""Tools and reasoning in chat completions, with the client that most people use: answers as models
-write them, and grammars that force calls.
+"""Tests tools and reasoning in chat completions with OpenAI's client: answers in the formats of
+models, and grammars that force calls.
 """
 
 import json
@@ -44,11 +44,11 @@ def tool(name: str = "get_weather", **others: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose template knows tools."""
+    """A model whose template has tools."""
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=TEMPLATE)
 
 
-# To this tokenizer harmony's mark of a message's end is the end of the answer.
+# For this tokenizer, harmony's marker of the end of a message ends the answer.
 REPLAYED = [one for one in RECORDED if "<|end|>" not in one.text]
 
 
@@ -106,7 +106,7 @@ async def test_reasoning_that_the_prompt_began_is_apart_and_counted(hermes: Serv
     answer = (await hermes.http.post("/v1/chat/completions", json=body)).json()
     message = answer["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("hm", "yes")
-    # All but the last character of the mark that ends it are read before it is known to be one.
+    # The end marker is recognized only at its last character, so the tokens before count.
     counted = len(hermes.tokens("hm\n</think>")) - 1
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
     body |= {"include_reasoning": False, "reasoning_effort": "low"}

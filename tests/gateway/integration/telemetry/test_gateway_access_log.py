@@ -1,4 +1,4 @@
-"""The access log: one line for each call, and the request's ids in every line."""
+"""The access log has one line for each call, and every line has the request's ids."""
 
 import logging
 from pathlib import Path
@@ -141,7 +141,9 @@ async def test_it_can_be_turned_off(model: Path, caplog: pytest.LogCaptureFixtur
 async def test_lines_that_are_logged_meanwhile_name_the_request(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, api: str
 ) -> None:
-    """A defect is logged deep inside; the formatter takes the request's names from there."""
+    """A defect is logged deep inside. The formatter takes the request's ids from the context
+    variable.
+    """
     seen: list[Any] = []
 
     async def prepare(*_args: object, **_named: object) -> None:

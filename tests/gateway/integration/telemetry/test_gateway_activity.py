@@ -1,4 +1,6 @@
-"""/activity: the schedulers' reported activity, and which requests are visible to which key."""
+"""/activity has the schedulers' reported activity. The API key decides which requests are
+visible.
+"""
 
 import asyncio
 from pathlib import Path
@@ -62,14 +64,14 @@ async def test_steps_and_blocks_are_as_the_scheduler_says(model: Path) -> None:
 
 
 async def test_only_steps_that_are_new_to_the_caller_are_sent(model: Path) -> None:
-    """Steps that overlap begin when the one before is done."""
+    """If two steps overlap, the second one counts from the end of the first."""
     fake = FakeScheduler(steps=[step(1, SECOND, 3 * SECOND), step(2, 2 * SECOND, 4 * SECOND)])
     async with serving(model, fake) as served:
         (replica,) = (await activity(served.http, f"?after=1@{fake.address}"))["replicas"]
         assert [(one["step"], one["seconds"]) for one in replica["steps"]] == [(2, 1.0)]
         (replica,) = (await activity(served.http, f"?after=2@{fake.address}"))["replicas"]
         assert replica["steps"] == []
-        # Of another process of the scheduler, which counted further.
+        # The number is from a previous process of the scheduler, which had counted further.
         (replica,) = (await activity(served.http, f"?after=99@{fake.address}"))["replicas"]
         assert len(replica["steps"]) == 2
 

@@ -1,4 +1,4 @@
-"""Operator calls: their address, the messages to schedulers, and the reports of failures."""
+"""Tests operator calls: their address, the messages to schedulers, and the reports of failures."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -76,7 +76,9 @@ async def test_a_call_reaches_every_replica_and_says_so(model: Path) -> None:
     ],
 )
 async def test_a_pause_is_vllms(model: Path, query: str, heard: list[str]) -> None:
-    """By default it aborts and clears the cache; where requests are kept, so is the cache."""
+    """By default it aborts requests and clears the cache. If requests are kept, the cache is kept
+    too.
+    """
     fake = FakeScheduler()
     async with administered(model, fake) as (_, admin):
         await post(admin, f"/pause{query}")
@@ -172,7 +174,9 @@ async def test_passwords_in_addresses_are_not_shown(model: Path) -> None:
 
 
 async def test_clients_do_not_reach_operators_calls(model: Path) -> None:
-    """Not on their address, and on the other one not with their keys, or with none."""
+    """The clients' address does not serve them. The operators' address refuses clients' keys, and
+    requests without a key.
+    """
     fake = FakeScheduler()
     async with administered(model, fake, api_keys=("client",), admin_key="operator") as (
         served,
@@ -193,8 +197,8 @@ async def test_clients_do_not_reach_operators_calls(model: Path) -> None:
 
 
 async def test_web_pages_do_not_reach_operators_calls(model: Path) -> None:
-    """A page of any site may post to a local address without asking; and with a name of its own
-    for that address it could read the answer.
+    """Browsers let a page of any site post to a local address. If the site's own name resolves to
+    that address, the page could also read the answer.
     """
     fake = FakeScheduler()
     async with administered(model, fake) as (_, admin):
@@ -227,7 +231,7 @@ async def test_a_wrong_query_is_refused_by_name(model: Path, query: str, named: 
 
 async def test_a_unix_socket_is_for_its_user_alone(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
-    for _ in range(2):  # the second time in place of the first one's socket
+    for _ in range(2):  # the second gateway replaces the first one's socket
         async with serving(model, admin_address=f"unix:{path}") as served:
             assert path.stat().st_mode & 0o777 == 0o600
             transport = httpx.AsyncHTTPTransport(uds=str(path))

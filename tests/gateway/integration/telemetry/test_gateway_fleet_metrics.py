@@ -1,4 +1,6 @@
-"""The gateway's port has the metrics of every replica, counts of HTTP answers, and OTLP's."""
+"""The gateway serves the metrics of every replica, and counts of HTTP answers. Metrics are also
+sent over OTLP.
+"""
 
 import asyncio
 import re

@@ -20,7 +20,7 @@ FULL = scheduler_pb2.Rejection(code=8, reason="QUEUE_FULL", message="full", retr
 
 
 async def counts(served: Serving) -> dict[str, float]:
-    """Every counter and every histogram's count of requests that is not zero, by name and its own
+    """Counters and counts of histograms that are not zero. A name is the metric's name and its own
     label.
     """
     text = (await served.http.get("/metrics")).text

@@ -1,4 +1,4 @@
-"""The times of a request in its own answer, over every API: the parts add up."""
+"""In every API an answer contains the times of its request. The parts add up."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The status of a call's span: its code, and whether the server is at fault."""
+"""The span of a call has a status with the error code, and shows whether the server is at fault."""
 
 import asyncio
 from contextlib import suppress
@@ -25,7 +25,7 @@ FAULT = {
 
 
 async def call(served: Serving, api: str, **parameters: Any) -> None:
-    """A call over HTTP or gRPC that fails."""
+    """Makes a call over HTTP or gRPC that fails."""
     if api == "http":
         answer = await served.http.post("/v1/completions", json={"prompt": "a", **parameters})
         assert answer.is_error
@@ -43,7 +43,7 @@ def codes(span: ReadableSpan) -> dict[str, object]:
 
 
 def assert_fault(span: ReadableSpan, error: str, *, is_server: bool) -> None:
-    """Whether the span has this error as the server's, or else as the client's."""
+    """Asserts that the span has this error as an error of the server or of the client."""
     assert span.attributes is not None
     assert span.status.status_code is (StatusCode.ERROR if is_server else StatusCode.UNSET)
     assert span.attributes.get("error.type") == (error if is_server else None)

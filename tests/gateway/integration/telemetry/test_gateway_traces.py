@@ -43,7 +43,7 @@ async def keeping(
 
 @asynccontextmanager
 async def other_service(address: str) -> AsyncIterator[Tracing]:
-    """The tracing of a scheduler that sends its spans there."""
+    """The tracing of a scheduler that sends its spans to the address."""
     tracing = configure_tracing("scheduler", f"http://{address}", 1.0)
     try:
         yield tracing

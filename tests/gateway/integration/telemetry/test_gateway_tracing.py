@@ -1,4 +1,4 @@
-"""The gateway's spans of a request: their attributes, and that they cover all of its time."""
+"""Tests the attributes of the gateway's spans of a request. The spans cover all of its time."""
 
 import asyncio
 import time
@@ -92,7 +92,7 @@ async def test_a_span_tells_the_request_by_its_current_names(model: Path) -> Non
             "http.response.status_code": 200,
             "stepwell.kept_for": "sampled",
             "stepwell.wait_seconds": 0.0,
-            "stepwell.directory.state": "unused",  # the pool of one replica is not followed
+            "stepwell.directory.state": "unused",  # with one replica, no directory is read
             "stepwell.routing.replica": scheduler.address,
             "stepwell.routing.reason": "only",
             "stepwell.routing.num_candidates": 1,
@@ -134,7 +134,7 @@ async def test_the_parts_of_a_request_are_all_of_its_time(model: Path, api: str)
             assert route.attributes["stepwell.routing.reason"] == ["only", "same_prompt"][number]
             assert (engine.name, engine.kind) == ("gateway.engine", SpanKind.CLIENT)
             assert engine.attributes["stepwell.outcome"] == "finished"
-            # The scheduler's spans belong below that one.
+            # The scheduler's spans are children of this span.
             assert parse_traceparent(add.traceparent).span_id == span_id(engine)
 
 
@@ -142,7 +142,7 @@ async def test_the_parts_of_a_request_are_all_of_its_time(model: Path, api: str)
 async def test_what_is_not_the_replicas_time_is_on_the_way_there_or_back(
     model: Path, late: float
 ) -> None:
-    """However far its clock is from the gateway's."""
+    """This holds for any difference between its clock and the gateway's."""
     tracer, scheduler = Tracer(), FakeScheduler()
     scheduler.times = scheduler_pb2.RequestTimes(
         queue_nanos=100, prefill_nanos=200, queued_unix_nanos=time.time_ns() + int(late * 1e9)
@@ -211,7 +211,7 @@ async def test_a_refusal_by_one_replica_is_the_cause_of_asking_another(model: Pa
     async with serving(
         model, full, free, tracing=tracer.tracing, routing_policy="round-robin"
     ) as served:
-        for _ in range(2):  # each replica is asked first once
+        for _ in range(2):  # each replica is the first choice once
             answer = await served.http.post("/v1/completions", json={"prompt": "a"})
             assert answer.status_code == 200
         traces = [await tracer.trace(0), await tracer.trace(1)]
@@ -234,7 +234,7 @@ async def test_the_time_of_a_client_that_reads_slowly_is_that_of_writing(model: 
         call = served.stub.Generate(request)
         await call.read()
         await until(lambda: served.scheduler.num_running == 0)
-        await asyncio.sleep(0.3)  # what the client takes to go on reading
+        await asyncio.sleep(0.3)  # the client's pause before it continues to read
         while await call.read() is not grpc.aio.EOF:
             pass
         trace = await tracer.trace()
@@ -268,7 +268,7 @@ async def test_a_request_that_fails_is_traced_though_it_was_not_sampled(model: P
         assert_adds_up(trace)
         assert trace.root.attributes["stepwell.kept_for"] == "failed"
         assert f"{trace.root.context.trace_id:032x}" == TRACE
-        # The scheduler is asked for its part, below the span of the request's stay there.
+        # The scheduler is asked for its spans. They are below the span of the request's time there.
         await until(lambda: len(scheduler.keeps) == 1)
         (keep,), (add,) = scheduler.keeps, scheduler.adds
         assert keep.request_id == add.request_id
@@ -287,7 +287,7 @@ async def test_a_request_that_takes_long_is_traced_though_it_was_not_sampled(mod
     async with serving(model, scheduler, tracing=tracer.tracing, **settings) as served:
         stream = Stream(served)
         await until(lambda: scheduler.num_running == 1)
-        await asyncio.sleep(0.2)  # this is what makes it slow
+        await asyncio.sleep(0.2)  # this makes the request slow
         scheduler.run_freely()
         await stream.task
         trace = await tracer.trace()
@@ -308,8 +308,8 @@ async def test_the_spans_of_a_request_with_many_answers_are_all_there(model: Pat
 
 
 async def test_the_spans_of_a_request_with_more_answers_are_bounded(model: Path) -> None:
-    """Each of its sequences has its share; what that leaves out is counted, and its time is in what
-    it keeps.
+    """Each of its sequences may have the same number of spans. Omitted spans are counted, and their
+    time is included in the spans that are kept.
     """
     tracer = Tracer()
     settings = {"max_choices_per_request": 700}
@@ -342,7 +342,7 @@ async def test_a_tracestate_goes_on(model: Path) -> None:
 
 
 async def test_baggage_goes_on_and_is_on_the_span(model: Path) -> None:
-    """Whether the request is sampled or not."""
+    """This holds whether the request is sampled or not."""
     tracer, scheduler = Tracer(), FakeScheduler()
     async with serving(model, scheduler, tracing=tracer.tracing) as served:
         baggage = "user.id=a%20b;secret=1, stage = canary ,none"
@@ -376,7 +376,7 @@ async def test_a_grpc_call_ends_with_the_names_of_its_request_and_its_trace(mode
         trailing = dict(await call.trailing_metadata())
         assert trailing["x-trace-id"] == TRACE
         assert answer_id == f"gen-{trailing['x-request-id']}"
-        # Also where it is refused.
+        # The same holds for a refused request.
         request = gateway_pb2.GenerateRequest(text="", request_id="mine")
         call = served.stub.Generate(request, metadata=(("traceparent", PARENT),))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

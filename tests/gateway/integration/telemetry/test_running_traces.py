@@ -1,4 +1,6 @@
-"""Running requests in the list of traces and as waterfalls, whether they are sampled or not."""
+"""Running requests appear in the list of traces and as waterfalls, whether they are sampled or
+not.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Two tenants at a real gateway; one of them sends more requests than the replicas can run."""
+"""Two tenants use a real gateway. One of them sends more requests than the replicas can run."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ async def flooded(served: Serving, num_waiting_then: int) -> list[Stream]:
 async def test_a_flood_waits_at_the_gateway_and_gives_back_places_to_another_tenant(
     model: Path,
 ) -> None:
-    """Those of its sequences that give back theirs go on later, and lose no token."""
+    """The sequences that give back their places continue later, and lose no token."""
     exporter = InMemorySpanExporter()
     tracing = configure_tracing("gateway", "", 1.0, exporter=exporter)
     scheduler = FakeScheduler(permits=0, max_num_seqs=NUM_PLACES)
@@ -157,7 +157,7 @@ async def test_a_client_that_goes_away_while_it_waits_leaves_its_place_to_the_ne
 
 
 async def test_a_burst_is_refused_by_those_of_it_that_are_still_read(model: Path) -> None:
-    """Without tenants too: no more bodies are read than there is room for."""
+    """This also holds without tenants. No more bodies are read than there is room for."""
     scheduler = FakeScheduler(permits=0)
     async with serving(model, scheduler) as served:
         scheduler.set_queue(num_waiting=0, max_num_waiting=3)

@@ -1,4 +1,4 @@
-"""API keys in a file and in Redis: which requests are accepted, and the effect of changes."""
+"""Tests API keys in a file and in Redis: which requests they allow, and the effect of changes."""
 
 import asyncio
 import time
@@ -36,7 +36,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 async def keyed(
     model: Path, place: str, tmp_path: Path, request: pytest.FixtureRequest, **settings: Any
 ) -> AsyncIterator[tuple[Serving, Keyring]]:
-    """A gateway whose keys are in a place, and the place, with one key of another tenant."""
+    """A gateway whose keys are in a file or in Redis, and that store. The store has a key of
+    another tenant.
+    """
     ring: Keyring
     if place == "file":
         ring = FileKeyring(tmp_path / "keys.json")
@@ -65,7 +67,7 @@ async def refused(served: Serving, key: str) -> tuple[int, str]:
 
 
 async def becomes(served: Serving, key: str, status: int) -> None:
-    """Waits until requests with a key are answered so."""
+    """Waits until requests with a key are answered with a status."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while (await post(served, key)).status_code != status:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -119,7 +121,7 @@ async def test_a_model_that_a_key_may_not_use_is_refused_in_every_call(
         for path, body in answers.items():
             answer = await served.http.post(path, json=body, headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "model_not_found")
-        # What is not there at all is not there for this key either.
+        # A model that does not exist is not found with this key either.
         assert (await post(served, key, model="bigger")).status_code == 404
         listed = await served.http.get("/v1/models", headers=headers)
         assert listed.json()["data"] == []
@@ -249,7 +251,7 @@ async def test_known_keys_serve_without_redis_for_a_bounded_time(
 async def test_tenants_have_caches_of_their_own_unless_they_are_to_share_one(
     model: Path, tmp_path: Path
 ) -> None:
-    """No two of these salts are the same, though a client may choose its own."""
+    """These salts all differ, even if clients choose equal salts of their own."""
 
     async def salts(**settings: Any) -> list[str]:
         ring = FileKeyring(tmp_path / "keys.json")

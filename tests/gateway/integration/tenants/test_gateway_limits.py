@@ -1,5 +1,5 @@
-"""Limits of tenants at the gateway: refusals, the answers to clients, and quota that is
-returned.
+"""Tests limits of tenants at the gateway: refusals, the answers to clients, and the return of
+unused quota.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ async def test_requests_at_once_are_refused_until_one_is_over(model: Path, tmp_p
         scheduler.run_freely()
         assert (await over_http).is_success
         assert (await second).is_success
-        # However a request ends, it gives its slot back.
+        # A request releases its slot, however it ends.
         for fields in ({"max_tokens": 0}, {"prompt": []}, {"suffix": "x"}, {"model": "other"}):
             for _ in range(3):
                 assert (await post(served, key, **fields)).status_code in (400, 404)
@@ -132,7 +132,9 @@ async def test_requests_at_once_are_refused_until_one_is_over(model: Path, tmp_p
 async def test_tokens_are_reserved_and_what_was_not_used_comes_back(
     model: Path, tmp_path: Path
 ) -> None:
-    """A prompt of 3, of which 2 are cached in the end, and an answer of 2 in place of 40."""
+    """The prompt has 3 tokens, of which 2 turn out to be cached. The answer has 2 tokens instead of
+    40.
+    """
     scheduler = FakeScheduler(permits=0, num_cached_tokens=2, answer=[9, 0])
     async with limited(model, tmp_path, scheduler, tokens_per_minute=60) as (served, key):
         first = asyncio.create_task(post(served, key, max_tokens=40))
@@ -145,11 +147,11 @@ async def test_tokens_are_reserved_and_what_was_not_used_comes_back(
         assert refused.headers["x-ratelimit-remaining-tokens"] == "17"
         scheduler.run_freely()
         assert (await first).headers["x-ratelimit-remaining-tokens"] == "17"
-        # Used were the one token that was not cached, and two generated ones.
+        # Three tokens were used: one that was not cached, and two that were generated.
         second = await post(served, key, max_tokens=40)
         assert second.is_success
         assert 14 <= int(second.headers["x-ratelimit-remaining-tokens"]) <= 15
-        # The whole of an answer that names no length is as much as is left.
+        # A chat without a length reserves the rest of the quota.
         chat = {"messages": [{"role": "user", "content": "a"}]}
         answer = await served.http.post("/v1/chat/completions", json=chat, headers=bearer(key))
         assert answer.status_code in (200, 429)
@@ -198,7 +200,7 @@ async def test_what_the_load_refuses_costs_the_tenant_nothing(model: Path, tmp_p
 async def test_openais_client_comes_back_after_the_hint_and_not_where_it_is_told_so(
     model: Path, tmp_path: Path
 ) -> None:
-    """20 requests a minute: one in three seconds, once the burst is used up."""
+    """With 20 requests a minute, one is accepted every three seconds once the burst is used up."""
     async with limited(model, tmp_path, requests_per_minute=20, tokens_per_minute=300) as (
         served,
         key,
@@ -276,7 +278,7 @@ async def test_usage_and_refusals_are_counted_by_tenant(model: Path, tmp_path: P
 async def test_series_of_tenants_are_for_the_address_of_metrics(
     model: Path, tmp_path: Path
 ) -> None:
-    """Clients ask for metrics without a key."""
+    """Metrics at the clients' address need no key, so they contain no tenants."""
     series = 'stepwell_tenant_requests_total{model_name="tiny",tenant="acme"} 1.0'
     async with limited(model, tmp_path) as (served, key):
         await post(served, key)
@@ -318,7 +320,7 @@ async def test_two_gateways_share_limits_through_redis_and_part_them_without_it(
         await becomes(lambda: one.gateway.parts.limit_store.num_gateways == 2)
         await becomes(lambda: two.gateway.parts.limit_store.num_gateways == 2)
         stores = [one.gateway.parts.limit_store, two.gateway.parts.limit_store]
-        for store in stores:  # on a busy machine, too, Redis shall be the one that counts
+        for store in stores:  # Redis shall count on a busy machine, too
             store._take_seconds = DEADLINE_SECONDS
         statuses = [
             (await post(served, key)).status_code for _ in range(6) for served in (one, two)
@@ -336,7 +338,7 @@ async def test_two_gateways_share_limits_through_redis_and_part_them_without_it(
 
 
 async def _slowest(served: Serving, key: str) -> float:
-    """The longest time of 20 requests one after the other, which all succeed."""
+    """The longest time of 20 consecutive requests, all of which must succeed."""
     slowest = 0.0
     for _ in range(20):
         began = time.monotonic()

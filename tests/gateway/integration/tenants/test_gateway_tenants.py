@@ -17,7 +17,7 @@ def running_tenants(served: Serving) -> list[Tenant]:
 
 
 async def test_a_request_has_the_tenant_of_its_key_over_http_and_grpc(model: Path) -> None:
-    """Each plain key is a tenant of its own."""
+    """Each key in `api_keys` has its own tenant."""
     scheduler = FakeScheduler(permits=0)
     async with serving(model, scheduler, api_keys=("one", "two")) as served:
         body = {"prompt": "a", "max_tokens": 1}

@@ -24,7 +24,7 @@ def only_cycles_are_left() -> Iterator[Counter[str]]:
     each other.
     """
     gc.collect()
-    gc.freeze()  # what is there before is not searched again
+    gc.freeze()  # existing objects are not searched again
     gc.disable()
     left: Counter[str] = Counter()
     try:
@@ -60,7 +60,7 @@ async def test_nothing_of_a_request_is_left_to_the_garbage_collector(
 ) -> None:
     scheduler = FakeScheduler()
     async with serving(model, scheduler, api_keys=("one",)) as served:
-        await ask(served, 60.0, stream=stream)  # what is made once, by the first of them
+        await ask(served, 60.0, stream=stream)  # makes the objects that exist only once
         for name, value in knobs.items():
             setattr(scheduler, name, value)
         await ask(served, seconds, stream=stream)

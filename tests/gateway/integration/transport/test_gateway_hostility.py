@@ -27,14 +27,15 @@ ROOT = Path(__file__).parents[4]
 SEED = 1
 NUM_ATTACKERS = 6
 ATTACK_SECONDS = 5.0
-# Of the loop's own work at a stretch, and of what a client may notice, where two threads compute.
+# Maximum seconds of the event loop's own uninterrupted work, and of a pause that a client may
+# notice while two threads compute.
 MOST_WORK, MOST_PAUSE = 0.02 * slowness(), 0.1 * slowness()
 MOST_GROWTH_BYTES = 50e6
 _SERVING = re.compile(r"HTTP on (\S+), gRPC on (\S+)")
 
 
 class WatchedGateway:
-    """A running tests.gateway.watched_gateway."""
+    """A running process of tests.gateway.watched_gateway."""
 
     def __init__(self, *flags: str) -> None:
         self.log: list[str] = []
@@ -61,7 +62,7 @@ class WatchedGateway:
         return None
 
     async def pauses(self) -> dict[str, float]:
-        """The longest since the last call."""
+        """The longest pauses since the last call."""
         return await asyncio.to_thread(self._pauses)
 
     def close(self) -> None:
@@ -94,7 +95,7 @@ def watched(model: Path, scheduler: str, *flags: str) -> Iterator[WatchedGateway
 
 
 async def ready(gateway: WatchedGateway, key: str = "") -> Target:
-    """The gateway as a target, once it serves and everything in it has run once."""
+    """The gateway as a target. It serves, and all of its code has run once."""
     await until(lambda: gateway.addresses() is not None)
     addresses = gateway.addresses()
     assert addresses is not None
@@ -111,7 +112,7 @@ async def ready(gateway: WatchedGateway, key: str = "") -> Target:
 
 
 def long_context() -> FakeScheduler:
-    """A model into which much fits, so that large prompts are served and not only refused."""
+    """A model with a large context, so that large prompts are served and not refused."""
     return FakeScheduler(max_model_len=131_072, max_request_tokens=131_072, answer=[70] * 1000)
 
 

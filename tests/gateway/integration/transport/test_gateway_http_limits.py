@@ -1,5 +1,5 @@
-"""Limits on HTTP clients before their requests are served, and which requests are
-answered at all.
+"""Tests limits on HTTP clients before their requests are served, and which requests get an
+answer.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ async def test_a_connection_without_a_request_is_ended(model: Path):
     async with serving(model, http_keep_alive_seconds=0.2) as served:
         answer = await answer_to(served, GET)
         assert answer.startswith(b"HTTP/1.1 200 ")
-        # The same where the request was refused before all of it had come.
+        # The same holds if the request was refused before it had arrived completely.
         refused = await answer_to(served, post_head("/nowhere", 4), b"{", b"} ", b" ")
         assert refused.startswith(b"HTTP/1.1 404 ")
 
@@ -247,10 +247,10 @@ async def test_a_client_that_has_stopped_sending_gets_its_answer(served: Serving
 
 
 async def test_a_client_that_stops_sending_in_a_stream_gets_the_rest(served: Serving):
-    """Until it is gone, which is noticed though no token comes."""
+    """The end of the connection is noticed even if no token arrives."""
     scheduler = served.scheduler
     body = json.dumps(BODY | {"stream": True, "max_tokens": 8}).encode()
-    scheduler.answer = [70] * 8  # each a character: parts of one would be held back
+    scheduler.answer = [70] * 8  # each is a whole character, which is not held back
     for stays in (True, False):
         scheduler.permits = 2
         async with connected(served) as (reader, writer), asyncio.timeout(60):
@@ -270,7 +270,7 @@ async def test_a_client_that_leaves_ends_the_request_before_the_one_it_sent_last
 ):
     scheduler = served.scheduler
     body = json.dumps(BODY | {"stream": True, "max_tokens": 8}).encode()
-    scheduler.answer = [70] * 8  # each a character: parts of one would be held back
+    scheduler.answer = [70] * 8  # each is a whole character, which is not held back
     scheduler.permits = 2
     async with connected(served) as (reader, writer), asyncio.timeout(60):
         writer.write(post("/v1/completions", body) + GET)
@@ -303,7 +303,7 @@ async def test_many_large_bodies_are_not_held_at_once(model: Path):
             await until(lambda: served.gateway.gate.inside == num_held)
             request = post("/v1/completions", body, "Connection: close")
             answers = await asyncio.gather(*(answer_to(served, request) for _ in range(3)))
-        # They were held up by bodies that never came whole, whose time was limited.
+        # They waited for bodies that never arrived completely, and whose time was limited.
         kinds = {answer[:13] for answer in answers}
         assert kinds <= {b"HTTP/1.1 400 ", b"HTTP/1.1 408 ", b"HTTP/1.1 429 "}
 
@@ -311,8 +311,8 @@ async def test_many_large_bodies_are_not_held_at_once(model: Path):
 def test_a_request_before_too_many_pipelined_ones_is_dropped_with_them(
     model: Path, caplog: pytest.LogCaptureFixture
 ):
-    """The connection ends before the first is answered: its answer is not written. uvloop, on which
-    the gateway runs, raises where it is.
+    """The connection ends before the first request is answered, so its answer must not be written.
+    uvloop, on which the gateway runs, raises an error if it is written.
     """
 
     async def story() -> None:
@@ -329,7 +329,7 @@ def test_a_request_before_too_many_pipelined_ones_is_dropped_with_them(
 
 
 def test_several_connections_are_accepted_in_a_turn_of_the_event_loop(model: Path) -> None:
-    """On uvloop, on which the gateway runs, a listener accepts one."""
+    """By default a listener of uvloop, on which the gateway runs, accepts only one."""
 
     async def story() -> None:
         async with serving(model) as served:
@@ -337,7 +337,7 @@ def test_several_connections_are_accepted_in_a_turn_of_the_event_loop(model: Pat
             address = served.http.base_url
             num_before, num_turns = len(connections), 0
             with ExitStack() as opened:
-                for _ in range(64):  # in the kernel's queue: nothing is accepted meanwhile
+                for _ in range(64):  # these wait in the kernel's queue until the loop runs
                     client = socket.create_connection((address.host, address.port))
                     opened.enter_context(client)
                 while len(connections) < num_before + 64:

@@ -1,4 +1,4 @@
-"""Refusals based on the headers alone equal those of the application."""
+"""Refusals that are based only on the headers equal those of the application."""
 
 import asyncio
 import gc
@@ -26,7 +26,9 @@ APPLICATIONS = "Connection: close"
 
 
 async def filled(served: Serving) -> list[Stream]:
-    """A gateway without room for another request: one runs, one is ahead of it, and one waits."""
+    """Fills a gateway, so that it has no room for another request: one runs, one waits at the
+    scheduler, and one waits at the gateway.
+    """
     headers = {"Authorization": "Bearer floods"}
     streams = [Stream(served, headers=headers) for _ in range(2)]
     await until(lambda: len(served.scheduler.adds) == 2)
@@ -56,7 +58,7 @@ class Client:
         self._writer.write(data)
 
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body."""
+        """The status, the headers and the body of the next answer."""
         async with asyncio.timeout(DEADLINE_SECONDS):
             head = (await self._reader.readuntil(b"\r\n\r\n")).decode()
             status, *lines = head.rstrip().split("\r\n")
@@ -65,7 +67,7 @@ class Client:
         return int(status.split(" ")[1]), headers, body
 
     def end(self) -> None:
-        """Sends no more; answers are still read."""
+        """Ends sending. Answers are still read."""
         self._writer.write_eof()
 
     def close(self) -> None:
@@ -73,7 +75,7 @@ class Client:
 
 
 def has_answer(client: socket.socket) -> bool:
-    """Whether data has arrived that was not received."""
+    """Whether data has arrived that was not read yet."""
     try:
         return bool(client.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
     except BlockingIOError:
@@ -102,7 +104,7 @@ def alike(text: object) -> str:
 
 
 async def counts(served: Serving) -> dict[str, float]:
-    """The counters of refusals, by series."""
+    """The values of the metrics of refusals and of calls, by series."""
     lines = (await served.metrics()).splitlines()
     pattern = r"(\S*(?:rejections|refusals|http_requests|duration_seconds_count)\S*) (\S+)"
     matches = [re.fullmatch(pattern, line) for line in lines if "/metrics" not in line]
@@ -112,7 +114,7 @@ async def counts(served: Serving) -> dict[str, float]:
 async def test_a_refusal_of_the_connection_is_as_one_of_the_application(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Status, headers, body, metrics, the line in the access log and the spans are alike."""
+    """Status, headers, body, metrics, the line in the access log, and spans must be equal."""
     caplog.set_level(logging.INFO)
     exporter = InMemorySpanExporter()
     tracing = configure_tracing("gateway", "", 1.0, exporter=exporter)
@@ -183,7 +185,7 @@ async def test_a_connection_is_used_on_after_refusals(model: Path) -> None:
         assert [(await client.answer())[0] for _ in range(5)] == [429, 200, 429, 429, 200]
         client.send(post_head(PATH, len(BODY), KEY))
         assert (await client.answer())[0] == 429
-        client.send(BODY + version)  # the rest of what was refused before it came
+        client.send(BODY + version)  # the body of the request that was refused without it
         assert (await client.answer())[0] == 200
         client.close()
         end(streams)
@@ -192,7 +194,7 @@ async def test_a_connection_is_used_on_after_refusals(model: Path) -> None:
 async def test_clients_that_were_refused_may_send_a_last_request_and_their_end_at_once(
     model: Path,
 ) -> None:
-    """With this many refusals, some wait for a turn of the event loop after their end has come."""
+    """With so many refusals, some wait for the event loop after the client has ended sending."""
     async with serving(model, FakeScheduler(permits=0, max_num_seqs=1), **FULL) as served:
         streams = await filled(served)
         clients = [await Client.of(served) for _ in range(40)]
@@ -211,14 +213,16 @@ async def test_clients_that_were_refused_may_send_a_last_request_and_their_end_a
 async def test_another_request_is_answered_before_most_of_a_burst_of_those_just_refused(
     model: Path,
 ) -> None:
-    """Requests of 80 connections whose last one was refused come together, and one after them."""
+    """80 connections whose last request was refused send a request at the same time. Another
+    connection sends one after them.
+    """
     async with serving(model, FakeScheduler(permits=0, max_num_seqs=1), **FULL) as served:
         streams = await filled(served)
         address = ("127.0.0.1", served.http.base_url.port)
         *flood, other = [socket.create_connection(address) for _ in range(81)]
         num_before = 0
         for _ in range(2):
-            gc.collect()  # not in the turns below, which would be long ones then
+            gc.collect()  # otherwise it may run in an iteration below, and prolong it
             for client in flood:
                 client.sendall(post(PATH, BODY, KEY))
             other.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -233,7 +237,7 @@ async def test_another_request_is_answered_before_most_of_a_burst_of_those_just_
 
 
 async def test_of_a_burst_as_many_are_let_in_as_fit_before_the_first_is_read(model: Path) -> None:
-    """All come in one piece of data: none of those that are refused waits for one that is not."""
+    """All arrive in one piece of data. No refused request waits for an accepted one."""
     scheduler = FakeScheduler(permits=0, max_num_seqs=1)
     settings = FULL | {"max_num_waiting_per_tenant": 4}
     async with serving(model, scheduler, **settings) as served:

@@ -53,7 +53,7 @@ async def test_a_grpc_client_that_stops_reading_is_cut(model: Path) -> None:
         await until(lambda: served.gateway.gate.inside == 0)
         await until(lambda: scheduler.num_running == 0)
         assert num_cut(await metrics(served), "grpc") == 1
-        # What was sent before it stopped is still there, and then the reason.
+        # The client can still read what was sent before it stopped, and then the reason.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(read_on(call), 60)
         assert caught.value.code() == grpc.StatusCode.ABORTED
@@ -101,7 +101,7 @@ async def test_many_slow_readers_do_not_hurt_others(model: Path) -> None:
                 ask(clients.enter_context(slow_socket(served)))
             other = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": "a"}))
             await until(lambda: scheduler.num_running == 21)
-            # More than the kernel holds of each answer.
+            # The kernel does not buffer so much of each answer.
             scheduler.allow(8)
             assert (await other).status_code == 200
             await until(lambda: served.gateway.gate.inside == 0)
@@ -128,7 +128,7 @@ async def test_a_slow_but_steady_http_reader_is_not_cut(model: Path) -> None:
 
 async def test_a_slow_but_steady_grpc_reader_is_not_cut(model: Path) -> None:
     scheduler = FakeScheduler(**LONG | {"tokens_per_step": 50})
-    timeout = 1.0 + busy_slowness()  # a busy machine holds up the client, too
+    timeout = 1.0 + busy_slowness()  # a busy machine delays the client, too
     async with serving(model, scheduler, reader_timeout_seconds=timeout) as served:
         request = long_request()
         request.sampling.max_tokens = 3000
@@ -140,7 +140,9 @@ async def test_a_slow_but_steady_grpc_reader_is_not_cut(model: Path) -> None:
 async def test_an_answer_that_is_being_written_at_its_deadline_stays_in_one_piece(
     model: Path, stream: bool
 ) -> None:
-    """A whole answer is written to its end, a stream to the end of an event."""
+    """An answer that is not streamed is written to its end. A stream is written to the end of an
+    event.
+    """
     scheduler = FakeScheduler(**LONG | {"tokens_per_step": 4000})
     async with serving(model, scheduler) as served:
         reader, writer = await asyncio.open_connection(sock=slow_socket(served), limit=1024)

@@ -1,5 +1,5 @@
-"""The end of a gateway: at once if it has no requests. Otherwise it refuses new requests and ends
-after the running ones.
+"""A gateway without requests ends at once. Otherwise it refuses new requests, and ends after the
+running ones.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from tests.slowness import slowness
 
 
 async def stop_seconds(model: Path) -> float:
-    """The duration of stopping with an open, unused connection."""
+    """The time to stop a gateway that has an open, unused connection, in seconds."""
     async with serving(model) as served:
         assert (await served.http.get("/health")).status_code == 200
         loop = asyncio.get_running_loop()
@@ -23,13 +23,13 @@ async def stop_seconds(model: Path) -> float:
 
 
 async def test_nothing_is_waited_for_if_nothing_runs(model: Path) -> None:
-    """The quickest of five: the others may have had to wait for a processor."""
+    """Measures the quickest of five, since the others may have waited for a processor."""
     assert min([await stop_seconds(model) for _ in range(5)]) < 0.08 * slowness()
 
 
 async def test_clients_connect_elsewhere_from_the_beginning_of_a_drain(model: Path) -> None:
-    """An idle connection ends at once, so that a pool of connections does not go on sending
-    requests here; a channel of gRPC finds no listener.
+    """An idle connection ends at once, so that a client's connection pool does not go on sending
+    requests here. A gRPC channel finds no listener.
     """
     async with serving(model, drain_seconds=DEADLINE_SECONDS) as served:
         url = httpx.URL(served.base_url)
@@ -52,7 +52,7 @@ async def test_clients_connect_elsewhere_from_the_beginning_of_a_drain(model: Pa
 
 
 async def test_a_first_request_that_comes_during_a_drain_gets_an_answer(model: Path) -> None:
-    """A proxy connects as soon as its client does; the request follows later."""
+    """A proxy connects as soon as its client does. The request follows later."""
     async with serving(model, drain_seconds=DEADLINE_SECONDS) as served:
         url = httpx.URL(served.base_url)
         reader, writer = await asyncio.open_connection(url.host, url.port)

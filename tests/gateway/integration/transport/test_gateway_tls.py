@@ -164,7 +164,7 @@ JSON = {"Content-Type": "application/json"}
 async def test_a_client_that_goes_away_aborts(
     model: Path, own: Files, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Over TLS one that only ends its own side has left, too."""
+    """Over TLS a client that ends only its own side has disconnected, too."""
     async with serving_tls(model, own, FakeScheduler(permits=2)) as served:
         reader, writer = await connect(served, trusting(own))
         writer.write(post("/v1/completions", json.dumps(BODY | {"stream": True}).encode()))
@@ -219,7 +219,7 @@ async def test_a_client_that_stops_reading_is_cut(model: Path, own: Files) -> No
 
 
 async def test_a_client_that_reads_slowly_gets_all(model: Path, own: Files) -> None:
-    """In each 0.5 s it reads some 100 KB, of which it must read 16 KiB."""
+    """In each 0.5 s it reads about 100 KB. It must read at least 16 KiB."""
     async with serving_tls(model, own, FakeScheduler(**LONG), reader_timeout_seconds=0.5) as served:
         reader, writer = await ask_for_much(served, own, 6_000)
         answer = b""
@@ -256,7 +256,9 @@ async def test_half_a_handshake_is_dropped(model: Path, own: Files) -> None:
 def test_a_handshake_that_came_before_it_was_accepted_goes_on(
     model: Path, own: Files, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """As on a busy server: uvloop reads from a connection in the turn that accepts it."""
+    """This happens on a busy server: uvloop reads from a connection in the iteration that accepts
+    it.
+    """
 
     async def handshake() -> bytes:
         async with serving_tls(model, own) as served:
@@ -265,7 +267,7 @@ def test_a_handshake_that_came_before_it_was_accepted_goes_on(
             with pytest.raises(ssl.SSLWantReadError):
                 tls.do_handshake()
             with socket.create_connection(host_and_port(served)) as client:
-                client.sendall(outgoing.read())  # the event loop has not turned since it connected
+                client.sendall(outgoing.read())  # the event loop has not run since it connected
                 client.setblocking(False)
                 loop = asyncio.get_running_loop()
                 async with asyncio.timeout(SECONDS / 4):
@@ -273,11 +275,11 @@ def test_a_handshake_that_came_before_it_was_accepted_goes_on(
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         answer = runner.run(handshake())
-    assert answer == b"\x16\x03\x03"  # a handshake's record, of TLS 1.2 or later
+    assert answer == b"\x16\x03\x03"  # a record of a handshake, TLS 1.2 or later
 
 
 async def test_stalled_handshakes_make_room_for_others(model: Path, own: Files) -> None:
-    # None ends because the time for its handshake is over.
+    # No connection ends because the time for its handshake is over.
     settings = {"max_connections": 8, "receive_timeout_seconds": 600.0}
     async with serving_tls(model, own, **settings) as served:
         stalled = [await connect(served, None) for _ in range(30)]

@@ -15,7 +15,7 @@ Journals = tuple[Journal, Journal]
 
 
 def entry(number: int, *, fence: int = 1, value: bytes = b"v", scope: str = "s") -> Append:
-    """An entry; by default the first owner appends it."""
+    """An entry. By default the first owner appends it."""
     return Append(scope, Position(fence, number), value, begins=number == 0 and fence == 1)
 
 

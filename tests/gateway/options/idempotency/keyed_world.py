@@ -1,4 +1,4 @@
-"""Gateways that share answers, in one process: the core with an engine that the test steps."""
+"""Gateways in one process that share answers: the core with an engine whose steps the test runs."""
 
 import asyncio
 import itertools

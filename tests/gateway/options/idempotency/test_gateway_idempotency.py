@@ -36,7 +36,7 @@ def counts_of(served: Serving) -> KeyCounts:
 
 
 async def cut_after(served: Serving, num_tokens: int, body: dict | None = None) -> None:
-    """A client that reads `num_tokens` of a stream, and goes away."""
+    """Runs a client that reads `num_tokens` of a stream, and disconnects."""
     served.scheduler.allow(num_tokens)
     stream = Stream(served, body, KEY)
     await until(lambda: len(stream.token_ids) == num_tokens)
@@ -203,7 +203,7 @@ async def test_the_openai_sdk_meets_its_answer_when_it_tries_again(model: Path) 
     fake = FakeScheduler(permits=0)
     async with serving(model, fake) as served:
         async with served.openai(max_retries=5, timeout=1.0) as client:
-            # The first attempts time out: the SDK sends the request again, with the same header.
+            # The first attempts time out. The SDK sends the request again with the same header.
             asked = asyncio.create_task(
                 client.completions.create(
                     model="tiny", prompt="hello", max_tokens=8, extra_headers=KEY

@@ -1,6 +1,5 @@
-"""Two gateway processes and a Redis: an answer survives the gateway that makes it.
-
-The tests share the processes, in the order of this file: the last one kills a gateway.
+"""Runs two gateway processes and a Redis. An answer survives the gateway that makes it. The tests
+share the processes and run in the order of this file. The last test kills a gateway.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ class Reader:
                 self.is_complete |= line == "data: [DONE]"
 
     async def has(self, num_tokens: int) -> None:
-        """Waits for `num_tokens`."""
+        """Waits until `num_tokens` have arrived."""
         await until(lambda: len(self.token_ids) >= num_tokens)
 
     async def result(self) -> list[int]:
@@ -86,7 +85,7 @@ class Gateway:
 
 @dataclass
 class World:
-    """Two gateways that can serve, before one scheduler."""
+    """Two gateways that use one scheduler, and can serve."""
 
     a: Gateway
     b: Gateway
@@ -99,7 +98,7 @@ class World:
         return [formula(PROMPT, seed, position) for position in range(NUM_TOKENS)]
 
     async def begun(self, key: str) -> Reader:
-        """A client of the first gateway that has five tokens; no more are made."""
+        """A client of the first gateway that has received five tokens. No more are computed."""
         self.scheduler.adds.clear()
         self.scheduler.permits = 0
         self.scheduler.allow(5)

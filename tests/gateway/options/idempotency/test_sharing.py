@@ -1,4 +1,6 @@
-"""Several gateways and one journal: one answer under a key, whichever dies, stalls or loses it."""
+"""Several gateways with one journal give one answer for a key, whichever gateway dies, stalls or
+loses the journal.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,13 +44,13 @@ class World:
         return sum(len(gateway.engine.started) for gateway in self.gateways)
 
     def log(self) -> list[tuple[Position, bytes]]:
-        """The one log there is."""
+        """The only log."""
         (entries,) = self.logs.logs.values()
         return entries
 
     @property
     def num_logged(self) -> int:
-        """Tokens in the one log."""
+        """The number of tokens in the only log."""
         view = LogView()
         view.apply(self.log())
         return view.recording.num_tokens
@@ -220,7 +222,7 @@ async def test_a_log_that_was_lost_is_written_again(world: World):
     await becomes(lambda: world.num_logged == 2)
     follower = b.ask()
     await becomes(lambda: follower.num_tokens == 2)
-    world.logs.logs.clear()  # as FLUSHALL does; leases are there
+    world.logs.logs.clear()  # as FLUSHALL does, but the leases stay
     a.engine.step(1)
     await becomes(lambda: a.sharing.counts.lost == 1)
     await becomes(lambda: follower.num_tokens == 3)

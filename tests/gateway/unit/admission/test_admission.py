@@ -16,7 +16,7 @@ from tests.gateway.tenant_fleet import (
     tenants_at,
 )
 
-# Places.
+# The number of places.
 
 
 def test_a_tenant_alone_has_all_places_and_one_sequence_ahead() -> None:
@@ -29,7 +29,7 @@ def test_a_tenant_alone_has_all_places_and_one_sequence_ahead() -> None:
 
 
 def test_the_next_place_is_for_the_tenant_that_was_served_less() -> None:
-    """Another gateway has all places, and leaves one after the other."""
+    """Another gateway has all places, and gives them up one after another."""
     world = connected(num_places=6)
     for num_others, expected in ((7, ""), (5, "a"), (4, "ab"), (3, "aba"), (2, "abab")):
         world.replicas["a"].load_changed(ReplicaLoad(7, 0, num_other_requests=num_others))
@@ -65,7 +65,7 @@ def test_requests_of_other_gateways_take_places() -> None:
 
 
 def test_where_blocks_are_missing_few_wait_at_the_replica() -> None:
-    """It takes two consecutive reports."""
+    """The number of places becomes smaller after two consecutive reports."""
     world = connected(num_places=8)
     blocked = QueueState(4, 1024, 60.0, num_running=3, is_blocked=True)
     world.replicas["a"].queue_changed(blocked)
@@ -77,7 +77,9 @@ def test_where_blocks_are_missing_few_wait_at_the_replica() -> None:
 
 
 def test_requests_that_wait_at_a_replica_for_its_next_step_take_no_places_away() -> None:
-    """Steps that take longer than reports are apart show the same ones in each."""
+    """If a step takes longer than the interval of reports, several reports show the same
+    requests.
+    """
     world = connected(num_places=8)
     for _ in range(3):
         world.replicas["a"].queue_changed(QueueState(4, 1024, 60.0, num_running=3))
@@ -100,11 +102,13 @@ def test_answers_to_one_prompt_follow_each_other_to_one_replica() -> None:
         assert (len(world.has(name)), len(prompts)) == (3, 1)
 
 
-# Places that are given back.
+# Places that tenants give back.
 
 
 def flooded(num_running: int = 4) -> tuple[FakeFleet, list[Mailbox]]:
-    """A has all places of a replica, with one sequence ahead, and two wait."""
+    """Tenant A has all places of a replica, and one more sequence there. Two of its sequences
+    wait.
+    """
     world = connected(num_places=num_running)
     mailboxes = [world.start(tenant=A) for _ in range(num_running + 3)]
     assert (tenants_at(world), world.fleet.num_waiting) == ("a" * (num_running + 1), 2)
@@ -170,7 +174,7 @@ def test_of_a_tenants_sequences_those_that_may_run_latest_are_taken_back() -> No
 
 
 def test_what_a_sequence_cost_until_it_was_taken_back_is_charged() -> None:
-    """It got 3 of 50 tokens; the rest is charged when it continues."""
+    """The sequence got 3 of 50 tokens. The rest is charged when it continues."""
     world = connected(num_places=2)
     for _ in range(2):
         world.start(tenant=A, max_tokens=50)
@@ -194,11 +198,11 @@ def test_a_tenant_with_its_share_waits_for_one_of_its_own_to_end() -> None:
     assert [len(mailbox.routes) for mailbox in own] == [1, 1, 1]
 
 
-# Sequences that start.
+# How many sequences start at once.
 
 
 def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
-    """Of 8 places each tenant has 4, and two sequences of it start at once."""
+    """Each tenant has 4 of 8 places, and may start two sequences at once."""
     world = connected(num_places=8)
     world.start(tenant=B).close()
     mailboxes = [world.start(tenant=A) for _ in range(6)]
@@ -214,7 +218,7 @@ def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
     assert world.fleet.admission.places.usage(A).num_starting == 2
 
 
-# Order.
+# The order of sequences.
 
 
 def test_sequences_of_a_tenant_go_by_priority_and_then_in_order_of_arrival() -> None:
@@ -232,7 +236,9 @@ def test_sequences_of_a_tenant_go_by_priority_and_then_in_order_of_arrival() -> 
 
 
 def test_what_answers_became_shorter_than_expected_is_given_back() -> None:
-    """Both have asked for as much, but one gets a single token each time, and so is next again."""
+    """Both tenants requested equally many tokens. One gets a single token each time, and is
+    therefore next again.
+    """
     world = connected(num_places=2)
     for tenant in (A, B) * 4:
         world.start(tenant=tenant, max_tokens=50)

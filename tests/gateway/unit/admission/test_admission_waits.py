@@ -1,4 +1,4 @@
-"""Sequences of tenants wait at the gateway, limited in time and number."""
+"""Sequences of tenants wait at the gateway. Their number and their waiting time are limited."""
 
 import pytest
 
@@ -25,7 +25,7 @@ from tests.gateway.tenant_fleet import (
     tenants_at,
 )
 
-# Waiting.
+# Sequences that wait.
 
 
 def test_a_wait_says_for_what_and_for_how_long() -> None:
@@ -73,7 +73,7 @@ async def test_a_wait_ends_after_the_time_that_is_allowed_for_it() -> None:
 
 
 def numbers_waiting(world: FakeFleet, num_calls: int) -> list[int]:
-    """The number that wait after each of `num_calls` of the clock."""
+    """The number of waiting sequences after each of `num_calls` calls of the clock."""
     numbers = []
     for _ in range(num_calls):
         world.clock.next_call()
@@ -108,7 +108,7 @@ def test_those_that_are_too_late_when_places_become_free_end_two_in_a_turn() -> 
 
 
 async def test_a_sequence_that_can_no_longer_be_done_by_its_deadline_is_not_sent() -> None:
-    """When it came, sequences ran for less than a second; now they run for four."""
+    """When it arrived, sequences ran for less than a second. Now they run for four seconds."""
     world = connected(num_places=1)
     moving(world, seconds_per_request=0.1, service_seconds=0.5)
     first, _, third = (world.start(tenant=A, deadline=10.0) for _ in range(3))
@@ -158,7 +158,7 @@ async def test_all_that_waits_ends_when_the_gateway_gives_up() -> None:
     assert (tenants_at(world), world.fleet.num_waiting) == ("", 0)
 
 
-# Refusals.
+# Sequences that are refused.
 
 
 async def test_a_tenants_queue_is_bounded_in_number() -> None:
@@ -228,7 +228,7 @@ def test_requests_that_are_read_count_as_queued_where_there_are_no_tenants_too()
             world.fleet.check_room(ANYONE, None)
 
 
-# Estimates.
+# Estimated waiting times.
 
 
 def test_a_tenant_expects_to_wait_for_its_own_and_for_others_turns() -> None:

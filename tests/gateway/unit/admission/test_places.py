@@ -55,7 +55,7 @@ def test_a_place_is_kept_free_for_a_tenant_below_its_share() -> None:
 
 
 def test_what_a_tenant_below_its_share_waits_for_is_not_for_one_above() -> None:
-    """It waits for 3, and has a share of 16: one more is kept free."""
+    """Tenant B waits for 3 places within its share of 16. These and one more are kept free."""
     places = running({A: 20, B: 8})
     places.usage(B).num_waiting = 3
     assert [may_take(places, A, num_free) for num_free in (4, 5)] == [False, True]
@@ -105,7 +105,7 @@ def test_no_tenant_gives_back_what_is_its_share() -> None:
 
 
 def test_a_tenant_that_lacks_service_may_take_a_little_more_than_its_share() -> None:
-    """It lacks 4 answers of 128 tokens, each of which counts twice."""
+    """Tenant B lacks 4 answers of 128 tokens, each of which counts twice."""
     places = running({A: 16, B: 16})
     places.usage(B).lag = 4 * 2 * 128.0
     assert may_take(places, B, 1)
@@ -129,7 +129,7 @@ def test_what_a_tenant_has_beyond_its_share_stays_its_own_while_it_lacks_service
 
 
 def test_few_sequences_of_a_tenant_start_at_once() -> None:
-    """An eighth of its share of 32; two where that is less."""
+    """A tenant may start an eighth of its share of 32 at once, and at least two."""
     places = running({A: 8, B: 3})
     places.usage(A).num_starting = 3
     assert may_take(places, A, 53, 64)
@@ -146,7 +146,9 @@ def test_few_sequences_of_a_tenant_start_at_once() -> None:
     ("mean_output_tokens", "num_starting"), [(128.0, 2), (32.0, 3), (16.0, 5), (8.0, 8), (0.0, 8)]
 )
 def test_as_many_start_as_end_meanwhile(mean_output_tokens: float, num_starting: int) -> None:
-    """Of 20 that run, in four steps; at most half of its share of 16."""
+    """These are the sequences of 20 that end within four steps, and at most half of the share of
+    16.
+    """
     places = running({A: 20, B: 3})
     usage = places.usage(A)
     usage.mean_output_tokens = mean_output_tokens
@@ -172,7 +174,7 @@ def test_a_tenant_alone_starts_as_many_as_there_are_places() -> None:
 
 
 def test_every_tenant_may_have_one_place() -> None:
-    """Of four places, to which eight tenants have equal rights."""
+    """Eight tenants with equal weights share four places."""
     many = [Tenant(f"t{number}") for number in range(7)]
     places = running({A: 2, **dict.fromkeys(many[:2], 1), **dict.fromkeys(many[2:], 0)})
     places.usage(many[2]).num_waiting = 1

@@ -1,4 +1,6 @@
-"""The duration of sequences, and the remaining waiting time before a deadline."""
+"""Tests the measured duration of sequences, and how long a sequence may wait before its
+deadline.
+"""
 
 import pytest
 
@@ -33,17 +35,17 @@ def test_what_varies_leaves_twice_its_mean_deviation() -> None:
 
 
 class World:
-    """A replica with two places, and a tenant that asks it one thing after another."""
+    """A replica with two places, and a tenant that sends it one request after another."""
 
     def __init__(self) -> None:
         self.fake = FakeFleet(1)
         self.fake.connect(*self.fake.replicas, max_num_seqs=2)
         self.replica = self.fake.replicas["a"]
-        # As the scheduler announces it: a request every half second, each of which takes one.
+        # The scheduler announces this: a request ends every half second, and each takes a second.
         self.replica.queue_changed(QueueState(0, 1024, 60.0, 0.5, 1.0, num_running=2))
 
     def serve(self, seconds: float, num_tokens: int = 1, tenant: Tenant = A) -> None:
-        """A request for one token is sent, and leaves after `seconds` with `num_tokens`."""
+        """Sends a request for one token. It ends after `seconds` with `num_tokens`."""
         mailbox = self.fake.start(max_tokens=1, tenant=tenant)
         (inflight,) = mailbox.inflights
         handle = self.fake.handle(self.replica, inflight)
@@ -56,7 +58,9 @@ class World:
             mailbox.close()
 
     def fill(self, num_waiting: int) -> None:
-        """All places are taken, and `num_waiting` wait, each half a second after another."""
+        """Fills all places, and lets `num_waiting` sequences wait. One can start every half
+        second.
+        """
         for _ in range(3 + num_waiting):
             self.fake.start(tenant=A)
 
@@ -65,7 +69,7 @@ class World:
 
 
 def test_a_deadline_leaves_time_for_a_request_that_takes_as_long_as_few_do() -> None:
-    """The scheduler's mean of one second alone would let it in, and run for nothing."""
+    """By the scheduler's mean of one second alone, it would be accepted and run in vain."""
     world = World()
     for _ in range(20):
         for seconds in (0.5, 3.5):
@@ -87,7 +91,7 @@ def test_requests_whose_clients_leave_early_say_nothing_of_the_time() -> None:
 
 
 def test_requests_that_miss_their_deadlines_say_that_it_takes_longer() -> None:
-    """Else those alone would count that are quick enough."""
+    """Otherwise only requests that are quick enough would count."""
     world = World()
     for _ in range(20):
         world.serve(1.0)
