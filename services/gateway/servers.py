@@ -22,14 +22,11 @@ from services.gateway.adapters.http.exchange.app import guarded, make_app
 from services.gateway.adapters.http.exchange.parse import BodyReader
 from services.gateway.adapters.http.exchange.route import Route
 from services.gateway.adapters.http.exchange.tenant_checks import TenantChecks
-from services.gateway.adapters.http.openai.client_routes import client_routes
+from services.gateway.adapters.http.openai.client_routes import HEADERS, client_routes
 from services.gateway.adapters.http.openai.generation_routes import OPERATIONS as GENERATING
 from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
-from services.gateway.adapters.http.openai.ranking.routes import OPERATIONS as RANKING
-from services.gateway.adapters.http.openai.ranking.routes import RankingRoutes, read_class_labels
 from services.gateway.adapters.http.openai.session_routes import SessionRoutes
 from services.gateway.adapters.http.openai.tokenizer_routes import TokenizerRoutes
-from services.gateway.adapters.http.openai.tokens.routes import RenderRoutes
 from services.gateway.adapters.http.operators.activity_routes import ActivityRoutes
 from services.gateway.adapters.http.operators.admin_routes import AdminRoutes, refuse_web_pages
 from services.gateway.adapters.http.operators.lora_routes import LoraRoutes
@@ -45,6 +42,7 @@ from services.gateway.adapters.http.transport.server import HttpServer
 from services.gateway.adapters.keys.auth import ApiKeys
 from services.gateway.adapters.traces.keeping import TraceServicer
 from services.gateway.core.fleet.administration import Administration
+from services.gateway.options.option import RouteParts
 from services.gateway.parts import Parts
 
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
@@ -78,14 +76,14 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         parts.client_sessions,
         settings.sse_keep_alive_interval,
     )
+    route_parts = RouteParts(generation, inference, gate, bodies, settings.model, HEADERS)
+    views = _view_routes(parts, sees_all=False) if settings.ui else ()
     routes = client_routes(
         generation,
         TokenizerRoutes(inference, parts.membership, gate, bodies),
         parts.server_routes,
         SessionRoutes(parts.client_sessions, inference, gate, bodies),
-        RankingRoutes(generation, read_class_labels(settings.model)),
-        RenderRoutes(inference, gate, bodies),
-        _view_routes(parts, sees_all=False) if settings.ui else (),
+        (*parts.options.routes(route_parts), *views),
         parts.options.request_headers,
         has_metrics=settings.metrics_address is None,
         has_tokenizer_info=settings.enable_tokenizer_info_endpoint,
@@ -97,7 +95,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         parts.keys,
         asks_for_keys=parts.keys.are_needed,
     )
-    operations = GENERATING | RANKING
+    operations = GENERATING | parts.options.operations
     generating = tuple(operations)
     early = EarlyRefusals(app, generating, gate, inference, parts.options, parts.observer)
     checked = TenantChecks(

@@ -2,17 +2,19 @@
 
 from dataclasses import dataclass
 
-from services.gateway.options import idempotency
+from services.gateway.options.idempotency import Idempotency, IdempotencySettings
 from services.gateway.options.option import Option
+from services.gateway.options.vllm_routes import VllmRoutes
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionSettings(
-    idempotency.Settings,
+    IdempotencySettings,
 ):
     """The settings of all options."""
 
 
 OPTIONS: tuple[type[Option], ...] = (
-    idempotency.Idempotency,
-)  # fmt: skip
+    Idempotency,
+    VllmRoutes,
+)

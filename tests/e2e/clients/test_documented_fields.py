@@ -11,57 +11,19 @@ import httpx
 import pytest
 import torch
 from google.protobuf import json_format
-from pydantic import BaseModel
 from safetensors.torch import save
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
-from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
-from services.gateway.adapters.http.openai.bodies import (
-    ChatCompletionBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    ScoreBody,
-    SessionBody,
-    TokenizeBody,
-)
-from services.gateway.adapters.http.openai.ranking.bodies import (
-    ClassifyBody,
-    PoolingBody,
-    RerankBody,
-)
-from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
-from services.gateway.adapters.http.openai.tokens.bodies import GenerateTokensBody
-from services.gateway.adapters.http.openai.tokens.derender_bodies import (
-    DerenderChatBody,
-    DerenderCompletionBody,
-)
 from tests.e2e.conftest import TinyModel
 from tests.e2e.documented_fields import Example, examples, fields_of_body, fields_of_message
 from tests.e2e.stack import Stack
 from tests.e2e.tiny import MAX_MODEL_LEN, embed, save_tokenizer
 from tests.pooling_models import save_embedder
 from tests.tiny_models import edit_config
+from tools import reference_pages
 
 FLAGS = ("--policy", "priority", "--served-model-name", "tiny", "--num-blocks", "200")
-BODIES: dict[str, type[BaseModel]] = {
-    "POST /v1/completions": CompletionBody,
-    "POST /v1/chat/completions": ChatCompletionBody,
-    "POST /v1/messages": MessagesBody,
-    "POST /v1/messages/count_tokens": CountTokensBody,
-    "POST /v1/responses": ResponsesBody,
-    "POST /v1/sessions": SessionBody,
-    "POST /v1/embeddings": EmbeddingBody,
-    "POST /score": ScoreBody,
-    "POST /rerank": RerankBody,
-    "POST /classify": ClassifyBody,
-    "POST /pooling": PoolingBody,
-    "POST /inference/v1/generate": GenerateTokensBody,
-    "POST /v1/chat/completions/derender": DerenderChatBody,
-    "POST /v1/completions/derender": DerenderCompletionBody,
-    "POST /tokenize": TokenizeBody,
-    "POST /detokenize": DetokenizeBody,
-}
+BODIES = {f"POST {path}": body for path, body in reference_pages.BODIES.items()}
 MESSAGES = {
     "Generate": gateway_pb2.GenerateRequest,
     "GenerateSession": gateway_pb2.GenerateSessionRequest,

@@ -6,6 +6,6 @@ the beginning.
 """
 
 from services.gateway.options.idempotency.option import Idempotency
-from services.gateway.options.idempotency.settings import IdempotencySettings as Settings
+from services.gateway.options.idempotency.settings import IdempotencySettings
 
-__all__ = ["Idempotency", "Settings"]
+__all__ = ["Idempotency", "IdempotencySettings"]

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InternalError, StepwellError
-from services.gateway.adapters.http.anthropic.bodies import MessagesBody
 from services.gateway.adapters.http.exchange.deadline import ending_at, until
 from services.gateway.adapters.http.exchange.errors import error_response
 from services.gateway.adapters.http.exchange.event_stream import EventStream
@@ -19,10 +18,7 @@ from services.gateway.adapters.http.exchange.json_pieces import send_json
 from services.gateway.adapters.http.exchange.keep_alive import kept_alive
 from services.gateway.adapters.http.exchange.request_state import CLIENT
 from services.gateway.adapters.http.exchange.while_connected import while_connected
-from services.gateway.adapters.http.openai.bodies import PooledBody, SamplingBody
 from services.gateway.adapters.http.openai.dialect import StreamingDialect
-from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
-from services.gateway.adapters.http.openai.tokens.bodies import GenerateTokensBody
 from services.gateway.adapters.telemetry.observation import Observation, Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.adapters.telemetry.request_times import metrics_body
@@ -41,8 +37,24 @@ from services.gateway.options.option import Options
 
 logger = logging.getLogger(__name__)
 
-AskingBody = SamplingBody | PooledBody | MessagesBody | ResponsesBody | GenerateTokensBody
-"""The bodies of requests that a model computes."""
+
+class AskingBody(Protocol):
+    """The body of a request that a model computes."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def stream(self) -> bool | None: ...
+
+    @property
+    def request_id(self) -> str | None: ...
+
+    @property
+    def include_metrics(self) -> bool | None: ...
+
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        """Returns the error with the body's own names of fields."""
 
 
 class WholeDialect(Protocol):

@@ -24,19 +24,14 @@ from services.gateway.adapters.http.openai.generation_routes import (
     CHAT_COMPLETIONS,
     COMPLETIONS,
     EMBEDDINGS,
-    GENERATE_TOKENS,
     RESPONSES,
     SCORE,
     V1_SCORE,
     GenerationRoutes,
 )
-from services.gateway.adapters.http.openai.ranking.routes import RankingRoutes
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.openai.session_routes import SessionRoutes
 from services.gateway.adapters.http.openai.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
-from services.gateway.adapters.http.openai.tokens import answers as tokens_answers
-from services.gateway.adapters.http.openai.tokens.bodies import GenerateTokensBody
-from services.gateway.adapters.http.openai.tokens.routes import RenderRoutes
 from services.gateway.adapters.http.openapi import (
     answers,
     messages_answers,
@@ -46,7 +41,7 @@ from services.gateway.adapters.http.openapi import (
 from services.gateway.adapters.http.operators.server_routes import METRICS, MODELS, ServerRoutes
 from services.gateway.core.request.request_check import MAX_SESSION_ID_BYTES
 
-_HEADERS = (
+HEADERS = (
     RequestHeader(
         TIMEOUT_HEADER,
         "Seconds after which the client gives up.",
@@ -56,6 +51,7 @@ _HEADERS = (
     RequestHeader("tracestate", "W3C trace context.", {"type": "string"}),
     RequestHeader("baggage", "W3C baggage, which the spans show.", {"type": "string"}),
 )
+"""Headers of every request that a model computes."""
 
 _SESSION_HEADER = RequestHeader(
     SESSION_HEADER,
@@ -69,30 +65,25 @@ def client_routes(
     tokenizer: TokenizerRoutes,
     server: ServerRoutes,
     sessions: SessionRoutes,
-    ranking: RankingRoutes,
-    rendering: RenderRoutes,
-    views: Sequence[Route],
+    further: Sequence[Route],
     option_headers: Sequence[RequestHeader],
     *,
     has_metrics: bool,
     has_tokenizer_info: bool,
 ) -> Sequence[Route]:
-    """Returns all routes for clients. `views` are the routes of displays, such as `/ui`.
+    """Returns all routes for clients. `further` are the routes of options and displays.
     `option_headers` are further headers of requests that generate tokens.
     """
-    headers = (*_HEADERS, *option_headers)
+    headers = (*HEADERS, *option_headers)
     return (
         *_generating(generation, headers),
-        _tokens(generation, headers),
         *_pooling(generation),
-        *ranking.routes(_HEADERS),
-        *rendering.routes(),
         *sessions.routes(),
         *_tokenizing(tokenizer),
         *(_tokenizer_info(tokenizer) if has_tokenizer_info else ()),
         *_about_the_server(server),
         *((Route(METRICS, server.metrics, CONTENT_TYPE, needs_key=False),) if has_metrics else ()),
-        *views,
+        *further,
     )
 
 
@@ -154,21 +145,6 @@ def _generating(
     )
 
 
-def _tokens(generation: GenerationRoutes, headers: tuple[RequestHeader, ...]) -> Route:
-    return Route(
-        GENERATE_TOKENS,
-        generation.generate_tokens,
-        tokens_answers.GeneratedTokens,
-        ("POST",),
-        tag="tokens",
-        body=GenerateTokensBody,
-        events=tokens_answers.GeneratedTokensChunk,
-        errors=(404, 504),
-        headers=headers,
-        is_limited=True,
-    )
-
-
 def _pooling(generation: GenerationRoutes) -> Sequence[Route]:
     return (
         Route(
@@ -179,7 +155,7 @@ def _pooling(generation: GenerationRoutes) -> Sequence[Route]:
             tag="openai",
             body=EmbeddingBody,
             errors=(404, 504),
-            headers=_HEADERS,
+            headers=HEADERS,
             is_limited=True,
         ),
         *(
@@ -191,7 +167,7 @@ def _pooling(generation: GenerationRoutes) -> Sequence[Route]:
                 tag="pooling",
                 body=ScoreBody,
                 errors=(404, 504),
-                headers=_HEADERS,
+                headers=HEADERS,
                 is_limited=True,
             )
             for path, handler in ((SCORE, generation.score), (V1_SCORE, generation.v1_score))

@@ -44,8 +44,6 @@ from services.gateway.adapters.http.openai.pooled import (
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.openai.responses.dialect import ResponsesDialect
 from services.gateway.adapters.http.openai.responses.request import responses_request
-from services.gateway.adapters.http.openai.tokens.bodies import GenerateTokensBody
-from services.gateway.adapters.http.openai.tokens.dialect import TokensDialect, tokens_request
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.gate import Gate
@@ -65,7 +63,6 @@ COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
-GENERATE_TOKENS = "/inference/v1/generate"
 SCORE = "/score"
 V1_SCORE = "/v1/score"
 OPERATIONS = {
@@ -74,7 +71,6 @@ OPERATIONS = {
     MESSAGES: MessagesDialect.operation,
     RESPONSES: ResponsesDialect.operation,
     EMBEDDINGS: EmbeddingDialect.operation,
-    GENERATE_TOKENS: TokensDialect.operation,
     SCORE: ScoreDialect.operation,
     V1_SCORE: ScoreDialect.operation,
 }
@@ -165,10 +161,6 @@ class GenerationRoutes:
         """Embeddings: a vector for each text."""
         return self.reply(request, EmbeddingBody, embedding_request, EmbeddingDialect)
 
-    async def generate_tokens(self, request: Request) -> ASGIApp:
-        """Generates tokens from tokens, without text."""
-        return self.reply(request, GenerateTokensBody, tokens_request, TokensDialect)
-
     async def score(self, request: Request) -> ASGIApp:
         """Scores of pairs of texts."""
         return self.reply(request, ScoreBody, score_request, ScoreDialect)
@@ -201,7 +193,7 @@ class GenerationRoutes:
                 needs_room = options.needs_room(record.headers, tenant)
                 arrival = self._inference.arriving(tenant, deadline, needs_room=needs_room)
             entered.enter_context(arrival)
-            body = await self._bodies.read(request, body_type)
+            body = await self._bodies.read(request, body_type)  # type: ignore[type-var]
             self._inference.check_model(body.model, tenant)
             name = _request_id(dialect.id_prefix, body, record)
 

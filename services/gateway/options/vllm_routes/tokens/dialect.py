@@ -27,13 +27,13 @@ from services.gateway.adapters.http.openai.sampling import (
     client_request,
     sampling_from_body,
 )
-from services.gateway.adapters.http.openai.tokens.bodies import GenerateTokensBody
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import ClientRequest, Prompt
+from services.gateway.options.vllm_routes.tokens.bodies import GenerateTokensBody
 
 _END = b"data: [DONE]\n\n"
 _SHARED = ("stream", "stream_options", "priority", "cache_salt", "skip_reading_prefix_cache")

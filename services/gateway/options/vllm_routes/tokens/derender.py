@@ -14,13 +14,6 @@ from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, Com
 from services.gateway.adapters.http.openai.chat import ChatDialect, chat_request
 from services.gateway.adapters.http.openai.completions import CompletionDialect, completion_request
 from services.gateway.adapters.http.openai.sampling import client_request
-from services.gateway.adapters.http.openai.tokens.derender_bodies import (
-    DerenderChatBody,
-    DerenderCompletionBody,
-    GeneratedTokensBody,
-    TokensChoiceBody,
-)
-from services.gateway.adapters.http.openai.tokens.render import check_renders
 from services.gateway.core.request.choice import Choice
 from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.generation import Answer, Usage
@@ -28,6 +21,13 @@ from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import ClientRequest, Prompt, to_engine_requests
 from services.gateway.core.text.stop_strings import StopPatterns
+from services.gateway.options.vllm_routes.tokens.derender_bodies import (
+    DerenderChatBody,
+    DerenderCompletionBody,
+    GeneratedTokensBody,
+    TokensChoiceBody,
+)
+from services.gateway.options.vllm_routes.tokens.render import check_renders
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,16 @@ from services.gateway.adapters.http.openai.pooled import (
     prompts_request,
     vector_body,
 )
-from services.gateway.adapters.http.openai.ranking.bodies import (
-    ClassifyBody,
-    PoolingBody,
-    RerankBody,
-)
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.request.vectors import numbers
+from services.gateway.options.vllm_routes.ranking.bodies import (
+    ClassifyBody,
+    PoolingBody,
+    RerankBody,
+)
 
 
 async def rerank_request(body: RerankBody, inference: Inference, request_id: str) -> ClientRequest:

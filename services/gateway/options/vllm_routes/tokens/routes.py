@@ -1,34 +1,76 @@
-"""The routes /render and /derender of completions and chat completions. The gateway answers them
-without a replica.
+"""The route /inference/v1/generate, and the routes /render and /derender of completions and chat
+completions, which the gateway answers without a replica.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from services.common.errors import StepwellError
 from services.gateway.adapters.http.exchange.json_pieces import JsonReply
 from services.gateway.adapters.http.exchange.parse import BodyReader
-from services.gateway.adapters.http.exchange.route import Route
+from services.gateway.adapters.http.exchange.route import RequestHeader, Route
 from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, CompletionBody
-from services.gateway.adapters.http.openai.generation_routes import CHAT_COMPLETIONS, COMPLETIONS
-from services.gateway.adapters.http.openai.tokens import answers
-from services.gateway.adapters.http.openai.tokens.derender import (
-    derendered_chat,
-    derendered_completion,
+from services.gateway.adapters.http.openai.generation_routes import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    GenerationRoutes,
 )
-from services.gateway.adapters.http.openai.tokens.derender_bodies import (
-    DerenderChatBody,
-    DerenderCompletionBody,
-)
-from services.gateway.adapters.http.openai.tokens.render import rendered_chat, rendered_completion
 from services.gateway.adapters.http.openapi import answers as openai_answers
 from services.gateway.core.gate import Gate
 from services.gateway.core.request.inference import Inference
+from services.gateway.options.vllm_routes.tokens import answers
+from services.gateway.options.vllm_routes.tokens.bodies import GenerateTokensBody
+from services.gateway.options.vllm_routes.tokens.derender import (
+    derendered_chat,
+    derendered_completion,
+)
+from services.gateway.options.vllm_routes.tokens.derender_bodies import (
+    DerenderChatBody,
+    DerenderCompletionBody,
+)
+from services.gateway.options.vllm_routes.tokens.dialect import TokensDialect, tokens_request
+from services.gateway.options.vllm_routes.tokens.render import rendered_chat, rendered_completion
 
 B = TypeVar("B", CompletionBody, ChatCompletionBody, DerenderChatBody, DerenderCompletionBody)
+
+GENERATE_TOKENS = "/inference/v1/generate"
+OPERATIONS = {GENERATE_TOKENS: TokensDialect.operation}
+"""Maps the path to its operation in traces and metrics."""
+BODIES: Mapping[str, type[BaseModel]] = {
+    GENERATE_TOKENS: GenerateTokensBody,
+    f"{COMPLETIONS}/derender": DerenderCompletionBody,
+    f"{CHAT_COMPLETIONS}/derender": DerenderChatBody,
+}
+
+
+class TokenRoutes:
+    """The handler of the route."""
+
+    def __init__(self, generation: GenerationRoutes) -> None:
+        self._generation = generation
+
+    async def generate_tokens(self, request: Request) -> ASGIApp:
+        """Generates tokens from tokens, without text."""
+        return self._generation.reply(request, GenerateTokensBody, tokens_request, TokensDialect)
+
+    def route(self, headers: tuple[RequestHeader, ...]) -> Route:
+        return Route(
+            GENERATE_TOKENS,
+            self.generate_tokens,
+            answers.GeneratedTokens,
+            ("POST",),
+            tag="tokens",
+            body=GenerateTokensBody,
+            events=answers.GeneratedTokensChunk,
+            errors=(404, 504),
+            headers=headers,
+            is_limited=True,
+        )
 
 
 class RenderRoutes:

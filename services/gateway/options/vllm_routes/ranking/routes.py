@@ -1,21 +1,22 @@
 """The routes /rerank, which has three paths, /classify and /pooling."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from services.gateway.adapters.http.exchange.route import RequestHeader, Route
 from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
-from services.gateway.adapters.http.openai.ranking import answers
-from services.gateway.adapters.http.openai.ranking.bodies import (
+from services.gateway.options.vllm_routes.ranking import answers
+from services.gateway.options.vllm_routes.ranking.bodies import (
     ClassifyBody,
     PoolingBody,
     RerankBody,
 )
-from services.gateway.adapters.http.openai.ranking.dialects import (
+from services.gateway.options.vllm_routes.ranking.dialects import (
     ClassifyApi,
     PoolingDialect,
     RerankDialect,
@@ -36,6 +37,11 @@ OPERATIONS = {
     POOLING: PoolingDialect.operation,
 }
 """Maps each path to its operation in traces and metrics."""
+BODIES: Mapping[str, type[BaseModel]] = {
+    RERANK: RerankBody,
+    CLASSIFY: ClassifyBody,
+    POOLING: PoolingBody,
+}
 
 
 class RankingRoutes:
