@@ -138,7 +138,9 @@ class FakeFleet:
         self.opened.remove(replica.address)
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """A method of the core's PrefixDirectory."""
+        """The number of leading blocks that each node has cached, as in the core's
+        PrefixDirectory.
+        """
         return {node: min(depth, len(keys)) for node, depth in self.directory.items()}
 
     def connect(

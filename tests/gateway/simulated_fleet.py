@@ -301,7 +301,9 @@ class SimulatedFleet:
         """Does nothing, since replicas never leave."""
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """A method of the core's PrefixDirectory."""
+        """The number of leading blocks that each replica has cached, as in the core's
+        PrefixDirectory.
+        """
         found = {}
         for name, link in self.links.items():
             depth = next(

@@ -23,7 +23,7 @@ class Watchdog:
 
     `work`: processor time of the loop's thread between two iterations. `pause`: elapsed time in
     which any thread of the process was busy, which is the delay that a client may notice. Other
-    load on the machine lengthens neither.
+    load on the machine makes neither of them longer.
     """
 
     def __init__(self) -> None:

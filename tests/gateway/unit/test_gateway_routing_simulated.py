@@ -1,4 +1,4 @@
-"""The results of the routing policies on conversations, in simulated time."""
+"""Compares the routing policies on conversations, in simulated time."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def serve(policy: str, workload: Workload, at_once: int, pool_share: float) -> S
 
 @pytest.mark.parametrize("at_once", [4, 24])
 def test_conversations_stay_where_they_are_cached_at_any_load(at_once: int) -> None:
-    """All pools together hold just what the open conversations have."""
+    """All pools together have exactly enough blocks for the open conversations."""
     aware, turns, load = (
         serve(policy, CONVERSATIONS, at_once, 1 / NUM_REPLICAS)
         for policy in ("cache-aware", "round-robin", "least-loaded")
@@ -39,7 +39,9 @@ def test_conversations_stay_where_they_are_cached_at_any_load(at_once: int) -> N
 
 
 def test_replicas_that_measure_unequal_speeds_share_the_conversations() -> None:
-    """Of equal replicas one is measured as half as fast as another, by chance, at little load."""
+    """At little load, one of several equal replicas is measured as half as fast as another, by
+    chance.
+    """
     num_blocks = round(CONVERSATIONS.num_blocks(BLOCK_SIZE) / NUM_REPLICAS)
     world = SimulatedFleet(
         "cache-aware", NUM_REPLICAS, num_blocks, measured_slowness=(1.0, 1.0, 1.6, 0.8)
@@ -50,8 +52,8 @@ def test_replicas_that_measure_unequal_speeds_share_the_conversations() -> None:
 
 
 def test_a_prefix_that_all_share_does_not_make_a_queue_at_one_replica() -> None:
-    """Each prompt is a long system prompt, the same for all, and a short question. No cap of the
-    load helps.
+    """Each prompt is a long system prompt, the same for all, and a short question. A limit of the
+    difference in load would not help.
     """
     questions = Workload(64, 1, 1, 512, 16, 16, 100, 300, 4096, "questions")
     aware, load = (

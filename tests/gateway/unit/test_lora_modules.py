@@ -1,4 +1,4 @@
-"""Which names adapters may have."""
+"""Tests which names adapters may have."""
 
 from pathlib import Path
 

@@ -30,7 +30,7 @@ async def metric(served: Serving, name: str) -> float:
 
 
 def counts_of(served: Serving) -> KeyCounts:
-    """What the gateway counted of requests with a key."""
+    """The values of the gateway's metrics of requests with a key."""
     [option] = [one for one in served.gateway.parts.options if isinstance(one, Idempotency)]
     return option.keyed_requests.counts
 

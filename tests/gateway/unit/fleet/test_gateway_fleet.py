@@ -1,4 +1,4 @@
-"""The choice of a replica for a sequence, also after the first replica is lost, stalls or
+"""A fleet chooses a replica for each sequence, and another one if the first is lost, stalls or
 refuses.
 """
 
@@ -22,7 +22,7 @@ from tests.gateway.fake_fleet import (
     only_delta,
 )
 
-# Choice.
+# The choice of a replica.
 
 
 def test_a_sequence_goes_to_the_replica_with_the_fewest_unfinished_ones() -> None:
@@ -59,7 +59,7 @@ def test_replicas_that_cannot_run_steps_get_nothing() -> None:
     assert world.fleet.membership.why_not_ready() == ""
 
 
-# Waiting.
+# Sequences that wait for a replica.
 
 
 async def test_sequences_wait_in_order_of_arrival_for_a_replica() -> None:
@@ -91,7 +91,7 @@ def test_a_sequence_that_is_aborted_while_it_waits_is_never_sent() -> None:
     assert (world.fleet.num_waiting, world.links["a"].added) == (0, {})
 
 
-# Loss.
+# The loss of a replica.
 
 
 async def test_a_lost_sequence_goes_on_elsewhere_with_its_tokens() -> None:
@@ -154,7 +154,7 @@ def test_a_token_between_losses_clears_a_sequence_of_suspicion() -> None:
     assert len(world.has("a")) == 1
 
 
-# Migration.
+# Sequences that move to another replica.
 
 
 def test_sequences_leave_a_replica_that_cannot_run_steps_for_too_long() -> None:
@@ -193,7 +193,7 @@ def test_sequences_of_a_scheduler_that_drains_finish_there() -> None:
     assert len(world.has(name)) == 2
 
 
-# One model.
+# All replicas serve one model.
 
 
 def test_replicas_with_another_model_get_nothing() -> None:
@@ -234,7 +234,7 @@ def test_limits_are_the_tightest_and_stay_known_while_no_replica_is_ready() -> N
     assert world.fleet.limits().max_model_len == 80
 
 
-# Ends.
+# The end of sequences.
 
 
 async def test_nan_is_the_requests_fault_where_it_bans_every_token() -> None:

@@ -27,7 +27,7 @@ def route_of(mailbox: Mailbox) -> tuple[str, RoutingReason]:
     return mailbox.routes[-1].address, mailbox.routes[-1].reason
 
 
-# Joining.
+# Replicas that join.
 
 
 def test_a_fleet_may_begin_without_a_replica_and_sends_what_waits_to_the_first_one() -> None:
@@ -86,7 +86,7 @@ def test_the_same_scheduler_under_two_addresses_gets_requests_by_one() -> None:
     assert len(world.has("b")) == 1
 
 
-# Leaving.
+# Replicas that leave.
 
 
 def test_a_replica_that_is_named_no_more_stays_as_long_as_it_has_a_session() -> None:
@@ -163,7 +163,7 @@ def test_a_replica_may_come_back_under_its_address() -> None:
         assert (names(world), world.opened) == ([], [])
 
 
-# Models.
+# Replicas with other models.
 
 
 def test_a_model_is_replaced_when_the_last_replica_of_the_old_one_has_drained() -> None:
@@ -208,7 +208,7 @@ def test_after_the_usual_time_another_model_is_taken() -> None:
     assert world.fleet.membership.num_ready == 1
 
 
-# Routing.
+# Routing to replicas that join.
 
 
 def test_a_cold_replica_gets_its_share_of_a_hot_prefix_and_no_more_at_once() -> None:
@@ -222,11 +222,11 @@ def test_a_cold_replica_gets_its_share_of_a_hot_prefix_and_no_more_at_once() -> 
         world.replicas["a"].admitted(handle, 100)
     world.fleet.set_addresses("redis", ["b"])
     world.connect("b")
-    # Those that were sent while there was no choice do not count as sharing.
+    # Sequences that were sent while there was only one replica do not count as sharing.
     routes = [route_of(world.start(prompt=prompt)) for _ in range(SPREAD_MIN_SHARING + 1)]
     assert routes[:-1] == [("a", RoutingReason.CACHED)] * SPREAD_MIN_SHARING
     assert routes[-1] == ("b", RoutingReason.SPREAD)
-    # What was sent there counts as cached: the next ones go by cost.
+    # The prompt counts as cached there, so the next sequences are routed by cost.
     for _ in range(40):
         world.start(prompt=prompt)
     loads = [len(world.has(name)) for name in "ab"]

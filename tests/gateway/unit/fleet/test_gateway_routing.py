@@ -1,4 +1,4 @@
-"""Which of several replicas a sequence is sent to, and why."""
+"""Tests which of several replicas a sequence is sent to, and the reported reason."""
 
 import random
 from collections import Counter
@@ -30,7 +30,7 @@ from tests.gateway.fake_fleet import BLOCK_SIZE, MAX_LOAD_DELTA, FakeFleet, Manu
 PROMPT = tuple(range(1, 41))
 NUM_BLOCKS = (len(PROMPT) + 1) // BLOCK_SIZE
 COUNT = OWN_TOKENS_COUNT + EVICTED_TOKENS_COUNT
-"""How often a token to compute counts where the replicas compute equally much."""
+"""The weight of a token to compute if all replicas compute equally much."""
 
 
 def fleet(policy: str, num_replicas: int = 3) -> FakeFleet:
@@ -67,7 +67,7 @@ def report(world: FakeFleet, name: str, num_requests: int = 0, num_tokens: int =
     )
 
 
-# The simple policies.
+# The policies without a cache.
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
@@ -148,7 +148,7 @@ def test_sessions_stay_when_another_replica_is_lost() -> None:
     }
 
 
-# Cache-aware.
+# The cache-aware policy.
 
 
 def test_a_sequence_goes_where_most_of_its_prompt_is_cached() -> None:
@@ -191,7 +191,9 @@ def compute(world: FakeFleet, name: str, num_tokens: int) -> None:
 
 
 def test_what_is_new_goes_where_less_was_computed_lately() -> None:
-    """Its blocks take the place of others there; what is cached stays where it is."""
+    """New prompts go to the replica that has computed less, since their blocks evict fewer others
+    there. Cached prompts stay at their replica.
+    """
     world = fleet("cache-aware", 2)
     compute(world, "a", 4 * FEW_TOKENS)
     for number in range(1, 11):
@@ -203,7 +205,7 @@ def test_what_is_new_goes_where_less_was_computed_lately() -> None:
 
 
 def test_few_tokens_evict_little() -> None:
-    """The next turn of the only conversation stays where its first was computed."""
+    """The next turn of the only conversation goes to the replica that computed its first turn."""
     world = fleet("cache-aware", 2)
     compute(world, "a", FEW_TOKENS // 64)
     world.directory = {"a": 2}
@@ -331,7 +333,7 @@ def test_embedded_prompts_and_prompts_shorter_than_a_block_are_routed_by_load() 
     assert route_of(world.start(prompt=[1])).address == "b"
 
 
-# Its parts.
+# Parts of the cache-aware policy.
 
 
 @given(
@@ -353,7 +355,7 @@ def test_of_a_chain_of_smaller_units_each_block_has_the_key_of_its_last() -> Non
     tokens, chain_keys = list(range(70)), ChainKeys()
     units = block_keys(hash_full_blocks(b"root", tokens, 2, cache_salt="salt"))
     assert chain_keys.of(b"root", tokens, 4, "salt", 2) == units[1:34:2]
-    # The same tokens in units of another size are another chain.
+    # The same tokens in units of another size have another chain of keys.
     whole = block_keys(hash_full_blocks(b"root", tokens, 4, cache_salt="salt"))
     assert chain_keys.of(b"root", tokens, 4, "salt") == whole
 
@@ -363,7 +365,7 @@ def test_the_depth_of_what_was_sent_is_the_longest_common_beginning(
     sent: list[list[int]], asked: list[int]
 ) -> None:
     def chain(values: list[int]) -> list[int]:
-        """Names of the beginnings of a list: equal where the lists are equal up to there."""
+        """A name for each beginning of a list. Equal beginnings have equal names."""
         return [hash(tuple(values[: end + 1])) for end in range(len(values))]
 
     recent = RecentPrefixes()

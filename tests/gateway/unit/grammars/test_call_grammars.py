@@ -1,5 +1,5 @@
-"""Grammars that the gateway generates, checked on texts with the workers' compiler: with the
-formats' markers as single tokens, and as plain text.
+"""Checks grammars that the gateway generates on texts, with the workers' compiler. The formats'
+markers are single tokens or plain text.
 """
 
 import json
@@ -38,7 +38,7 @@ SCHEMA: dict[str, Any] = {
 }
 TOOLS = [CallableTool("f", SCHEMA, strict=True), CallableTool("g", {"type": "object"})]
 QWEN = REASONING_FORMATS["qwen3"]
-# What is thought before the answer, and what is known of it by the prompt.
+# Reasoning before the answer, and the part of it that the prompt contains.
 REASONING: list[tuple[str, PromptedReasoning | None]] = [
     ("", None),
     ("hm</think>\n\n", PromptedReasoning(QWEN, ReasoningState.INSIDE)),
@@ -60,7 +60,7 @@ def tokenizer(request: pytest.FixtureRequest, model: Path) -> HfTokenizer:
 def check(
     tokenizer: HfTokenizer, form: StructuredOutputs, good: Sequence[str], bad: Sequence[str]
 ) -> None:
-    """The grammar takes all of the good texts whole, and none of the others."""
+    """Asserts that the grammar accepts all good texts completely, and no bad text."""
     size = tokenizer._backend.get_vocab_size()
     matcher = GrammarCompiler(tokenizer.to_json(), size, [0]).compile(form)
     for text in (*good, *bad):

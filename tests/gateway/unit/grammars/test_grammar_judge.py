@@ -39,7 +39,7 @@ def judge(tokenizer_json: str) -> GrammarJudge:
 
 
 async def verdict(judge: GrammarJudge, kind: StructuredOutputsKind, text: str) -> str:
-    """The client's error text; empty if the grammar is accepted."""
+    """The client's error text. It is empty if the grammar is accepted."""
     try:
         await judge.check(StructuredOutputs(kind, text), VOCAB_SIZE, [0])
     except InvalidArgument as error:
@@ -58,11 +58,11 @@ REFERRED = (
     *("Resp[int]", "Map<string,int>", "My Type", "List`1", "名前", "é", "A|B", "a%b", "a%20b"),
     *("a/b", "a~b", 'x"y', "a^b", "{x}", "a\\b", "#x", "a?b", "a%5Bb"),
 )
-"""Names that are no part of a URI, or mean something else there."""
+"""Names that are not allowed in a URI, or have another meaning there."""
 
 
 def referring(name: str) -> dict[str, Any]:
-    """A schema that refers to a definition as generators do, which write its name as it is."""
+    """A schema that refers to a definition by its unescaped name, as generators of schemas do."""
     pointer = name.replace("~", "~0").replace("/", "~1")
     return {"$ref": f"#/$defs/{pointer}", "$defs": {name: {"type": "integer"}}}
 

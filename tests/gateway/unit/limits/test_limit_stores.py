@@ -1,4 +1,6 @@
-"""Limits in memory and in Redis: one suite for both, against a brute-force oracle."""
+"""Compares limits in memory and in Redis with a brute-force oracle, with the same tests for
+both.
+"""
 
 import asyncio
 import itertools
@@ -29,7 +31,9 @@ from tests.slowness import busy_slowness
 
 LEASE_MILLIS = 1000
 PATIENT_SECONDS = 60.0
-"""Where the machine is busy, an answer may take longer than a request would wait for it."""
+"""A generous time limit: on a busy machine, an answer may take longer than a request would wait for
+it.
+"""
 HOLD, RELEASE, KEEP = SlotChange.HOLD, SlotChange.RELEASE, SlotChange.KEEP
 
 
@@ -53,7 +57,7 @@ class World:
             self.now_millis += millis
 
     def tenant(self) -> str:
-        """A name that was not used before."""
+        """A tenant's name that was not used before."""
         return f"tenant-{next(self.numbers)}"
 
 
@@ -177,13 +181,13 @@ def test_what_was_reserved_and_not_used_comes_back_and_what_was_used_beyond_it_i
     assert refused.wait_millis > 40_000
 
 
-# What is Redis's own.
+# Behaviour of Redis only.
 
 
 def lease_holder(
     server: RedisServer, name: str, take_seconds: float = PATIENT_SECONDS
 ) -> RedisLimits:
-    """A gateway's store."""
+    """The store of one gateway."""
     local = MemoryLimits(lambda: time.monotonic_ns() // 1_000_000)
     return RedisLimits(
         *(RedisConnection(server.url), name, local),
@@ -211,7 +215,9 @@ async def test_two_gateways_let_in_no_more_than_one_would(server: RedisServer) -
 
 @needs_redis
 async def test_slots_are_held_while_their_gateway_lives(server: RedisServer) -> None:
-    """For much longer than their lease; then they are free, and so is its share."""
+    """The gateway holds them for much longer than their lease. When it ends, they and its share
+    become free.
+    """
     server.ask("FLUSHALL")
     one, two = lease_holder(server, "one"), lease_holder(server, "two")
     running = [asyncio.create_task(store.run()) for store in (one, two)]
@@ -222,7 +228,7 @@ async def test_slots_are_held_while_their_gateway_lives(server: RedisServer) -> 
         await asyncio.sleep(0.1)
         taken = await two.take(limits, Change("b", slot_change=HOLD))
         assert taken.refused_by is Quota.CONCURRENCY
-    server.ask("FLUSHALL")  # what is held is held again
+    server.ask("FLUSHALL")  # held slots are acquired again
 
     async def is_held() -> bool:
         return bool(await two._redis.call(lambda client: client.zcard("slots:{t:slots}")) == 1)

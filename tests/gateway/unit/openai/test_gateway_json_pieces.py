@@ -1,5 +1,5 @@
-"""Answers with long lists are written in pieces: the JSON is the same, and it is never complete in
-memory.
+"""Answers with long lists are written in pieces. The JSON is the same, and memory never contains
+all of it.
 """
 
 import json
@@ -70,6 +70,6 @@ def test_many_logprobs_are_never_whole_in_memory(
     num_bytes = sum(map(len, json_pieces(dialect.whole(answers, Usage(1, 0, 1)))))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # What it would take in objects is some 500 bytes for each of the 84,000.
+    # As objects, each of the 84,000 would take about 500 bytes.
     assert num_bytes > 1_000_000
     assert peak < 4_000_000

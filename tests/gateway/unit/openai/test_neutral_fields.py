@@ -42,8 +42,8 @@ BASES: dict[type[BaseModel], dict[str, Any]] = {
     TokenizeBody: {"messages": ASK},
 }
 
-# The defaults of vLLM's request classes, 0.32 and some of earlier releases, and of OpenAI's and
-# Anthropic's documentation, beside null.
+# The defaults of the request classes of vLLM 0.32 and some earlier releases, and of the
+# documentation of OpenAI and Anthropic, in addition to null.
 _PROMPTS = {"truncate_prompt_tokens": None, "truncation_side": None, "mm_processor_kwargs": {}}
 _COMPLETIONS = {
     **_PROMPTS,

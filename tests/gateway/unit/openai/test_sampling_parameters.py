@@ -69,7 +69,7 @@ OTHER_FIELDS = {
     "guided_grammar",
 }
 
-# For each parameter a field of a body, and what becomes of it. Values are exact in float32.
+# For each parameter, a field of a body and the resulting value. Values are exact in float32.
 EXAMPLES: dict[str, tuple[dict[str, Any], object]] = {
     "temperature": ({"temperature": 0.5}, 0.5),
     "top_k": ({"top_k": 7}, 7),

@@ -41,8 +41,8 @@ class Engine:
 
 
 class Pieces:
-    """A sink that keeps the tokens of each item; after each one it has no room, if it takes one at
-    a time.
+    """A sink that keeps the tokens of each item. If it takes one item at a time, it has no room
+    after each.
     """
 
     def __init__(

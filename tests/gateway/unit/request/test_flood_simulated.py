@@ -1,5 +1,5 @@
-"""The waits of one tenant while another one sends too much, in simulated time: the gateway's
-admission, before a replica whose steps take longer with each prompt and each sequence in them.
+"""Measures how long one tenant waits while another one sends too much. The gateway's admission runs
+in simulated time, with a replica whose steps take longer with each prompt and each sequence.
 """
 
 from collections import deque
@@ -37,17 +37,17 @@ class SimulatedReplica:
         self.world.connect("a", max_num_seqs=NUM_PLACES)
         self.clock = self.world.clock
         self.nums_running: list[int] = []
-        """Sequences in each step."""
+        """The number of sequences in each step."""
         self.on_token: Callable[[Inflight], None] = lambda _: None
         self._waiting: dict[int, Inflight] = {}
         self._num_left: dict[int, int] = {}
-        """Tokens that a sequence which runs is still to be planned for."""
+        """For each running sequence, the number of tokens that no step is planned for yet."""
         self._steps: deque[tuple[list[int], list[int]]] = deque()
         """For each step in flight, its sequences and its new sequences."""
         self._busy_until = 0.0
 
     def start(self, tenant: Tenant) -> Inflight:
-        """A request arrives at the gateway."""
+        """Lets a request arrive at the gateway."""
         (inflight,) = self.world.start(max_tokens=NUM_OUTPUT_TOKENS, tenant=tenant).inflights
         self._receive()
         return inflight
@@ -147,7 +147,9 @@ class Run:
 
 
 def test_in_a_flood_a_first_token_comes_after_three_steps_with_few_prompts() -> None:
-    """The rest of a step, the one that is planned, and its own: with its prompt and two others."""
+    """The request waits for the rest of a step, for the planned step, and for its own step, which
+    has its prompt and two others.
+    """
     first_token_seconds = Run().first_token_seconds
     steps = 3 * (STEP_SECONDS + NUM_PLACES * DECODE_SECONDS) + 3 * PROMPT_SECONDS
     assert len(first_token_seconds) > 90
@@ -155,5 +157,5 @@ def test_in_a_flood_a_first_token_comes_after_three_steps_with_few_prompts() -> 
 
 
 def test_in_a_flood_nearly_all_places_are_taken() -> None:
-    """One is kept free, and for a part of the time another is, for which a sequence starts."""
+    """One place is kept free. Another one is free for part of the time, while a sequence starts."""
     assert fmean(Run().replica.nums_running) >= NUM_PLACES - 2

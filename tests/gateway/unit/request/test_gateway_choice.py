@@ -1,4 +1,4 @@
-"""One answer: the grouping of tokens into deltas changes nothing."""
+"""The grouping of tokens into deltas does not change an answer."""
 
 from dataclasses import replace
 

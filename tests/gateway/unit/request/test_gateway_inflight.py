@@ -43,7 +43,7 @@ async def test_deltas_are_merged_until_they_are_read() -> None:
 
 
 async def test_prompt_logprobs_that_come_twice_are_told_once() -> None:
-    """The replica was lost in the middle of the prompt; the next one begins anew."""
+    """The first replica was lost in the middle of the prompt. The next replica begins again."""
     mailbox = make(max_tokens=9, prompt_logprobs=0)
     (inflight,) = mailbox.inflights
     inflight.sent(nothing, ROUTE)

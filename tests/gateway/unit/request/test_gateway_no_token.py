@@ -1,4 +1,4 @@
-"""Whether the request itself has banned every token, computed from its parameters."""
+"""The parameters of a request show whether it has banned every token itself."""
 
 from typing import Any
 

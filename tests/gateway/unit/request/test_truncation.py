@@ -89,7 +89,7 @@ def sent(served: Serving) -> list[int]:
 
 
 async def test_requests_are_truncated_and_name_tokens_by_their_ids(tmp_path: Path) -> None:
-    """Over HTTP: the end of a prompt is kept, so that the answer fits with -1."""
+    """Over HTTP, -1 keeps the end of a prompt, so that the answer fits."""
     async with serving(write_tokenizer(tmp_path)) as served:
         limit = served.gateway.fleet.limits().capacity
 

@@ -1,4 +1,4 @@
-"""The choice of another replica if a scheduler refuses a sequence or has a queue that would refuse
+"""A fleet chooses another replica if a scheduler refuses a sequence, or if its queue would refuse
 it.
 """
 
@@ -33,11 +33,11 @@ FULL = ResourceExhausted("full", reason="QUEUE_FULL", retry_after_seconds=0.5)
 DRAINING = Unavailable("draining", retry_after_seconds=0.5)
 
 
-# Rejection.
+# Sequences that a scheduler refuses.
 
 
 def reject(world: FakeFleet, error: StepwellError) -> str:
-    """The only sequence is refused where it is; returns the replica's name."""
+    """Lets the replica refuse the only sequence. Returns the replica's name."""
     (name,) = (name for name in world.links if world.has(name))
     (handle,) = world.replicas[name].running
     world.replicas[name].rejected(handle, error)
@@ -93,7 +93,7 @@ async def test_what_is_wrong_with_a_request_is_wrong_everywhere() -> None:
     assert not world.has("b")
 
 
-# Queues.
+# The state of queues.
 
 
 def queue(num_waiting: int, seconds_per_request: float = 0.0) -> QueueState:
@@ -113,7 +113,7 @@ def test_there_is_room_while_one_replica_takes_requests() -> None:
     with pytest.raises(ResourceExhausted):
         world.fleet.check_room(ANYONE, None)
     world.replicas["a"].closed("killed")
-    world.fleet.check_room(ANYONE, None)  # requests wait for a replica
+    world.fleet.check_room(ANYONE, None)  # accepted: requests wait for a replica
 
 
 def test_a_refusal_is_freed_without_a_search_for_garbage() -> None:
@@ -214,7 +214,7 @@ def test_a_request_whose_deadline_passed_is_told_so_and_not_to_come_back() -> No
 
 
 def test_new_requests_are_refused_while_too_many_prompt_tokens_have_no_output() -> None:
-    """A sequence counts whether it waits or is computed, until its first token."""
+    """A sequence counts until its first token, whether it waits or is being computed."""
     world = FakeFleet(1, bounds=replace(BOUNDS, max_num_queued_tokens=9))
     ann = Tenant("ann")
     first = world.start(prompt=[1] * 5)  # six tokens, and no replica yet

@@ -1,4 +1,6 @@
-"""The gateway's reaction to wrong messages of a scheduler: each field is changed in each way."""
+"""Tests the gateway's reaction to wrong messages of a scheduler. Each field is changed in each
+way.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,8 +33,8 @@ STOPPED = common_pb2.FINISH_REASON_STOP
 
 
 class Session:
-    """A session with a plain request, one with log-probabilities, one that a token stops, one that
-    is refused, and one that was aborted; handles are from 1 on.
+    """A session with these requests: a plain one, one with log-probabilities, one that a token
+    stops, one that is refused, and one that was aborted. Handles begin at 1.
     """
 
     def __init__(self, pooler: Pooler | None = None) -> None:
@@ -115,7 +117,7 @@ def last_step() -> scheduler_pb2.StepDeltas:
 
 
 def outcome_of(messages: Sequence[bytes]) -> list[Any] | None:
-    """The clients' results; None if a message ended the session."""
+    """The clients' results. The result is None if a message ended the session."""
     session = Session()
     for message in messages:
         try:
@@ -142,8 +144,8 @@ def test_a_session_in_order_delivers_everything() -> None:
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_no_changed_field_changes_an_answer_unless_no_check_can_see_it(step: int) -> None:
-    """Either the session ends, and the requests go on from what was delivered, or the answers are
-    what they were.
+    """Either the session ends, and the requests continue after the delivered tokens, or the answers
+    do not change.
     """
     expected = outcome_of(STEPS)
     unseen = []

@@ -1,4 +1,4 @@
-"""Client sessions in the gateway's core: their state, their replica, and their end."""
+"""Tests the state, the replica and the end of client sessions in the gateway's core."""
 
 import pytest
 
@@ -47,7 +47,7 @@ class World:
         priority: int = 0,
         skips_cache: bool = False,
     ) -> Mailbox:
-        """Begins a turn."""
+        """Begins a turn of a session."""
         sampling = SamplingParams(max_tokens=3, seed=1)
         session.begin_turn(session.num_turns)
         request = EngineRequest(

@@ -1,4 +1,6 @@
-"""Tool arguments with mistakes of the model: escaped in every API, and an object in Anthropic's."""
+"""Tool arguments that contain mistakes of the model are escaped in every API, and are an object in
+Anthropic's API.
+"""
 
 import json
 from typing import Any
@@ -63,7 +65,7 @@ def read(text: str) -> Any:
         ),
         ('{"a": 1e999, "b": -, "c": 007}', {"a": "1e999", "b": "-", "c": "007"}),
         ('{"a": "\\ud83d\\ude00", "b": "\\ud83d"}', {"a": "😀", "b": "\ufffd"}),
-        # Cut.
+        # The text is cut off.
         ('{"city": "Par', {}),
         ('{"city": "Paris", "da', {"city": "Paris"}),
         ('{"city": "Paris", "days": ', {"city": "Paris"}),
@@ -71,7 +73,7 @@ def read(text: str) -> Any:
         ('{"a": {"b": [1, 2', {"a": {"b": [1]}}),
         ('{"a": tru', {}),
         ('{"a": {', {"a": {}}),
-        # No JSON beyond repair from there on.
+        # From here on the text is not JSON, and cannot be repaired.
         ('{"a": 1, b: 2}', {"a": 1}),
         ('{"a": 1, "b" 2}', {"a": 1}),
         ('{"a": <0, ...}>(), show', {}),

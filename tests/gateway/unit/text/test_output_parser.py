@@ -1,4 +1,4 @@
-"""The incremental parser of answers: recorded outputs have the same meaning, however they are
+"""The incremental parser of answers gives recorded outputs the same meaning, however they are
 split.
 """
 
@@ -45,7 +45,7 @@ TEMPLATES: dict[str, Any] = {
 
 
 def read(form: OutputForm, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    """Content, reasoning and calls of a text in these pieces."""
+    """The content, the reasoning and the calls of a text that arrives in these pieces."""
     parser, message = form.make_parser(), ParsedMessage()
     for piece in pieces:
         message.add(parser.feed(piece))
@@ -196,7 +196,7 @@ def test_hostile_text_takes_time_in_proportion(name: str) -> None:
         text = (unit * 20_000)[:20_000]
         began = time.process_time()
         read(form, [text[at : at + 2] for at in range(0, len(text), 2)])
-        # 3 to 10 microseconds a piece; rescanning would take a thousand times as long.
+        # A piece takes 3 to 10 microseconds. Rescanning would take a thousand times as long.
         assert time.process_time() - began < 2, (name, unit)
 
 

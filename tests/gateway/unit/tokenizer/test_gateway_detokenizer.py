@@ -13,7 +13,7 @@ from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_t
 from services.gateway.core.text.detokenizer import new_detokenizer
 from tests.gateway.tiny_tokenizer import write_marked_tokenizer, write_tokenizer
 
-# Every kind of character: of one to four bytes, combining, of no plane in particular.
+# Every kind of character: characters of one to four bytes, combining ones, and any others.
 TEXT = st.text(
     st.one_of(
         st.sampled_from("the stop 世界 é🙂👩‍👩‍👧 ١ ￼"), st.characters(exclude_categories=["Cs"])
@@ -54,7 +54,9 @@ def test_any_text_in_any_cut_comes_out_whole(tokenizer: HfTokenizer, text: str, 
 @settings(max_examples=100, deadline=None)
 @given(text=TEXT, place=st.integers(0, 200))
 def test_the_output_goes_on_where_the_prompt_ends(tokenizer: HfTokenizer, text: str, place: int):
-    """Even inside a character: the output completes what a prompt of token ids began."""
+    """This holds even inside a character: the output completes a character that a prompt of token
+    ids began.
+    """
     ids = encode(tokenizer, text)
     split = place % (len(ids) + 1)
     detokenizer = new_detokenizer(tokenizer, ids[:split], skip_special_tokens=True)
@@ -67,7 +69,7 @@ def test_a_character_of_four_bytes_waits_for_its_last(tokenizer: HfTokenizer):
     detokenizer = new_detokenizer(tokenizer, [], skip_special_tokens=True)
     fed = [detokenizer.feed([token]) for token in ids]
     assert "".join(fed).strip() == "a🙂b"
-    # Where single bytes are tokens, the character waits for the token after them.
+    # If single bytes are tokens, the character is delayed until the token after them.
     assert [piece.strip() for piece in fed if piece.strip()] in (["a", "🙂", "b"], ["a", "🙂b"])
 
 
@@ -78,7 +80,7 @@ def test_a_cut_character_at_the_end_is_dropped(tokenizer: HfTokenizer):
 
 
 def test_bytes_that_are_no_text_are_replaced_and_never_block(tokenizer: HfTokenizer):
-    """A model may write anything; ten thousand stray bytes cost ten thousand steps, no more."""
+    """A model may write anything. Ten thousand stray bytes take only ten thousand steps."""
     (stray,) = (t for t in range(300) if tokenizer.token_bytes(t) == b"\xff")
     detokenizer = new_detokenizer(tokenizer, [], skip_special_tokens=True)
     text = "".join(detokenizer.feed([stray]) for _ in range(10_000))
@@ -101,7 +103,7 @@ def whole(tokenizer: HfTokenizer, ids: list[int], *, skip_special_tokens: bool) 
     if not num_cut or tokenizer.is_byte_level:
         text = decode(ids, skip_special_tokens=skip_special_tokens)
         return text[:-1] if num_cut else text
-    # Each of the last bytes is a token; special ones may stand between and after them.
+    # Each of the last bytes is a token. Special tokens may be between and after them.
     while num_cut:
         num_cut -= ids[-1] in tokenizer.byte_values
         ids = ids[:-1]
@@ -128,7 +130,7 @@ BYTES = st.lists(
 def test_any_tokens_in_any_cut_are_what_transformers_makes_of_them(
     tokenizer: HfTokenizer, drawn: list, cuts: list[int], skips: bool
 ):
-    """Bytes above all, that are text or not: a run of byte tokens is judged as a whole."""
+    """Most of the tokens are bytes, valid or not. A run of byte tokens is decoded as a whole."""
     of_byte = {tokenizer.token_bytes(t): t for t in reversed(range(300)) if tokenizer.token_name(t)}
     special = {"end": 0, "unknown": 9999}
     ids: list[int] = []
@@ -149,7 +151,9 @@ def test_any_tokens_in_any_cut_are_what_transformers_makes_of_them(
 
 
 def test_a_run_of_bytes_is_decided_by_its_last(tmp_path: Path):
-    """Good characters before a stray byte are none in `decode`, and must not have been shown."""
+    """`decode` also replaces valid characters before a stray byte, so they must not have been sent
+    before it.
+    """
     tokenizer = load_tokenizer(write_marked_tokenizer(tmp_path))
     run = [token for token in encode(tokenizer, "世界") if token in tokenizer.byte_values]
     after = encode(tokenizer, "a")
@@ -161,7 +165,7 @@ def test_a_run_of_bytes_is_decided_by_its_last(tmp_path: Path):
 
 
 def test_bytes_are_told_from_text_that_looks_like_them(tmp_path: Path):
-    """Without byte fallback in its decoder a tokenizer writes <0x41> as it stands."""
+    """A tokenizer without byte fallback in its decoder writes <0x41> unchanged."""
     directory = write_marked_tokenizer(tmp_path)
     path = directory / "tokenizer.json"
     described = json.loads(path.read_text())

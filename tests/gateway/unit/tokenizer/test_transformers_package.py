@@ -78,7 +78,7 @@ def described(directory: Path) -> list[Any]:
 
 
 def run(directories: list[Path]) -> list[Any]:
-    """The program's output, in a process of its own."""
+    """Runs the program in a separate process, and returns its output."""
     given = {"text": TEXT, "messages": MESSAGES, "directories": [*map(str, directories)]}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -12,7 +12,7 @@ from services.gateway.core.traces.timeline import Part, Timeline
 
 
 class Clock:
-    """A clock that the test moves."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -22,7 +22,9 @@ class Clock:
 
 
 class Told:
-    """A request with one sequence, advanced step by step. Each step takes a time."""
+    """A request with one sequence. The test advances it part by part, and gives the time of each
+    part.
+    """
 
     def __init__(self) -> None:
         self.clock = Clock()

@@ -50,7 +50,7 @@ def test_a_sequence_knows_where_it_was_and_why_it_left() -> None:
     trace = SequenceTrace(2, "r-2", count(100).__next__)
     trace.sent(RoutingDecision("a:1", RoutingReason.ONLY, 1))
     trace.left(ResubmitCause.SCHEDULER_LOST)
-    trace.found_no_replica()  # it waits for the next one all the same, for the cause it has
+    trace.found_no_replica()  # it waits for the next replica, with the same cause
     trace.timeline.enter(Part.ROUTE)
     trace.sent(RoutingDecision("b:1", RoutingReason.LEAST_LOADED, 2))
     trace.timeline.end("finished")

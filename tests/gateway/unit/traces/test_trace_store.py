@@ -139,7 +139,7 @@ def test_requests_that_failed_or_were_slow_are_dropped_last() -> None:
     for name in ("failed", "slow"):
         assert store.find(name) is not None
     assert len(kept(store)) == 8
-    for number in range(50):  # as many as there are: the bounds hold
+    for number in range(50):  # as many as there are, so that the limits are reached
         store.add(f"failed {number}", request(is_wanted=True))
     assert len(kept(store)) == 8
 

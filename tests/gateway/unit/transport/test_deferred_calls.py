@@ -48,7 +48,9 @@ async def test_one_is_made_in_a_turn_however_many_wait() -> None:
 
 
 async def test_where_turns_are_long_calls_take_half_of_the_time_that_the_rest_takes() -> None:
-    """They take 0.25 s each: two of them half a second, beside one of the rest."""
+    """Each call takes 0.25 s, and the rest of an iteration takes one second. Two calls take half of
+    that.
+    """
     made = await calls_of_each_turn(7, seconds_each=0.25, seconds_between=1.0)
     assert made == [2, 2, 2, 1]
 

@@ -6,7 +6,9 @@ from services.gateway.adapters.http.transport.starts import Starts
 
 
 async def started(*clients: bytes) -> list[list[str]]:
-    """The requests that start in each turn of the event loop, each by its client and number."""
+    """The requests that start in each iteration of the event loop. A request's name is its client
+    and its number.
+    """
     starts, turns, numbers = Starts(), [[]], dict.fromkeys(clients, 0)
     for client in clients:
         name = f"{client.decode()}{numbers[client]}"
