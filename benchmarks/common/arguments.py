@@ -23,6 +23,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_sized_model(parser: argparse.ArgumentParser, default: str = "135m") -> None:
+    """Adds the option --model, a model directory or the size of a random model."""
+    parser.add_argument(
+        "--model", default=default, help="a directory, or the size of a random model"
+    )
+
+
 def model_directory(text: str) -> Path:
     """The type of an option with a model directory."""
     if not is_model(text):

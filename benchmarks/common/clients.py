@@ -37,19 +37,24 @@ class GrpcClient:
     async def generate(
         self, prompt: Sequence[int], num_tokens: int, arrived: Arrived, traceparent: str = ""
     ) -> None:
-        request = gateway_pb2.GenerateRequest(
-            token_ids=common_pb2.TokenIds(ids=prompt),
-            sampling=common_pb2.SamplingParams(temperature=0, max_tokens=num_tokens),
-            ignore_eos=True,
-        )
         metadata = (("traceparent", traceparent),) if traceparent else ()
-        async for response in self._stub.Generate(request, metadata=metadata):
+        call = self._stub.Generate(greedy_request(prompt, num_tokens), metadata=metadata)
+        async for response in call:
             if response.token_ids:
                 arrived(len(response.token_ids))
 
     async def close(self) -> None:
         """Closes the channel."""
         await self._channel.close()
+
+
+def greedy_request(prompt: Sequence[int], num_tokens: int) -> gateway_pb2.GenerateRequest:
+    """A greedy request over gRPC for exactly `num_tokens` tokens."""
+    return gateway_pb2.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=prompt),
+        sampling=common_pb2.SamplingParams(temperature=0, max_tokens=num_tokens),
+        ignore_eos=True,
+    )
 
 
 class HttpClient:

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 import httpx
-from stepwell.common.v1 import common_pb2
-from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from stepwell.gateway.v1 import gateway_pb2_grpc
 
+from benchmarks.common.clients import greedy_request
 from benchmarks.common.gateways import GatewayProgram
 from services.common.rpc.channel import open_channel
 
@@ -93,11 +93,7 @@ class RequestLoad:
         return Asked(number, seconds, complaint)
 
     async def _ask_grpc(self, gateway: int, prompt: list[int]) -> object:
-        request = gateway_pb2.GenerateRequest(
-            token_ids=common_pb2.TokenIds(ids=prompt),
-            sampling=common_pb2.SamplingParams(temperature=0, max_tokens=NUM_TOKENS),
-            ignore_eos=True,
-        )
+        request = greedy_request(prompt, NUM_TOKENS)
         call = self._stubs[gateway].Generate(request, timeout=ANSWER_SECONDS)
         return [token async for piece in call for token in piece.token_ids]
 

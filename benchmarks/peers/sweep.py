@@ -23,11 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import uvloop
-
 from benchmarks.common.arguments import add_model, count, make_parser, positive
-from benchmarks.common.console import log, messages
+from benchmarks.common.console import log
 from benchmarks.common.models import vocab_size
+from benchmarks.common.runs import run_program
 from benchmarks.peers.faults import Clean, Fault, Injection, Observed, faults_of
 from benchmarks.peers.links import LINKS, Link
 from benchmarks.peers.load import Batch
@@ -226,10 +225,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     with tempfile.TemporaryDirectory(prefix="stepwell-peers-") as directory:
         try:
-            text, is_good = uvloop.run(sweep(options, Path(directory)))
-        except RuntimeError as failed:
-            log("\n".join(messages(failed)))
-            return 1
+            text, is_good = run_program(sweep(options, Path(directory)))
         finally:
             if options.log_file is not None:
                 shutil.copy(Path(directory) / LOG_NAME, options.log_file)

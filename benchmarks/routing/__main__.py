@@ -15,22 +15,18 @@ index of a million blocks. Tables go to standard output, progress to standard er
 """
 
 import argparse
-import json
-import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
-import uvloop
-
 from benchmarks.common.arguments import add_model, count, counts, make_parser, positive
-from benchmarks.common.console import log, messages, show
+from benchmarks.common.console import log, show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import vocab_size
+from benchmarks.common.runs import run_measurement
 from benchmarks.common.tables import table_text
 from benchmarks.routing.conversations import Workload
 from benchmarks.routing.decision import PROMPT_TOKENS, DecisionFigures, measure_decisions
@@ -232,16 +228,7 @@ def _policies(text: str) -> tuple[str, ...]:
 def main(argv: Sequence[str]) -> None:
     """Measures, prints the tables and writes the figures."""
     options = parse_options(argv)
-    begun = time.monotonic()
-    command = shlex.join(["python", "-m", "benchmarks.routing", *argv])
-    try:
-        results = uvloop.run(measure(options, command))
-    except* (RuntimeError, TimeoutError, httpx.HTTPError) as failed:
-        log("\n".join(messages(failed)))
-        sys.exit(1)
-    if options.json_file is not None:
-        options.json_file.write_text(json.dumps(results, indent=2) + "\n")
-    log(f"done after {time.monotonic() - begun:.0f} s")
+    run_measurement("routing", argv, partial(measure, options), options.json_file)
 
 
 if __name__ == "__main__":

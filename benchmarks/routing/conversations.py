@@ -16,9 +16,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
+from benchmarks.common.clients import greedy_request
 from services.common.rpc.channel import open_channel
 
 
@@ -153,12 +153,8 @@ class ConversationClient:
     async def _ask(
         self, prompt: list[int], num_tokens: int, cache_salt: str
     ) -> tuple[TurnFigures, list[int]]:
-        request = gateway_pb2.GenerateRequest(
-            token_ids=common_pb2.TokenIds(ids=prompt),
-            sampling=common_pb2.SamplingParams(temperature=0, max_tokens=num_tokens),
-            ignore_eos=True,
-            cache_salt=cache_salt,
-        )
+        request = greedy_request(prompt, num_tokens)
+        request.cache_salt = cache_salt
         answer: list[int] = []
         began = time.perf_counter()
         first_token_seconds = 0.0

@@ -19,20 +19,15 @@ thread. With --structured, a load is measured while as many requests with a sche
 time, and while as many requests without a schema do.
 """
 
-import json
-import shlex
-import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-import uvloop
-
 from benchmarks.common.arguments import checkout, counts, make_parser
-from benchmarks.common.console import log, messages
 from benchmarks.common.models import RANDOM_MODELS, is_model
+from benchmarks.common.runs import run_measurement
 from benchmarks.serving.comparison import Schedule
 from benchmarks.serving.measurement import Options, Part, measure
 
@@ -111,19 +106,7 @@ def parse_options(argv: Sequence[str]) -> Options:
 def main(argv: Sequence[str]) -> None:
     """Runs the measurements, prints the tables and writes the figures to a file if requested."""
     options = parse_options(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    begun = time.monotonic()
-    command = shlex.join(["python", "-m", "benchmarks.serving", *argv])
-    try:
-        results = uvloop.run(measure(options, command))
-    except* (RuntimeError, TimeoutError) as failed:
-        log("\n".join(messages(failed)))
-        sys.exit(1)
-    except* KeyboardInterrupt:
-        sys.exit(130)
-    if options.json_file is not None:
-        options.json_file.write_text(json.dumps(results, indent=2) + "\n")
-    log(f"done after {time.monotonic() - begun:.0f} s")
+    run_measurement("serving", argv, partial(measure, options), options.json_file)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
+from benchmarks.common.clients import greedy_request
 from services.common.rpc.channel import open_channel
 
 ANSWER_SECONDS = 120.0
@@ -210,7 +211,8 @@ def make_request(
         (family if position < common else draw).randrange(3, vocab_size)
         for position in range(length)
     ]
-    sampling = common_pb2.SamplingParams(temperature=0, max_tokens=num_tokens)
+    request = greedy_request(prompt, num_tokens)
+    sampling = request.sampling
     if number % 2:
         sampling.MergeFrom(common_pb2.SamplingParams(temperature=1.0, seed=number))
     if number % 8 == 3:
@@ -219,6 +221,4 @@ def make_request(
         sampling.frequency_penalty = 0.3
     if number % 4 < 2:
         sampling.logprobs = 0
-    return gateway_pb2.GenerateRequest(
-        token_ids=common_pb2.TokenIds(ids=prompt), sampling=sampling, ignore_eos=True
-    )
+    return request

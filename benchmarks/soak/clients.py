@@ -16,6 +16,7 @@ import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
+from benchmarks.common.clients import greedy_request
 from services.common.rpc.channel import open_channel
 
 _SHARED_PREFIXES = 6
@@ -65,7 +66,7 @@ Ask = Callable[[Endpoint, Random], Awaitable[None]]
 async def grpc_stream(endpoint: Endpoint, draw: Random) -> None:
     """Sends a greedy request over gRPC."""
     wanted = endpoint.num_tokens(draw)
-    request = _generate(endpoint.prompt(draw), wanted)
+    request = greedy_request(endpoint.prompt(draw), wanted)
     async with _calling(endpoint, request) as call:
         answers = [answer async for answer in call]
     _expect(sum(len(answer.token_ids) for answer in answers), wanted)
@@ -74,7 +75,7 @@ async def grpc_stream(endpoint: Endpoint, draw: Random) -> None:
 async def grpc_several(endpoint: Endpoint, draw: Random) -> None:
     """Sends one request for several sampled answers, with penalties and log-probabilities."""
     wanted, n = endpoint.num_tokens(draw), draw.randrange(2, 5)
-    request = _generate(endpoint.prompt(draw), wanted)
+    request = greedy_request(endpoint.prompt(draw), wanted)
     request.n = n
     request.sampling.MergeFrom(
         common_pb2.SamplingParams(
@@ -97,7 +98,7 @@ async def grpc_several(endpoint: Endpoint, draw: Random) -> None:
 
 async def grpc_long(endpoint: Endpoint, draw: Random) -> None:
     """Sends a long prompt, which is computed in chunks, with a short answer."""
-    request = _generate(endpoint.prompt(draw, draw.uniform(0.4, 0.9)), 4)
+    request = greedy_request(endpoint.prompt(draw, draw.uniform(0.4, 0.9)), 4)
     async with _calling(endpoint, request) as call:
         answers = [answer async for answer in call]
     _expect(sum(len(answer.token_ids) for answer in answers), 4)
@@ -105,7 +106,7 @@ async def grpc_long(endpoint: Endpoint, draw: Random) -> None:
 
 async def grpc_hang_up(endpoint: Endpoint, draw: Random) -> None:
     """Cancels the call, or closes the connection, before the answer has ended."""
-    request = _generate(endpoint.prompt(draw), endpoint.longest // 2)
+    request = greedy_request(endpoint.prompt(draw), endpoint.longest // 2)
     async with _calling(endpoint, request) as call:
         for _ in range(draw.randrange(3)):
             await call.read()
@@ -115,7 +116,7 @@ async def grpc_hang_up(endpoint: Endpoint, draw: Random) -> None:
 
 async def grpc_bad(endpoint: Endpoint, draw: Random) -> None:
     """A request that the gateway must refuse."""
-    request = _generate(endpoint.prompt(draw), 4)
+    request = greedy_request(endpoint.prompt(draw), 4)
     if draw.random() < 0.5:
         request.sampling.top_p = 2
     else:
@@ -203,14 +204,6 @@ KINDS: dict[str, tuple[int, Ask]] = {
     "HTTP, refused": (1, http_bad),
 }
 """Maps each kind to its weight in the random selection and to its function."""
-
-
-def _generate(prompt: list[int], num_tokens: int) -> gateway_pb2.GenerateRequest:
-    return gateway_pb2.GenerateRequest(
-        token_ids=common_pb2.TokenIds(ids=prompt),
-        sampling=common_pb2.SamplingParams(temperature=0, max_tokens=num_tokens),
-        ignore_eos=True,
-    )
 
 
 @asynccontextmanager

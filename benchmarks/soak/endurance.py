@@ -15,8 +15,6 @@ standard output, progress to standard error. The exit status is 1 in these cases
 """
 
 import asyncio
-import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,12 +24,12 @@ from random import Random
 from typing import Any
 
 import httpx
-import uvloop
 
 from benchmarks.common.arguments import add_model, make_parser, positive
 from benchmarks.common.console import log
 from benchmarks.common.models import read_config
 from benchmarks.common.process_usage import usage_of
+from benchmarks.common.runs import run_program
 from benchmarks.common.stack import Stack
 from benchmarks.soak.attack.findings import Finding, Sample, findings, table
 from benchmarks.soak.clients import KINDS, Endpoint
@@ -234,13 +232,6 @@ def parse_options(argv: Sequence[str]) -> Options:
 def main(argv: Sequence[str]) -> int:
     """Runs the test and prints the report. Returns 1 if it failed."""
     options = parse_options(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        outcome = uvloop.run(soak(options))
-    except* (RuntimeError, httpx.HTTPError) as failed:
-        log("; ".join(str(error) for error in failed.exceptions))
-        sys.exit(1)
-    except* KeyboardInterrupt:
-        sys.exit(130)
+    outcome = run_program(soak(options))
     print(report(outcome))
     return 0 if outcome.is_good else 1

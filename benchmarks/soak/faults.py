@@ -33,12 +33,12 @@ from pathlib import Path
 from random import Random
 
 import httpx
-import uvloop
 
 from benchmarks.common.arguments import add_model, count, make_parser, positive
-from benchmarks.common.console import log, messages
+from benchmarks.common.console import log
 from benchmarks.common.models import vocab_size
 from benchmarks.common.process_usage import is_running
+from benchmarks.common.runs import run_program
 from benchmarks.soak.checked_streams import Streams
 from benchmarks.soak.fault_draws import Fault, draw_fault, draw_hit
 from benchmarks.soak.fault_report import Effect, report, storm_report
@@ -268,10 +268,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     with tempfile.TemporaryDirectory(prefix="stepwell-faults-") as directory:
         try:
-            outcome = uvloop.run(campaign(options, Path(directory)))
-        except RuntimeError as failed:
-            log("\n".join(messages(failed)))
-            return 1
+            outcome = run_program(campaign(options, Path(directory)))
         finally:
             if options.log_file is not None:
                 shutil.copy(Path(directory) / LOG_NAME, options.log_file)

@@ -30,6 +30,7 @@ import httpx
 import uvloop
 
 from benchmarks.common.arguments import add_model, count, make_parser, positive
+from benchmarks.common.figures import percentile
 from benchmarks.common.process_usage import usage_of
 from benchmarks.common.stack import Stack
 from benchmarks.soak.attack.attacks import Target, attack
@@ -139,7 +140,7 @@ async def hostility(options: argparse.Namespace) -> bool:
 
 
 def _quantiles(pauses: list[float]) -> str:
-    at = [pauses[int(share * (len(pauses) - 1))] for share in (0.5, 0.99, 0.999, 1)]
+    at = [percentile(pauses, percent) for percent in (50, 99, 99.9, 100)]
     return "p50 {:.1f}, p99 {:.1f}, p99.9 {:.1f}, longest {:.1f}".format(*(1000 * p for p in at))
 
 

@@ -27,10 +27,10 @@ from typing import Any
 
 import httpx
 import jsonschema_rs
-import uvloop
 
 from benchmarks.common.arguments import add_model, count, make_parser
-from benchmarks.common.console import log, messages
+from benchmarks.common.console import log
+from benchmarks.common.runs import run_program
 from benchmarks.common.tables import table_text
 from benchmarks.soak.replicas import Replicas
 from services.cli.processes.supervisor import RestartPolicy
@@ -272,12 +272,6 @@ def main(argv: Sequence[str]) -> int:
         parsed.model, schemas, parsed.kills, parsed.at_once, parsed.max_tokens, parsed.seed
     )
     with tempfile.TemporaryDirectory(prefix="stepwell-schemas-") as directory:
-        outcomes = None
-        try:
-            outcomes = uvloop.run(run(options, Path(directory)))
-        except* (RuntimeError, TimeoutError) as failed:
-            log("\n".join(messages(failed)))
-    if outcomes is None:
-        return 1
+        outcomes = run_program(run(options, Path(directory)))
     print(outcomes.text())
     return 0 if outcomes.are_good else 1

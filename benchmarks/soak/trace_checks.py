@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.common.figures import percentile
 from benchmarks.common.spans import SpanRecord
 from benchmarks.common.tables import table_text
 from services.common.telemetry import names
@@ -81,7 +82,7 @@ class TraceReport:
     @property
     def p99_unexplained(self) -> float:
         """The 99th percentile of the unexplained fractions. It is 1 if there is no request."""
-        return _percentile(self.unexplained, 99)
+        return percentile(self.unexplained or [1.0], 99)
 
     @property
     def is_good(self) -> bool:
@@ -90,12 +91,13 @@ class TraceReport:
 
     def text(self) -> str:
         """The report as a table, with the first faults."""
+        elsewhere = self.elsewhere or [1.0]
         rows = [
             ("requests", str(self.num_requests)),
             ("time without a part, p99", f"{100 * self.p99_unexplained:.3f} %"),
             ("time without a part, most", f"{100 * max(self.unexplained, default=1.0):.3f} %"),
-            ("client's time outside, p50", f"{100 * _percentile(self.elsewhere, 50):.3f} %"),
-            ("client's time outside, p99", f"{100 * _percentile(self.elsewhere, 99):.3f} %"),
+            ("client's time outside, p50", f"{100 * percentile(elsewhere, 50):.3f} %"),
+            ("client's time outside, p99", f"{100 * percentile(elsewhere, 99):.3f} %"),
             ("lost with a service that was killed", str(self.num_lost)),
             *((name, str(count)) for name, count in sorted(self.counts.items())),
             ("faults", str(len(self.faults))),
@@ -252,9 +254,3 @@ def _was_left(span: SpanRecord) -> bool:
     """Whether the span is a stay that the gateway ended before the replica finished the request."""
     outcome = span.attributes.get(names.ATTR_OUTCOME)
     return span.name == names.SPAN_GATEWAY_ENGINE and outcome != _FINISHED
-
-
-def _percentile(shares: Sequence[float], percent: int) -> float:
-    """The percentile of the fractions. It is 1 if there are none."""
-    ordered = sorted(shares)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 1.0

@@ -25,13 +25,13 @@ from pathlib import Path
 from random import Random
 
 import grpc
-import uvloop
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from benchmarks.common.arguments import add_model, count, make_parser
 from benchmarks.common.clients import GrpcClient, HttpClient
-from benchmarks.common.console import log, messages
+from benchmarks.common.console import log
 from benchmarks.common.models import vocab_size
+from benchmarks.common.runs import run_program
 from benchmarks.common.spans import SpanReceiver
 from benchmarks.soak.replicas import RECOVERY_SECONDS, Replicas
 from benchmarks.soak.trace_checks import TracedRequest, TraceReport, check_traces
@@ -226,12 +226,6 @@ def main(argv: Sequence[str]) -> int:
     parsed = parser.parse_args(argv)
     options = Options(parsed.model, parsed.requests, parsed.kills, parsed.pauses, parsed.seed)
     with tempfile.TemporaryDirectory(prefix="stepwell-traces-") as directory:
-        report = None
-        try:
-            report = uvloop.run(run(options, Path(directory)))
-        except* (RuntimeError, TimeoutError) as failed:
-            log("\n".join(messages(failed)))
-    if report is None:
-        return 1
+        report = run_program(run(options, Path(directory)))
     print(report.text())
     return 0 if report.is_good else 1

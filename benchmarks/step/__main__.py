@@ -9,8 +9,6 @@ worker should then run as many steps per second as in a bare loop, which runs th
 worker's process without requests. Tables go to standard output, progress to standard error.
 """
 
-import json
-import shlex
 import statistics
 import sys
 import time
@@ -18,15 +16,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from benchmarks.common.arguments import count, counts, make_parser
-from benchmarks.common.console import log, messages, show
+from benchmarks.common.console import log, show
 from benchmarks.common.hops import HopRun, hops_table, median_hops
 from benchmarks.common.machine import machine, machine_text
+from benchmarks.common.runs import run_measurement
 from benchmarks.common.spans import SpanReceiver
 from benchmarks.step import tables
 from benchmarks.step.dummy_replica import DummyReplica, ReplicaOptions
@@ -152,16 +150,7 @@ def _summary(found: Round) -> str:
 def main(argv: Sequence[str]) -> None:
     """Measures, prints the tables and writes the figures."""
     options = parse_options(argv)
-    begun = time.monotonic()
-    command = shlex.join(["python", "-m", "benchmarks.step", *argv])
-    try:
-        results = uvloop.run(measure(options, command))
-    except* (RuntimeError, TimeoutError) as failed:
-        log("\n".join(messages(failed)))
-        sys.exit(1)
-    if options.json_file is not None:
-        options.json_file.write_text(json.dumps(results, indent=2) + "\n")
-    log(f"done after {time.monotonic() - begun:.0f} s")
+    run_measurement("step", argv, partial(measure, options), options.json_file)
 
 
 if __name__ == "__main__":

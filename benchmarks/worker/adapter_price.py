@@ -20,16 +20,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.arguments import make_parser
+from benchmarks.common.arguments import add_sized_model, make_parser
 from benchmarks.common.console import show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
 from benchmarks.common.random_adapter import write_adapter
-from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer
+from benchmarks.worker.step_timer import StepsLoad, StepTimer, worker_for
 from services.common.request.adapter_files import adapter_digest
-from services.worker.build import build_worker
 from services.worker.core.worker import Worker
-from services.worker.settings import WorkerSettings
 
 NUM_ADAPTERS = 16
 LOADS = (
@@ -43,9 +41,7 @@ LOADS = (
 def main() -> None:
     """Measures and prints a table."""
     parser = make_parser("worker.adapter_price", (__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model", default="135m", help="a directory, or the size of a random model"
-    )
+    add_sized_model(parser)
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each number of adapters")
@@ -111,20 +107,9 @@ def load_adapters(worker: Worker, model: Path, directory: Path, rank: int) -> li
 
 def build(model: Path, rank: int, num_steps: int, num_threads: int) -> Worker:
     """A worker with room for every load and all adapters."""
-    most = max(load.num_requests * load.num_blocks(num_steps) for load, _ in LOADS)
-    settings = WorkerSettings(
-        model=model,
-        enable_lora=True,
-        max_loras=NUM_ADAPTERS,
-        max_lora_rank=rank,
-        num_threads=num_threads,
-        block_size=BLOCK_SIZE,
-        max_model_len=1024,
-        max_num_seqs=32,
-        max_num_batched_tokens=1024,
-        num_blocks=1 + most,
-    )
-    return build_worker(settings, "benchmark", lambda: None)
+    adapters = {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": rank}
+    loads = [load for load, _ in LOADS]
+    return worker_for(model, loads, num_steps, num_threads=num_threads, **adapters)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.common.arguments import count, counts, make_parser
+from benchmarks.common.arguments import add_sized_model, count, counts, make_parser
 from benchmarks.common.console import show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
@@ -62,9 +62,7 @@ class MatcherMicros:
 def main() -> None:
     """Measures and prints a table."""
     parser = make_parser("worker.grammar_price", (__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model", default="models/demo", help="a directory, or the size of a random model"
-    )
+    add_sized_model(parser, "models/demo")
     parser.add_argument("--rows", type=counts, default=(8, 32), help="requests at once")
     parser.add_argument("--rounds", type=count, default=9, help="turns with and without")
     parser.add_argument("--steps", type=count, default=100, help="steps of a turn")

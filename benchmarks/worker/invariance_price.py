@@ -16,15 +16,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.arguments import make_parser
+from benchmarks.common.arguments import add_sized_model, make_parser
 from benchmarks.common.console import show
 from benchmarks.common.models import find_model
-from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer, turn_of_each
+from benchmarks.worker.step_timer import StepsLoad, StepTimer, turn_of_each, worker_for
 from services.worker.backends.choices import KernelsSetting
-from services.worker.build import build_worker
 from services.worker.core.worker import StepRunner
 from services.worker.models.config import DtypeSetting
-from services.worker.settings import WorkerSettings
 
 MODES = (False, True)
 
@@ -41,9 +39,7 @@ LOADS = (
 def main() -> None:
     """Measures and prints a table."""
     parser = make_parser("worker.invariance_price", (__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model", default="135m", help="a directory, or the size of a random model"
-    )
+    add_sized_model(parser)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each mode")
@@ -73,19 +69,8 @@ def table(timers: list[StepTimer], num_rounds: int) -> str:
 
 def build(model: Path, dtype: DtypeSetting, batch_invariant: bool, num_steps: int) -> StepRunner:
     """A runner with torch's kernels and room for every load."""
-    most = max(load.num_requests * load.num_blocks(num_steps) for load in LOADS)
-    settings = WorkerSettings(
-        model=model,
-        dtype=dtype,
-        kernels=KernelsSetting.TORCH,
-        batch_invariant=batch_invariant,
-        block_size=BLOCK_SIZE,
-        max_model_len=1024,
-        max_num_seqs=32,
-        max_num_batched_tokens=1024,
-        num_blocks=1 + most,
-    )
-    return build_worker(settings, "benchmark", lambda: None).runner
+    settings = {"kernels": KernelsSetting.TORCH, "batch_invariant": batch_invariant}
+    return worker_for(model, LOADS, num_steps, dtype=dtype, **settings).runner
 
 
 if __name__ == "__main__":

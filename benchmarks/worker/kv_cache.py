@@ -16,16 +16,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.arguments import make_parser
+from benchmarks.common.arguments import add_sized_model, make_parser
 from benchmarks.common.console import show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
-from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer, turn_of_each
+from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer, turn_of_each, worker_for
 from services.worker.backends.choices import KVCacheDtype
-from services.worker.build import build_worker
 from services.worker.core.worker import Worker
 from services.worker.models.config import DtypeSetting
-from services.worker.settings import WorkerSettings
 
 LOADS = (
     StepsLoad("decode, 1 behind 2,000 tokens", 1, 2000),
@@ -40,9 +38,7 @@ LOADS = (
 def main() -> None:
     """Measures, and prints the machine and a table."""
     parser = make_parser("worker.kv_cache", (__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model", default="135m", help="a directory, or the size of a random model"
-    )
+    add_sized_model(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each worker")
@@ -58,18 +54,8 @@ def main() -> None:
 
 def build(model: Path, dtype: DtypeSetting, kept: KVCacheDtype, num_steps: int) -> Worker:
     """A worker whose KV cache has room for every load."""
-    most = max(load.num_requests * load.num_blocks(num_steps) for load in LOADS)
-    settings = WorkerSettings(
-        model=model,
-        dtype=dtype,
-        kv_cache_dtype=kept,
-        block_size=BLOCK_SIZE,
-        max_model_len=2048,
-        max_num_seqs=32,
-        max_num_batched_tokens=1024,
-        num_blocks=1 + most,
-    )
-    return build_worker(settings, "benchmark", lambda: None)
+    settings = {"dtype": dtype, "kv_cache_dtype": kept, "max_model_len": 2048}
+    return worker_for(model, LOADS, num_steps, **settings)
 
 
 def sizes(workers: Sequence[Worker]) -> str:

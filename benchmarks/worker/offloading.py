@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from benchmarks.common.arguments import make_parser
+from benchmarks.common.arguments import add_sized_model, make_parser
 from benchmarks.common.console import log, show
 from benchmarks.common.in_process import InProcess
 from benchmarks.common.machine import machine, machine_text
@@ -171,9 +171,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the command line."""
     parser = make_parser("worker.offloading", (__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model", default="135m", help="a directory, or the size of a random model"
-    )
+    add_sized_model(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
     parser.add_argument("--rounds", type=int, default=7, help="how often each is measured")

@@ -34,7 +34,7 @@ from typing import Protocol
 
 import torch
 
-from benchmarks.common.arguments import counts, make_parser, program
+from benchmarks.common.arguments import add_sized_model, counts, make_parser, program
 from benchmarks.common.console import log, show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
@@ -47,10 +47,8 @@ from benchmarks.worker.loads import (
     PREFILL_TOKENS,
     decode_name,
 )
-from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer
-from services.worker.build import build_worker
+from benchmarks.worker.step_timer import StepsLoad, StepTimer, worker_for
 from services.worker.models.quantization_config import QuantizationSetting
-from services.worker.settings import WorkerSettings
 
 LOADS = tuple(
     StepsLoad(f"decode, {level} at once", level, DECODE_PROMPT) for level in DECODE_LEVELS
@@ -88,9 +86,7 @@ class LlamaCppTimer:
 def main() -> None:
     """Measures and prints a table."""
     parser = make_parser("worker.quantization", (__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model", default="135m", help="a directory, or the size of a random model"
-    )
+    add_sized_model(parser)
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
     parser.add_argument(
         "--processor-time",
@@ -173,18 +169,8 @@ def _build_timer(
     num_threads: int,
     clock: Callable[[], float],
 ) -> StepTimer:
-    most = max(load.num_requests * load.num_blocks(num_steps) for load in LOADS)
-    settings = WorkerSettings(
-        model=model,
-        quantization=quantization,
-        num_threads=num_threads,
-        block_size=BLOCK_SIZE,
-        max_model_len=1024,
-        max_num_seqs=max(load.num_requests for load in LOADS),
-        max_num_batched_tokens=1024,
-        num_blocks=1 + most,
-    )
-    return StepTimer(build_worker(settings, "benchmark", lambda: None).runner, num_steps, clock)
+    settings = {"quantization": quantization, "num_threads": num_threads}
+    return StepTimer(worker_for(model, LOADS, num_steps, **settings).runner, num_steps, clock)
 
 
 def table(timers: Mapping[str, Timer], num_rounds: int, loads: Sequence[StepsLoad]) -> str:

@@ -47,7 +47,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.common.arguments import make_parser
+from benchmarks.common.arguments import add_sized_model, make_parser
 from benchmarks.common.console import log, show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model, vocab_size
@@ -104,9 +104,7 @@ class Gain:
 def main() -> None:
     """Measures and prints a table."""
     parser = make_parser("worker.speculation", (__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--model", default="135m", help="a directory, or the size of a random model"
-    )
+    add_sized_model(parser)
     parser.add_argument(
         "--draft-model", help="a directory or a size (default: n-grams and suffix trees)"
     )

@@ -2,14 +2,18 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from services.common.request.sampling import SamplingParams
+from services.worker.build import build_worker
 from services.worker.core.step import NewRequest, StepInput
-from services.worker.core.worker import StepRunner
+from services.worker.core.worker import StepRunner, Worker
+from services.worker.settings import WorkerSettings
 
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0)
@@ -27,6 +31,23 @@ class StepsLoad:
     def num_blocks(self, num_steps: int) -> int:
         """The number of blocks that one request needs for `num_steps` steps."""
         return -(-(self.num_prefix + self.num_tokens + num_steps) // BLOCK_SIZE)
+
+
+def worker_for(
+    model: Path, loads: Iterable[StepsLoad], num_steps: int, **settings: object
+) -> Worker:
+    """A worker with room for every load of `num_steps` steps."""
+    most = max(load.num_requests * load.num_blocks(num_steps) for load in loads)
+    values: dict[str, Any] = {
+        "model": model,
+        "block_size": BLOCK_SIZE,
+        "max_model_len": 1024,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 1024,
+        "num_blocks": 1 + most,
+        **settings,
+    }
+    return build_worker(WorkerSettings(**values), "benchmark", lambda: None)
 
 
 class StepTimer:
