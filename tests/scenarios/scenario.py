@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from services.cli.replay.fields import Field, FieldError
-from services.cli.replay.groups import require_a_pool
+from services.cli.replay.fields import Field
 from services.cli.replay.settings import read_config
 from services.common.pool.ids import RequestKey
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.encoder_input import EncoderInput
 from services.common.request.sampling import SamplingParams
@@ -18,7 +18,6 @@ from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.request import Request
 from tests.scenarios.connector import ConnectorScript, read_connector
-from tests.scenarios.groups import read_scenario_groups
 from tests.scenarios.stand_in_connector import StandInConnector
 from tests.scenarios.stand_in_grammar import COMPILE_ERROR, StandInGrammar
 
@@ -63,7 +62,12 @@ _OTHER_SETTINGS = (
     "eos_token_id",
 )
 _MAX_STEPS = 20_000
-_MOST_STEPS = 1_000_000
+_GROUPS = {
+    "full": AttentionType.FULL,
+    "sliding": AttentionType.SLIDING_WINDOW,
+    "chunked": AttentionType.CHUNKED_LOCAL,
+    "mamba": AttentionType.STATE_SPACE,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,121 +140,96 @@ class Scenario:
         return self.connector.make(self.config.block_size)
 
 
-def read_scenario(document: Any) -> Scenario:
-    """Reads a scenario from its JSON document. Raises FieldError."""
-    top = Field(document)
-    top.only(("name", "seed", "note", "config", "events", "max_steps"))
-    given = top.get("config", {})
-    given.only(DEFAULTS)
-    named = {**DEFAULTS, **given.members()}
-    whole = Field(named, given.path)
-    connector_settings: dict[str, Any] = {}
+def read_scenario(document: dict[str, Any]) -> Scenario:
+    """Reads a scenario from its JSON document."""
+    named = {**DEFAULTS, **document["config"]}
+    settings: dict[str, Any] = {}
     connector = None
     if named["kv_connector"] is not None:
-        connector_settings, connector = read_connector(whole["kv_connector"])
-    config = _config(whole, connector_settings)
-    groups = read_scenario_groups(whole["kv_cache_groups"], config.block_size)
-    config = replace(config, groups=groups)
-    require_a_pool(config, whole)
-    eos = whole["eos_token_id"].integer()
-    whole["prefix_caching_hash_algo"].text()
+        settings, connector = read_connector(named["kv_connector"])
+    config = _config(named, settings)
     events: dict[int, list[Event]] = defaultdict(list)
     grammars: dict[str, StandInGrammar] = {}
-    is_session: dict[str, bool] = {}
-    for event in top["events"].items():
-        step = event["step"].integer(0, _MOST_STEPS)
-        if "add" in event.members():
-            event.only(("step", "add"))
-            key = RequestKey(len(is_session) + 1)
-            request = _request(event["add"], key, step, eos, pooling=config.pooling)
+    known: set[str] = set()
+    for event in document["events"]:
+        step, here = event["step"], events[event["step"]]
+        if "add" in event:
+            add, key = event["add"], RequestKey(len(known) + 1)
+            request = _request(add, key, step, named["eos_token_id"], pooling=config.pooling)
             if connector is not None:
-                connector.read_request(event["add"], key)
-            if is_session.get(request.request_id) is False:
-                raise event["add"]["request_id"].wrong("must be new")
-            if request.request_id in is_session:
-                events[step].append(_next_chunk(request))
-            else:
-                is_session[request.request_id] = request.resumable
-                events[step].append(request)
-                if "grammar" in event["add"].members():
-                    grammar = _grammar(event["add"]["grammar"], step, eos)
-                    _set_grammar(request, grammar, step)
-                    grammars[request.request_id] = grammar
-        elif "reset_encoder_cache" in event.members():
-            event.only(("step", "reset_encoder_cache"))
-            event["reset_encoder_cache"].boolean()
-            events[step].append(ResetEncoderCache())
-        elif "abort" in event.members():
-            event.only(("step", "abort", "phase"))
-            events[step] += _aborts(event)
+                connector.read_request(add, key)
+            if request.request_id in known:
+                here.append(_next_chunk(request))
+                continue
+            known.add(request.request_id)
+            here.append(request)
+            if "grammar" in add:
+                grammar = StandInGrammar(named["eos_token_id"], **{"ready": step} | add["grammar"])
+                _set_grammar(request, grammar, step)
+                grammars[request.request_id] = grammar
+        elif "abort" in event:
+            ids = [event["abort"]] if isinstance(event["abort"], str) else event["abort"]
+            here += [Abort(request_id, event.get("phase") == "mid") for request_id in ids]
         else:
-            events[step].append(_control(event))
-    max_steps = top.get("max_steps", _MAX_STEPS).integer(1, _MOST_STEPS)
-    return Scenario(
-        top.get("name", "").text(), named, config, grammars, events, max_steps, connector
+            here.append(_control(event))
+    max_steps = document.get("max_steps", _MAX_STEPS)
+    name = document.get("name", "")
+    return Scenario(name, named, config, grammars, events, max_steps, connector)
+
+
+def _config(named: dict[str, Any], connector_settings: dict[str, Any]) -> SchedulerConfig:
+    values = {name: value for name, value in named.items() if name not in _OTHER_SETTINGS}
+    values |= connector_settings
+    values["num_blocks"] = named["num_gpu_blocks"]
+    values["num_lookahead_tokens"] = named["num_lookahead_tokens"] or 0
+    config = read_config(Field(values))
+    groups = tuple(_group(group, config.block_size) for group in named["kv_cache_groups"] or ())
+    return replace(config, groups=groups)
+
+
+def _group(group: dict[str, Any], block_size: int) -> KVCacheGroup:
+    return KVCacheGroup(
+        _GROUPS[group["type"]],
+        group.get("block_size", block_size),
+        group.get("window", group.get("chunk", 0)),
+        is_eagle_group=group.get("eagle", False),
+        mamba_cache_mode=MambaCacheMode(group.get("mode", "none")),
+        num_speculative_blocks=group.get("speculative_blocks", 0),
     )
 
 
-def _config(field: Field, connector_settings: dict[str, Any]) -> SchedulerConfig:
-    named = field.members()
-    config = {name: value for name, value in named.items() if name not in _OTHER_SETTINGS}
-    config |= connector_settings
-    config["num_blocks"] = named["num_gpu_blocks"]
-    if config["num_lookahead_tokens"] is None:
-        config["num_lookahead_tokens"] = 0
-    try:
-        return read_config(Field(config, field.path))
-    except FieldError as error:
-        if error.path[-1] != "num_blocks":
-            raise
-        wrong = (*error.path[:-1], "num_gpu_blocks")
-        complaint = str(error).partition(" ")[2]
-        raise FieldError(wrong, complaint) from None
-
-
-def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool) -> Request:
-    add.only(
-        (
-            *("request_id", "prompt_token_ids", "max_tokens", "priority", "arrival_time"),
-            *("ignore_eos", "stop_token_ids", "min_tokens", "cache_salt", "resumable"),
-            *("skip_reading_prefix_cache", "lora", "external", "send", "grammar", "mm"),
-        )
-    )
-    add.get("min_tokens", 0).integer()  # only validated, because min_tokens concerns the sampler
-    max_tokens = add["max_tokens"].integer(1)
-    salt, prompt = add.get("cache_salt", ""), add["prompt_token_ids"].integers()
-    adapter = f"lora{add['lora'].integer(1)}" if "lora" in add.members() else ""
+def _request(
+    add: dict[str, Any], key: RequestKey, step: int, eos: int, *, pooling: bool
+) -> Request:
+    """Reads an added request. `min_tokens` is ignored, since it concerns the sampler."""
+    prompt = add["prompt_token_ids"]
+    adapter = f"lora{add['lora']}" if "lora" in add else ""
     return Request(
-        request_id=add["request_id"].text(),
+        request_id=add["request_id"],
         key=key,
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
         sampling=SamplingParams(
-            max_tokens=None if pooling else max_tokens,
-            eos_token_ids=() if add.get("ignore_eos", False).boolean() else (eos,),
-            stop_token_ids=tuple(set(add.get("stop_token_ids", []).integers())),
+            max_tokens=None if pooling else add["max_tokens"],
+            eos_token_ids=() if add.get("ignore_eos") else (eos,),
+            stop_token_ids=tuple(set(add.get("stop_token_ids", ()))),
         ),
-        priority=add.get("priority", 0).integer(-(2**31)),
-        arrival_time=add.get("arrival_time", float(step)).number(-1e18, 1e18),
-        cache_salt="" if salt.value is None else salt.text(),
-        resumable=add.get("resumable", False).boolean(),
-        reads_prefix_cache=not add.get("skip_reading_prefix_cache", False).boolean(),
+        priority=add.get("priority", 0),
+        arrival_time=float(add.get("arrival_time", step)),
+        cache_salt=add.get("cache_salt") or "",
+        resumable=add.get("resumable", False),
+        reads_prefix_cache=not add.get("skip_reading_prefix_cache"),
         # A scenario has no adapter weights, so the digest is computed from the name.
         adapter_digest=hashlib.sha256(adapter.encode()).digest() if adapter else b"",
         adapter_name=adapter,
-        encoder_inputs=_items(add, len(prompt)),
+        encoder_inputs=tuple(map(_item, add.get("mm", ()))),
     )
 
 
-def _grammar(field: Field, step: int, eos: int) -> StandInGrammar:
-    field.only(("ready", "length", "error", "break_at"))
-    return StandInGrammar(
-        eos,
-        ready=field.get("ready", step).integer(0, _MOST_STEPS),
-        length=_optional(field, "length"),
-        error=field.get("error", False).boolean(),
-        break_at=_optional(field, "break_at"),
-    )
+def _item(item: dict[str, Any]) -> EncoderInput:
+    embeds = item.get("embeds")
+    positions = None if embeds is None else tuple(embeds)
+    return EncoderInput(item["hash"], item["offset"], item["length"], positions)
 
 
 def _set_grammar(request: Request, grammar: StandInGrammar, step: int) -> None:
@@ -264,23 +243,6 @@ def _set_grammar(request: Request, grammar: StandInGrammar, step: int) -> None:
             request.grammar, request.error = GrammarStatus.FAILED, COMPILE_ERROR
 
 
-def _optional(field: Field, name: str) -> int | None:
-    number = field.get(name, None)
-    return None if number.value is None else number.integer()
-
-
-def _items(add: Field, num_tokens: int) -> tuple[EncoderInput, ...]:
-    items: list[EncoderInput] = []
-    for item in add.get("mm", []).items():
-        item.only(("hash", "offset", "length", "embeds"))
-        offset = item["offset"].integer(items[-1].end if items else 0, num_tokens - 1)
-        length = item["length"].integer(1, num_tokens - offset)
-        embeds = item.get("embeds", None)
-        positions = None if embeds.value is None else tuple(embeds.integers(0, length - 1))
-        items.append(EncoderInput(item["hash"].text(), offset, length, positions))
-    return tuple(items)
-
-
 def _next_chunk(added: Request) -> NextChunk:
     """Converts a request that was added with the id of an existing session to the session's next
     input.
@@ -291,28 +253,12 @@ def _next_chunk(added: Request) -> NextChunk:
     return NextChunk(added.request_id, chunk)
 
 
-def _control(event: Field) -> Event:
+def _control(event: dict[str, Any]) -> Event:
     """Reads a pause, the end of a pause, a reset, or a throttled step."""
-    members = event.members()
-    if "pause" in members:
-        event.only(("step", "pause", "clear_cache"))
-        return Pause(event["pause"].member(PauseMode), event.get("clear_cache", True).boolean())
-    if "reset_prefix_cache" in members:
-        event.only(("step", "reset_prefix_cache"))
-        reset = event["reset_prefix_cache"]
-        reset.only(("running",))
-        return ResetPrefixCache(reset.get("running", False).boolean())
-    for signal in Signal:
-        if signal.value in members:
-            event.only(("step", signal.value))
-            if not event[signal.value].boolean():
-                raise event[signal.value].wrong("must be true")
-            return signal
-    raise event.wrong("must add, abort, pause, resume, reset_prefix_cache or throttle")
-
-
-def _aborts(event: Field) -> list[Abort]:
-    ids = event["abort"]
-    is_mid_step = event.get("phase", "before").one_of(("before", "mid")) == "mid"
-    items = [ids] if isinstance(ids.value, str) else ids.items()
-    return [Abort(item.text(), is_mid_step) for item in items]
+    if "pause" in event:
+        return Pause(PauseMode(event["pause"]), event.get("clear_cache", True))
+    if "reset_prefix_cache" in event:
+        return ResetPrefixCache(event["reset_prefix_cache"].get("running", False))
+    if "reset_encoder_cache" in event:
+        return ResetEncoderCache()
+    return next(signal for signal in Signal if signal.value in event)

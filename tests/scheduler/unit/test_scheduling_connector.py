@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from services.cli.replay.fields import FieldError
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.pool.ids import RequestKey
 from services.common.request.sampling import SamplingParams
@@ -368,17 +367,3 @@ def test_a_connector_and_its_role_go_together():
     config = SchedulerConfig(8, 100, 100, 4, 10, kv_role=KVRole.BOTH)
     with pytest.raises(ValueError, match="a connector and its kv_role go together"):
         Scheduler(config, InProcessPool(config))
-
-
-@pytest.mark.parametrize(
-    ("connector", "field"),
-    [
-        ({"role": "kv_none"}, "config.kv_connector.role"),
-        ({"load_failure_policy": "retry"}, "config.kv_connector.load_failure_policy"),
-        ({"requires_kv_delivery": 1}, "config.kv_connector.requires_kv_delivery"),
-        ({"speed": 1}, "config.kv_connector.speed"),
-    ],
-)
-def test_a_scenario_with_another_connector_names_the_field(connector: Record, field: str):
-    with pytest.raises(FieldError, match=field):
-        read_scenario({"config": {"kv_connector": connector}, "events": []})
