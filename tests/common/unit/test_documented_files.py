@@ -50,6 +50,15 @@ def test_links_between_pages_lead_to_files_and_headings(page: Path) -> None:
     assert [link for link in relative if not _leads_somewhere(page, *link)] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
+    text = _CODE.sub("", page.read_text())
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, line, *rows = table.splitlines()
+        assert re.fullmatch(r"[-:| ]+", line), head
+        assert {row.count("|") for row in rows} == {head.count("|")}, head
+
+
 def test_anchors_are_githubs() -> None:
     text = "# Keys `a_b`, [c](d.md) & *e*\n```\n# no heading\n```\n## x-y: é 2.5\n## x-y: é 2.5\n"
     assert _anchors(text) == {"keys-a_b-c--e", "x-y-é-25", "x-y-é-25-1"}
