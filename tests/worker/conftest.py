@@ -1,4 +1,4 @@
-"""The compiled kernels: one build, reused in later sessions."""
+"""The compiled kernels. They are built once, and reused in later sessions."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
-"""The sampling race of one row, token by token in plain numbers. It shares no code with the
-sampler.
+"""The sampling race of one row, computed token by token with Python numbers. It shares no code with
+the sampler.
 """
 
 import math
@@ -8,7 +8,7 @@ _MASK = 2**64 - 1
 
 
 def philox_states(seed: int, position: int) -> tuple[int, int]:
-    """The states of blocks and of tokens in stream 0."""
+    """The two states of stream 0: one for blocks and one for tokens."""
     c = [position & 0xFFFFFFFF, position >> 32, 0, 0]
     k = [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Drives a runner like a scheduler: block tables, chunks, prefix hits, preemptions."""
+"""Drives a runner like a scheduler, with block tables, chunks, prefix hits and preemptions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -204,8 +204,8 @@ class Request:
     """A request of the driver. `tables`: its block table in each KV-cache group.
 
     `num_computed` includes the tokens of a prefix hit. `embeds` replace the first tokens of the
-    prompt. Log-probabilities are stored in order; those of a prompt date from the last time that
-    the request entered.
+    prompt. Log-probabilities are stored in order. Those of a prompt are from the last time that the
+    request entered.
     """
 
     prompt: list[int]
@@ -326,7 +326,7 @@ class Driver:
             self.shared.update(table)
 
     def remove(self, request: Request) -> None:
-        """Removes a request from the batch. Its tokens are kept, its blocks are freed."""
+        """Removes a request from the batch. Its tokens are kept, and its blocks are freed."""
         assert request.row is not None
         self._removed.append(request.row)
         self._rows.append(request.row)
@@ -336,7 +336,7 @@ class Driver:
         request.num_computed = 0
 
     def _extend(self, request: Request, num_tokens: int) -> list[list[int]]:
-        """Grows the request's tables to `num_tokens`; returns the new blocks of each table."""
+        """Grows the request's tables to `num_tokens`, and returns the new blocks of each table."""
         if not request.tables:
             request.tables = [[] for _ in self._windows]
         added = [

@@ -1,4 +1,4 @@
-"""A model in pipeline stages. Each rank is a thread of the test's process; they use gloo."""
+"""A model in pipeline stages. Each rank is a thread of the test's process, and ranks use gloo."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -83,7 +83,7 @@ class StagedRunner:
         return self._threads[rank].submit(self.runners[rank].execute, step)
 
     def submit(self, step: StepInput) -> Future[StepOutput]:
-        """Queues a step on every rank; returns the last stage's output. The other stages sample
+        """Queues a step on every rank, and returns the last stage's output. The other stages sample
         nothing.
         """
         answers = self.submit_each(step)

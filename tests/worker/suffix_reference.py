@@ -1,5 +1,5 @@
-"""Suffix decoding with the compiled trees, and a reference without trees that counts all
-occurrences of a string anew.
+"""Suffix decoding with the compiled trees, and a reference without trees, which counts all
+occurrences of a string each time.
 """
 
 import ctypes
@@ -53,8 +53,8 @@ class Response:
 
 @dataclass
 class Row:
-    """A request: the number of its tokens that are not part of its response or were added to the
-    response; and the response, None before its first token.
+    """A request. It has the number of those tokens that are not part of its response or were added
+    to it, and the response, which is None before its first token.
     """
 
     key: bytes
@@ -63,7 +63,7 @@ class Row:
 
 
 class CountedSuffixes:
-    """A SuffixDecoding with unlimited memory: the tests' oracle."""
+    """A SuffixDecoding with unlimited memory. It is the tests' oracle."""
 
     def __init__(self, rules: SuffixRules) -> None:
         self._rules = rules
@@ -145,7 +145,7 @@ class CountedSuffixes:
 
 
 def _count(sequences: Sequence[Tokens], string: Tokens) -> int:
-    """How often a string occurs. Overlapping occurrences are counted."""
+    """The number of occurrences of a string. Overlapping occurrences count."""
     size = len(string)
     return sum(
         tokens[start : start + size] == string

@@ -22,7 +22,7 @@ SHARED_BYTES = {(8, 0): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
 
 
 class Multiprocessors(CpuDevice):
-    """A CPU that attention is spread over as over an H200."""
+    """A CPU on which attention is divided as on the multiprocessors of an H200."""
 
     num_processors = 132
 
@@ -45,7 +45,7 @@ class AbsentGpu:
 
 @contextmanager
 def compiling_only(capability: tuple[int, int]) -> Iterator[list[tuple[str, Any]]]:
-    """Within it kernels are compiled in place of being run; collects them."""
+    """In this context kernels are compiled instead of run. The list collects them."""
     compiled: list[tuple[str, Any]] = []
     launch = JITFunction.run
 
@@ -62,7 +62,9 @@ def compiling_only(capability: tuple[int, int]) -> Iterator[list[tuple[str, Any]
 
 
 def mixed_step(layer: AttentionLayer, block_size: int) -> None:
-    """Two decodes, a chunk after a past longer than any window here, and one without."""
+    """A step with two decodes, a chunk whose past is longer than any window here, and a chunk
+    without a past.
+    """
     counts, lengths = [1, 1, 17, 3], [20, 300, 400, 3]
     width = MAX_MODEL_LEN // block_size
     shape = AttentionShape((layer,), block_size, 4 * width + 1, torch.bfloat16)

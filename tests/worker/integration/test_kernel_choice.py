@@ -1,4 +1,4 @@
-"""Which kernels a worker uses. Without a compiler it starts too, and logs that."""
+"""Tests which kernels a worker uses. Without a compiler it also starts, and logs that."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def with_compiler() -> str:
-    """The compiler; skips where compiling is not possible anyway."""
+    """The compiler. Skips the test if there is none."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("there is no compiler")
@@ -115,7 +115,7 @@ def test_a_start_that_is_ended_waits_for_no_compiler(
 
 @pytest.fixture
 def quick_compiler(tmp_path: Path, with_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that receives one function in place of all sources, and records what it links."""
+    """A compiler that receives one function in place of all sources, and records each link."""
     (tmp_path / "float32.cpp").write_text('extern "C" int panel_width() { return 16; }\n')
     compiler = tmp_path / "quick-compiler"
     compiler.write_text(
@@ -155,7 +155,8 @@ def test_damaged_kernels_are_compiled_again(
     assert load_compiled(tmp_path / "cache", lambda: None).panel_width() == 16
     [kept] = (tmp_path / "cache").rglob("*.so")
     whole = kept.read_bytes()
-    # Cut in a new file, as after a crash: the old one is mapped into this process.
+    # The truncated library, as after a crash, is a new file: the old one is mapped into this
+    # process.
     kept.unlink()
     kept.write_bytes(whole[: len(whole) // 2])
     with caplog.at_level(logging.INFO):
@@ -169,7 +170,7 @@ def test_damaged_kernels_are_compiled_again(
 
 
 def test_a_full_disk_leaves_no_part_of_a_library(tmp_path: Path) -> None:
-    """A limit to the size of files stands for the disk."""
+    """A limit of the size of files replaces the full disk."""
     whole = tmp_path / "whole.so"
     whole.write_bytes(bytes(100_000))
     cached = CachedLibrary(tmp_path / "cache", "kernels")

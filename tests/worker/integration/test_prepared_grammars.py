@@ -1,4 +1,4 @@
-"""Grammars over the worker's contract: they are compiled outside the steps, and steps find the
+"""Grammars that arrive over the worker's contract are compiled outside the steps. Steps find the
 results.
 """
 

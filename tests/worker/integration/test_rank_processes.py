@@ -1,4 +1,4 @@
-"""Ranks as processes: they form a group, agree, and end together."""
+"""Ranks that are separate processes form a group, agree, and end together."""
 
 import asyncio
 import signal
@@ -27,7 +27,9 @@ def directory(tmp_path: Path) -> Path:
 async def start_ranks(
     directory: Path, *flags: Sequence[str], **environ: str
 ) -> list[asyncio.subprocess.Process]:
-    """A rank for each of `flags`; they find each other by torch's variables."""
+    """Starts a rank for each of `flags`. Ranks find each other through torch's environment
+    variables.
+    """
     group = {"WORLD_SIZE": str(len(flags)), "MASTER_PORT": str(free_port()), **environ}
     return [
         await start(
@@ -57,7 +59,7 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
                 worker_pb2.DescribeRequest(release=own_release()), timeout=60
             )
         assert (described.rank, described.world_size, described.num_blocks) == (rank, 2, 40)
-        # One of two heads of keys and values, in both layers, in float32.
+        # A rank has one of two heads of keys and values, in both layers, in float32.
         assert described.bytes_per_block == 16 * 2 * 12 * 2 * 4
     began = time.monotonic()
     second.send_signal(signal.SIGKILL)
@@ -71,7 +73,7 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
 async def test_a_rank_that_waits_for_a_step_of_its_own_is_freed_by_a_new_generation(
     directory: Path,
 ) -> None:
-    """Ranks that are asked to stop, one after another, exit with 0."""
+    """Ranks that are stopped one after another exit with 0."""
     processes = await serving_ranks(directory, [], [])
     async with AsyncExitStack() as stack:
         channels = [

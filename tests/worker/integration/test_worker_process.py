@@ -1,4 +1,6 @@
-"""The worker as a process: it serves until SIGTERM, and a bad start ends with one sentence."""
+"""The worker is a separate process. It serves until SIGTERM. If it cannot start, it ends with an
+error of one sentence.
+"""
 
 import asyncio
 import json
@@ -23,7 +25,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_path: Path) -> None:
-    """On a machine without a compiler, on which no worker has run before."""
+    """The machine has no compiler, and no worker has run on it before."""
     address = f"unix:{tmp_path / 'worker.sock'}"
     process = await start(
         *("--model", str(directory), "--address", address),

@@ -1,4 +1,6 @@
-"""The worker over gRPC: a real server, a real model, steps in flight, take-over, bad steps."""
+"""Tests the worker over gRPC with a real server and a real model: steps in flight, take-over, and
+bad steps.
+"""
 
 import asyncio
 import threading
@@ -38,7 +40,7 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 
 
 def packed(*values: int) -> bytes:
-    """Little-endian int32."""
+    """The values as little-endian int32."""
     return np.array(values, "<i4").tobytes()
 
 
@@ -61,7 +63,7 @@ def new_request(row: int = 0, **sampling: object) -> worker_pb2.NewRequest:
 def step(
     number: int, *entries: tuple[int, int, int], generation: int = 1, **fields: object
 ) -> worker_pb2.ExecuteRequest:
-    """Entries are (row, scheduled, computed)."""
+    """A step. Entries are (row, scheduled, computed)."""
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     return worker_pb2.ExecuteRequest(
         generation=generation,
@@ -132,7 +134,7 @@ def worker(
 
 
 class Stream:
-    """An Execute stream, every read and write with a deadline."""
+    """An Execute stream. Every read and write has a deadline."""
 
     def __init__(self, worker: worker_pb2_grpc.WorkerStub) -> None:
         self.call = worker.Execute()
@@ -159,7 +161,7 @@ class Stream:
 
 
 async def generate(stream: Stream, count: int) -> list[int]:
-    """Greedy tokens of PROMPT, one step at a time, in row 0."""
+    """Generates greedy tokens after PROMPT in row 0, one step at a time."""
     tokens = []
     await stream.send(step(1, (0, len(PROMPT), 0), new_requests=[new_request()]))
     for number in range(count):
@@ -183,7 +185,7 @@ async def test_describe_answers_with_model_limits_and_cache(
     assert (description.max_model_len, description.vocab_size) == (512, VOCAB_SIZE)
     assert list(description.eos_token_ids) == [2]
     assert description.num_blocks == 40
-    # Two layers, keys and values, two heads of 12, 16 tokens, 4 bytes.
+    # Two layers, keys and values, two heads of size 12, 16 tokens, 4 bytes.
     assert description.bytes_per_block == 2 * 2 * 2 * 12 * 16 * 4
     assert (description.max_num_seqs, description.max_num_batched_tokens) == (8, 64)
     assert (description.rank, description.world_size, description.dtype) == (0, 1, "float32")
@@ -241,7 +243,7 @@ async def test_steps_in_flight_feed_on_what_the_worker_sampled(
         step(1, (0, len(PROMPT), 0), new_requests=[new_request()]),
         *(step(2 + number, (0, 1, len(PROMPT) + number)) for number in range(5)),
     )
-    # Its answer takes longer than the second step, which was sent before it, takes to arrive.
+    # The second step was sent before, so it has arrived when this call is answered.
     await worker.Describe(
         worker_pb2.DescribeRequest(release=own_release()), timeout=DEADLINE_SECONDS
     )
@@ -250,7 +252,7 @@ async def test_steps_in_flight_feed_on_what_the_worker_sampled(
     assert [answer.step for answer in answers] == [1, 2, 3, 4, 5, 6]
     assert [token for answer in answers for token in unpacked(answer.token_ids)] == tokens
     assert all(answer.execute_nanos > 0 for answer in answers)
-    # A step waits from its arrival until the one before it has ended, and a little longer.
+    # A step waits from its arrival until the previous step has ended, and a little longer.
     assert all(0 < answer.queue_nanos >= answer.slack_nanos for answer in answers)
     assert answers[1].slack_nanos > 0
     await ahead.finish()
@@ -476,7 +478,7 @@ async def test_a_step_beyond_its_time_makes_the_worker_one_that_is_not_live(
         first = Stream(worker_pb2_grpc.WorkerStub(channel))
         await first.send(step(1, (0, 20, 0), new_requests=[new_request()], timeout_millis=200))
         await becomes(health_pb2.HealthCheckResponse.NOT_SERVING)
-        # A scheduler that begins anew waits; the worker stays one that is not live.
+        # A scheduler that connects again has to wait. The worker stays not live.
         second = Stream(worker_pb2_grpc.WorkerStub(channel))
         await second.send(step(0, generation=2, timeout_millis=200))
         assert isinstance(await first.error(), grpc.aio.AioRpcError)

@@ -14,7 +14,7 @@ class AnywhereSplitK(triton_splitk.FwOp):
 
     @classmethod
     def not_supported_reasons(cls, d) -> list[str]:
-        """The operator's reasons, without the one that bfloat16 needs a GPU."""
+        """The operator's reasons, except the reason that bfloat16 needs a GPU."""
         return [reason for reason in super().not_supported_reasons(d) if "bf16" not in reason]
 
 

@@ -17,8 +17,8 @@ from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 
 @pytest.fixture(autouse=True, scope="module")
 def _rows_multiplied_alike() -> Iterator[None]:
-    """The interpreter multiplies tiles with numpy's BLAS, where the bits of a row depend, on some
-    processors, on its place in the tile. Here each element is summed in the same order.
+    """The interpreter multiplies tiles with numpy's BLAS. On some processors the bits of a row
+    depend on its place in the tile. This fixture sums each element in the same order.
     """
 
     def create_dot(_: object, a: Any, b: Any, d: Any, *_options: object) -> Any:
@@ -63,7 +63,7 @@ def test_attention_is_the_same_bits_whole_in_chunks_and_beside_others(case: Case
 
 
 def test_without_the_mode_the_number_of_lanes_decides_how_keys_are_split() -> None:
-    """Shows that the comparison above is meaningful: parts have 256 keys here."""
+    """This shows that the comparison above is meaningful. Parts have 256 keys here."""
     case = Case(64, 2, 1, 16, dtype=torch.float32)
     check = InvarianceCheck(
         case, WideCpu(), [260], AnywhereSplitK, max_model_len=512, batch_invariant=False

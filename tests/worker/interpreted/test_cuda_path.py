@@ -1,7 +1,7 @@
-"""All that a worker does on CUDA, but for the device: the tokens are the CPU worker's.
-
-xFormers' kernel, decodes over static buffers by bucket, sampling where the logits are, tokens fed
-forward and two steps in flight; what a graph would repeat is called again instead.
+"""Runs everything that a worker does on CUDA, without the device. The tokens must equal those of
+the CPU worker. The path has xFormers' kernel, decodes over static buffers of bucket sizes, sampling
+on the device of the logits, tokens that stay there, and two steps in flight. A function that a CUDA
+graph would replay is called again instead.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS = 16, 40, 16
 
 
 def save_uniform(directory: Path) -> None:
-    """Two layers that attend alike."""
+    """Saves a model of two layers with the same attention."""
     save_tiny_model(directory, "mistral")
 
 
@@ -56,7 +56,9 @@ def save_hybrid(directory: Path) -> None:
 
 
 def save_capped(directory: Path) -> None:
-    """Layers with and without a window, all with a cap on scores, which xFormers has not."""
+    """Saves a model of layers with and without a window. All have a cap on scores, which xFormers
+    lacks.
+    """
     save_tiny_model(directory, "gemma2")
 
 
@@ -118,7 +120,7 @@ def test_the_tokens_are_those_of_the_cpu(tmp_path: Path, save, batch_invariant: 
 
 @pytest.mark.parametrize("save", [save_hybrid, save_capped])
 def test_log_probabilities_are_those_of_transformers(tmp_path: Path, save) -> None:
-    """Of a chunk longer than the window, and of decodes behind it."""
+    """A chunk longer than the window and the decodes after it are compared."""
     save(tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     texts = np.random.default_rng(0).integers(3, 320, (2, 26), dtype=np.int32)

@@ -6,7 +6,7 @@ import torch
 from benchmarks.gpu.attention_check import AttentionCheck, Case
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 
-# Every page size, ratio of heads, and kind of window; pairs of them, not all combinations.
+# Every page size, ratio of heads, and kind of window, in pairs and not in all combinations.
 CASES = [
     Case(16, 4, 4, 32),
     Case(32, 4, 2, 64),
@@ -27,7 +27,7 @@ def tolerance(case: Case) -> float:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decodes_beside_chunks_are_attention_written_out(case: Case) -> None:
-    """Three decodes in four lanes; a chunk after a past, in two lanes, and one without."""
+    """Three decodes in four lanes, a chunk with a past in two lanes, and a chunk without a past."""
     torch.manual_seed(1)
     check = AttentionCheck(case, WideCpu(), 5, 1024, AnywhereSplitK)
     check.store([0, 37, 300, 45, 0])
@@ -36,7 +36,7 @@ def test_decodes_beside_chunks_are_attention_written_out(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [Case(32, 4, 2, 32), Case(32, 4, 2, 32, window=9)], ids=str)
 def test_what_an_earlier_owner_left_in_a_block_does_no_harm(case: Case) -> None:
-    """This includes NaN."""
+    """Old values in a block, which include NaN, do not change results."""
     torch.manual_seed(3)
     check = AttentionCheck(case, WideCpu(), 3, 256, AnywhereSplitK)
     for pool in check.attention.pools(0):

@@ -156,7 +156,9 @@ async def test_a_worker_is_not_live_while_something_is_overdue(compute: ComputeT
 
 
 async def test_a_worker_that_gets_no_processor_is_live(compute: ComputeThread) -> None:
-    """Its thread has run for 50 ms after half a second, which is the time of the step."""
+    """After half a second, which is the expected time of the step, its thread has run for only 50
+    ms.
+    """
     states: asyncio.Queue[bool] = asyncio.Queue()
     began, going = time.monotonic(), threading.Event()
 

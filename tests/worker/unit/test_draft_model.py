@@ -1,4 +1,4 @@
-"""What a draft model computes in each step, and which pairs of models are refused."""
+"""Tests what a draft model computes in each step, and which pairs of models are refused."""
 
 import json
 from dataclasses import replace
@@ -30,11 +30,11 @@ from tests.worker.runner_driver import GREEDY, build_runner, ints
 PROMPT = [7, 8, 9, 10, 11]
 BLOCK_SIZE = 4
 MOST = 4
-"""Drafts of a step, at most, as the runner has them."""
+"""The maximum number of drafts in a step, as in the runner."""
 
 
 class Watched:
-    """A Model that remembers which positions it computed, call by call."""
+    """A model that records which positions each call computed."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -45,7 +45,7 @@ class Watched:
         return self._model.forward(token_ids, positions, *more, **named)
 
     def take(self) -> list[list[int]]:
-        """The calls since the last time."""
+        """Returns the calls since the last `take`."""
         calls, self.calls = self.calls, []
         return calls
 
@@ -99,7 +99,7 @@ def test_where_all_drafts_stand_two_tokens_come_first_and_a_full_block_is_comple
     assert step(runner, 10, MOST) == 5
     assert model.take() == [[9, 10], [11], [12], [13]]
     assert step(runner, 15, MOST) == 5
-    # Position 19, of the last draft, is the last one of its block.
+    # Position 19, which is that of the last draft, is the last position of its block.
     assert model.take() == [[14, 15], [16], [17], [18], [19]]
     assert step(runner, 20, MOST) == 5
     assert model.take() == [[20], [21], [22], [23]]
@@ -111,7 +111,7 @@ def test_rejected_drafts_are_written_over(directory: Path, tmp_path: Path) -> No
     enter(runner)
     assert step(runner, 5, MOST) == 1
     assert model.take()[1:] == [[5], [6], [7], [8]]
-    # Planned as if all four stood.
+    # The step was planned as if all four drafts were accepted.
     assert step(runner, 10, MOST) == 1
     assert model.take() == [[6], [7], [8], [9]]
 
@@ -128,7 +128,8 @@ def test_without_drafts_tokens_are_computed_once_they_fill_a_block(directory: Pa
     step(runner, 8, 0)
     assert model.take() == []
     assert step(runner, 9, 2) == 3
-    # Both stood: position 11, of the last one, is the last one of its block.
+    # Both drafts were accepted. Position 11, which is that of the last one, is the last position of
+    # its block.
     assert model.take() == [[8, 9], [10], [11]]
 
 
@@ -145,7 +146,7 @@ def test_behind_a_prefix_hit_only_the_rest_is_computed(directory: Path) -> None:
 def test_of_a_request_that_enters_inside_a_block_the_block_is_computed_again(
     directory: Path,
 ) -> None:
-    # As a session between two turns, whose last block may lack what filled no block.
+    # This is like a session between two turns, whose last block may be incomplete.
     runner, model = watched(directory, directory)
     enter(runner, computed=3)
     assert model.take() == [[0, 1, 2, 3, 4]]

@@ -16,7 +16,7 @@ from tests.worker.runner_driver import GREEDY, build_runner, ints
 
 PROMPT = [7, 8, 9, 10, 11]
 MOST = 4
-"""Drafts of a step, at most, as the runner has them."""
+"""The maximum number of drafts in a step, as in the runner."""
 
 
 class Scripted:
@@ -65,13 +65,13 @@ def step(number: int, scheduled: int, computed: int, num_drafts: int, **changes)
 
 
 def enter(runner: ModelRunner) -> int:
-    """The first token after the prompt."""
+    """Computes the prompt, and returns the first token after it."""
     new = NewRequest(0, ints(*PROMPT), 5, GREEDY, (np.arange(1, 9, dtype=np.int32),))
     return int(runner.execute(step(1, 5, 0, 0, new_requests=(new,))).token_ids[0])
 
 
 def continued(runner: ModelRunner, count: int) -> list[int]:
-    """Tokens after the prompt without drafts; the request leaves."""
+    """Computes tokens after the prompt without drafts. The request leaves at the end."""
     tokens = [enter(runner)]
     for index in range(count - 1):
         tokens.append(int(runner.execute(step(2 + index, 1, 5 + index, 0)).token_ids[0]))
@@ -88,7 +88,7 @@ def test_a_step_goes_on_behind_the_drafts_that_stood(
     output = runner.execute(step(2, 1 + MOST, 5, MOST))
     assert output.token_ids.tolist() == tokens[1:3]
     assert output.num_draft_tokens.tolist() == [MOST]
-    # Planned before that was known: as if all four stood.
+    # The next step was planned before that was known, as if all four drafts were accepted.
     scripted.next = tokens[3:5]
     output = runner.execute(step(3, 1 + MOST, 10, MOST))
     assert output.token_ids.tolist() == tokens[3:6]
@@ -97,7 +97,7 @@ def test_a_step_goes_on_behind_the_drafts_that_stood(
     output = runner.execute(step(4, 1 + MOST, 12, MOST))
     assert output.token_ids.tolist() == [tokens[6]]
     assert not len(output.num_draft_tokens)
-    # Without drafts, but still planned behind the four before.
+    # This step has no drafts, but is still planned after the four previous drafts.
     assert runner.execute(step(5, 1, 15, 0)).token_ids.tolist() == [tokens[7]]
     assert scripted.asked == [
         ([*PROMPT, tokens[0]], MOST),

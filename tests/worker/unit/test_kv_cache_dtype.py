@@ -1,4 +1,6 @@
-"""Workers with 8-bit keys and values: the size of their caches, and refused configurations."""
+"""Tests workers with 8-bit keys and values: the size of their caches, and refused
+configurations.
+"""
 
 from pathlib import Path
 
@@ -34,7 +36,9 @@ def description(model: Path, **changes: object) -> WorkerDescription:
 def test_the_same_memory_holds_as_many_more_blocks(
     tmp_path: Path, dtype: DtypeSetting, least: float
 ) -> None:
-    """Heads have 64 elements: 64 bytes and a scale of 4 bytes in place of 128 or 256 bytes."""
+    """A head has 64 elements. It takes 64 bytes and a scale of 4 bytes in place of 128 or 256
+    bytes.
+    """
     save_tiny_model(tmp_path, "qwen3", head_dim=64)
     plain, coded = (
         description(

@@ -1,4 +1,4 @@
-"""Ranks at the same step: outdated steps are dropped, and differing steps end the group."""
+"""Ranks run the same step. Outdated steps are dropped, and differing steps end the group."""
 
 import threading
 import time
@@ -33,7 +33,7 @@ def lockstep(thread: RankThread, every: int = 1) -> Lockstep:
 
 
 def test_a_step_of_an_older_generation_is_dropped_when_a_newer_one_comes() -> None:
-    # Rank 0 begins a step that rank 1 never hears of, since its stream ended before.
+    # Rank 0 begins a step that rank 1 never receives, since its stream ended before.
     def work(thread: RankThread) -> list[int]:
         own, tokens = lockstep(thread), []
         for number in range(3):
@@ -185,7 +185,7 @@ def test_ranks_agree_on_their_common_values() -> None:
 
 
 def test_arrays_of_any_shape_join_a_digest() -> None:
-    # Empty ones too, and matrices: an all-empty step and hidden states of bfloat16.
+    # This includes empty arrays and matrices, such as an empty step and hidden states in bfloat16.
     def work(thread: RankThread) -> int:
         own = lockstep(thread)
 

@@ -1,4 +1,6 @@
-"""A runner's results for single steps: chunks, steps planned ahead, drafts, generations."""
+"""Tests a runner's results for single steps: chunks, steps planned ahead, drafts and
+generations.
+"""
 
 from pathlib import Path
 
@@ -25,19 +27,19 @@ def runner(tmp_path: Path) -> ModelRunner:
 
 
 def new(row: int = 0, sampling: SamplingParams = GREEDY, first_block: int = 1) -> NewRequest:
-    """PROMPT with room for 24 tokens."""
+    """A new request with PROMPT and room for 24 tokens."""
     blocks = np.arange(first_block, first_block + 6, dtype=np.int32)
     return NewRequest(row, ints(*PROMPT), len(PROMPT), sampling, (blocks,))
 
 
 def step(number: int, *entries: tuple[int, int, int], generation: int = 1, **changes) -> StepInput:
-    """Entries are (row, scheduled, computed)."""
+    """A step. Entries are (row, scheduled, computed)."""
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     return StepInput(generation, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 
 
 def run_plainly(runner: ModelRunner, sampling: SamplingParams, count: int) -> list[int]:
-    """The first tokens without drafts."""
+    """Computes the first tokens of a request without drafts."""
     tokens = runner.execute(
         step(0, (3, 5, 0), new_requests=(new(3, sampling, 30),))
     ).token_ids.tolist()
@@ -87,7 +89,7 @@ def test_a_new_generation_starts_with_an_empty_batch(runner: ModelRunner) -> Non
 
 
 def verify(runner: ModelRunner, sampling: SamplingParams, drafts: list[int]) -> StepOutput:
-    """The step after the prompt, with drafts for the tokens that follow."""
+    """Runs the step after the prompt, with drafts for the tokens that follow."""
     runner.execute(step(10, (0, 5, 0), new_requests=(new(0, sampling),)))
     return runner.execute(
         step(
@@ -110,7 +112,7 @@ def test_drafts_stand_as_far_as_they_are_what_would_be_sampled(
     accepted = output.token_ids.tolist()
     assert output.num_tokens.tolist() == [num_right + 1]
     assert accepted == tokens[1 : 2 + num_right]
-    # What was refused leaves nothing behind.
+    # Refused drafts do not change later tokens.
     rest = []
     for number in range(20, 22):
         computed = 5 + len(accepted) + len(rest)

@@ -1,4 +1,6 @@
-"""Layers of stages by bytes; and stages of which some were sent a step that others were not."""
+"""Tests how layers are divided into stages by bytes, and stages of which only some received a
+step.
+"""
 
 import time
 from collections.abc import Iterator
@@ -63,7 +65,7 @@ def test_no_other_division_has_a_lighter_heaviest_stage() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_counts_whether_it_is_tied_or_not(tied: bool, tmp_path: Path) -> None:
-    """One of 320 rows of 48 numbers weighs as much as a bit over half of a layer."""
+    """A head of 320 rows of 48 numbers has a little more than half of the bytes of a layer."""
     save_tiny_model(tmp_path, "llama", num_hidden_layers=5, tie_word_embeddings=tied)
     checkpoint = open_checkpoint(tmp_path)
     stages = [layers_of_stage(checkpoint, 5, stage, 2) for stage in range(2)]
@@ -87,7 +89,7 @@ def stages(directory: Path) -> Iterator[StagedRunner]:
 
 
 def prompt_of(generation: int, number: int, length: int = 4) -> StepInput:
-    """A step of one new prompt, in a row of its own."""
+    """A step with one new prompt."""
     tokens = ints(*range(5, 5 + length))
     return StepInput(
         generation,
@@ -101,7 +103,7 @@ def prompt_of(generation: int, number: int, length: int = 4) -> StepInput:
 
 
 def opening(generation: int) -> StepInput:
-    """The step of nothing by which a generation begins."""
+    """The empty step with which a generation begins."""
     return StepInput(generation, 0, ints(), ints(), ints())
 
 
@@ -134,7 +136,7 @@ def test_each_stage_reads_its_own_layers_only(
 
 
 def test_hidden_states_of_a_generation_that_is_over_are_dropped(stages: StagedRunner) -> None:
-    # The first stage was sent two steps that the others were not.
+    # Only the first stage received two of the steps.
     expected = stages.execute(prompt_of(1, 0)).token_ids.tolist()
     for number in (1, 2):
         stages.submit_to(0, prompt_of(1, number)).result(10)
@@ -176,7 +178,7 @@ def test_a_stage_that_waits_for_too_long_ends_the_group(directory: Path) -> None
     timeouts = Timeouts(join_seconds=20, collective_seconds=1)
     with StagedRunner(directory, 2, timeouts=timeouts, block_size=4, num_blocks=50) as stages:
         stages.execute(opening(1))
-        time.sleep(1.2)  # without a step it waits for nothing
+        time.sleep(1.2)  # without a step a stage does not wait
         stages.execute(prompt_of(1, 1))
         with pytest.raises(GroupBroken, match="step 2 failed on rank 1"):
             stages.submit_to(1, prompt_of(1, 2)).result(20)

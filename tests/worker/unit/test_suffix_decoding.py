@@ -22,7 +22,7 @@ KEYS = (b"", b"ann", b"ben")
 
 
 class Requests:
-    """Rows of tokens, sent equally to several implementations."""
+    """Requests whose tokens are sent to several implementations in the same way."""
 
     def __init__(self, *told: NativeSuffixDecoding | CountedSuffixes) -> None:
         self._told = told
@@ -37,7 +37,7 @@ class Requests:
             one.enter(row, key, len(prompt))
 
     def write(self, written: dict[int, list[int]]) -> None:
-        """Tokens that are sampled in one step, by row."""
+        """Appends the tokens that one step has sampled, by row."""
         for row, tokens in written.items():
             self._append(row, tokens)
         rows = np.array(list(written), np.int32)
@@ -137,7 +137,7 @@ def test_prompts_and_what_was_known_at_entry_are_not_proposed_to_others() -> Non
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), max_bytes=st.sampled_from([2000, 20_000, 60_000]))
 def test_trees_stay_within_their_memory_and_go_on(seed: int, max_bytes: int) -> None:
-    """Some texts repeat parts of earlier texts, which needs more memory than new texts."""
+    """Some texts repeat parts of earlier texts. They need more memory than new texts."""
     random = np.random.default_rng(seed)
     native = suffix_trees(RULES, max_bytes)
     requests, texts = Requests(native), random.integers(0, 500, (5, 300))
@@ -179,7 +179,9 @@ def test_the_response_that_ended_first_is_forgotten_first() -> None:
 
 
 def test_each_of_many_responses_is_found_until_it_is_forgotten() -> None:
-    """Of 45,000 strings, so that the table of children grows many times, and children leave it."""
+    """With 45,000 strings the table of children grows many times, and children are removed from
+    it.
+    """
     native = suffix_trees(RULES)
     requests, most = Requests(native), RULES.max_cached_requests
     written = np.random.default_rng(5).permutation(45_000).reshape(150, 300).tolist()

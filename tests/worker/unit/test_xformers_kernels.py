@@ -1,7 +1,7 @@
-"""Runs tests of xFormers' kernels in processes of their own, as many at once as have a processor.
-
-Whether Triton interprets is decided at its first import: tests/worker/interpreted run the kernels
-on the CPU, tests/worker/compiled compile them for GPUs.
+"""Runs tests of xFormers' kernels in separate processes, with at most one process for each
+processor. At its first import, Triton selects whether it interprets kernels.
+tests/worker/interpreted runs the kernels on the CPU, and tests/worker/compiled compiles them for
+GPUs.
 """
 
 import os
@@ -18,8 +18,9 @@ INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
 RUNS = {"interpreted": INTERPRETED, "compiled": COMPILED}
 """The test directories, each with its environment. The slowest one comes first."""
 SECONDS = 600
-"""For a directory, and so for each of its tests: the interpreter takes less than a minute, several
-on a busy machine."""
+"""The time limit of a directory, and so of each of its tests. The interpreter takes less than a
+minute, or several minutes on a busy machine.
+"""
 
 Done = subprocess.CompletedProcess[str]
 

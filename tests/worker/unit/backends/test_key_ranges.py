@@ -1,4 +1,4 @@
-"""Which keys each query attends to, by position."""
+"""Tests which keys each query attends to, by position."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Keys and values in 8 bits: codes and scales are those of NumPy, in torch and in the cache of the
-C++ kernels, and attention over them is that over the dequantized numbers.
+"""Codes and scales of keys and values in 8 bits equal NumPy's, in torch and in the cache of the C++
+kernels. Attention over them equals attention over the dequantized numbers.
 """
 
 import numpy as np

@@ -15,9 +15,9 @@ from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.paged_attention import NativePagedAttention
 
 LENGTH = 1100
-"""In three parts."""
+"""The length of a sequence. Its keys are computed in three parts."""
 
-# Heads, heads of keys, head size, half of the rotated elements, window, softcap.
+# Number of heads, number of key heads, head size, half of the rotated elements, window, softcap.
 CASES = {
     "one query head of a key head": (2, 2, 48, 24, None, None),
     "three, fewer pairs than a head has": (9, 3, 64, 16, None, None),
@@ -53,7 +53,9 @@ class Inputs:
     def outputs(
         self, native, counts: list[int], *, threads: int, block_size: int = 16, beside: int = 0
     ) -> torch.Tensor:
-        """Outputs of all tokens, in steps of `counts`, with `beside` others that do the same."""
+        """Outputs of all tokens, computed in steps of `counts`, while `beside` other sequences run
+        the same steps.
+        """
         torch.set_num_threads(threads)
         pages = -(-LENGTH // block_size)
         num_blocks = 1 + (1 + beside) * pages

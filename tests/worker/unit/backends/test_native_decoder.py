@@ -1,4 +1,6 @@
-"""All layers in one call: the same tokens with one thread, with two, and operation by operation."""
+"""A call that computes all layers gives the same tokens with one thread, with two threads, and
+operation by operation.
+"""
 
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from tests.parity.exact import ExactModel, assert_same_bits
 from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Driver, Request, build_runner
 
-# Large enough for a decode to be worth two threads.
+# Large enough to use two threads for a decode.
 SHAPE = Shape(512, 4, 8, 2, 1024, 600, tied_embeddings=True)
 LENGTHS = (1, 7, 40, 150, 200, 33, 90, 300, 64)
 
@@ -58,7 +60,9 @@ def test_two_ranks_of_two_threads_make_no_difference(directory: Path) -> None:
 def test_sums_inside_the_call_are_the_bits_of_sums_between_operations(
     directory: Path, dtype: torch.dtype
 ) -> None:
-    """Ranks that share memory have one call, those that are connected over gloo operations."""
+    """Ranks that share memory compute in one call. Ranks that are connected over gloo compute
+    operation by operation.
+    """
     tokens = np.random.default_rng(1).integers(0, 600, 300).tolist()
 
     def logits(thread: RankThread) -> torch.Tensor:

@@ -81,7 +81,8 @@ def test_a_gate_far_from_zero_is_closed_or_open(native, activation: Activation) 
     assert_near(native, output, ACTIVATIONS[activation](gates.double())[None])
 
 
-# Narrow and wide, in one chunk of depth and in several, with rows that lie a power of two apart.
+# Narrow and wide matrices, with one chunk of depth or several, also with rows whose distance is a
+# power of two.
 @pytest.mark.parametrize("in_features", [256, 1100, 2048, 5632])
 def test_a_row_does_not_depend_on_those_beside_it(native, in_features: int) -> None:
     torch.manual_seed(3)
@@ -116,7 +117,7 @@ def test_threads_that_hold_each_other_up_compute_every_panel_once(native) -> Non
     x = drawn(native, 9, 2048)
     torch.set_num_threads(1)
     alone = linear(x)
-    torch.set_num_threads(7)  # of which some wait for a processor while others take their panels
+    torch.set_num_threads(7)  # some wait for a processor, and others take their panels
     try:
         for _ in range(200):
             assert torch.equal(linear(x), alone)
@@ -159,7 +160,9 @@ def test_a_width_that_is_no_multiple_of_lanes_is_computed_too(
 
 
 def test_small_numbers_are_kept_whatever_the_process_has_set(native) -> None:
-    """What is flushed to zero in one thread and not in another would depend on the thread."""
+    """If one thread flushed small numbers to zero and another did not, results would depend on the
+    thread.
+    """
     linear = NativeLinear(
         native.functions, LargePages(), drawn(native, 1000, 2048, scale=1e-21), None
     )
@@ -171,7 +174,7 @@ def test_small_numbers_are_kept_whatever_the_process_has_set(native) -> None:
     finally:
         torch.set_flush_denormal(False)
     assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
-    if native.dtype is torch.float32:  # of bfloat16 the instruction itself flushes
+    if native.dtype is torch.float32:  # the bfloat16 instruction itself flushes
         assert any(rows.any() for rows in expected)
 
 

@@ -1,4 +1,4 @@
-"""The compiled library's additions of several adapters to a projection, with few rows each."""
+"""The compiled library adds several adapters to a projection, with few rows each."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -14,7 +14,7 @@ from services.worker.backends.native.lora import NativeLora, NativeLoraStep
 from services.worker.backends.quantized import Weight, quantize_int8
 
 COLUMNS = (176, 48, 64)
-"""The output columns of three factors, such as queries, keys and values."""
+"""The number of output columns of three factors, such as queries, keys and values."""
 DEPTH = 90
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def factors(rank: int, depth: int = DEPTH) -> tuple[LoraFactors, ...]:
 
 
 def stored(weight: torch.Tensor, form: str) -> Weight:
-    """The weight in a format of packed ones, or one that differs from it by rounding."""
+    """The weight in a packed format. A quantized format differs from the weight by rounding."""
     if form == "plain":
         return weight
     quantized = quantize_int8(weight, quantizes_inputs=form == "w8a8")
@@ -54,7 +54,7 @@ def test_adapters_of_few_rows_add_what_each_adds_alone(
     x = torch.randn(num_rows, DEPTH).to(native.dtype)
     layers = [LoraLayer(qkv=factors(4 + number % 3)) for number in range(len(rows_of_each))]
     adapters = packed(layers, shape, native)
-    # Rows of an adapter lie apart from each other; the last two have none.
+    # Rows of an adapter are not consecutive. The last two rows have no adapter.
     order = np.random.default_rng(3).permutation(num_rows - 2).astype(np.int32)
     ends = list(accumulate(rows_of_each))
     parts = [np.sort(part) for part in np.split(order, ends[:-1])]
@@ -77,7 +77,9 @@ def test_adapters_of_few_rows_add_what_each_adds_alone(
 def test_adapters_of_rows_in_turn_add_what_each_adds_alone(
     native, num_rows: int, num_adapters: int, depth: int
 ) -> None:
-    """Rows of an adapter are the same distance apart; many of a large depth are several blocks."""
+    """Rows of an adapter are at equal distances. Many rows with a large depth need several
+    blocks.
+    """
     torch.manual_seed(5)
     shape = LoraShape(sum(COLUMNS), depth)
     weight = torch.randn(shape.columns, depth).to(native.dtype)
@@ -103,7 +105,9 @@ def test_large_adapters_begin_at_different_places_in_their_pages(native) -> None
 
 
 def test_adapters_of_the_same_ranks_share_where_their_columns_begin(native) -> None:
-    """With one copy for all, a step with many adapters reads it from a cache."""
+    """Adapters share one copy, which a step with many adapters can read from the processor's
+    cache.
+    """
     shape = LoraShape(sum(COLUMNS), DEPTH)
     layers = [LoraLayer(qkv=factors(rank)) for rank in (8, 8, 12)]
     adapters = packed(layers, shape, native)
@@ -121,8 +125,9 @@ def packed(layers: list[LoraLayer], shape: LoraShape, native) -> list[NativeLora
 def assert_rows_are_those_alone(
     linear: NativeLinear, x: torch.Tensor, adapters: list[NativeLora], parts: list[np.ndarray]
 ) -> torch.Tensor:
-    """Projects all rows in one step, the rows of each part with its adapter, and each of these in
-    a step of its own. Returns the results of all.
+    """Asserts that a row has the same result alone and together with others. All rows are projected
+    in one step, with each part's adapter. Then each row is projected in a separate step. Returns
+    the results of the first step.
     """
     together = projected(linear, x, adapters, parts)
     for adapter, rows in zip(adapters, parts, strict=True):

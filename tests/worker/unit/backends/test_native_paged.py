@@ -21,7 +21,7 @@ from services.worker.backends.torch.paged_attention import TorchPagedAttention
 
 @dataclass(frozen=True)
 class Case:
-    """Heads, head size, page, half of the rotated elements."""
+    """The numbers of heads, the head size, the page size, and half of the rotated elements."""
 
     num_heads: int
     num_kv_heads: int
@@ -58,7 +58,7 @@ CASES = [
 
 
 class Sequences:
-    """Sequences that grow, their blocks in a shuffled order."""
+    """Sequences that grow. Their blocks are in a shuffled order."""
 
     def __init__(self, longest: list[int], block_size: int) -> None:
         counts = [-(-length // block_size) for length in longest]
@@ -71,7 +71,7 @@ class Sequences:
         self._lengths = [0] * len(longest)
 
     def grow(self, counts: list[int]) -> StepLayout:
-        """Appends the given number of tokens to each sequence; 0 for none."""
+        """Appends the given number of tokens to each sequence. The number may be 0."""
         grown = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         rows = [row for row, count in enumerate(counts) if count]
         rows.sort(key=lambda row: (counts[row] != 1, grown[row] if counts[row] == 1 else 0))
@@ -90,7 +90,9 @@ class Sequences:
 def assert_equal_step(
     native, case: Case, layout: StepLayout, attentions: list[PagedAttention]
 ) -> None:
-    """The same heads, of a fused projection with rows of padding, through both."""
+    """Asserts that both attentions give equal results for heads of a fused projection with rows of
+    padding.
+    """
     total, heads, kv_heads = layout.num_tokens, case.num_heads, case.num_kv_heads
     fused = torch.randn(total + 2, heads + 2 * kv_heads, case.head_dim).to(native.dtype)
     query, key, value = fused.tensor_split((heads, heads + kv_heads), dim=1)
@@ -171,7 +173,7 @@ def test_what_an_earlier_owner_left_in_a_block_does_no_harm(native, kept: KVCach
 
 @pytest.mark.parametrize("kept", KVCacheDtype, ids=lambda kept: kept.value)
 def test_cleared_blocks_hold_zeros(native, kept: KVCacheDtype) -> None:
-    """Keys and values of zero share the attention evenly with a new key of zero."""
+    """A new key of zero gets the same attention as each cleared key of zero."""
     case = Case(2, 2, 32, 16, half=0)
     shape = AttentionShape((case.layer,), 16, 4, native.dtype, kv_cache_dtype=kept)
     attention = NativePagedAttention(native.functions, LargePages(), shape)

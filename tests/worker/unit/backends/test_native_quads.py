@@ -1,4 +1,4 @@
-"""Sums of products of bytes are exact with every instruction set that has a way of its own."""
+"""Sums of products of bytes are exact with every instruction set that has its own code."""
 
 import ctypes
 import shutil

@@ -1,4 +1,4 @@
-"""Precompiled kernels: how they are built, and which one a processor selects."""
+"""Tests how precompiled kernels are built, and which of them a processor selects."""
 
 import itertools
 import shutil

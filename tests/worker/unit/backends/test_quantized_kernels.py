@@ -41,7 +41,7 @@ def drawn(
 
 
 def in_double(weight: QuantizedWeight) -> torch.Tensor:
-    """Element by element, as the class defines it."""
+    """The weight in double precision, computed element by element as the class defines it."""
     exact = torch.empty(weight.shape, dtype=torch.double)
     for column in range(weight.shape[1]):
         group = column // weight.group
@@ -52,7 +52,9 @@ def in_double(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def assert_full_is_near(linear: NativeLinear, x: torch.Tensor, exact: torch.Tensor) -> None:
-    """To the rounding of sums in float32."""
+    """Asserts that a product with many rows equals the exact product, up to the rounding of sums in
+    float32.
+    """
     size = x.double().abs().sum(1, keepdim=True) * exact.abs().max() + 1
     product = F.linear(x.double(), exact)
     assert ((linear.full(x).double() - product).abs() / size).max() < 2e-6
@@ -67,7 +69,7 @@ def test_a_projection_of_any_shape(
     weight = drawn(*shape, bits, native.dtype, offsets=offsets)
     linear = NativeLinear(native.functions, LargePages(), weight, None)
     assert (linear.out_features, linear.in_features) == tuple(weight.shape)
-    # Groups of an odd width are held in bfloat16 as if they were not quantized.
+    # Groups of an odd width are stored in bfloat16, like weights that are not quantized.
     is_odd = native.dtype is torch.bfloat16 and shape[1] > 1 and shape[2] % 2
     exact = weight.dequantized().double() if is_odd else in_double(weight)
     x = torch.randn(max(ROWS), weight.shape[1]).to(native.dtype)
@@ -81,8 +83,8 @@ def test_a_projection_of_any_shape(
     ("bits", "group"), [(8, 2816), (8, 32), (4, 128), (4, 2816), (FLOAT8, 128)]
 )
 def test_a_large_one_in_several_blocks(native, bits: int, group: int) -> None:
-    """Of more rows than a block, a depth of several chunks, and panels for two threads, an odd
-    number of them, also where few rows are multiplied by pairs of panels.
+    """The weight has more rows than a block, a depth of several chunks, and panels for two threads.
+    The number of panels is odd, also if few rows are multiplied by pairs of panels.
     """
     torch.manual_seed(1)
     weight = drawn(800, 2816 // group, group, bits, native.dtype, offsets=True)

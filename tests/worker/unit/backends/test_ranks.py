@@ -1,4 +1,4 @@
-"""Collectives of ranks that share memory, and of ranks that are connected over gloo."""
+"""Tests the collectives of ranks that share memory, and of ranks that are connected over gloo."""
 
 import threading
 import time
@@ -41,7 +41,7 @@ def summed(of_ranks: list[torch.Tensor]) -> torch.Tensor:
 def test_sums_are_the_same_bits_on_all_ranks_whatever_stands_beside_a_row(
     kernels: Kernels, size: int, dtype: torch.dtype
 ) -> None:
-    given = parts(size, 700, 1024, dtype=dtype)  # of several rounds
+    given = parts(size, 700, 1024, dtype=dtype)  # several rounds
 
     def work(thread: RankThread) -> tuple[torch.Tensor, torch.Tensor]:
         own, ranks = given[thread.ranks.rank], thread.ranks
@@ -69,7 +69,9 @@ def test_numbers_are_exchanged(kernels: Kernels) -> None:
 
 
 def test_a_rank_that_is_fast_overtakes_nothing() -> None:
-    """Each rank sometimes waits, and reads what the other wrote for this collective."""
+    """Each rank sometimes waits. It must read the data that the other wrote for the same
+    collective.
+    """
     random = np.random.default_rng(0)
     widths, waits = random.integers(1, 5000, 1500), random.integers(0, 8, 1500)
 
@@ -113,7 +115,7 @@ def test_the_end_of_a_rank_ends_what_waits_for_it() -> None:
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 1 of the 2 that share these layers"):
             thread.ranks.sum(torch.ones(1, 1))
-        with pytest.raises(RuntimeError):  # and those that come later
+        with pytest.raises(RuntimeError):  # and later collectives
             thread.ranks.exchange([1])
         return time.monotonic() - began
 

@@ -57,7 +57,9 @@ def assert_equal(
     parameters: RowParameters,
     masks: RowMasks | None = None,
 ) -> np.ndarray:
-    """Rows in another order than in the matrix, all at once and the last one alone."""
+    """Compares the draws of rows in another order than in the matrix, all at once and the last one
+    alone.
+    """
     rows = np.arange(len(logits))[::-1].copy()
     expected = NumpyRowSampler(len(rows), logits.shape[1]).sample(logits, rows, parameters, masks)
     found = native.sample(logits, rows, parameters, masks)
@@ -70,7 +72,9 @@ def assert_equal(
 
 
 def drawn_masks(kinds: list[str], generator: np.random.Generator, size: int) -> RowMasks:
-    """Masks that allow all tokens, a few, about half, or none, in no order; or there is none."""
+    """Masks in random order that allow all tokens, a few, about half, or none. Other rows have no
+    mask.
+    """
     fractions = {"all": 1.0, "few": 0.01, "half": 0.5, "none": 0.0}
     allowed = np.zeros((len(kinds), -(-size // 32) * 32), np.bool_)
     rows = generator.permutation(len(kinds))
@@ -134,7 +138,7 @@ def test_draws_are_those_of_numpy(
 def test_draws_from_large_vocabularies_are_those_of_numpy(
     native: NativeRowSampler, size: int
 ) -> None:
-    """Enough rows for several threads."""
+    """There are enough rows for several threads."""
     generator = np.random.default_rng(size)
     kinds = [
         (temperature, *filters)
@@ -234,7 +238,9 @@ def test_masked_copies_are_those_of_numpy(
 def test_tokens_come_as_often_as_their_probabilities_say(
     native: NativeRowSampler, filters: tuple[int, float, float]
 ) -> None:
-    """Of what the filters leave, which for each of them is the same three tokens."""
+    """Frequencies are compared among the tokens that a filter leaves. Each filter leaves the same
+    three tokens.
+    """
     probabilities = np.array([0.1, 0.4, 0.05, 0.25, 0.15, 0.05])
     kept = [1, 3, 4] if filters != (0, 1.0, 0.0) else list(range(6))
     count = 20_000

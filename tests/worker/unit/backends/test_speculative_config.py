@@ -1,4 +1,4 @@
-"""The setting speculative_config: its meaning, and its errors."""
+"""Tests the meaning and the errors of the setting speculative_config."""
 
 import json
 from pathlib import Path

@@ -8,10 +8,10 @@ from services.worker.backends.cuda.sub_chunks import num_splits
 @pytest.mark.parametrize(
     ("num_lanes", "num_keys", "splits"),
     [
-        (1, 131072, 32),  # the most, though 8 * 32 programs leave processors idle
+        (1, 131072, 32),  # the maximum, though 8 * 32 programs leave processors idle
         (1, 4096, 16),  # parts of 256 keys
         (1, 300, 1),
-        (4, 8192, 16),  # 4 * 8 * 16 programs are the first that are no fewer than 2 * 132
+        (4, 8192, 16),  # 4 * 8 * 16 programs are the first count of at least 2 * 132
         (16, 8192, 4),
         (32, 8192, 1),  # 256 programs
         (1024, 8192, 1),

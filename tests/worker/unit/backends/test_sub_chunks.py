@@ -24,7 +24,7 @@ def test_a_chunk_of_18_tokens_after_10() -> None:
     chunks = cut(ints([18]), ints([28]))
     assert chunks.parents.tolist() == [0, 0]
     assert chunks.ends.tolist() == [12, 28]
-    # 14 rows of padding in front; the chunk's first two tokens end the first lane.
+    # There are 14 rows of padding in front. The chunk's first two tokens end the first lane.
     assert chunks.rows.tolist() == list(range(14, 32))
     assert chunks.queries[14:].tolist() == list(range(18))
 
@@ -44,7 +44,7 @@ def test_lanes_are_no_longer_than_the_window() -> None:
 
 @given(chunks=CHUNKS, window=st.none() | st.integers(1, 60))
 def test_every_query_sees_its_keys_once(chunks: list[tuple[int, int]], window: int | None) -> None:
-    """Beside the mask written out: query at position p sees p and what its window holds."""
+    """Compares with an explicit mask: the query at position p sees p and the keys in its window."""
     counts = ints([count for count, _ in chunks])
     seq_lens = counts + ints([past for _, past in chunks])
     size = largest_lane(window)
@@ -62,7 +62,7 @@ def test_every_query_sees_its_keys_once(chunks: list[tuple[int, int]], window: i
     for row, owner, position in zip(lanes.rows, owners, positions, strict=True):
         lane, place = divmod(row, size)
         assert lanes.parents[lane] == owner
-        # The kernel's causal mask: the lane's last query sees its last key.
+        # This is the kernel's causal mask: the lane's last query sees its last key.
         seen = list(range(starts[lane], lanes.ends[lane] - size + place + 1))
         if window is not None:
             seen = list(range(some.starts[row], some.ends[row])) + seen

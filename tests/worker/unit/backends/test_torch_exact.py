@@ -28,7 +28,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def filled_up(rows: torch.Tensor) -> torch.Tensor:
-    """Rows as callers bring them."""
+    """Rows with the padding that callers add."""
     return torch.cat((rows, torch.zeros(KERNELS.padded_rows(len(rows)) - len(rows), rows.shape[1])))
 
 
@@ -122,15 +122,15 @@ class World:
         self.empty(seed=0)
 
     def empty(self, seed: int) -> None:
-        """Another cache, in which other blocks are handed out."""
+        """Replaces the cache by an empty one, whose blocks are assigned in another order."""
         self._attention = TorchPagedAttention(self._shape)
         width = -(-max(LENGTHS) // BLOCK_SIZE)
         blocks = np.random.default_rng(seed).permutation(np.arange(1, NUM_BLOCKS))
         self._tables = blocks[: len(LENGTHS) * width].reshape(-1, width).astype(np.int32)
 
     def step(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """Computes tokens [begin, end) of sequences; parts of one token first, in order of length.
-        Returns each part's result.
+        """Computes tokens [begin, end) of sequences, and returns each part's result. Parts of one
+        token must be first, in order of length.
         """
         rows, begins, ends = (np.array(column, np.int32) for column in zip(*parts, strict=True))
         layout = StepLayout(
@@ -174,7 +174,9 @@ def test_attention_is_the_same_bits_whole_in_chunks_and_beside_others(
 def test_without_batch_invariance_torch_computes_what_there_is_and_no_more(
     dtype: torch.dtype,
 ) -> None:
-    """One row stays one row, and a query meets the keys that it sees, in torch's own operations."""
+    """One row stays one row, and a query is multiplied only by the keys that it sees, with torch's
+    own operations.
+    """
     torch.manual_seed(0)
     kernels = TorchKernels(batch_invariant=False)
     assert [kernels.padded_rows(rows) for rows in (1, 2, 3, 4, 5)] == [1, 2, 3, 4, 8]
@@ -202,5 +204,5 @@ def test_without_batch_invariance_torch_computes_what_there_is_and_no_more(
 
 
 def test_the_libraries_here_agree_from_four_rows_on() -> None:
-    """The slower method is used only where it is necessary; here it is not."""
+    """The slower method is used only where it is necessary. With these libraries it is not."""
     assert row_multiple(PLAIN, torch.float32) == row_multiple(PLAIN, torch.bfloat16) == 4

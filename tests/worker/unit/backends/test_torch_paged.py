@@ -73,7 +73,9 @@ def run_step(
     block_size: int,
     layer: AttentionLayer = PLAIN,
 ) -> None:
-    """Computes new tokens of each sequence, with padding behind them, and compares."""
+    """Computes new tokens of each sequence, followed by padding, and compares them with explicit
+    attention.
+    """
     total, padding = sum(counts), 3
     queries = torch.randn(total + padding, NUM_HEADS, HEAD_DIM)
     keys, values = torch.randn(2, total + padding, NUM_KV_HEADS, HEAD_DIM).unbind(0)
@@ -112,11 +114,12 @@ def test_decodes_of_different_lengths_beside_chunks(
     # Prompts, one of a single token.
     run_step(attention, sequences[:1], [1], block_size, layer)
     run_step(attention, sequences[1:], lengths[1:], block_size, layer)
-    # Decodes in rising order of length, then chunks after a past, one longer than a tile.
+    # Decodes in increasing order of length, then chunks with a past, of which one is longer than a
+    # tile.
     order = [0, 1, 2, 4, 5, 3, 6]
     mixed = [sequences[index] for index in order]
     run_step(attention, mixed, [1, 1, 1, 1, 9, MOST_ROWS + 5, 2], block_size, layer)
-    # Decodes alone.
+    # A step of only decodes.
     mixed.sort(key=lambda sequence: len(sequence.keys))
     run_step(attention, mixed, [1] * 7, block_size, layer)
 
@@ -147,7 +150,9 @@ def test_decodes_over_a_group_limit_are_cut() -> None:
 
 
 def test_keys_and_queries_are_rotated_before_they_meet() -> None:
-    """Complex numbers say what a rotation is. The last two elements of a head stay."""
+    """Rotations are computed with complex numbers for comparison. The last two elements of a head
+    are not rotated.
+    """
     torch.manual_seed(4)
     angles = torch.rand(9, 3)
     heads = torch.randn(9, 2, HEAD_DIM)
@@ -187,7 +192,7 @@ def test_zeroed_blocks_are_clear_in_every_layer() -> None:
     for layer in range(2):
         step(layer, torch.ones(8, NUM_HEADS, HEAD_DIM), stale.clone(), stale.clone(), None)
     attention.zero_blocks(np.array([1, 2], np.int32))
-    # Another request finds itself in both blocks: of nine tokens the last one is new.
+    # Another request gets both blocks. Of its nine tokens the last one is new.
     sequence = Sequence([1, 2, 3])
     sequence.keys = torch.empty(9, NUM_KV_HEADS, HEAD_DIM)
     step = attention.begin_step([layout_of([sequence], [1], 4)])
@@ -200,8 +205,8 @@ def test_zeroed_blocks_are_clear_in_every_layer() -> None:
 
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "not invariant"])
 def test_groups_share_pages_and_a_window_reads_only_what_it_shows(batch_invariant: bool) -> None:
-    """Two groups of one layer each: one sees everything, one the last five tokens. What the window
-    has left behind is another request's by now, and NaN.
+    """There are two groups of one layer each. One sees all tokens, and one the last five. The
+    blocks that the window has left belong to another request, and contain NaN.
     """
     torch.manual_seed(5)
     windowed = replace(PLAIN, window=5)
@@ -228,7 +233,7 @@ def test_groups_share_pages_and_a_window_reads_only_what_it_shows(batch_invarian
 
 
 def poison(attention: TorchPagedAttention, block_id: int) -> None:
-    """Another request fills a block with NaN, in both groups' pages."""
+    """Fills a block with NaN for another request, in the pages of both groups."""
     broken = Sequence([block_id])
     broken.keys = broken.values = torch.full((4, NUM_KV_HEADS, HEAD_DIM), torch.nan)
     step = attention.begin_step([layout_of([broken], [4], 4)] * 2)

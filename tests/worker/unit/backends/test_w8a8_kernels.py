@@ -18,15 +18,15 @@ ROWS = (1, 2, 3, 4, 5, 12, 13, 18, 40)
 
 
 def drawn(rows: int, columns: int, dtype: torch.dtype) -> QuantizedWeight:
-    """Codes of the whole range, -128 too, with scales of several magnitudes."""
+    """Codes of the whole range, including -128, with scales of several magnitudes."""
     codes = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
     scales = torch.rand(rows, 1) * 10.0 ** torch.randint(-3, 1, (rows, 1))
     return QuantizedWeight(codes, scales, None, 8, dtype, quantizes_inputs=True)
 
 
 def of_numpy(weight: QuantizedWeight, x: torch.Tensor) -> npt.NDArray[np.float32]:
-    """The product without a bias: codes of a row are its elements over a 127th of the largest
-    magnitude, sums are integers, and they and the scales are multiplied in float32.
+    """The product without a bias. The codes of a row are its elements divided by a 127th of the
+    largest magnitude. Sums are integers, and are multiplied by the scales in float32.
     """
     rows = x.float().numpy()
     most = np.abs(rows).max(1, keepdims=True)
@@ -53,8 +53,8 @@ def test_a_product_of_any_shape(native, rows: int, columns: int) -> None:
 
 
 def test_a_large_one_in_several_blocks(native) -> None:
-    """Of more rows than a block, a depth of several chunks, and panels for two threads; the sums
-    are larger than whole numbers that float32 holds.
+    """The weight has more rows than a block, a depth of several chunks, and panels for two threads.
+    The sums are too large for float32 to hold exactly.
     """
     torch.manual_seed(1)
     weight, bias = drawn(800, 5632, native.dtype), torch.randn(800).to(native.dtype)

@@ -37,7 +37,7 @@ def generate(
     sampling: SamplingParams = GREEDY,
     chunk: int = len(PROMPT),
 ) -> list[int]:
-    """Eight tokens; the prompt in chunks."""
+    """Generates eight tokens. The prompt is computed in chunks."""
     runner.reset()
     tokens = PROMPT if embeds is None else [*embeds.placeholders, *PROMPT[embeds.num_tokens :]]
     output: list[int] = []
@@ -66,12 +66,12 @@ def test_embeddings_of_tokens_give_what_the_tokens_give(tmp_path: Path, kind: st
     assert generate(runner, embed(model, PROMPT)) == expected
     assert generate(runner, embed(model, PROMPT), chunk=3) == expected
     assert generate(runner, embed(model, PROMPT), chunk=1) == expected
-    # A prompt may go on with tokens.
+    # Token ids may follow the embeddings of a prompt.
     assert generate(runner, embed(model, PROMPT[:4]), chunk=3) == expected
 
 
 def test_placeholders_are_no_tokens_that_were_seen(tmp_path: Path) -> None:
-    """A penalty for tokens of the prompt finds none."""
+    """A penalty for tokens of the prompt does not apply to placeholders."""
     model = save_tiny_model(tmp_path, "llama")
     runner = build_runner(tmp_path, block_size=4, num_blocks=60)
     first = generate(runner)[0]
@@ -109,7 +109,9 @@ def test_a_matrix_that_does_not_fit_is_refused_and_nothing_enters(
 
 
 def test_rows_of_what_is_computed_need_not_come(tmp_path: Path) -> None:
-    """After a prefix hit of a block, only the rows of the tokens behind it; after all, none."""
+    """After a prefix hit of a block, only the rows of later tokens are needed. If all tokens are
+    computed, no rows are needed.
+    """
     model = save_tiny_model(tmp_path, "llama")
     runner = build_runner(tmp_path, block_size=4, num_blocks=60)
     whole = embed(model, PROMPT)

@@ -31,7 +31,7 @@ def new(row: int, tokens: list[int], blocks: list[int]) -> NewRequest:
 def step(
     *entries: tuple[int, int, int], enter: tuple[NewRequest, ...] = (), **changes: object
 ) -> StepInput:
-    """Entries are (row, scheduled, computed)."""
+    """A step. Entries are (row, scheduled, computed)."""
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     plain = StepInput(1, 7, ints(*rows), ints(*scheduled), ints(*computed), new_requests=enter)
     return replace(plain, **changes)
@@ -199,7 +199,9 @@ def test_only_a_window_may_leave_the_beginning_of_a_table_empty(
 
 
 def stateful_batch(state_block_size: int = 4) -> InputBatch:
-    """A group that attends, and one of states; row 2 has computed six tokens."""
+    """A batch with a group of attention layers and a group of states. Row 2 has computed six
+    tokens.
+    """
     limits = replace(LIMITS, windows=(None, None), state_block_sizes=(state_block_size,))
     batch = InputBatch(limits)
     tables = (ints(3, 4), ints(0, 8) if state_block_size == 4 else ints(8))
@@ -222,7 +224,7 @@ def test_entries_of_states_that_no_step_leaves_are_null() -> None:
 def test_a_state_that_is_overwritten_has_one_block_for_all_tokens() -> None:
     batch = stateful_batch(16)
     batch.apply(step((2, 1, 6)))
-    assert batch.room[2] == 8  # what attention has blocks for
+    assert batch.room[2] == 8  # the tokens for which attention has blocks
 
 
 STATELESS = NewRequest(1, ints(1, 2, 3, 4, 5), 5, GREEDY, (ints(5, 6), ints(0, 0)))

@@ -1,8 +1,6 @@
-"""Where no draft is found the compute thread keeps the interpreter's lock from the beginning of a
-step until the model computes.
-
-The event loop, which has the answer of the step before to send, waits for the lock meanwhile. It is
-to run while the model computes, and not before.
+"""If no draft is found, the compute thread keeps the interpreter's lock from the beginning of a
+step until the model computes. Meanwhile the event loop, which has to send the previous step's
+answer, waits for the lock. It should run while the model computes, and not before.
 """
 
 import os
@@ -44,9 +42,9 @@ class Waiting:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The thread runs, and no thread has to give the lock back before it does so itself. It
-        runs on the processor of the caller: there it comes in between however short the lock is
-        free.
+        """Runs the thread. Until the end, no thread is forced to release the lock. The thread runs
+        on the processor of the caller, where it gets the lock even if the lock is free for a very
+        short time.
         """
         interval, processors = sys.getswitchinterval(), os.sched_getaffinity(0)
         sys.setswitchinterval(1000)
@@ -61,7 +59,9 @@ class Waiting:
             self._thread.join()
 
     def turns_when_waiting(self) -> int:
-        """The number of turns, once the thread waits: it sleeps for less than this takes."""
+        """The number of turns, when the thread waits for the lock. This call takes longer than the
+        thread sleeps.
+        """
         until = time.perf_counter() + 0.002
         while time.perf_counter() < until:
             pass
@@ -74,7 +74,7 @@ class Waiting:
 
 
 class Watched:
-    """A model that notes how many turns the thread had when it began to compute."""
+    """A model that records how many turns the thread had when the model began to compute."""
 
     def __init__(self, model: Any, waiting: Waiting) -> None:
         self._model = model
@@ -125,7 +125,7 @@ def test_the_lock_is_kept_until_the_model_computes(tmp_path: Path, method: str) 
             before = waiting.turns_when_waiting()
             if not runner.execute(step).num_draft_tokens.any():
                 turns.append(watched.num_turns - before)
-    # The first step reads prompts into suffix trees, which may take long, without the lock.
+    # The first step adds prompts to suffix trees without the lock, which may take long.
     assert len(turns) > 2
     assert not any(turns[1:])
     assert waiting.num_turns > 1

@@ -1,4 +1,6 @@
-"""The KV cache is sized from memory, up to what the batch can use, and says why."""
+"""The size of the KV cache depends on memory, up to the size that the batch can use. Its
+description says why.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -122,8 +124,8 @@ def test_what_cannot_be_allocated_is_one_sentence() -> None:
 
 
 HYBRID = (LayerGroup(None, (3,)), LayerGroup(33, (0,)), LayerGroup(33, (1,)))
-"""Of 160 tokens the first group holds 10 blocks, the others 32 tokens, those of two steps of 32,
-and one block: 7.
+"""For 160 tokens the first group needs 10 blocks. Each other group needs 7: 32 tokens of the window
+and two steps of 32 tokens take 6, and one more is needed.
 """
 
 

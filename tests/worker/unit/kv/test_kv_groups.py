@@ -70,7 +70,7 @@ def test_groups_share_the_pages_of_a_block(num_layers: int) -> None:
 
 NARROW = AttentionLayer(8, 4, 16, 1.0, window=8)
 WIDE = AttentionLayer(8, 1, 32, 1.0)
-"""Its keys take half of the memory."""
+"""A layer whose keys take half of the memory of those of NARROW."""
 
 
 def test_keys_of_another_shape_make_a_group_with_more_tokens_in_blocks_of_the_same_size() -> None:
@@ -105,7 +105,7 @@ def test_keys_whose_bytes_are_no_multiples_are_one_group_without_windows() -> No
     uneven = replace(NARROW, num_kv_heads=3)
     assert layer_kinds([uneven, WIDE]) == [LayerKind(), LayerKind()]
     assert layer_kinds([NARROW, WIDE], scales_blocks=False) == [LayerKind(), LayerKind()]
-    # In 8 bits a head takes 4 bytes for its scale: 4 * 20 to 1 * 36.
+    # In 8 bits a head needs 4 more bytes for its scale, so the ratio is 4 * 20 to 1 * 36.
     codes = KVCacheDtype.INT8_PER_TOKEN_HEAD
     assert layer_kinds([NARROW, WIDE], codes) == [LayerKind(), LayerKind()]
 

@@ -1,4 +1,4 @@
-"""The tier of offloaded blocks, by examples over the caches of both implementations."""
+"""Tests the tier of offloaded blocks in examples, with the caches of both implementations."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ def shape(request: pytest.FixtureRequest) -> AttentionShape:
 def attention(
     request: pytest.FixtureRequest, native: Native, shape: AttentionShape
 ) -> PagedAttention:
-    """A cache with other numbers in each block."""
+    """A cache with different numbers in each block."""
     made: dict[str, Callable[[], PagedAttention]] = {
         "torch": lambda: TorchPagedAttention(shape),
         "native": lambda: native.kernels.paged_attention(shape),
@@ -80,7 +80,7 @@ def make_tier(attention: PagedAttention) -> KVTier:
 
 
 def load(tier: KVTier, wanted: TierBlocks) -> EndedTierLoad:
-    """A load, once it has ended."""
+    """Runs a load until it has ended."""
     tier.begin_loads([TierLoad(7, wanted)])
     while not (ended := tier.take_ended(is_idle=True)):
         pass

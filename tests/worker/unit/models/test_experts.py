@@ -1,4 +1,6 @@
-"""Experts: grouped by expert, the same in every batch, read from either form of checkpoint."""
+"""Tests experts: tokens are grouped by expert, results are equal in every batch, and both formats
+of checkpoints are read.
+"""
 
 from pathlib import Path
 

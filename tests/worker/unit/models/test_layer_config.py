@@ -1,4 +1,4 @@
-"""The layer settings in config.json, in all their spellings."""
+"""Tests the layer settings in config.json, in all spellings."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.tiny_models import TINY_MODELS, edit_config
 
 
 def read(directory: Path, kind: str, **changes: object) -> ModelConfig:
-    """The configuration of a kind with other values; None removes a key."""
+    """The configuration of a kind of model with other values. None removes a key."""
     config = TINY_MODELS[kind].config
     config.save_pretrained(directory)
     architecture = type(config).__name__.replace("TextConfig", "Config")

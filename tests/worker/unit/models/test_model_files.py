@@ -1,4 +1,6 @@
-"""A wrong or damaged model directory is refused with one sentence: the file and the problem."""
+"""A wrong or damaged model directory is refused with one sentence, which names the file and the
+problem.
+"""
 
 import json
 import re
@@ -41,13 +43,13 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def load(directory: Path) -> None:
-    """Everything that a start reads."""
+    """Reads everything that a worker reads at its start."""
     options = LoadOptions(None, DtypeSetting.FLOAT32)
     load_model(open_checkpoint(directory), options, TorchKernels(), lambda *_: None)
 
 
 def refusal(directory: Path, kind: type[ModelError]) -> str:
-    """The sentence that refuses the directory: it is one line and begins with a file's path."""
+    """The sentence that refuses the directory. It is one line and begins with a file's path."""
     with pytest.raises(kind) as caught:
         load(directory)
     sentence = caught.value.message

@@ -1,4 +1,4 @@
-"""The pooling settings of a model directory, and which settings are refused by name."""
+"""Tests the pooling settings of a model directory, and which settings are refused by name."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The parts of a model that a rank reads and stores, and which models cannot be divided."""
+"""Tests which parts of a model a rank reads and stores, and which models cannot be divided."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class OneOf:
 
 
 class CountingFile:
-    """A safetensors file that counts the elements that are taken of each tensor."""
+    """A safetensors file that counts the elements that are read from each tensor."""
 
     def __init__(self, file: Any, taken: dict[str, int]) -> None:
         self._file = file
@@ -69,7 +69,7 @@ class CountingCheckpoint(Checkpoint):
     """A checkpoint of one file that counts the bytes read from it."""
 
     def count(self, directory: Path) -> dict[str, int]:
-        """Elements read of each tensor by rank 1 of 2."""
+        """The number of elements that rank 1 of 2 reads from each tensor."""
         taken: dict[str, int] = {}
         file = CountingFile(safe_open(directory / "model.safetensors", "pt"), taken)
         reader = TensorReader(self, dict.fromkeys(self.files, file))
@@ -159,7 +159,9 @@ def test_heads_of_keys_and_values_are_shared_by_neighbours() -> None:
 
 
 def test_heads_that_do_not_divide() -> None:
-    """Nine heads of queries, each three of which attend with one of three of keys and values."""
+    """There are nine heads of queries. Each three of them use one of three heads of keys and
+    values.
+    """
     two = [Shard(rank, 2) for rank in range(2)]
     assert [shard.kv_heads(3) for shard in two] == [slice(0, 2), slice(2, 3)]
     assert [shard.heads(9, 3) for shard in two] == [slice(0, 6), slice(6, 9)]

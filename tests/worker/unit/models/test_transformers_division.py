@@ -114,7 +114,7 @@ def load(
 
 @dataclass(frozen=True)
 class Causal:
-    """Attention of one sequence from its beginning."""
+    """Causal attention of one sequence without a past."""
 
     layers: tuple[AttentionLayer, ...]
 

@@ -144,7 +144,7 @@ def test_recurrent_layers_are_counted_apart_from_those_that_attend(tmp_path: Pat
 
 
 class Forgetful(nn.Module):
-    """A layer that adds up its tokens, and takes no state."""
+    """A layer that adds up its tokens, and does not accept a state."""
 
     layer_idx = 0
 
@@ -187,7 +187,7 @@ def test_quantized_weights_are_refused_by_the_name_of_their_method(tmp_path: Pat
 def test_windows_are_those_that_attention_is_told(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "cohere2")
     assert [x.window for x in load(tmp_path).attention] == [20, None, 20, None]
-    # One that is longer than any sequence is none.
+    # A window that is longer than any sequence is no window.
     assert [x.window for x in load(tmp_path, max_model_len=20).attention] == [None] * 4
 
 

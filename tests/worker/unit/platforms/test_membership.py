@@ -1,4 +1,6 @@
-"""A worker's rank: from flags, from torch's variables, or from a pod's ordinal."""
+"""A worker gets its rank from flags, from torch's environment variables, or from a pod's
+ordinal.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The number of threads of a worker, in examples for large, small and shared machines."""
+"""Tests the number of threads of a worker, in examples for large, small and shared machines."""
 
 import os
 from pathlib import Path

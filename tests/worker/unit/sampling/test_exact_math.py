@@ -1,4 +1,4 @@
-"""Exponentials and logarithms against those of the C library, in higher precision."""
+"""Compares exponentials and logarithms with those of the C library, in higher precision."""
 
 import math
 

@@ -23,7 +23,7 @@ from tests.structured_forms import FORMS, Form, of_grammar, of_regex, of_schema
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 EOS = 2
 VOCAB_SIZE = 4096 + 40
-"""The tokenizer has 4096 tokens; a model may have more rows of logits."""
+"""The tokenizer has 4096 tokens. A model may have more logits than that."""
 LONGEST = 400
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 FREE = SamplingParams(seed=5)
@@ -90,7 +90,7 @@ def test_a_request_that_enters_again_with_its_output_goes_on_as_before(
 ) -> None:
     params = constrained(form, 1)
     whole = continued(grammars, params, [])
-    others = made_grammars()  # those of another worker
+    others = made_grammars()  # the grammars of another worker
     for start in range(len(whole)):
         assert continued(others, params, whole[:start]) == whole
 
@@ -105,7 +105,7 @@ BOUNDED = of_schema(
 
 @pytest.mark.parametrize("form", [*FORMS.values(), BOUNDED], ids=[*FORMS, "bounded"])
 def test_masks_are_those_of_trying_each_token(form: Form, grammars: Grammars) -> None:
-    """The compiler's tokenizer puts tokens together that it allows all at once."""
+    """The compiler's tokenizer groups tokens, and allows a whole group at once."""
     text = (DEMO / "tokenizer.json").read_text()
     one_by_one = LLTokenizer(text, n_vocab=VOCAB_SIZE, eos_token=[EOS], slices=[])
     rng = np.random.default_rng(4)
@@ -155,8 +155,8 @@ def test_a_checked_token_is_allowed_where_the_mask_has_it(
 def test_greedy_tokens_are_the_same_drawn_before_their_masks(
     form: str, confidence: float, grammars: Grammars
 ) -> None:
-    """Requests that ask for log-probabilities always have masks. The logits want, as often as
-    `confidence` says, what another output of the form had at the position.
+    """Requests that ask for log-probabilities always have masks. With probability `confidence` the
+    logits prefer the token that another output of the form had at the position.
     """
     wanted = continued(grammars, constrained(form, 3), [])
     rng, sampler = np.random.default_rng(6), Sampler(2, VOCAB_SIZE, grammars)
@@ -284,8 +284,8 @@ def test_a_form_that_cannot_be_compiled_refuses_every_token(grammars: Grammars) 
 def test_outputs_of_one_form_do_not_fill_up_what_they_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An automaton of this expression has a state more with each token, and at most 20,000: one
-    output reaches some of them, many outputs would reach them all.
+    """An automaton of this expression gets one more state with each token, and at most 20,000. One
+    output reaches some of them. Many outputs would reach all of them.
     """
     shared, num_unshared = made_grammars(), 0
     unshared_matcher = shared.unshared_matcher
@@ -309,7 +309,7 @@ def test_outputs_of_one_form_do_not_fill_up_what_they_share(
 def test_a_form_that_takes_long_to_compile_is_not_compiled_in_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The output ends instead, where what it shares has reached its limit."""
+    """The output ends instead when the shared automaton has reached its limit."""
     monkeypatch.setattr(grammar, "_MAX_SECONDS_IN_STEP", 0.0)
     params = SamplingParams(seed=0, structured_outputs=HOSTILE["many states"].wanted)
     shared = made_grammars()
@@ -328,7 +328,7 @@ def test_a_form_that_takes_long_to_compile_is_not_compiled_in_a_step(
 
 
 def test_forms_that_take_long_to_compile_are_kept_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request may come back for its own after a preemption, in a step."""
+    """A preempted request may need its form again in a step."""
     kept = made_grammars()
     forms = [of_regex(f"a{{{number}}}").wanted for number in range(1, 41)]
     monkeypatch.setattr(grammar, "_MAX_SECONDS_IN_STEP", 0.0)
@@ -356,7 +356,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_form_makes_a_token_expensive(name: str, grammars: Grammars) -> None:
-    """An output may end for that, refused; it does not hold others up."""
+    """An output may end with an error to avoid an expensive token. It does not delay other
+    outputs.
+    """
     sampler, took = Sampler(1, VOCAB_SIZE, grammars), list[float]()
     params = SamplingParams(seed=0, structured_outputs=HOSTILE[name].wanted)
     sampler.add(0, params, np.array([7], np.int32), 1)

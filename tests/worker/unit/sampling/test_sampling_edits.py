@@ -1,4 +1,6 @@
-"""Changes to a request's logits before the filters, one example each, through the sampler."""
+"""Tests each change of a request's logits before the filters with one example, through the
+sampler.
+"""
 
 import numpy as np
 import pytest

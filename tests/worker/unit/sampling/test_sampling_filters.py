@@ -1,4 +1,4 @@
-"""Filters against transformers' processors and plain arithmetic."""
+"""Compares filters with transformers' processors and with plain arithmetic."""
 
 import numpy as np
 import pytest

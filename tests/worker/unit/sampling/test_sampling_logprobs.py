@@ -1,4 +1,4 @@
-"""Log-probabilities: normalised, in order, ranked, and computed from the model's
+"""Log-probabilities are normalised, in order and ranked. They are computed from the model's
 unmodified logits.
 """
 

@@ -1,4 +1,6 @@
-"""The counter-based generator against published vectors, and the states made from it."""
+"""Compares the counter-based generator with published vectors, and tests the states that are made
+from it.
+"""
 
 import numpy as np
 import pytest

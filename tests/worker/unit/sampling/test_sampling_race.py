@@ -1,5 +1,5 @@
-"""The sampling race compared with a reference in plain numbers, and the distribution of
-its draws.
+"""Compares the sampling race with a reference in Python numbers, and tests the distribution of its
+draws.
 """
 
 import numpy as np
@@ -29,7 +29,7 @@ def drawn(logits: np.ndarray, states: np.ndarray, temperature: float = 1.0) -> n
 
 
 def exponentials_of(states: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The exponentials of all tokens for each of the states, [n, V], without blocks left out."""
+    """The exponentials of all tokens for each of the states, [n, V]. No block is skipped."""
     ids = np.arange(vocab_size)
     blocks, places = ids // 4096 * 128 + ids % 128, ids % 4096 // 128
     random = words(states[:, :1], blocks.astype(np.uint64))
@@ -38,7 +38,9 @@ def exponentials_of(states: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def test_words_are_those_of_published_split_mix_64() -> None:
-    """The first outputs for the seed 1234567, from implementations in other languages."""
+    """The expected values are the first outputs for the seed 1234567, from implementations in other
+    languages.
+    """
     assert words(np.uint64(1234567), np.arange(1, 6, dtype=np.uint64)).tolist() == [
         6457827717110365317,
         3203168211198807973,
@@ -65,7 +67,9 @@ def test_exponentials_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 4096, 5000, 33_000])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
 def test_leaving_out_blocks_changes_no_draw(vocab_size: int, spread: float) -> None:
-    """Rows with and without bans, at high and low temperature; one row may have one token left."""
+    """Rows are with and without bans, at high and low temperatures. A row may have only one token
+    left.
+    """
     generator = np.random.default_rng(vocab_size)
     logits = (generator.standard_normal((60, vocab_size)) * spread).astype(np.float32)
     logits[20:40][generator.random((20, vocab_size)) < 0.9] = -np.inf
@@ -83,7 +87,9 @@ def test_leaving_out_blocks_changes_no_draw(vocab_size: int, spread: float) -> N
 
 @pytest.mark.parametrize("varied", ["seed", "position"])
 def test_exponentials_are_independent_exponentials(varied: str) -> None:
-    """Over tokens, seeds and positions in a row; the tokens of a block are 128 apart."""
+    """Independence holds over consecutive tokens, seeds and positions. The tokens of a block are
+    128 apart.
+    """
     rising, fixed = np.arange(200), np.full(200, 3)
     states = states_of(*((rising, fixed) if varied == "seed" else (fixed, rising)))
     found = exponentials_of(states, 8192)
@@ -106,7 +112,7 @@ def test_exponentials_are_independent_exponentials(varied: str) -> None:
 
 @pytest.mark.parametrize("size", [6, 300, 6000])
 def test_tokens_come_as_often_as_their_probabilities_say(size: int) -> None:
-    """A few tokens have most of the weight; rare ones are counted together."""
+    """A few tokens have most of the probability. Rare tokens are counted together."""
     generator = np.random.default_rng(size)
     logits = (generator.standard_normal(size) * 3).astype(np.float32)
     probabilities = np.exp(logits.astype(np.float64))
@@ -140,9 +146,9 @@ def test_draws_of_neighbouring_seeds_and_positions_are_independent() -> None:
 
 
 def test_a_small_change_of_logits_hardly_ever_changes_a_draw() -> None:
-    """Half of the tokens gain 1e-5, half lose as much: of 20,000 draws next to none changes.
-
-    Only a race in which the first two were that near can end otherwise.
+    """The logits of half of the tokens grow by 1e-5, and the others shrink by as much. Hardly any
+    of 20,000 draws changes, since only a race whose first two tokens were as close can end
+    otherwise.
     """
     generator = np.random.default_rng(5)
     logits = generator.standard_normal(1000).astype(np.float32) + np.float32(8)

@@ -1,4 +1,6 @@
-"""The sampler against a slow reference: other rows, their order and preemption change no token."""
+"""Compares the sampler with a slow reference. Other rows, their order and preemption do not change
+any token.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,12 +48,14 @@ sampling_params = st.builds(
 
 
 def model(token_ids: list[int]) -> np.ndarray:
-    """Logits as a function of the whole sequence; quarters, so that ties are common."""
+    """Logits as a function of the whole sequence. They are multiples of a quarter, so that ties are
+    common.
+    """
     generator = np.random.default_rng(token_ids)
     return (np.round(generator.standard_normal(VOCAB_SIZE) * 8) / 4).astype(np.float32)
 
 
-# --- The reference: one row, plain numbers, nothing shared with the sampler.
+# --- The reference has one row and Python numbers, and shares no code with the sampler.
 
 
 def reference_logits(params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
@@ -79,7 +83,7 @@ def reference_logits(params: SamplingParams, prompt: list[int], output: list[int
 
 
 def reference_token(params: SamplingParams, prompt: list[int], output: list[int]) -> int:
-    """The next token; leaves the example when rounding could rightly decide otherwise."""
+    """The next token. Abandons the example if rounding could change the result."""
     x = [float(np.float32(value)) for value in reference_logits(params, prompt, output)]
     order = sorted(range(VOCAB_SIZE), key=lambda t: (-x[t], t))
     values = sorted(x)
@@ -107,7 +111,7 @@ def reference_token(params: SamplingParams, prompt: list[int], output: list[int]
     return first
 
 
-# --- Stories.
+# --- Requests over several steps.
 
 
 def run(
@@ -116,7 +120,7 @@ def run(
     num_tokens: int,
     between: Callable[[Sampler, list[int]], None] = lambda _sampler, _token_ids: None,
 ) -> list[int]:
-    """A request alone in row 0; `between` sees sampler and tokens after each step."""
+    """Runs a request alone in row 0. `between` gets the sampler and the tokens after each step."""
     sampler = Sampler(max_num_seqs=1, vocab_size=VOCAB_SIZE)
     sampler.add(0, params, np.array(prompt, dtype=np.int32), len(prompt))
     token_ids = list(prompt)
@@ -186,7 +190,9 @@ def test_a_preempted_request_goes_on_as_if_it_had_not_been(
 
 
 def sample_once(params: list[SamplingParams], logits: torch.Tensor) -> tuple[list[int], list[int]]:
-    """One step, request i in row i with a prompt of one token: tokens and rows with NaN."""
+    """Runs one step. Request i has a prompt of one token and is in row i. Returns the tokens, and
+    the rows with NaN.
+    """
     sampler = Sampler(max_num_seqs=len(params), vocab_size=logits.shape[1])
     for row, each in enumerate(params):
         sampler.add(row, each, np.zeros(1, dtype=np.int32), 1)

@@ -1,4 +1,4 @@
-"""`thinking_budget`: the end of reasoning that has reached its maximum number of tokens."""
+"""`thinking_budget` ends reasoning that has reached its maximum number of tokens."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ THOUGHT, CONTENT = 5, 6
 
 
 def forced(budget: ThinkingBudget, *output: int) -> int | None:
-    """The only token that may follow an output; None if any may."""
+    """The only token that may follow an output. It is None if any token may follow."""
     logits = np.zeros(8, dtype=np.float32)
     ThinkingLimit(budget, np.array(output, dtype=np.int32)).apply(logits)
     [left] = np.nonzero(np.isfinite(logits))
@@ -32,12 +32,12 @@ def forced(budget: ThinkingBudget, *output: int) -> int | None:
         (True, 0, (), 3),
         (True, 2, (5,), None),
         (True, 2, (5, 5), 3),
-        (True, 2, (5, 5, 3), 4),  # a mark that was begun is completed
-        (True, 2, (5, 3), 4),  # also one that the model began
+        (True, 2, (5, 5, 3), 4),  # an end mark that was begun is completed
+        (True, 2, (5, 3), 4),  # also if the model began it
         (True, 3, (5, 3), None),
-        (True, 2, (5, 5, 3, 4), None),  # it is over
+        (True, 2, (5, 5, 3, 4), None),  # the reasoning is over
         (True, 2, (5, 5, 3, 4, 6, 6, 6), None),
-        (True, 2, (3, 4, 6, 1, 2, 5), None),  # what begins again counts on
+        (True, 2, (3, 4, 6, 1, 2, 5), None),  # reasoning that begins again is counted further
         (True, 2, (5, 3, 4, 6, 1, 2, 5), 3),
         (False, 1, (), None),
         (False, 1, (6, 6, 6, 1), None),

@@ -1,4 +1,4 @@
-"""The number of drafts of a request, depending on the acceptance of earlier drafts."""
+"""The number of drafts of a request depends on the acceptance of earlier drafts."""
 
 from services.worker.speculation.draft_length import DraftLength
 

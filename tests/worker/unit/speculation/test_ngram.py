@@ -1,4 +1,4 @@
-"""Proposals by n-grams, compared with a search through all tokens."""
+"""Compares proposals by n-grams with a search through all tokens."""
 
 import numpy as np
 from hypothesis import given, settings
