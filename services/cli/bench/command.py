@@ -14,7 +14,7 @@ from services.cli.bench.adapters.tokenizers import local_counter, server_counter
 from services.cli.bench.arguments import parse
 from services.cli.bench.core.summary import summarize
 from services.cli.bench.core.vocabulary import Vocabulary, counted_vocabulary
-from services.cli.bench.document import document
+from services.cli.bench.json_document import document
 from services.cli.bench.run import BenchRun, Outcome
 from services.cli.bench.settings import BenchSettings
 from services.cli.client import Client

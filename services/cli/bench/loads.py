@@ -4,9 +4,8 @@ import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from services.cli.bench.core.arrivals import unit_arrivals
 from services.cli.bench.core.dataset import DatasetError, DatasetLoad, read_dataset
-from services.cli.bench.core.rate import RequestRate
+from services.cli.bench.core.rate import RequestRate, unit_arrivals
 from services.cli.bench.core.session import Session
 from services.cli.bench.core.synthetic import SyntheticLoad
 from services.cli.bench.core.trace import TraceError, TraceLine, TraceLoad, read_trace

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.bench.core.arrivals import unit_arrivals
-from services.cli.bench.core.rate import Piece, RequestRate
+from services.cli.bench.core.rate import Piece, RequestRate, unit_arrivals
 
 NUM_ARRIVALS = 20_000
 

@@ -1,11 +1,14 @@
-"""The rate of an open loop over time. It is constant, changes in steps, or is a linear ramp.
+"""The rate of an open loop over time, and its arrival times. The rate is constant, changes in
+steps, or is a linear ramp.
 
 `8` is 8 arrivals a second for the whole load. `2:30,8:30` is 2 a second for 30 s, then 8 for 30 s.
 `2-8:60` rises linearly from 2 to 8 within 60 s. The load ends after the last piece. Without a
 length, the last piece does not end. `inf` sends all requests at once.
 """
 
+import itertools
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
@@ -93,3 +96,20 @@ def _piece(text: str) -> Piece:
     ):
         raise ValueError
     return piece
+
+
+def unit_arrivals(burstiness: float, draw: random.Random) -> Iterator[float]:
+    """Yields arrival times in seconds without end, at an average rate of one arrival a second: a
+    renewal process with gamma-distributed gaps.
+
+    `burstiness` is the shape of the gamma distribution, as in `vllm bench serve`. With 1 the gaps
+    are exponential, which is a Poisson process. Below 1 arrivals are bursty (the gaps' coefficient
+    of variation is 1/√burstiness). Above 1 they are more regular, and with infinity the gaps are
+    constant. The first arrival is after the first gap. With constant gaps it is at 0.
+    """
+    if burstiness == math.inf:
+        yield from map(float, itertools.count())
+    now = 0.0
+    while True:
+        now += draw.gammavariate(burstiness, 1 / burstiness)
+        yield now

@@ -1,8 +1,7 @@
 """Which of several answers are the best."""
 
 from services.common.request.sampling import SamplingParams
-from services.gateway.core.request.best_of import best_answers
-from services.gateway.core.request.generation import Answer
+from services.gateway.core.request.generation import Answer, best_answers
 from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import ClientRequest, Prompt
 

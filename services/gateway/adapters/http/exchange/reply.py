@@ -2,9 +2,10 @@
 client disconnects, the work is cancelled.
 """
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +16,6 @@ from services.gateway.adapters.http.exchange.deadline import ending_at, until
 from services.gateway.adapters.http.exchange.errors import error_response
 from services.gateway.adapters.http.exchange.event_stream import EventStream
 from services.gateway.adapters.http.exchange.json_pieces import send_json
-from services.gateway.adapters.http.exchange.keep_alive import kept_alive
 from services.gateway.adapters.http.exchange.request_state import CLIENT
 from services.gateway.adapters.http.exchange.while_connected import while_connected
 from services.gateway.adapters.http.openai.dialect import StreamingDialect
@@ -26,9 +26,8 @@ from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.gate import Gate
 from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance
 from services.gateway.core.ports import Tokenizer
-from services.gateway.core.request.best_of import best_answers
 from services.gateway.core.request.delivery import Answers
-from services.gateway.core.request.generation import Answer, Usage
+from services.gateway.core.request.generation import Answer, Usage, best_answers
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.tenant import Tenant
@@ -192,3 +191,31 @@ class GenerationReply:
             await send({"type": "http.response.body", "body": body})
         else:
             await error_response(error, scope)(scope, receive, send)
+
+
+@contextmanager
+def kept_alive(stream: EventStream, interval: float, wake: Callable[[], None]) -> Iterator[None]:
+    """While the block runs, sends a keep-alive whenever nothing was sent for `interval` seconds. An
+    interval of 0 disables this. Calls `wake` if the stream must be drained to send the keep-alive.
+    """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+    stream.last_sent = loop.time()
+
+    def tick() -> None:
+        nonlocal timer
+        silent = loop.time() - stream.last_sent
+        if silent >= interval:
+            silent = 0.0
+            if stream.keep_alive():
+                wake()
+        timer = loop.call_later(interval - silent, tick)  # noqa: F821 - deleted at the end
+
+    if interval:
+        timer = loop.call_later(interval, tick)
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
+        del tick  # breaks its reference cycle, which includes the stream

@@ -4,7 +4,7 @@ and chat completions.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from services.common.errors import StepwellError
 from services.common.request.finish_reason import FinishReason
@@ -18,12 +18,16 @@ from services.gateway.adapters.http.exchange.json_pieces import (
 )
 from services.gateway.adapters.http.openai.bodies import SamplingBody, StreamOptions
 from services.gateway.adapters.http.openai.logprobs import prompt_logprobs, token_number, token_text
-from services.gateway.adapters.http.openai.text_frame import TextFrame
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import ClientRequest
+
+_TEXT, _TOKEN_ID = "\0", "\1"
+"""Placeholders for the text and the token ids. In a chunk the text precedes the ids, which may be
+absent.
+"""
 
 
 class StreamingDialect(ABC):
@@ -223,3 +227,27 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     if usage.num_reasoning_tokens is not None:
         body["completion_tokens_details"] = {"reasoning_tokens": usage.num_reasoning_tokens}
     return body
+
+
+class TextFrame:
+    """An encoded event without its text and token ids, for events that differ only in these."""
+
+    __slots__ = ("_after", "_before", "_between", "_has_ids")
+
+    def __init__(self, head: str, chunk: Mapping[str, Any], tail: str) -> None:
+        """`chunk` is the chunk of the piece that `marked` returns. `head` and `tail` are the texts
+        before and after a chunk in its event.
+        """
+        before, rest = to_json(chunk).split(to_json(_TEXT))
+        self._between, self._has_ids, after = rest.partition(to_json(_TOKEN_ID))
+        self._before, self._after = head + before, after + tail
+
+    @staticmethod
+    def marked(index: int) -> Piece:
+        """Returns a piece that has placeholders in place of its text and token ids."""
+        return Piece(index, _TEXT, cast(list[int], [_TOKEN_ID]))
+
+    def event(self, piece: Piece) -> bytes:
+        """Encodes the event of a piece."""
+        ids = ",".join(map(str, piece.token_ids)) if self._has_ids else ""
+        return f"{self._before}{to_json(piece.text)}{self._between}{ids}{self._after}".encode()
