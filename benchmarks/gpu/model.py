@@ -32,7 +32,7 @@ from services.worker.models.decoder import Decoder, attention_layers
 from services.worker.models.model import LoadedModel
 from services.worker.models.weights import load_weights
 from services.worker.platforms.cuda import CudaPlatform
-from services.worker.platforms.interface import Parts
+from services.worker.platforms.interface import RunnerParts
 from services.worker.platforms.prompt_shapes import run_prompts
 
 TOLERANCE = 0.25
@@ -186,7 +186,7 @@ def build_runner(platform: CudaPlatform, reference: PreTrainedModel) -> ModelRun
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
     )
-    runner = platform.runner(Parts(loaded, kernels, shape, limits))
+    runner = platform.runner(RunnerParts(loaded, kernels, shape, limits))
     begun = time.monotonic()
     for steps in platform.warm_up_shapes(limits):
         run_prompts(runner, limits, steps)

@@ -35,7 +35,7 @@ from services.worker.parts.rank_setup import RankSetup, set_up_rank
 from services.worker.parts.refusals import refuse_for_whole_prompts
 from services.worker.parts.tier import with_tier
 from services.worker.platform_choice import num_local_workers
-from services.worker.platforms.interface import Parts
+from services.worker.platforms.interface import RunnerParts
 from services.worker.platforms.machine import usable_processors
 from services.worker.platforms.prompt_shapes import run_prompts
 from services.worker.platforms.threads import choose_threads
@@ -126,7 +126,7 @@ def _build_whole(
     return build_whole(setup, checkpoint, pooling, incarnation)
 
 
-def make_grammars(model: Path, parts: Parts) -> Grammars | None:
+def make_grammars(model: Path, parts: RunnerParts) -> Grammars | None:
     """The grammars of a rank; None if it does not sample. `model`: the directory with the
     tokenizer.
     """
@@ -136,7 +136,7 @@ def make_grammars(model: Path, parts: Parts) -> Grammars | None:
     return Grammars(partial(model_compiler, model, loaded.vocab_size, loaded.eos_token_ids))
 
 
-def warm_runner(setup: RankSetup, parts: Parts) -> ModelRunner:
+def warm_runner(setup: RankSetup, parts: RunnerParts) -> ModelRunner:
     """A runner with its KV cache, after the warm-up steps. Raises NotEnoughMemory."""
     with memory_for("the KV cache", "lower num_blocks, kv_cache_memory_bytes or max_num_seqs"):
         runner = setup.platform.runner(parts)

@@ -6,12 +6,12 @@ from services.worker.core.kv.kv_cache import KVCacheSizing
 from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.core.worker import WorkerDescription
 from services.worker.parts.rank_setup import RankSetup
-from services.worker.platforms.interface import Parts
+from services.worker.platforms.interface import RunnerParts
 
 
 def describe(
     setup: RankSetup,
-    parts: Parts,
+    parts: RunnerParts,
     groups: tuple[LayerGroup, ...],
     sizing: KVCacheSizing,
     fingerprint: bytes,

@@ -13,10 +13,10 @@ from services.worker.models.model import LoadOptions
 from services.worker.parts.progress import progress_logger
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.parts.refusals import refuse_draft_model
-from services.worker.platforms.interface import DraftModelParts, Parts
+from services.worker.platforms.interface import DraftModelParts, RunnerParts
 
 
-def load_draft_model(setup: RankSetup, parts: Parts, directory: Path) -> DraftModelParts:
+def load_draft_model(setup: RankSetup, parts: RunnerParts, directory: Path) -> DraftModelParts:
     """The draft model in a directory, or this rank's part of it, with the shape of its cache.
 
     It is divided among the ranks like the target model, and the same setting determines its data

@@ -19,12 +19,12 @@ from services.worker.core.errors import NoSpeculation
 from services.worker.parts.draft_model import load_draft_model
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.parts.refusals import refuse_speculation
-from services.worker.platforms.interface import Parts
+from services.worker.platforms.interface import RunnerParts
 from services.worker.speculation.config import parse_speculative_config
 from services.worker.speculation.ngram import NgramProposer
 
 
-def with_drafter(setup: RankSetup, parts: Parts) -> Parts:
+def with_drafter(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
     """`parts` with a drafter, if the settings enable speculation. Raises NoSpeculation, and
     ModelError for a draft model.
     """

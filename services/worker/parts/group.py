@@ -9,10 +9,10 @@ from services.worker.models.model import LoadedModel
 from services.worker.parallel.group import Group
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.platform_choice import is_batch_invariant
-from services.worker.platforms.interface import Parts
+from services.worker.platforms.interface import RunnerParts
 
 
-def with_group(setup: RankSetup, parts: Parts, fingerprint: bytes) -> Parts:
+def with_group(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> RunnerParts:
     """`parts` with a Lockstep and a pipeline stage, if there are other ranks. Raises GroupBroken
     unless all ranks have the same model and settings.
     """
@@ -25,7 +25,7 @@ def with_group(setup: RankSetup, parts: Parts, fingerprint: bytes) -> Parts:
     return replace(parts, lockstep=lockstep, stage=_stage(group, parts.loaded))
 
 
-def _in_common(setup: RankSetup, parts: Parts, fingerprint: bytes) -> dict[str, str]:
+def _in_common(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> dict[str, str]:
     """The values that must be equal on all ranks. Keys are the names of the values."""
     settings = setup.settings
     return {

@@ -12,13 +12,13 @@ from services.worker.core.kv.kv_cache import (
 from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.parts.adapters import adapter_bytes
 from services.worker.parts.rank_setup import RankSetup
-from services.worker.platforms.interface import Parts
+from services.worker.platforms.interface import RunnerParts
 
 logger = logging.getLogger(__name__)
 
 
 def size_rank_kv_cache(
-    setup: RankSetup, parts: Parts, groups: tuple[LayerGroup, ...]
+    setup: RankSetup, parts: RunnerParts, groups: tuple[LayerGroup, ...]
 ) -> KVCacheSizing:
     """Sizes this rank's cache. The number of blocks is lowered to the minimum over all ranks, since
     the ranks share block tables. Raises KVCacheTooSmall and NotEnoughMemory.
@@ -32,7 +32,7 @@ def size_rank_kv_cache(
     return KVCacheSizing(num_blocks, max_model_len, why)
 
 
-def _demand(setup: RankSetup, parts: Parts, groups: tuple[LayerGroup, ...]) -> KVCacheDemand:
+def _demand(setup: RankSetup, parts: RunnerParts, groups: tuple[LayerGroup, ...]) -> KVCacheDemand:
     limits = parts.limits
     return KVCacheDemand(
         bytes_per_block=parts.bytes_per_block,
@@ -46,7 +46,7 @@ def _demand(setup: RankSetup, parts: Parts, groups: tuple[LayerGroup, ...]) -> K
     )
 
 
-def _memory(setup: RankSetup, parts: Parts) -> KVCacheMemory:
+def _memory(setup: RankSetup, parts: RunnerParts) -> KVCacheMemory:
     """The memory for the cache. Memory for LoRA adapters that are loaded later is reserved."""
     settings, free = setup.settings, setup.platform.free_memory(parts)
     if parts.adapters is not None:

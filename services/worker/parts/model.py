@@ -19,12 +19,12 @@ from services.worker.models.model import LoadedModel, LoadOptions
 from services.worker.models.pooling_config import PoolingConfig
 from services.worker.parts.progress import progress_logger
 from services.worker.parts.rank_setup import RankSetup
-from services.worker.platforms.interface import Parts
+from services.worker.platforms.interface import RunnerParts
 
 
 def load_parts(
     setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig | None
-) -> tuple[Parts, tuple[LayerGroup, ...]]:
+) -> tuple[RunnerParts, tuple[LayerGroup, ...]]:
     """The loaded model, or this rank's part of it, with a cache shape of 0 blocks; and the groups
     of its layers.
     """
@@ -57,7 +57,7 @@ def load_parts(
     shape = _cache_shape(setup, loaded, groups)
     limits = _batch_limits(setup, loaded, groups, shape.block_size)
     pooler = None if pooling is None else _prompt_pooler(loaded, pooling)
-    return Parts(loaded, kernels, shape, limits, pooler=pooler), groups
+    return RunnerParts(loaded, kernels, shape, limits, pooler=pooler), groups
 
 
 def _cache_shape(

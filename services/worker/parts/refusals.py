@@ -10,7 +10,7 @@ from services.worker.models.errors import UnsupportedModel
 from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.models.suitability.check import check_configuration, is_native
 from services.worker.parts.rank_setup import RankSetup
-from services.worker.platforms.interface import Parts
+from services.worker.platforms.interface import RunnerParts
 
 
 def refuse_for_whole_prompts(setup: RankSetup) -> None:
@@ -37,7 +37,7 @@ def refuse_for_whole_prompts(setup: RankSetup) -> None:
         raise NoTier("kv_offloading_size: a model that takes whole prompts caches nothing")
 
 
-def refuse_speculation(setup: RankSetup, parts: Parts) -> None:
+def refuse_speculation(setup: RankSetup, parts: RunnerParts) -> None:
     """Raises NoSpeculation if the model, or its division, does not support verifying drafts."""
     if parts.pooler is not None:
         raise NoSpeculation("speculative_config: this model answers with vectors, not tokens")
@@ -47,7 +47,7 @@ def refuse_speculation(setup: RankSetup, parts: Parts) -> None:
         raise NoSpeculation("speculative_config: pipeline stages verify no drafts")
 
 
-def refuse_draft_model(setup: RankSetup, parts: Parts, draft: Path) -> None:
+def refuse_draft_model(setup: RankSetup, parts: RunnerParts, draft: Path) -> None:
     """Raises NoSpeculation or UnsupportedModel if the draft model in a directory is incompatible
     with the target model, before the draft model is loaded.
     """
@@ -73,7 +73,7 @@ def refuse_draft_model(setup: RankSetup, parts: Parts, draft: Path) -> None:
     check_configuration(draft, setup.ranks.size)
 
 
-def refuse_tier(setup: RankSetup, parts: Parts) -> None:
+def refuse_tier(setup: RankSetup, parts: RunnerParts) -> None:
     """Raises NoTier if the device or the model does not support offloaded blocks."""
     if not setup.platform.has_tier:
         raise NoTier("kv_offloading_size: only workers on the CPU keep offloaded blocks")

@@ -8,12 +8,12 @@ from services.worker.core.errors import NoTier
 from services.worker.core.kv.kv_tier import tier_memory
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.parts.refusals import refuse_tier
-from services.worker.platforms.interface import Parts
+from services.worker.platforms.interface import RunnerParts
 
 logger = logging.getLogger(__name__)
 
 
-def with_tier(setup: RankSetup, parts: Parts) -> Parts:
+def with_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
     """`parts` with this rank's part of the memory for offloaded blocks, if the settings enable it.
     All ranks have the same number of blocks, since each rank stores its part of every block.
 

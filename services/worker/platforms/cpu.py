@@ -15,7 +15,7 @@ from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import StagedModel
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
-from services.worker.platforms.interface import DraftModelParts, Parts
+from services.worker.platforms.interface import DraftModelParts, RunnerParts
 from services.worker.platforms.machine import available_memory_bytes
 from services.worker.platforms.prompt_shapes import PromptShape, first_shapes
 
@@ -52,7 +52,7 @@ class CpuPlatform:
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Accepts every model."""
 
-    def free_memory(self, parts: Parts) -> FreeMemory:
+    def free_memory(self, parts: RunnerParts) -> FreeMemory:
         """The machine's available memory, and an upper estimate of what the largest step needs.
 
         The estimate is a sum. For each token it includes residual, normalized and attended states,
@@ -83,7 +83,7 @@ class CpuPlatform:
             activation_bytes=activation_bytes,
         )
 
-    def runner(self, parts: Parts) -> ModelRunner:
+    def runner(self, parts: RunnerParts) -> ModelRunner:
         attention, states = cache_of(parts.kernels, parts.shape)
         model, drafter, caches = parts.loaded.model, parts.drafter, [attention]
         if parts.draft_model is not None:
@@ -129,7 +129,7 @@ def _model_drafter(
     return Drafter(source, limits.num_speculative_tokens)
 
 
-def _tier(parts: Parts, caches: Sequence[PagedAttention]) -> KVTier | None:
+def _tier(parts: RunnerParts, caches: Sequence[PagedAttention]) -> KVTier | None:
     """The tier of offloaded blocks, with their pages in all caches; None without memory for it."""
     if parts.tier_memory is None:
         return None

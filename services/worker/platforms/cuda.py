@@ -27,7 +27,7 @@ from services.worker.platforms.cuda_setup import (
     load_xformers,
     suits_xformers,
 )
-from services.worker.platforms.interface import Parts
+from services.worker.platforms.interface import RunnerParts
 from services.worker.platforms.prompt_shapes import (
     PromptShape,
     every_shape,
@@ -93,11 +93,11 @@ class CudaPlatform:
         if self._batch_invariant:
             check_batch_invariant(shape.layers, is_native=loaded.is_native)
 
-    def runner(self, parts: Parts) -> ModelRunner:
+    def runner(self, parts: RunnerParts) -> ModelRunner:
         """A runner; see `runner_on`. It has its own CudaDevice, whose graphs are freed with it."""
         return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
 
-    def free_memory(self, parts: Parts) -> FreeMemory:
+    def free_memory(self, parts: RunnerParts) -> FreeMemory:
         """Measures the GPU's memory, the memory in use, and the maximum that torch allocates for a
         step. If several workers share the GPU, only this worker's fraction of the memory is
         counted, and only the memory that torch uses in this process.
@@ -135,7 +135,7 @@ class CudaPlatform:
 
 def runner_on(
     device: Device,
-    parts: Parts,
+    parts: RunnerParts,
     split_k: type[Any] | None = None,
     *,
     batch_invariant: bool = False,

@@ -36,7 +36,7 @@ class DraftModelParts:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RunnerParts:
     """The parts from which a platform builds a runner."""
 
     loaded: LoadedModel
@@ -69,7 +69,7 @@ class Parts:
         own, draft = self.shape.bytes_per_block, self.draft_model
         return own if draft is None else own + draft.shape.bytes_per_block
 
-    def sized(self, num_blocks: int, max_model_len: int) -> "Parts":
+    def sized(self, num_blocks: int, max_model_len: int) -> "RunnerParts":
         """The parts with a cache of `num_blocks`, for sequences of up to `max_model_len` tokens."""
         draft = self.draft_model
         if draft is not None:
@@ -120,12 +120,12 @@ class Platform(Protocol):
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Raises UnsuitableDevice for a model that this device cannot compute."""
 
-    def free_memory(self, parts: Parts) -> FreeMemory:
+    def free_memory(self, parts: RunnerParts) -> FreeMemory:
         """Returns the memory that is available to the KV cache. `parts` must not have a cache
         yet.
         """
 
-    def runner(self, parts: Parts) -> ModelRunner:
+    def runner(self, parts: RunnerParts) -> ModelRunner:
         """Builds a runner with its KV cache."""
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:

@@ -22,7 +22,7 @@ from services.worker.models.files.checkpoint import open_checkpoint
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions
 from services.worker.platforms.cuda import runner_on
-from services.worker.platforms.interface import Parts
+from services.worker.platforms.interface import RunnerParts
 from tests.tiny_models import save_tiny_model
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 from tests.worker.runner_driver import GREEDY, MAX_MODEL_LEN, build_runner
@@ -92,7 +92,7 @@ def runner_as_on_cuda(directory: Path, *, batch_invariant: bool = False) -> Mode
         windows=tuple(group.window for group in groups),
     )
     assert loaded.is_static
-    parts = Parts(loaded, kernels, shape, limits)
+    parts = RunnerParts(loaded, kernels, shape, limits)
     return runner_on(WideCpu(), parts, AnywhereSplitK, batch_invariant=batch_invariant)
 
 
