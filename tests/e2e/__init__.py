@@ -1,3 +1,3 @@
-"""Tests of all services together. This is a package, so that the shared stacks end with its last
+"""Tests of all services together. They are a package, so that the shared stacks end after its last
 test.
 """

@@ -32,7 +32,9 @@ class RunningContainer:
     """A process whose environment has only the container's variables."""
 
     def __init__(self, container: Container, directory: Path, names: Mapping[str, str]) -> None:
-        """`names`: replacements of texts in variables, such as service names by addresses."""
+        """`names` maps texts in variables to their replacements, such as service names to
+        addresses.
+        """
         self._container = container
         self._address = names[_EVERY_ADDRESS].removesuffix(":")
         self._environ = _environ(container, directory, names)
@@ -70,7 +72,7 @@ class RunningContainer:
         self._process.wait(SECONDS)
 
     def stop(self) -> int:
-        """Sends SIGTERM; returns the exit status."""
+        """Sends SIGTERM, waits for the end, and returns the exit status."""
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(SECONDS)
 

@@ -18,9 +18,9 @@ from tests.e2e.otlp_receiver import OtlpReceiver
 from tests.e2e.stack import ROOT, Stack
 from tests.e2e.tiny import save_servable_model
 
-# A cache that is soon fully written, so that constant memory can be observed. The pool can store
-# about four of the sixteen sequences that the tests run. Steps cut prompts into chunks of seven
-# tokens, in priority order.
+# The cache is small and soon fully written, so that constant memory can be observed. The pool can
+# store about four of the sixteen sequences that the tests run. Steps cut prompts into chunks of
+# seven tokens, in priority order.
 FLAGS = {
     "plain": ("--num-blocks", "1000"),
     "small pool": ("--num-blocks", "24", "--max-model-len", "256"),

@@ -30,7 +30,7 @@ async def connect(address: str) -> AsyncIterator[gateway_pb2_grpc.InferenceStub]
 
 
 def request(prompt: list[int], max_tokens: int, **sampling: Any) -> gateway_pb2.GenerateRequest:
-    """A request for exactly `max_tokens` tokens; greedy by default."""
+    """A request for exactly `max_tokens` tokens. It is greedy by default."""
     return gateway_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt),
         sampling=common_pb2.SamplingParams(

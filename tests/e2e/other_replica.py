@@ -49,7 +49,7 @@ class OtherReplica:
         self._processes[service].send_signal(signum)
 
     def wait(self, service: str) -> int:
-        """Waits for a service to end; returns its exit status."""
+        """Waits for a service to end, and returns its exit status."""
         return self._processes[service].wait(30)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ _SCRAPE_INTERVAL = "1500ms"
 longer than the interval is lost.
 """
 _LOOK_AGAIN_SECONDS = 0.25
-"""The time between two queries of a waiting test. Rules are evaluated twice a second."""
+"""The time between two queries of a test that waits. Rules are evaluated twice a second."""
 RULES = ROOT / "deploy" / "prometheus" / "rules"
 _WINDOWS = {"1m": "6s", "5m": "6s", "10m": "6s", "15m": "3m", "1h": "3m"}
 """Replacements for the ranges of the rules. The longest ones still exceed the duration of a test,

@@ -156,7 +156,7 @@ class Stack:
         self._process.terminate()
 
     def wait(self, seconds: float) -> int:
-        """Waits for the end of `stepwell up`; returns its exit status."""
+        """Waits for the end of `stepwell up`, and returns its exit status."""
         return self._process.wait(seconds)
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class Stack:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60, period: float = 0.02) -> float:
-    """Polls a condition every `period` seconds until it holds; returns the elapsed time. Fails
+    """Polls a condition every `period` seconds until it holds. Returns the elapsed time. Fails
     after `seconds`.
     """
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""A tiny servable model: seeded weights, a byte-level tokenizer, a chat template."""
+"""A tiny servable model with seeded weights, a byte-level tokenizer and a chat template."""
 
 from functools import cache
 from pathlib import Path

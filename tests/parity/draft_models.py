@@ -32,8 +32,8 @@ def save_perturbed(model: Path, directory: Path, amount: float = 0.01) -> Path:
 
 @dataclass(frozen=True)
 class Proposed:
-    """Drafts of a request: the tokens known before them, the number of drafts that a grammar
-    forced, and the number of accepted drafts.
+    """Drafts of one request. It has the tokens that were known before them, the number of drafts
+    that a grammar forced, and the number of accepted drafts.
     """
 
     known: list[int]

@@ -10,15 +10,15 @@ from tests.tiny_models import VOCAB_SIZE
 
 class _WithoutState:
     def forget(self, row: int) -> None:
-        """Does nothing."""
+        """Does nothing, since there is no state."""
 
     def clear(self) -> None:
-        """Does nothing."""
+        """Does nothing, since there is no state."""
 
 
 class KnownProposer(_WithoutState):
     """Proposes the known continuations of sequences (prompt and output). `shift` is added to each
-    token; with a shift other than 0 no draft is right.
+    token. With a shift other than 0 no draft is right.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]], shift: int = 0) -> None:

@@ -1,11 +1,11 @@
 """Serves requests under random schedules, with more events in a few steps than a scheduler causes.
 
 A step computes a random number of tokens of some running requests, with drafts after their last
-token. Requests are preempted, in groups or alone, and resume in another row; generations end. The
+token. Requests are preempted, in groups or alone, and resume in another row. Generations end. The
 pool finds every filled block until the block is allocated again. Requests therefore share computed
 blocks, in each KV-cache group as far as the group's window requires. Blocks are allocated in random
-order with their old contents; some of them are zeroed. If the runner proposes drafts itself, steps
-contain placeholders, and the drafts of the previous step are counted as accepted.
+order with their old contents, and some of them are zeroed. If the runner proposes drafts itself,
+steps contain placeholders, and the drafts of the previous step are counted as accepted.
 """
 
 import math
@@ -37,7 +37,7 @@ class RandomPool:
         return self._block_of.get(key)
 
     def remember(self, key: Key, block: int) -> None:
-        """Notes that a block is full. It gets the key unless another block has it."""
+        """Records that a block is full. It gets the key unless another block has it."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
@@ -193,7 +193,9 @@ class RandomServing:
             self._pool.touch(table)
 
     def _tables(self, request: Request, num_tokens: int) -> list[list[int | None]]:
-        """Cached blocks in each group. 0 is a block outside the window; None is a missing block."""
+        """The cached blocks in each group. 0 is a block outside the window, and None is a missing
+        block.
+        """
         sizes = self._runner.limits.block_sizes
         return [
             [

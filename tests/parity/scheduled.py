@@ -50,8 +50,8 @@ async def generate(
     given: Sequence[Sequence[int]] | None = None,
     **changes: Any,
 ) -> Run:
-    """Serves the prompts of a situation, or the given prompts; the arguments are passed
-    to `serve`.
+    """Serves the prompts of a situation, or the given prompts. The arguments are passed to
+    `serve`.
     """
     runner.reset()
 

@@ -18,11 +18,15 @@ T = TypeVar("T")
 
 BLOCK_SIZE = 4
 MAX_TOKENS = 12
-"""Three blocks, so that most prompts grow beyond a window of 16 to 24 tokens."""
+"""The number of output tokens. They are three blocks, so that most requests become longer than a
+window of 16 to 24 tokens.
+"""
 MAX_MODEL_LEN = 128
 LARGE_POOL = 2400
 SMALL_POOL = 36
-"""The number of blocks of each KV-cache group: enough for two or three of the sixteen requests."""
+"""The number of blocks of each KV-cache group. It is enough for two or three of the sixteen
+requests.
+"""
 
 GREEDY: dict[str, Any] = {"temperature": 0, "seed": 0, "max_tokens": MAX_TOKENS}
 SAMPLED: dict[str, Any] = {

@@ -1,9 +1,8 @@
-"""While real workers compute, requests hold the blocks that vLLM would have them hold in each step.
-
-The rule, as the recorded decisions of tests/conformance show it: when a request is scheduled, and
-before it is given blocks, a sliding window lets go of whole blocks below computed - window + 1, and
-states of all before the block of the last token, where tokens in flight do not count as computed.
-A step adds blocks up to its last token; of states only the one of that token.
+"""While real workers compute, requests hold the same blocks in each step as with vLLM. The recorded
+decisions of tests/conformance show the rule. Blocks are freed when a request is scheduled, before
+it gets new blocks. A sliding window frees whole blocks below computed - window + 1. States free all
+blocks before the block of the last token. Tokens in flight do not count as computed. A step adds
+blocks up to its last token. For states it adds only the block of that token.
 """
 
 import json
@@ -29,7 +28,7 @@ PROMPT_LENGTHS = (45, 30, 7)
 MAX_TOKENS = 40
 
 KINDS = {
-    # By kind: how many groups there are of each type of attention.
+    # For each kind of model, the number of groups of each type of attention.
     "mistral_window": {AttentionType.SLIDING_WINDOW: 1},
     "qwen2_window": {AttentionType.FULL: 1, AttentionType.SLIDING_WINDOW: 2},
     "gemma3": {AttentionType.SLIDING_WINDOW: 5, AttentionType.FULL: 1},
@@ -42,7 +41,7 @@ KINDS = {
 
 @dataclass
 class Holder:
-    """The expected table entries with a block for one request, by group, according to the rule."""
+    """For one request and each group, the table entries that have a block according to the rule."""
 
     groups: tuple[LayerGroup, ...]
     num_processed: int = 0
@@ -50,7 +49,7 @@ class Holder:
     held: list[set[int]] = field(default_factory=list)
 
     def schedule(self, end: int) -> None:
-        """A step computes its tokens up to `end`."""
+        """Plans a step that computes the request's tokens up to `end`."""
         self.held = self.held or [set() for _ in self.groups]
         for group, held in zip(self.groups, self.held, strict=True):
             size = BLOCK_SIZE * group.block_scale
@@ -71,7 +70,9 @@ class Holder:
 def expected_free_blocks(
     entries: list[dict[str, Any]], groups: tuple[LayerGroup, ...], num_usable_blocks: int
 ) -> Iterator[tuple[int, int]]:
-    """For every step of a log: the blocks that the rule leaves free, and those that were free."""
+    """For every step of a log, the number of blocks that the rule leaves free, and the number that
+    was free.
+    """
     holders: dict[int, Holder] = {}
     in_flight: dict[int, dict[int, int]] = {}
     for entry in entries:

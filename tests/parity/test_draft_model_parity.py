@@ -1,6 +1,6 @@
-"""Drafts from a second model: the same tokens as without, and drafts that are the second model's
-own continuation, whatever the scheduler does. A draft model that is the model itself is always
-right, so one rejected draft shows that its keys and values are not what they should be.
+"""With drafts from a second model the tokens are the same as without. The drafts are the second
+model's own continuation, whatever the scheduler does. If the draft model is the model itself, it is
+always right, so a rejected draft shows that its keys and values are wrong.
 """
 
 import json
@@ -41,13 +41,13 @@ from tests.tiny_models import save_tiny_model
 NUM_DRAFTS = 4
 TOGETHER = SITUATIONS["sixteen together"]
 NUM_CHECKED = 60
-"""Proposals that transformers computes again."""
+"""The number of proposals that transformers computes again."""
 
 
 def build(
     directory: Path, draft: Path | None, num_drafts: int = NUM_DRAFTS, **changes: Any
 ) -> Worker:
-    """In float32, with a draft model or without."""
+    """A worker in float32, with or without a draft model."""
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": num_drafts}
     drafts = None if draft is None else json.dumps({**config, "num_rows": 0})
     settings = {"dtype": DtypeSetting.FLOAT32, "speculative_config": drafts, **changes}
@@ -55,7 +55,7 @@ def build(
 
 
 def save_draft(kind: str, model: Path, directory: Path) -> Path:
-    """A draft model of a kind for a model."""
+    """Saves a draft model of a kind for a model, and returns its directory."""
     match kind:
         case "itself":
             return model
@@ -89,8 +89,8 @@ class Drafting:
     ids=" by ".join,
 )
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafting:
-    """Models with full attention and with windows beside it, also in smaller blocks; draft models
-    of each sort.
+    """Models with full attention, or with full attention and windows, also with smaller blocks.
+    Each has every kind of draft model.
     """
     torch.set_num_threads(1)
     model, kind = request.param
@@ -110,7 +110,7 @@ always_right = pytest.mark.parametrize(
 
 
 def assert_share(kind: str, recorded: Recorded) -> None:
-    """As many drafts stood as they do of such a draft model, where tokens are the most probable."""
+    """Asserts the share of accepted drafts for a kind of draft model, with greedy tokens."""
     assert recorded.num_drafts > 30
     share = recorded.num_accepted / recorded.num_drafts
     match kind:
@@ -158,8 +158,8 @@ async def test_a_model_that_drafts_for_itself_takes_a_step_for_all_drafts_and_on
         assert await generate(gateway, prompts(), GREEDY) == drafting.outputs[0][1]
         stats = await replica.stats()
     each = 1 + -(-(MAX_TOKENS - 1) // (1 + NUM_DRAFTS))
-    # A prompt of which one token is left to compute gets drafts beside that token already. The
-    # last request leaves the workers' batch with a step of nothing.
+    # If only one token of a prompt is left to compute, that step already has drafts. The last
+    # request leaves the workers' batch in an empty step.
     assert (each - 1) * len(prompts()) < stats.num_steps <= each * len(prompts()) + 1
 
 
@@ -244,7 +244,7 @@ async def test_a_shorter_draft_model_drafts_up_to_its_length(tmp_path: Path) -> 
     worker = build(tmp_path / "model", tmp_path / "draft")
     recorded = record_drafts(worker)
     async with serving(worker, TOGETHER, async_scheduling=True) as (_, gateway):
-        for _ in range(2):  # the second time behind prefix hits
+        for _ in range(2):  # the second time after prefix hits
             assert await generate(gateway, prompts(), GREEDY) == reference_outputs("llama")
     ends = [len(of.known) + len(of.drafts) for of in recorded.proposed]
     assert max(ends) == longest + 1

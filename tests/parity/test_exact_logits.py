@@ -25,7 +25,8 @@ CASES += [(KernelsSetting.TORCH, kind) for kind in TORCH_KINDS]
 WHOLE = 512
 COLUMNS = ("token_ids", "logprobs", "ranks")
 
-# Around the edges of blocks of keys, with windows of 16 to 24 and 200 behind some, and one of 210.
+# Lengths near multiples of blocks of keys. Some exceed the windows of 16 to 24 tokens, and one
+# exceeds the window of 200.
 LENGTHS = [1, 2, 5, 16, 17, 33, 63, 64, 65, 90, 130, 210]
 SEQUENCES = [drawn(length, seed, VOCAB_SIZE) for seed, length in enumerate(LENGTHS)]
 
@@ -103,7 +104,7 @@ def test_logits_after_preemptions_are_the_same_bits(model: ExactModel) -> None:
 
 
 WIDE = {"hidden_size": 384, "intermediate_size": 1536}
-"""Enough work in most steps for two threads."""
+"""Sizes of a model with enough work for two threads in most steps."""
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "qwen3"])

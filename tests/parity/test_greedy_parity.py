@@ -64,12 +64,12 @@ def served(
 
 @cache
 def reference(kind: str) -> PreTrainedModel:
-    """The same model for all kernels, so that it is asked once."""
+    """Transformers' model. It is the same for all kernels, and is built once."""
     return build_tiny_model(kind)
 
 
 def make_requests() -> list[Request]:
-    """Prompts of 1 to 91 tokens, outputs of 6 to 13."""
+    """Requests with prompts of 1 to 91 tokens and outputs of 6 to 13 tokens."""
     random = np.random.default_rng(7)
     return [
         Request(random.integers(3, VOCAB_SIZE, 1 + 6 * number).tolist(), 6 + number // 2)
@@ -139,7 +139,8 @@ def test_prefix_hits_share_blocks_with_the_first_request(served, block_size: int
     model, build, requests = served
     prompt = requests[-1].prompt
     first = Request(prompt, 4)
-    # One goes on as the first did, the others branch off at other tokens, one in mid-block.
+    # One has the same tokens as the first. The others differ from some token on, one inside a
+    # block.
     followers = [
         Request(prompt, 16),
         Request([*prompt[:48], 9, 8, 7], 16),

@@ -1,9 +1,7 @@
-"""States of recurrent layers in blocks of the pool, however they are kept and shared: greedy output
-is that of transformers.
-
-Scheduler, pool and runner are the real ones. That hybrids are served so by default, alone,
-together, in chunks and under preemption, is tested in test_scheduled_parity.py and
-test_services_parity.py.
+"""Greedy output of models with recurrent layers equals transformers', however their states are
+stored and shared in blocks of the pool. Scheduler, pool and runner are the real ones.
+test_scheduled_parity.py and test_services_parity.py test the default settings: requests that are
+served alone, together, in chunks and under preemption.
 """
 
 from collections.abc import Sequence
@@ -33,7 +31,9 @@ from tests.worker.serving_worker import ServingWorker
 
 KINDS = ["bamba", "qwen3_next"]
 NUM_TURNS_ALONE = 6
-"""The first turns. They include repeated prompts, and prompts that end inside a block."""
+"""The number of first turns that are served alone. They include repeated prompts, and prompts that
+end inside a block.
+"""
 PREEMPTED = replace(SITUATIONS["preempted again and again"], num_blocks=28)
 """States need few blocks: this number suffices for two or three of the turns."""
 HYBRID_SITUATIONS = {**SITUATIONS, "preempted again and again": PREEMPTED}
@@ -41,7 +41,7 @@ HYBRID_SITUATIONS = {**SITUATIONS, "preempted again and again": PREEMPTED}
 
 @dataclass(frozen=True)
 class Served:
-    """A model on disk, and as transformers has it."""
+    """The directory of a model, and the model in transformers."""
 
     directory: Path
     model: PreTrainedModel
@@ -80,7 +80,7 @@ def turns() -> list[list[int]]:
 
 
 async def serve(served: Served, name: str, runner: ModelRunner, **changes: Any) -> list[Run]:
-    """Serves the turns with one step in flight and with two, both with parity."""
+    """Serves the turns with one step in flight and with two, and asserts the expected tokens."""
     greedy, runs = common_pb2.SamplingParams(**GREEDY), []
     given = turns()[:NUM_TURNS_ALONE] if name == "alone" else turns()
     for async_scheduling in (False, True):
@@ -110,7 +110,7 @@ async def test_a_hit_inside_a_block_goes_on_in_a_copy_of_the_state(
         assert at_ends.num_copies == 0
         assert anywhere.num_copies > 0
         assert min(anywhere.num_cached_tokens, at_ends.num_cached_tokens) > 0
-        if not at_ends.num_preemptions:  # which blocks are replaced differs otherwise
+        if not at_ends.num_preemptions:  # otherwise different blocks may be replaced
             assert anywhere.num_cached_tokens > at_ends.num_cached_tokens
 
 
@@ -122,7 +122,7 @@ async def test_a_state_that_each_step_overwrites(served: Served, name: str) -> N
 
 
 class Disturbance:
-    """Aborts a request now and then, and preempts all that run."""
+    """Sometimes aborts a request, and sometimes preempts all running requests."""
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(2)
@@ -166,7 +166,7 @@ async def test_retention_keeps_states_where_prompts_end_and_part(served: Served)
 @pytest.mark.parametrize(
     ("mode", "setting", "cached"),
     [
-        # Of 27 tokens 26 are whole units, six blocks and a half.
+        # 26 of 27 tokens are whole units. They are six and a half blocks.
         (MambaCacheMode.ALIGN, {"prefix_match_unit": 2}, [0, 26, 26]),
         (MambaCacheMode.ALIGN, {}, [0, 24, 24]),
         (MambaCacheMode.NONE, {"enable_prefix_caching": False}, [0, 0, 0]),

@@ -1,5 +1,5 @@
-"""The same tokens whether keys, values and states are computed, cached, or loaded from the tier
-beside the worker; and whatever happens to pool and tier.
+"""Tokens are the same whether keys, values and states are computed, cached, or loaded from the
+worker's tier, and whatever happens to the pool and the tier.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -43,7 +43,7 @@ PREEMPTED = SITUATIONS["preempted again and again"]
 
 @dataclass(frozen=True)
 class Served:
-    """A model by its kind, and the workers that run it, one for each of its pipeline stages."""
+    """A kind of model, and the workers that run it, one for each pipeline stage."""
 
     kind: str
     workers: list[Worker]
@@ -59,14 +59,16 @@ class Served:
 
     @property
     def num_whole_blocks(self) -> int:
-        """Tokens of whole blocks of all prompts, one token left to compute."""
+        """The number of tokens in whole blocks of all prompts. At least one token of each prompt is
+        left to compute.
+        """
         return sum((len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts())
 
     @asynccontextmanager
     async def replica(
         self, situation: Situation, *, async_scheduling: bool
     ) -> AsyncIterator[tuple[Replica, Gateway]]:
-        """A replica in a situation, whose workers describe themselves so, and a session."""
+        """A replica whose workers describe the limits of a situation, and a session with it."""
         workers = []
         for worker in self.workers:
             own = worker.description
@@ -92,7 +94,7 @@ def settings_for(directory: Path, num_mib: float) -> WorkerSettings:
 
 @contextmanager
 def built(kind: str, num_stages: int, directory: Path, num_mib: float) -> Iterator[Served]:
-    """A model whose tiers have `num_mib` together."""
+    """A model whose workers' tiers have `num_mib` in total."""
     save_tiny_model(directory, kind)
     settings = settings_for(directory, num_mib)
     if num_stages == 1:
@@ -120,7 +122,7 @@ def built(kind: str, num_stages: int, directory: Path, num_mib: float) -> Iterat
     ids=["full attention", "windows", "mamba states", "delta net states", "windows in two stages"],
 )
 def model(request: pytest.FixtureRequest) -> tuple[str, int]:
-    """A kind of model, and how many stages it is divided into."""
+    """A kind of model, and the number of its stages."""
     torch.set_num_threads(1)
     kind, num_stages = request.param
     return kind, num_stages
@@ -128,7 +130,7 @@ def model(request: pytest.FixtureRequest) -> tuple[str, int]:
 
 @pytest.fixture(scope="module")
 def served(model: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The tokens with a tier that can store everything."""
+    """A model whose tier can store everything."""
     with built(*model, tmp_path_factory.mktemp(model[0]), 64) as served:
         yield served
 
@@ -149,7 +151,7 @@ async def reset(replica: Replica) -> None:
 
 
 def num_cached(gateway: Gateway) -> int:
-    """Cached tokens of the prompts that were sent last."""
+    """The number of cached tokens of the prompts that were sent last."""
     handles = range(len(gateway.heard) - len(prompts()), len(gateway.heard))
     return sum(gateway.heard[handle].num_cached_tokens or 0 for handle in handles)
 
@@ -190,14 +192,14 @@ async def test_damage_costs_recomputation_and_nothing_else(
         assert await generate(gateway, prompts(), GREEDY) == expected
         await reset(replica)
         random = np.random.default_rng(5)
-        for tier in served.tiers:  # other blocks in each
+        for tier in served.tiers:  # different blocks in each
             memory = tier.memory
             flipped = np.flatnonzero(random.random(len(memory)) < share)
             memory[flipped, random.integers(0, memory.shape[1], len(flipped))] ^= 16
         assert await generate(gateway, prompts(), GREEDY) == expected
         assert num_cached(gateway) < served.num_whole_blocks
         await reset(replica)
-        # What was damaged was computed again, and stored again.
+        # Damaged blocks were computed and stored again.
         assert await generate(gateway, prompts(), GREEDY) == expected
         assert num_cached(gateway) == served.num_whole_blocks
 

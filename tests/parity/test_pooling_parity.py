@@ -1,7 +1,6 @@
-"""Vectors of prompts are those that transformers and a pooling written out give, however prompts
-are cut in chunks, put together, preempted and found in the cache.
-
-All numbers are float32; the tolerance is of vectors of length 1.
+"""Vectors of prompts equal those of transformers and an explicit pooling, however prompts are
+divided into chunks, batched, preempted and found in the cache. All numbers are float32. The
+tolerance applies to vectors of length 1.
 """
 
 from dataclasses import replace
@@ -49,7 +48,7 @@ DECODERS = ["llama", "mistral_window", "gemma2", "qwen3_moe"]
 
 
 def loaded(directory: Path, **settings: Any) -> Worker:
-    """The worker of a directory, as its process builds it."""
+    """A worker for the model in a directory, built as in a worker process."""
     limits: dict[str, Any] = {
         "max_model_len": 128,
         "max_num_seqs": 16,
@@ -71,8 +70,8 @@ async def pooled(
     params: PoolingParams | None = None,
     situation: Situation | None = None,
 ) -> tuple[list[np.ndarray], list[Request]]:
-    """The vectors of prompts served by the real scheduler and pool, with the worker's messages
-    between them, and the requests.
+    """Serves prompts with the real scheduler and pool, and with the worker's messages between them.
+    Returns the vectors and the requests.
     """
     situation = situation or Situation()
     runner, built = worker.runner, worker.description

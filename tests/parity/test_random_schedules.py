@@ -1,5 +1,5 @@
-"""Whatever a scheduler does to requests, they continue as transformers does, token for token in
-float32, and with its log-probabilities.
+"""Under any schedule, requests continue as transformers does, token for token in float32, and with
+the same log-probabilities.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from tests.worker.suffix_reference import suffix_trees
 MAX_NUM_SEQS = 6
 MOST_TOKENS = 70
 GROUPS = {"gemma3": 6, "llama": 1, "mixtral": 1, "qwen2_window": 3}
-"""KV-cache groups of the kinds, each unlike the others."""
+"""The number of KV-cache groups of each kind of model. The kinds differ in their attention."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ schedules = st.builds(
 
 @dataclass(frozen=True)
 class Served:
-    """A model of transformers, and on disk."""
+    """A model in transformers, and its directory."""
 
     model: PreTrainedModel
     directory: Path
@@ -78,7 +78,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def make_requests(schedule: Schedule, hidden_size: int) -> list[Request]:
-    """Six, of 1 to 50 tokens of a prompt and 1 to 20 more; most begin alike, one is embedded."""
+    """Six requests with prompts of 1 to 50 tokens and outputs of 1 to 20. Most have a common
+    prefix, and one prompt is embeddings.
+    """
     random = np.random.default_rng(schedule.seed)
     stem = random.integers(3, VOCAB_SIZE, 40).tolist()
     requests = []
@@ -162,7 +164,9 @@ def test_a_model_that_drafts_for_itself_is_always_right_with_codes(served: Serve
 def serve_tokens(
     runner: ModelRunner, schedule: Schedule, times: int = 2
 ) -> tuple[list[Request], Happened]:
-    """So many times, without the prompt that is embedded, of which a draft model knows nothing."""
+    """Serves the requests `times` times, without the prompt of embeddings, which a draft model does
+    not know.
+    """
     serving = RandomServing(runner, max_chunk=schedule.max_chunk, seed=schedule.seed)
     served = [make_requests(schedule, hidden_size=1)[:-1] for _ in range(times)]
     for requests in served:

@@ -1,7 +1,7 @@
-"""The same tokens however the scheduler serves them: with one step in flight or two, in chunks,
-with prefix hits, and from a pool so small that requests are preempted again and again.
-
-Scheduler, pool and runner are the real ones, with the worker's messages between them and no wire.
+"""Tokens are the same however the scheduler serves requests: with one step in flight or two, in
+chunks, with prefix hits, and with a pool so small that requests are preempted again and again.
+Scheduler, pool and runner are the real ones. They exchange the worker's messages without a
+connection.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from tests.worker.runner_driver import build_runner
 
 @dataclass(frozen=True)
 class Served:
-    """A model, by its kind and on disk."""
+    """A kind of model, and the directory of a model of this kind."""
 
     kind: str
     directory: Path

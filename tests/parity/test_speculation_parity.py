@@ -84,7 +84,7 @@ class Speculating:
 def speculating(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Speculating:
-    """One with full attention, one with windows beside it."""
+    """A model with full attention, and one that also has windows."""
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp(request.param)
     save_tiny_model(directory, request.param)
@@ -115,7 +115,7 @@ async def test_drafts_change_no_token(
 ) -> None:
     speculating.propose_with(proposer)
     chosen, each = SITUATIONS[situation].chosen, 1 + NUM_DRAFTS * (proposer == "always right")
-    num_steps = 0  # one for a prompt, those for its further tokens, and one behind its end
+    num_steps = 0  # a step for the prompt, steps for further tokens, and one after the end
     async with serving(
         speculating.loaded, SITUATIONS[situation], async_scheduling=async_scheduling
     ) as (replica, gateway):

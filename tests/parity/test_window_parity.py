@@ -1,7 +1,6 @@
-"""Windows of every length, whatever else happens to a request: greedy output is transformers'.
-
-Prompts are in chunks that no block and no window begins with, are preempted again and again and,
-when they come back, find what is cached of them, all at once.
+"""With windows of every length, greedy output equals transformers', whatever else happens to a
+request. All of these happen at once: chunks begin neither with a block nor with a window, and
+requests are preempted again and again, and resume with their cached blocks.
 """
 
 from pathlib import Path
@@ -38,7 +37,9 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": True},
     "starcoder2": {},
 }
-"""One kind of each architecture that can have windows, with the further settings that it needs."""
+"""One kind of each architecture that can have windows, with the additional settings that it
+needs.
+"""
 
 WINDOWS = {
     "shorter than the prompt": 6,
@@ -46,7 +47,7 @@ WINDOWS = {
     "longer than everything": MAX_TOKENS + 50,
 }
 NUM_BLOCKS = 24
-"""Of each KV-cache group."""
+"""The number of blocks of each KV-cache group."""
 
 
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)

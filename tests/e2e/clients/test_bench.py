@@ -1,4 +1,4 @@
-"""`stepwell bench` against all four services with the demo model."""
+"""Runs `stepwell bench` against all four services with the demo model."""
 
 import json
 from pathlib import Path

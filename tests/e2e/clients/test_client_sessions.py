@@ -1,4 +1,6 @@
-"""Sessions of clients through all services: turns go on from kept blocks, whatever dies between."""
+"""Sessions of clients continue through all services from kept blocks, whichever service dies
+between turns.
+"""
 
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -40,7 +42,7 @@ class Session:
     async def turn(
         self, chunk: list[int], count: int, on_tokens: Callable[[int], None] | None = None
     ) -> Answer:
-        """One turn, greedy."""
+        """Runs one greedy turn."""
         message = gateway_pb2.GenerateSessionRequest(turn=request(chunk, count))
         await self.call.write(message)
         answer = Answer()
@@ -56,7 +58,9 @@ class Session:
         return answer
 
     async def end(self) -> None:
-        """Ends the client's stream; the gateway ends its own."""
+        """Ends the client's stream. The gateway must end its own stream without further
+        messages.
+        """
         await self.call.done_writing()
         assert [response async for response in self.call] == []
 
@@ -125,7 +129,7 @@ async def test_a_client_that_goes_away_leaves_nothing(stack: Stack) -> None:
 async def test_a_session_goes_on_when_a_service_is(
     service: str, signum: signal.Signals, stack: Stack, tiny_model: TinyModel
 ) -> None:
-    """Once between two turns, and once during a turn."""
+    """The service is hit once between two turns, and once during a turn."""
     chunks, counts, was_hit = [*CHUNKS, CHUNKS[1]], [20, 30, 150, 20], False
 
     def on_tokens(num_tokens: int) -> None:

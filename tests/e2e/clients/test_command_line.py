@@ -1,4 +1,4 @@
-"""`stepwell chat`, `complete` and `status` against all four services."""
+"""Runs `stepwell chat`, `complete` and `status` against all four services."""
 
 import subprocess
 import sys
@@ -11,7 +11,9 @@ LONGEST_LINE = 170
 def stepwell(
     stack: Stack, command: str, *arguments: str, stdin: str = "", complaint: str = ""
 ) -> str:
-    """The command's standard output. The command must succeed, with this line on standard error."""
+    """Runs a command, and returns its standard output. It must succeed, and write `complaint` to
+    standard error.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "services.cli", command, "--url", stack.url, *arguments],
         input=stdin.encode(),

@@ -35,12 +35,12 @@ EXAMPLES = examples()
 POOLED = ("POST /v1/embeddings", "POST /score", "POST /rerank", "POST /pooling", "Embed")
 OF_CLASSES = "POST /classify"
 
-pytestmark = pytest.mark.usefixtures("stack_of")  # most tests do, by way of `serving`
+pytestmark = pytest.mark.usefixtures("stack_of")  # most tests use it, through `serving`
 
 
 @pytest.fixture(scope="module")
 def server(stack_of: Callable[[str], Stack]) -> Stack:
-    """One whose requests may have priorities."""
+    """A server whose requests may have priorities."""
     return stack_of("chunks of 7")
 
 
@@ -56,7 +56,7 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture
 def serving(call: str, request: pytest.FixtureRequest) -> Stack:
-    """The server for a call: one that generates, or one that embeds."""
+    """The server for a call. It either generates or embeds."""
     stack: Stack = request.getfixturevalue("embedder" if call in POOLED else "server")
     return stack
 
@@ -123,7 +123,7 @@ async def test_each_example_over_grpc_is_answered(
 
 
 async def _called(stub: Any, example: Example, tiny_model: TinyModel) -> bool:
-    """Makes the call of an example; returns whether it was answered."""
+    """Makes the call of an example, and returns whether it was answered."""
     wanted = dict(example.request)
     if "embeds" in wanted:
         numbers = _embeds(tiny_model).numpy().astype("<f4").tobytes()

@@ -1,4 +1,4 @@
-"""The HTTP API through the `openai` package and through plain HTTP."""
+"""Tests the HTTP API through the `openai` package and through plain HTTP."""
 
 import json
 from collections.abc import Iterator

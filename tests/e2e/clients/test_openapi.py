@@ -1,5 +1,5 @@
-"""schemathesis against all four services with the demo model: no server error, and no answer that
-the OpenAPI document lacks.
+"""Runs schemathesis against all four services with the demo model. There must be no server error,
+and no answer that the OpenAPI document lacks.
 
     python -m benchmarks.soak openapi --minutes 5
 
@@ -49,7 +49,7 @@ def test_no_answer_is_a_server_error_or_undocumented(demo_stack: Stack, tmp_path
 def test_answers_pass_every_check_of_schemathesis(
     demo_stack: Stack, path: str, body: dict[str, object], stream: bool
 ) -> None:
-    """Generated requests are seldom answered with text; these are."""
+    """Generated requests are seldom answered with text, but these requests are."""
     schema = schemathesis.openapi.from_url(f"{demo_stack.url}/openapi.json")
     most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     case = schema[path]["POST"].Case(

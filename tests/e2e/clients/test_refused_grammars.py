@@ -27,7 +27,7 @@ from tests.scheduler.serving_replica import Gateway, sampling
 
 PROMPT = "class Point:"
 TOO_COMPLEX = ".*a.{200}b.{200}c"
-"""Its automaton has some states more with each token, up to its limit."""
+"""An expression whose automaton gets more states with each token, up to its limit."""
 FAILING = {"structured_outputs": {"regex": TOO_COMPLEX}, "max_tokens": 900, "temperature": 2}
 
 
@@ -123,7 +123,9 @@ async def test_parameters_that_leave_no_later_token_end_a_stream(http: httpx.Asy
 async def test_what_only_the_worker_refuses_is_the_clients_error(
     demo: Stack, http: httpx.AsyncClient
 ) -> None:
-    """The scheduler itself is asked: a gateway of its version refuses such a grammar."""
+    """The request goes directly to the scheduler, because the gateway would refuse such a grammar
+    itself.
+    """
     (replica,) = (await http.get("/status")).json()["replicas"]
     wrong = common_pb2.StructuredOutputs(kind=common_pb2.STRUCTURED_OUTPUTS_KIND_REGEX, text="(")
     async with open_channel(replica["address"]) as channel:

@@ -1,4 +1,4 @@
-"""smg, a gateway for vLLM, in front of Stepwell's scheduler, used with the `openai` package."""
+"""Tests smg, a gateway for vLLM, with Stepwell's scheduler and the `openai` package."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ MESSAGES = [{"role": "user", "content": "Write a class for a point."}]
 
 @contextmanager
 def running_smg(stack: Stack) -> Iterator[str]:
-    """The URL of a smg in front of the stack's schedulers."""
+    """Runs smg with the stack's schedulers, and yields its URL."""
     port, metrics = (claim_port("127.0.0.1", 0, "--port") for _ in range(2))
     url = f"http://127.0.0.1:{port}"
     workers = [f"grpc://{address}" for address in stack.vllm_grpc]
@@ -185,7 +185,9 @@ def test_log_probabilities_are_those_of_our_gateway(
 
 
 def test_smg_cuts_the_text_at_a_stop_string(client: openai.OpenAI, demo_stack: Stack) -> None:
-    """The scheduler has no text, and the request leaves stop strings to the client."""
+    """The scheduler has no text, and the request to it says that its client applies stop
+    strings.
+    """
     whole = client.completions.create(
         model=demo_stack.model, prompt="class Point:", max_tokens=24, temperature=0
     ).choices[0]
@@ -220,8 +222,8 @@ def test_what_is_not_served_is_a_bad_request_that_names_it(
 
 
 def test_smg_sends_a_prefix_to_the_replica_that_has_it_cached(demo_replicas: Stack) -> None:
-    """It knows by SubscribeKvEvents. By chance, the twelve continuations of a round would all meet
-    their prefixes in one of 4096 rounds.
+    """smg knows the cached prefixes through SubscribeKvEvents. With random choices, all twelve
+    continuations of a round would find their prefixes in one of 4096 rounds.
     """
     with running_smg(demo_replicas) as url, client_of(url) as client:
         rounds = count()
@@ -247,6 +249,6 @@ def test_smg_sends_a_prefix_to_the_replica_that_has_it_cached(demo_replicas: Sta
 
 
 def num_workers(url: str) -> int:
-    """How many replicas smg sends requests to."""
+    """The number of replicas to which smg sends requests."""
     with httpx.Client(verify=False) as http:
         return len(http.get(f"{url}/workers", timeout=60).raise_for_status().json()["workers"])

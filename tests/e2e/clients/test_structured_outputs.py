@@ -1,5 +1,5 @@
-"""Structured outputs with the released servers and model: streamed or not, in a batch with others,
-preempted, after a kill, and on two ranks.
+"""Tests structured outputs with the released servers and model: streamed or not, in a batch with
+others, preempted, after a kill, and on two ranks.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ async def stream(
     wanted: dict[str, Any],
     on_piece: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """As `ask`, in pieces; `on_piece` is called with their number."""
+    """Like `ask`, but streamed. `on_piece` is called with the number of pieces so far."""
     text, finish, count = "", None, 0
     async with http.stream("POST", "/v1/completions", json={**wanted, "stream": True}) as response:
         assert response.status_code == 200
@@ -68,7 +68,9 @@ async def stream(
 
 
 def check(name: str, answer: dict[str, Any]) -> None:
-    """A whole answer has its form; one that was cut is no more than begun."""
+    """Asserts that a complete answer has its form. An answer that was cut off at its maximum length
+    may be incomplete.
+    """
     assert answer["finish_reason"] in ("stop", "length")
     if answer["finish_reason"] == "stop":
         assert FORMS[name].accepts(answer["text"]), (name, answer["text"])

@@ -1,4 +1,4 @@
-"""Two tenants with the real services: keys and prefix caches."""
+"""Tests the keys and the prefix caches of two tenants with the real services."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ PROMPT = list(range(5, 105))
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A file, and keys in it: two of one tenant, one of another."""
+    """A key file and its keys: two of one tenant, and one of another."""
     path = tmp_path_factory.mktemp("keys") / "keys.json"
     made = []
     for name in ("acme", "acme", "other"):

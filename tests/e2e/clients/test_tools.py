@@ -1,4 +1,4 @@
-"""Tool calls forced by grammars, with the released servers and model, and with unmodified client
+"""Tests tool calls that grammars force, with the released servers and model and unmodified client
 packages.
 """
 

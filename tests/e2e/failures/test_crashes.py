@@ -22,8 +22,8 @@ async def answers(
     victim: str | None = None,
     signum: signal.Signals = signal.SIGKILL,
 ) -> list[Answer]:
-    """Two greedy and two seeded answers, and a greedy one to an embedded prompt. The victim gets
-    its signal once the first is on its way.
+    """Two greedy and two seeded answers, and a greedy answer to an embedded prompt. The victim gets
+    its signal when the first answer has begun.
     """
     requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(2)]
     requests += [

@@ -1,5 +1,5 @@
-"""All services over TCP with mutual TLS: the same tokens, and no request lost when certificates and
-authorities are replaced.
+"""All services use TCP with mutual TLS. Tokens are the same, and no request is lost when
+certificates and authorities are replaced.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ def identity(service: str) -> str:
 
 
 class Secured:
-    """Services on ports of their own, each with a certificate for its name and its address."""
+    """Services on separate ports. Each has a certificate for its name and its address."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -60,7 +60,7 @@ class Secured:
         self.public = Files(directory / "tls" / "public")
 
     def issue(self, issuer: Authority, *trusted: Authority) -> None:
-        """Replaces every internal certificate, and whom it trusts."""
+        """Replaces the certificate of every service, and the authorities that it trusts."""
         for service, secret in self._secrets.items():
             secret.swap(issuer.issue("127.0.0.1", identity(service)), *trusted)
 
@@ -68,7 +68,7 @@ class Secured:
         return self._secrets[service].files
 
     def rewire(self, spec: ChildSpec) -> ChildSpec:
-        """The service at its port, with TLS; health stays at its socket."""
+        """The service at its port, with TLS. Its health check stays at its socket."""
         prefix = env_prefix(spec.name)
         settings = {
             name.upper(): str(path) for name, path in self.files(spec.name).settings().items()
@@ -89,7 +89,7 @@ class Secured:
         return dataclasses.replace(spec, environ={**spec.environ, **environ})
 
     def num_replaced(self) -> int:
-        """Certificates that the services have replaced, by their logs."""
+        """The number of certificates that the services have replaced, from their logs."""
         log = (self._directory / "services.log").read_text()
         return log.count("certificate was replaced")
 
@@ -111,7 +111,7 @@ async def until(holds: object, seconds: float = SECONDS) -> None:
 
 @pytest.fixture
 def directory() -> AsyncIterator[Path]:
-    # Sockets lie in the directory: its path must be short.
+    # The directory contains sockets, so its path must be short.
     with tempfile.TemporaryDirectory(prefix="stepwell-tls-") as path:
         yield Path(path)
 
@@ -154,7 +154,7 @@ async def test_streams_go_on_while_every_certificate_is_replaced(
                 secured.issue(issuer, *trusted)
                 await until(lambda phase=phase: secured.num_replaced() == phase * len(SERVICES))
                 await answers_go_on()
-            # What begins now knows the new authority alone, on both sides.
+            # Processes that start now know only the new authority, on both sides.
             for victim in ("worker", "scheduler"):
                 num_ready = services.record.num_ready[victim]
                 os.kill(services.pid(victim), signal.SIGKILL)
@@ -171,7 +171,7 @@ async def test_streams_go_on_while_every_certificate_is_replaced(
 async def answers_https_with_a_new_certificate(
     services: Replicas, secured: Secured, expected: list[int]
 ) -> None:
-    """Over HTTP, for a client that trusts the new authority alone."""
+    """Asserts that HTTP has a new certificate, with a client that trusts only the new authority."""
     num_replaced, new = secured.num_replaced(), Authority("new, public")
     secured.public.write(new.issue(*LOOPBACK), new)
     await until(lambda: secured.num_replaced() > num_replaced)
@@ -186,7 +186,9 @@ async def answers_https_with_a_new_certificate(
 async def refuses_strangers(
     secured: Secured, old: Authority, new: Authority, directory: Path
 ) -> None:
-    """The pool serves its scheduler, but neither the worker nor the authority before."""
+    """Asserts that the pool serves its scheduler. It refuses the worker, and certificates of the
+    old authority.
+    """
     former = Files(directory / "former").write(old.issue(identity("scheduler")), old, new)
     expected = {
         secured.files("scheduler"): None,
@@ -204,7 +206,9 @@ async def refuses_strangers(
 
 
 async def serves_other_gateways(secured: Secured) -> None:
-    """vllm.grpc.engine has the scheduler's certificate, and its callers need one, too."""
+    """Asserts that vllm.grpc.engine has the scheduler's certificate, and that its callers need a
+    certificate too.
+    """
     vllm_engine_pb2 = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
     vllm_engine_pb2_grpc = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc")
     gateway = secured.files("gateway").tls()

@@ -1,4 +1,4 @@
-"""The end of `stepwell up`."""
+"""Tests the end of `stepwell up`."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ from tests.plain_http import http_get, http_post
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """Where the runs of a test keep their sockets; a short path, as those must be."""
+    """A directory for the sockets of a test. Its path is short, since socket paths are limited."""
     with tempfile.TemporaryDirectory() as directory:
         yield Path(directory)
 
@@ -68,7 +68,7 @@ async def test_sigterm_under_load_ends_everything_in_order(
         assert stops[:2] == ["gateway", "scheduler"]
         assert not any("is killed" in line or "Traceback" in line for line in stack.output)
         for answer in await asyncio.gather(*clients):
-            # What could not be finished in time says so.
+            # A request that could not be finished in time has this error.
             if isinstance(answer, grpc.aio.AioRpcError):
                 assert answer.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             else:
@@ -136,7 +136,7 @@ def test_nothing_outlives_a_killed_up(tiny_model: TinyModel, temporary: Path) ->
         environ={"TMPDIR": str(temporary), "STEPWELL_WORKER_MAX_MODEL_LEN": "128"},
     )
     try:
-        # Its settings, on the way: quiet is what to do with the server and no more.
+        # This also checks --quiet: only the lines that say how to use the server are printed.
         assert [line.split()[0] for line in stack.output] == ["ready:", "curl", "export"]
         assert httpx.get(f"{stack.url}/v1/models").status_code == httpx.codes.UNAUTHORIZED
         key = {"Authorization": "Bearer second"}

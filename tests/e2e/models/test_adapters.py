@@ -32,7 +32,9 @@ ADAPTER_LABELS = re.compile(
 
 @dataclass(frozen=True)
 class Adapted:
-    """A server of a model with adapters, and peft's model for each adapter; "": the model alone."""
+    """A server of a model with adapters, and peft's model for each adapter. The key "" has the
+    model alone.
+    """
 
     stack: Stack
     models: dict[str, PreTrainedModel]
@@ -95,7 +97,7 @@ def named(
 async def test_more_adapters_than_there_is_room_for_answer_as_peft_does(
     adapted: Adapted, stub: gateway_pb2_grpc.InferenceStub
 ) -> None:
-    # The same prompt of each: what is cached for one must not be found by another.
+    # All send the same prompt. Cached blocks of one adapter must not be found by another.
     prompts = [random_tokens(1, 40), *(random_tokens(seed, 3 + 9 * seed) for seed in range(5))]
     wanted = [(name, prompt) for prompt in prompts for name in ("", *NAMES)]
     for _ in range(2):
@@ -219,7 +221,7 @@ async def test_the_adapters_of_requests_are_in_the_metrics(
             len(running) == 2 and running | waiting == {*NAMES} for running, waiting in named
         )
 
-    # Two may run at once, and two be in memory: the third waits for a place.
+    # At most two adapters run at once and are in memory, so the third waits.
     tasks = [
         asyncio.create_task(generate(stub, named(name, random_tokens(5, 9), 2000)))
         for name in NAMES

@@ -43,7 +43,7 @@ def stack(request: pytest.FixtureRequest, tiny_model: TinyModel, draft: Path) ->
 
 
 async def answers(stack: Stack, victim: str | None = None) -> list[Answer]:
-    """Four greedy answers; the victim is killed once the first is on its way."""
+    """Four greedy answers. The victim is killed when the first answer has begun."""
     requests = [request(prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
     hit = None if victim is None else partial(stack.hit, victim, signal.SIGKILL)
     return await generate_all(stack.grpc, requests, hit, HIT_AT)
@@ -57,7 +57,7 @@ def count(stack: Stack, name: str) -> float:
 
 async def test_tokens_are_the_models_own(stack: Stack, tiny_model: TinyModel) -> None:
     expected = [greedy(tiny_model.model, prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
-    for _ in range(2):  # the second time behind prefix hits
+    for _ in range(2):  # the second time after prefix hits
         assert [answer.token_ids for answer in await answers(stack)] == expected
     drafted, accepted = count(stack, "num_draft_tokens"), count(stack, "num_accepted_tokens")
     assert 0.2 * drafted < accepted < drafted

@@ -32,7 +32,7 @@ def stack(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Sta
 
 
 async def answers(stack: Stack, *prompts: list[int], victim: str | None = None) -> list[list[int]]:
-    """Greedy answers; the victim is killed once the first is on its way."""
+    """Greedy answers. The victim is killed when the first answer has begun."""
     requests = [request(prompt, NUM_TOKENS) for prompt in prompts]
     hit = None if victim is None else partial(stack.hit, victim, signal.SIGKILL)
     found: list[Answer] = await generate_all(stack.grpc, requests, hit, HIT_AT)
@@ -43,7 +43,7 @@ async def test_tokens_are_the_same_however_they_are_served(stack: Stack) -> None
     prompts = PROMPTS[:4]
     together = await answers(stack, *prompts)
     assert all(len(answer) == NUM_TOKENS for answer in together)
-    for prompt, expected in zip(prompts, together, strict=True):  # alone, behind prefix hits
+    for prompt, expected in zip(prompts, together, strict=True):  # alone, after prefix hits
         assert await answers(stack, prompt) == [expected]
     victim = max(name for name in stack.pids() if name.startswith("worker"))
     pid = stack.pids()[victim]

@@ -1,5 +1,5 @@
-"""The same tokens, whatever happens between the prompt and the answer. Greedy answers equal those
-of transformers. Sampled answers with a seed equal those of the request alone.
+"""Tokens are the same, whatever happens between the prompt and the answer. Greedy answers equal
+those of transformers. Sampled answers with a seed equal those of the same request alone.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ async def test_greedy_answers_are_those_of_transformers(
 
     assert alone.token_ids == expected[0]
     assert [answer.token_ids for answer in together] == expected
-    # The first answer left the common beginning in the cache: 70 tokens are four full blocks.
+    # The first answer left the common prefix in the cache. Its 70 tokens have four full blocks.
     assert max(answer.num_cached_tokens for answer in together) >= 64
 
 
@@ -75,7 +75,7 @@ async def test_the_small_pool_preempts_again_and_again(
         )
 
     assert [answer.token_ids for answer in answers] == expected
-    # The gateway hears of counts some time after the tokens.
+    # Counts reach the gateway some time after the tokens.
     wait_for(lambda: stack.status()["num_preemptions"] - before >= 5, 10)
     stack.wait_until_nothing_is_held(10)
 
@@ -90,6 +90,6 @@ async def test_a_second_turn_finds_the_first_one_cached(
         second = await generate(stub, request(turn, 20))
 
     assert first.num_cached_tokens == 0
-    # Everything computed but the last, partly filled block: 119 of 120 tokens are stored.
+    # All full blocks of computed tokens are cached. 119 of 120 tokens were computed.
     assert second.num_cached_tokens == 112
     assert second.token_ids == greedy(tiny_model.model, turn, 20)

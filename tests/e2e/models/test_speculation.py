@@ -1,4 +1,4 @@
-"""Speculation as clients and operators see it: the same answers, and counts of drafts."""
+"""For clients and operators, speculation does not change answers, and drafts are counted."""
 
 import re
 from collections.abc import Callable

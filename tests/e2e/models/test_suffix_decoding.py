@@ -1,5 +1,5 @@
-"""Suffix trees behind the services: the same answers on two ranks, also when one is killed, and
-drafts from the answers of the same salt alone.
+"""With suffix trees the services' answers are the same on two ranks, also if one is killed. Drafts
+come only from answers with the same salt.
 """
 
 import re
@@ -23,7 +23,7 @@ HIT_AT = 20
 @pytest.fixture(scope="module")
 def stack(tiny_model: TinyModel) -> Iterator[Stack]:
     flags = ("--num-blocks", "60", "--max-model-len", "512", "--tensor-parallel-size", "2")
-    # With few drafts a step, a worker can be killed amid answers that all are in the trees.
+    # With few drafts in a step, a worker can be killed during answers that the trees contain.
     speculation = '{"method": "suffix", "num_speculative_tokens": 5, "num_rows": 0}'
     stack = Stack(tiny_model.directory, *flags, "--speculative-config", speculation)
     yield stack
@@ -31,7 +31,7 @@ def stack(tiny_model: TinyModel) -> Iterator[Stack]:
 
 
 def num_accepted(stack: Stack) -> float:
-    """Drafts that stood so far."""
+    """The number of drafts that were accepted so far."""
     pattern = r"^vllm:spec_decode_num_accepted_tokens_total\{[^}]*\} (\S+)$"
     return sum(map(float, re.findall(pattern, http_get(f"{stack.url}/metrics").text, re.M)))
 
@@ -59,7 +59,7 @@ async def test_tokens_are_the_models_own(stack: Stack, tiny_model: TinyModel) ->
     victim = max(name for name in stack.pids() if name.startswith("worker"))
     pid = stack.pids()[victim]
     kill = partial(stack.hit, victim, signal.SIGKILL)
-    for hit in (None, None, kill, None):  # the second time, and the last one, from trees
+    for hit in (None, None, kill, None):  # the second and the last time with drafts from trees
         before = num_accepted(stack)
         answers = await generate_all(stack.grpc, requests, hit, HIT_AT)
         assert [answer.token_ids for answer in answers] == expected

@@ -1,4 +1,4 @@
-"""Prompts that do not read the prefix cache."""
+"""Tests prompts that do not read the prefix cache."""
 
 import json
 import re

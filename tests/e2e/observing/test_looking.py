@@ -1,4 +1,4 @@
-"""`stepwell top` and `stepwell trace` against all four services."""
+"""Runs `stepwell top` and `stepwell trace` against all four services."""
 
 import re
 import secrets
@@ -26,7 +26,7 @@ def test_top_shows_the_replica_in_one_screen(stack: Stack) -> None:
 
 
 def ask(stack: Stack) -> tuple[str, str]:
-    """The ids of the trace of a request, and of the request."""
+    """Sends a request, and returns the id of its trace and its own id."""
     trace_id = secrets.token_hex(16)
     answer = http_post(
         f"{stack.url}/v1/completions",
@@ -42,7 +42,9 @@ def services_in(stack: Stack, trace_id: str) -> set[str]:
 
 
 def test_a_traced_request_is_shown_through_all_services(stack: Stack) -> None:
-    """The client's own trace context has it sampled, however many requests the minute had."""
+    """The client's trace context makes the request sampled, however many requests this minute
+    had.
+    """
     trace_id, name = ask(stack)
     assert name in stepwell(stack, "trace", "--limit", "5")
     wait_for(lambda: services_in(stack, trace_id) == {"gateway", "scheduler", "kvpool"}, 30)
@@ -67,7 +69,7 @@ def test_a_gateway_that_hung_has_the_spans_of_the_others_once(tiny_model: TinyMo
     try:
         trace_id, _ = ask(stack)
         stack.hit("gateway", signal.SIGSTOP)
-        time.sleep(2)  # several times what an export may take
+        time.sleep(2)  # several times the time limit of an export
         stack.hit("gateway", signal.SIGCONT)
         wait_for(lambda: services_in(stack, trace_id) == {"gateway", "scheduler", "kvpool"}, 30)
         spans = http_get(f"{stack.url}/traces/{trace_id}").json()["spans"]

@@ -14,8 +14,8 @@ from tests.e2e.stack import Stack
 from tests.plain_http import http_get, http_post
 from tools.reference_pages import ALL_SPECS, labels
 
-# What there is only with TLS, Redis, DNS or API keys, or once a client stopped reading. Tests of
-# these have them.
+# Metrics that exist only with TLS, Redis, DNS or API keys, or after a client stopped reading. The
+# tests of these features cover them.
 ABSENT = re.compile(
     r"vllm:(lora|spec_decode)_|stepwell_(tls|directory|cache_nodes|registration|discovery|tenant|idempotent_log|"
     r"idempotent_sharing|idempotent_answers_(alone|fenced)|gateway_readers|gateway_queue)"
@@ -115,7 +115,7 @@ def test_promtool_reads_every_metric(text: str) -> None:
     checked = subprocess.run(
         [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
     )
-    assert checked.returncode in (0, 3), checked.stderr  # 3: it has remarks on names
+    assert checked.returncode in (0, 3), checked.stderr  # 3: promtool has remarks on names
     remarks = [
         line for line in checked.stderr.splitlines() if not re.match("(vllm:|process_)", line)
     ]

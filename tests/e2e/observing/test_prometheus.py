@@ -1,4 +1,4 @@
-"""Dashboards and alerts against a real Prometheus and running services."""
+"""Tests dashboards and alerts with a real Prometheus and running services."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ DAMAGED_TOKEN = 300
 
 
 def complete(stack: Stack, **changes: object) -> int:
-    """The status of a request of a few tokens; 0 if there was no answer."""
+    """The status of a request for a few tokens. It is 0 if there was no answer."""
     body = {"model": stack.model, "prompt": "one two three four", "max_tokens": 8, "seed": 1}
     try:
         answer = http_post(f"{stack.url}/v1/completions", json=body | changes, timeout=SECONDS)
@@ -57,7 +57,7 @@ def load(stack: Stack, clients: int, **changes: object) -> Iterator[None]:
 
 @contextmanager
 def paused(stack: Stack) -> Iterator[None]:
-    """Requests wait until the end of the block."""
+    """Pauses the services, so that requests wait until the end of the block."""
     assert http_post(f"{stack.admin_url}/pause?mode=keep").is_success
     try:
         yield
@@ -67,7 +67,9 @@ def paused(stack: Stack) -> Iterator[None]:
 
 @contextmanager
 def paused_often(stack: Stack) -> Iterator[None]:
-    """Most requests wait for longer than the thresholds of the rules, on any machine."""
+    """Pauses the services often, so that on any machine most requests wait for longer than the
+    thresholds of the rules.
+    """
     over = threading.Event()
 
     def pause() -> None:
@@ -118,7 +120,7 @@ def test_every_query_of_every_dashboard_returns_data(stack: Stack, tmp_path: Pat
 
 @contextmanager
 def watched(stack: Stack, tmp_path: Path, **targets: str) -> Iterator[Prometheus]:
-    """A Prometheus that scrapes the stack's gateway and these, in whose eyes all is well."""
+    """A Prometheus that scrapes the stack's gateway and `targets`. No alert fires at first."""
     with prometheus(tmp_path, {"stepwell": stack.url} | targets) as server:
         wait_for(lambda: len(server.query("up == 1")) == 1 + len(targets), SECONDS)
         assert server.firing() <= {"StepwellPrefixIndexNotExact"}
@@ -177,7 +179,7 @@ def _break_redis(redis: RedisServer, server: Prometheus) -> None:
 
 
 def _break_processes(stack: Stack, server: Prometheus) -> None:
-    """The worker stops in a step, the pool dies three times, the scheduler stops."""
+    """Stops the worker in a step, kills the pool three times, and stops the scheduler."""
     with load(stack, 1, max_tokens=200, ignore_eos=True):
         wait_for(lambda: stack.status()["num_running"] > 0, SECONDS)
         stack.hit("worker", signal.SIGSTOP)

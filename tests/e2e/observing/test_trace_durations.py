@@ -21,7 +21,7 @@ ROOT, ENGINE, REQUEST, WAIT, DECODE, RESUBMIT = 0, 4, 6, 8, 9, 3
 
 
 def test_parts_add_up_and_no_wait_lacks_a_reason(tiny_model: TinyModel) -> None:
-    # All requests that run may end just before a pause begins: one of three is enough.
+    # All running requests may end just before a pause begins. One pause of three is enough.
     flags = ("--requests", 24, "--kills", 1, "--pauses", 3)
     report = run_program("soak", "traces", *flags, "--model", tiny_model.directory).stdout
     assert "| requests | 24 |" in report
@@ -33,7 +33,7 @@ def test_parts_add_up_and_no_wait_lacks_a_reason(tiny_model: TinyModel) -> None:
 def span(
     name: str, number: int, parent: int, start: int, end: int, **rest: str | int | float
 ) -> SpanRecord:
-    """From a second to another one. The parent is given by its number."""
+    """A span with times in whole seconds. The parent is given by its number."""
     return SpanRecord(
         name,
         TRACE,
@@ -104,7 +104,7 @@ def test_each_fault_of_a_trace_is_found(index: int, change: dict[str, Any], faul
 
 
 def test_the_sequence_that_is_explained_worst_counts() -> None:
-    """Two that fill the time together do not explain it."""
+    """Two sequences that explain all of the time only together do not explain it."""
     second = [
         span("gateway.route", 21, 3, 2, 3, sequence=1),
         span("gateway.engine", 22, 3, 3, 10, sequence=1, outcome="finished"),

@@ -1,5 +1,5 @@
-"""Across the services, a request is one trace and a step is another; they are linked to
-each other.
+"""Across the services, a request is one trace and a step is another. They are linked to each
+other.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,9 @@ from tests.e2e.stack import SERVICES, Stack, wait_for
 CLIENT_SPAN = "00f067aa0ba902b7"
 ALL_SERVICES = {f"stepwell-{service}" for service in SERVICES}
 OF_REQUESTS = ALL_SERVICES - {"stepwell-worker"}
-"""Workers know steps; a request links to its steps."""
+"""The services that send spans of requests. Workers send only spans of steps, to which requests are
+linked.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,9 @@ def complete(receiver: OtlpReceiver, trace_id: str) -> bool:
 
 
 def assert_one_tree(spans: list[ReceivedSpan], root_parent: str) -> ReceivedSpan:
-    """Each span but one has its parent among them; that one's is `root_parent`."""
+    """Asserts that all spans except one have their parents among the spans. The parent of that one
+    is `root_parent`. Returns it.
+    """
     ids = {span.span_id for span in spans}
     (root,) = [span for span in spans if span.parent_id not in ids]
     assert root.parent_id == root_parent
@@ -144,7 +148,7 @@ async def test_steps_link_to_the_requests_they_served(
     assert services == ALL_SERVICES - {"stepwell-gateway", "stepwell-scheduler"} | {
         "stepwell-engine-steps"
     }
-    # Most decoding steps need nothing of the pool; both sides of each transaction are there.
+    # Most decoding steps do not call the pool. Each call has spans of both sides.
     assert by_name[names.SPAN_STEP_TRANSACT] == by_name[names.SPAN_POOL_TRANSACT] >= 1
 
 
@@ -161,7 +165,9 @@ async def test_an_unsampled_request_leaves_no_span(traced: Stack, receiver: Otlp
 async def test_a_slow_request_is_traced_by_all_services_though_it_was_not_sampled(
     tiny_model: TinyModel, receiver: OtlpReceiver
 ) -> None:
-    """Every request is slow for this gateway, which then asks the scheduler for its part."""
+    """For this gateway every request is slow, so it asks the scheduler for the scheduler's
+    spans.
+    """
     stack = Stack(
         tiny_model.directory,
         *("--otlp-endpoint", receiver.endpoint, "--trace-sample-ratio", "0"),

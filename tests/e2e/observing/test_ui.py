@@ -1,4 +1,4 @@
-"""The page /ui in headless Chromium, over all four services under load."""
+"""Tests the page /ui in headless Chromium, with all four services under load."""
 
 import asyncio
 import json
@@ -36,8 +36,8 @@ def shown(tiny_model: TinyModel) -> Iterator[Stack]:
 
 
 async def until(page: Any, expression: str) -> None:
-    """Waits until an expression is true. The page's policy forbids the browser's own way, which
-    evaluates a text in the page.
+    """Waits until an expression is true. The page's security policy forbids Playwright's own
+    method, which evaluates a text in the page.
     """
     async with asyncio.timeout(DEADLINE_MILLISECONDS / 1000):
         while not await page.evaluate(expression):  # noqa: ASYNC110
@@ -106,7 +106,9 @@ COLOURS = """(name) => {
   const data = drawing.getImageData(0, 0, canvas.width, canvas.height).data;
   return new Set(new Uint32Array(data.buffer)).size;
 }"""
-"""How many colours a canvas has. Chromium warns of a canvas that is read again and again."""
+"""A function that returns the number of colours of a canvas. It reads a copy, since Chromium warns
+about a canvas that is read repeatedly.
+"""
 
 
 async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -> None:
@@ -123,7 +125,7 @@ async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -
         await until(page, "document.querySelector('#waterfall-time').textContent.includes(' = ')")
         await page.click("#waterfall-parts .decode")
         await page.wait_for_selector("#waterfall-part >> text=Its output was generated")
-        await until(page, f"!{SAYS}.includes('spans are still to come')")  # rows are made anew
+        await until(page, f"!{SAYS}.includes('spans are still to come')")  # rows are then replaced
         await page.click("#waterfall .span .head")
         await page.wait_for_selector("#waterfall dt >> text=gen_ai.response.id")
         assert await page.evaluate(fits)
@@ -136,8 +138,8 @@ async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -
 
 
 async def test_a_request_that_runs_is_a_waterfall_that_grows(shown: Stack) -> None:
-    """In the page and in the terminal, though it is not sampled; it waits for the end of a pause.
-    Since it was looked at, its trace is kept.
+    """A request that is not sampled waits for the end of a pause. Its waterfall is shown in the
+    page and in the terminal. Since it was viewed, its trace is kept.
     """
     body = {"prompt": "wait for it", "max_tokens": 5}
     headers = {"traceparent": UNSAMPLED, "X-Request-Id": "patient"}

@@ -1,4 +1,6 @@
-"""The pods of the Helm chart serve: variables, sockets, ports, probes and certificates agree."""
+"""The pods of the Helm chart serve requests. Their variables, sockets, ports, probes and
+certificates agree.
+"""
 
 import ssl
 import tempfile
@@ -21,7 +23,7 @@ WORKER = {"settings": {"num_blocks": 200, "num_threads": 1, "kernels": "torch", 
 
 
 def _model() -> dict[str, Any]:
-    """The values of a model, whose volume is a directory of the test's here."""
+    """The chart's values of a model. Its volume is a directory of the test."""
     return {"name": "tiny", "path": "tiny", "volume": {"hostPath": {"path": "/models"}}}
 
 
@@ -29,8 +31,8 @@ def _model() -> dict[str, Any]:
 def running(
     values: dict[str, Any], model: TinyModel
 ) -> Iterator[tuple[Rendered, RunningPods, Path]]:
-    """The pods of a release with TLS and a password-protected Redis, which the test starts, and
-    their directory. Its path is short, since socket paths are limited.
+    """The pods of a release with TLS and a password-protected Redis, and their directory. The test
+    starts the pods. The directory's path is short, since socket paths are limited.
     """
     release = render_chart({"release": values})["release"]
     assert release.refused is None, release.refused

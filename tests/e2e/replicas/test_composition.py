@@ -1,5 +1,6 @@
-"""All features combined: seeded requests with structured outputs, drafts and an adapter, on 4-bit
-weights and two ranks. The answers equal those of one rank without drafts to each request alone.
+"""Tests all features together: seeded requests with structured outputs, drafts and an adapter, on
+4-bit weights and two ranks. The answers equal those of one rank without drafts to each request
+alone.
 """
 
 import asyncio

@@ -20,7 +20,9 @@ from tests.redis_servers import RedisServer, needs_redis, redis_server
 NUM_STREAMS = 16
 NUM_TOKENS = 300
 LONGEST_SILENCE_SECONDS = 5.0
-"""Of a stream whose replica stops as a whole: much less than --drain-seconds, on a busy machine."""
+"""The longest allowed silence of a stream whose replica stops completely, on a busy machine. It is
+much less than --drain-seconds.
+"""
 
 pytestmark = [needs_redis, pytest.mark.slow]
 
@@ -57,7 +59,7 @@ def is_ready(stack: Stack, address: str) -> bool:
 
 
 async def ask_all(stack: Stack, when_half_done: Any = None) -> list[list[int]]:
-    """The tokens of all streams at once. None is silent for long after the act."""
+    """The tokens of concurrent streams. No stream may be silent for long after `when_half_done`."""
     halfway = asyncio.Event()
 
     async def ask(prompt: list[int]) -> list[int]:

@@ -1,5 +1,5 @@
-"""Offloaded keys and values survive a reset of the cache, but not the worker; with one rank and
-with two.
+"""Offloaded keys and values survive a reset of the cache, but not the end of the worker. This holds
+with one rank and with two.
 """
 
 import re
@@ -26,7 +26,7 @@ HIT_AT = 20
     ids=["one rank", "two ranks", "two stages"],
 )
 def stack(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Stack]:
-    """With a small cache and room for everything beside it."""
+    """A stack with a small cache, and a tier with room for everything."""
     parts = request.param
     flags = ("--num-blocks", "60", "--max-model-len", "512", "--kv-offloading-size", "0.02", *parts)
     stack = Stack(tiny_model.directory, "--admin-port", "0", *flags)
@@ -35,14 +35,14 @@ def stack(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Sta
 
 
 async def answers(stack: Stack, victim: str | None = None) -> list[Answer]:
-    """Four greedy answers; the victim is killed once the first is on its way."""
+    """Four greedy answers. The victim is killed when the first answer has begun."""
     requests = [request(prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
     hit = None if victim is None else partial(stack.hit, victim, signal.SIGKILL)
     return await generate_all(stack.grpc, requests, hit, HIT_AT)
 
 
 def num_loaded(stack: Stack) -> float:
-    """Blocks that were loaded from the tier, by the metrics."""
+    """The number of blocks that were loaded from the tier, according to the metrics."""
     text = http_get(f"{stack.url}/metrics").text
     (value,) = re.findall(r'^stepwell_kv_tier_transfers_total{.*"loaded".*} (\S+)$', text, re.M)
     return float(value)

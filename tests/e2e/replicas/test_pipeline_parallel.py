@@ -1,4 +1,4 @@
-"""Two pipeline stages behind one scheduler: the same tokens, whichever is killed or hangs."""
+"""Two pipeline stages of one scheduler give the same tokens, whichever stage is killed or hangs."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def staged(deep_model: TinyModel, receiver: OtlpReceiver) -> Iterator[Stack]:
 
 
 def pids_of_stages(stack: Stack) -> dict[int, int]:
-    """The process of each stage that runs now."""
+    """The process id of each stage that is running."""
     pids = stack.pids()
     return {stage: pids[f"worker-{stage}"] for stage in range(2) if f"worker-{stage}" in pids}
 
@@ -58,7 +58,7 @@ def pids_of_stages(stack: Stack) -> dict[int, int]:
 async def answers(
     stack: Stack, victim: int | None = None, signum: signal.Signals = signal.SIGKILL
 ) -> list[Answer]:
-    """Four answers; the victim, a process, gets its signal once the first is on its way."""
+    """Four answers. The victim, a process id, gets its signal when the first answer has begun."""
     requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(3)]
     requests.append(request(PROMPTS[3], NUM_TOKENS, seed=2, temperature=1.0))
     hit = None if victim is None else partial(os.kill, victim, signum)
@@ -77,12 +77,13 @@ def test_each_stage_reads_its_layers(staged: Stack) -> None:
 
 
 CLOCK_NANOS = 5_000_000
-"""By how much times of two processes may be apart on a busy machine."""
+"""The maximum difference between the clocks of two processes on a busy machine, in nanoseconds."""
 
 
 NUM_TRIES = 5
-"""Requests of two steps that end before another one is planned are scheduled together from then on,
-and wait for both stages: on a busy machine that may be so from the beginning.
+"""The maximum number of tries. If two steps end before another one is planned, their requests run
+in the same steps from then on, and wait for both stages. On a busy machine this may happen from the
+beginning.
 """
 
 
@@ -99,12 +100,14 @@ def spans_of_stages(receiver: OtlpReceiver) -> dict[int, dict[int, ReceivedSpan]
 
 
 def num_overlapping(first: dict[int, ReceivedSpan], second: dict[int, ReceivedSpan]) -> int:
-    """The steps that the first stage begins before the second has ended the one before."""
+    """The number of steps that the first stage begins before the second stage has ended the
+    previous step.
+    """
     overlapping = 0
     for step, span in second.items():
         assert span.parent_id == first[step].parent_id
         (started,) = span.span.events
-        # The second stage starts with what the first has computed; the times are of two processes.
+        # The second stage starts with the first stage's output. The times are from two processes.
         begun = first[step].span.events[0].time_unix_nano
         assert started.time_unix_nano >= begun - CLOCK_NANOS
         following = first.get(step + 1)

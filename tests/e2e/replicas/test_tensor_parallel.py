@@ -1,4 +1,4 @@
-"""Two ranks behind one scheduler: the same tokens, whichever is killed or hangs."""
+"""Two ranks of one scheduler give the same tokens, whichever rank is killed or hangs."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def ranks(tiny_model: TinyModel) -> Iterator[Stack]:
 
 
 def pids_of_ranks(stack: Stack) -> dict[int, int]:
-    """The process of each rank that runs now."""
+    """The process id of each rank that is running."""
     pids = stack.pids()
     return {rank: pids[f"worker-{rank}"] for rank in range(2) if f"worker-{rank}" in pids}
 
@@ -33,7 +33,7 @@ def pids_of_ranks(stack: Stack) -> dict[int, int]:
 async def answers(
     stack: Stack, victim: int | None = None, signum: signal.Signals = signal.SIGKILL
 ) -> list[Answer]:
-    """Three answers; the victim, a process, gets its signal once the first is on its way."""
+    """Three answers. The victim, a process id, gets its signal when the first answer has begun."""
     requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(2)]
     requests.append(request(PROMPTS[2], NUM_TOKENS, seed=2, temperature=1.0))
     hit = None if victim is None else partial(os.kill, victim, signum)

@@ -21,7 +21,7 @@ from tests.plain_http import http_get, http_post
 NUM_STREAMS = 6
 NUM_TOKENS = 300
 HIT_AT = 40
-# Three seconds of silence make a session hung; the rest is room for a busy machine.
+# A session hangs if it is silent for three seconds. The rest is a margin for a busy machine.
 LONGEST_GAP_SECONDS = 10.0
 
 

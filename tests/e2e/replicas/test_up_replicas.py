@@ -59,7 +59,7 @@ def both_ready(stack: Stack) -> bool:
 
 
 def stepwell(*arguments: str) -> str:
-    """The output of a command."""
+    """Runs a command of `stepwell`, and returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", "services.cli", *arguments],
         capture_output=True,
@@ -88,7 +88,7 @@ def test_two_replicas_answer_and_heal(two: Stack) -> None:
     assert sum(", shared by 2 workers)" in line for line in two.output) == 2
     text = complete(two)
     assert complete(two) == text
-    # By turns: each replica has served one.
+    # Replicas take turns, so each has served one request.
     wait_for(lambda: [r["stats"]["num_finished"] for r in replicas(two)] == [1, 1])
     first, second = shown_by_status(two)
     assert first.endswith("/scheduler-0.sock: idle")

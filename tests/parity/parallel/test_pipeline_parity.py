@@ -1,9 +1,10 @@
 """Pipeline stages continue every kind of native model as transformers does, token for token in
 float32, and equal one process bit for bit.
 
-The scheduler's real plans, with a step in flight in each stage: in chunks, with prefix hits, and
-from a pool so small that requests are preempted again and again. And as a driver steps: behind
-prefix hits, from prompts that are embeddings, with the log-probabilities of prompts and outputs.
+Some tests run plans of the real scheduler, with a step in flight in each stage: with chunks, with
+prefix hits, and with a pool so small that requests are preempted again and again. Other tests run
+the steps of a driver: after prefix hits, with embeddings as prompts, and with log-probabilities of
+prompts and outputs.
 """
 
 from pathlib import Path
@@ -84,7 +85,9 @@ async def test_two_stages_continue_as_transformers_does(kind: str, tmp_path: Pat
 async def test_more_stages_and_ranks_in_each(
     kind: str, num_stages: int, ranks_per_stage: int, num_layers: int, tmp_path: Path
 ) -> None:
-    """Layers that do not divide evenly, and stages that have no layer of a KV-cache group."""
+    """The number of layers is not a multiple of the stages, or a stage has no layer of a KV-cache
+    group.
+    """
     save_tiny_model(tmp_path, kind, num_hidden_layers=num_layers)
     greedy, sampled = common_pb2.SamplingParams(**GREEDY), common_pb2.SamplingParams(**SAMPLED)
     options = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
@@ -94,7 +97,7 @@ async def test_more_stages_and_ranks_in_each(
             run = await run_stages(stages, num_stages, situation, GREEDY)
             alone = await generate(whole, situation, greedy, async_scheduling=False)
             assert run.outputs == alone.outputs
-            if ranks_per_stage == 1:  # sums over ranks are cut otherwise than in one process
+            if ranks_per_stage == 1:  # sums over ranks have other parts than in one process
                 run = await run_stages(stages, num_stages, situation, SAMPLED)
                 alone = await generate(whole, situation, sampled, async_scheduling=False)
                 assert run.outputs == alone.outputs
@@ -128,7 +131,9 @@ def test_logits_are_the_same_bits_as_in_one_process(
 
 
 def test_steps_run_in_all_stages_at_once(tmp_path: Path) -> None:
-    """The first stage has run the next step while the second waits for its part of one before."""
+    """The first stage has run the next step while the second stage waits to run the previous
+    one.
+    """
     save_tiny_model(tmp_path, "llama")
     with StagedRunner(tmp_path, 2, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS) as stages:
         first, second = (prompt_step(number, row=number) for number in range(2))
@@ -151,7 +156,7 @@ def test_what_stages_cannot_divide_is_refused(tmp_path: Path) -> None:
 
 
 def prompt_step(number: int, row: int) -> StepInput:
-    """A step of one new prompt of four tokens."""
+    """A step with one new prompt of four tokens."""
     entering = NewRequest(row, ints(5, 6, 7, 8), 4, SamplingParams(), (ints(row + 1),))
     return StepInput(
         generation=1,

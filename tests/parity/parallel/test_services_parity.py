@@ -1,7 +1,5 @@
-"""The same tokens over the services, with one step in flight or with two.
-
-Pool, worker and scheduler serve at ports of their own, and exchange the messages that they exchange
-as processes.
+"""Served tokens are the same with one step in flight or two. Pool, worker and scheduler serve at
+separate ports, and exchange the same messages as separate processes.
 """
 
 import asyncio
@@ -39,7 +37,7 @@ from tests.worker.serving_worker import ServingWorker
 
 KINDS = sorted({*ONE_OF_EACH, *(row.kinds[0] for row in rows())})
 """One kind of each architecture, and the kinds that differ in structure. Other properties of a
-kind, such as scaled positions, concern only the model; tests/parity/test_greedy_parity.py tests all
+kind, such as scaled positions, concern only the model. tests/parity/test_greedy_parity.py tests all
 kinds without the services.
 """
 
@@ -48,7 +46,7 @@ Outputs = list[list[int]]
 
 @dataclass(frozen=True)
 class Served:
-    """A model, by its kind and loaded."""
+    """A kind of model, and a worker that has loaded it."""
 
     kind: str
     loaded: Worker
@@ -66,7 +64,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 async def serving(
     loaded: Worker, situation: Situation, *, async_scheduling: bool, **settings: Any
 ) -> AsyncIterator[tuple[Replica, Gateway]]:
-    """A replica in a situation, whose worker describes itself so, and a session."""
+    """A replica whose worker describes the limits of a situation, and a session with it."""
     groups, most = len(loaded.description.groups), loaded.description.num_blocks
     description = replace(
         loaded.description,
@@ -86,7 +84,7 @@ async def serving(
 
 
 async def generate(gateway: Gateway, wanted: list[list[int]], params: dict[str, Any]) -> Outputs:
-    """Sends requests concurrently; returns the answers."""
+    """Sends requests concurrently, and returns the answers."""
     first = len(gateway.heard)
     handles = range(first, first + len(wanted))
     for handle, prompt in zip(handles, wanted, strict=True):
@@ -156,5 +154,5 @@ async def test_alone_to_the_last_token_and_to_a_stop_token(served: Served) -> No
         assert stats.num_cached_tokens > 0
         num_steps[async_scheduling] = stats.num_steps
     assert sampled[True] == sampled[False]
-    # With a step in flight behind it, an end is known one step late.
+    # With another step in flight, the end of a request is known one step later.
     assert num_steps[True] > num_steps[False]

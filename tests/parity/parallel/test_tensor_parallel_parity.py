@@ -1,7 +1,7 @@
 """Two ranks continue every kind of model as transformers does, token for token in float32.
 
-In chunks, preempted, behind prefix hits, from prompts that are embeddings, and with the
-log-probabilities of prompts and outputs.
+Requests run in chunks, are preempted, and start after prefix hits. Some prompts are embeddings, and
+some requests have log-probabilities of prompts and outputs.
 """
 
 from pathlib import Path
@@ -25,7 +25,9 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 
 def make_requests() -> list[Request]:
-    """Prompts of 1 to 61 tokens; windows of the kinds that have one are 16 to 24, and 200."""
+    """Requests with prompts of 1 to 61 tokens. The windows of models that have one are 16 to 24 and
+    200 tokens.
+    """
     random = np.random.default_rng(5)
     return [
         Request(random.integers(3, VOCAB_SIZE, 1 + 12 * number).tolist(), MAX_TOKENS)
@@ -44,7 +46,7 @@ def embedded_requests(hidden_size: int) -> list[Request]:
 
 
 def serve(driver: Driver, hidden_size: int) -> dict[str, list[Request]]:
-    """Serves the same requests in every way; returns them by way."""
+    """Serves the same requests in every way, and returns the requests of each way."""
     chunked = make_requests()
     for request in chunked[1::2]:
         request.sampling = WITH_LOGPROBS

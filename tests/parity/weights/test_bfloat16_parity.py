@@ -2,9 +2,10 @@
 close as transformers is in bfloat16.
 
 All three compute with the same weights, which were rounded before. The error at a position is the
-root mean square difference of the log-probabilities of all tokens, in units of their spread. What
-rounding does to a router may send a token to another expert, after which nothing is alike; so the
-median of all positions is judged, and where there are no experts also what nine in ten stay below.
+root mean square difference of the log-probabilities of all tokens, in units of their spread.
+Rounding may change a router's choice of experts, after which results are completely different.
+Therefore the median over all positions is compared. For models without experts, the 90th percentile
+is compared too.
 """
 
 from pathlib import Path
@@ -58,7 +59,9 @@ def of_transformers(directory: Path, dtype: torch.dtype) -> torch.Tensor:
 
 
 def of_runner(directory: Path, setting: KernelsSetting) -> torch.Tensor:
-    """The same, from a step of all prompts' beginnings, one of chunks, and single tokens."""
+    """The same log-probabilities from a runner. It computes the beginnings of all prompts in one
+    step, then chunks, then single tokens.
+    """
     runner = build_runner(
         directory, num_blocks=NUM_BLOCKS, dtype=torch.bfloat16, kernels_setting=setting
     )
@@ -76,5 +79,5 @@ def of_runner(directory: Path, setting: KernelsSetting) -> torch.Tensor:
 
 
 def errors(distributions: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Of every position, in units of the spread of log-probabilities."""
+    """The error at each position, in units of the spread of log-probabilities."""
     return ((distributions - exact).square().mean(-1).sqrt() / exact.std()).flatten()

@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-    """Scales of weight and inputs are numbers; the latter are ignored."""
+    """The weight has one scale. The scale of inputs is ignored."""
     scale = weight.abs().max() / MOST
     return scale, {"weight_scale": scale, "input_scale": torch.ones(1)}
 
@@ -39,7 +39,9 @@ def by_channel(weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
 
 
 def by_block(weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-    """The last block of output features may be cut."""
+    """The weight has a scale for each block. The last block of output features may be
+    incomplete.
+    """
     rows, columns = weight.shape
     blocks = torch.zeros(-(-rows // BLOCK), columns // BLOCK)
     for row in range(blocks.shape[0]):
@@ -60,7 +62,9 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def save_floats(directory: Path, to: Path, scaled: Any, config: dict[str, Any]) -> Path:
-    """A copy with weights of 8 bits, and one of the same weights in float32, which it returns."""
+    """Saves a copy with weights of 8 bits, and a copy with the same weights in float32. Returns the
+    directory of the latter.
+    """
     floats = to.with_suffix(".float")
     for copy in (to, floats):
         shutil.copytree(directory, copy)

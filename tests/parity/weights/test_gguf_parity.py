@@ -35,7 +35,7 @@ _ALL = (
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, Types]]] = {
     "q8_0": ("llama", NARROW, dict.fromkeys(_ALL, Types.Q8_0)),
     "q4_0": ("qwen2", NARROW, dict.fromkeys(_ALL[1:], Types.Q4_0)),
-    # As files called Q4_K_M mix types within what is computed as one projection.
+    # Files that are called Q4_K_M mix types within a fused projection.
     "q4_k_m": ("llama", WIDE, dict.fromkeys(_ALL, Types.Q4_K) | {"v_proj": Types.Q6_K}),
     "q6_k": ("qwen3", {**WIDE, "head_dim": 32}, dict.fromkeys(_ALL, Types.Q6_K)),
 }

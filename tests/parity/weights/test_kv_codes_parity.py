@@ -1,5 +1,5 @@
-"""With keys and values in 8 bits a request's logits and tokens still depend on the request alone,
-and are close to those with keys and values as they are computed.
+"""With keys and values in 8 bits, a request's logits and tokens still depend only on the request.
+They are close to those with unrounded keys and values.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,9 @@ LENGTHS = [1, 2, 16, 17, 33, 63, 64, 65, 90, 130, 210]
 SEQUENCES = [drawn(length, seed, VOCAB_SIZE) for seed, length in enumerate(LENGTHS)]
 WITH_RUNNER_UP = SamplingParams(temperature=0, logprobs=2)
 KINDS = ["llama", "gemma3", "mistral_window", "qwen3"]
-"""Full attention, windows beside it in groups of their own, windows alone, normalized keys."""
+"""Models with full attention, with full attention and windows in separate groups, with only
+windows, and with normalized keys.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,8 @@ def test_logits_do_not_depend_on_what_is_computed_with_them(case: Case, tmp_path
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_off_by_little(kind: str, tmp_path: Path) -> None:
-    """Off by less than 6 % of their spread in the mean square, and not nowhere; the kernels of
-    either kind are off by the same, within a third of it.
+    """The root mean square error is above 0 and below 6 % of the spread of logits. The difference
+    between the logits of both kinds of kernels is less than a third of this error.
     """
 
     def logits(kernels: KernelsSetting, kept: KVCacheDtype) -> list[torch.Tensor]:
@@ -154,7 +156,7 @@ async def test_tokens_are_the_same_in_every_situation(
 
 
 def served(runner: ModelRunner | StagedRunner) -> list[Request]:
-    """All prompts continued, with the two most probable tokens of each position."""
+    """Continues all prompts. Each position has its two most probable tokens."""
     made = [Request(prompt, 12, sampling=WITH_RUNNER_UP) for prompt in prompts()]
     Driver(runner, block_size=16, num_blocks=400).run(made, chunk=9)
     return made
@@ -162,8 +164,9 @@ def served(runner: ModelRunner | StagedRunner) -> list[Request]:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_two_ranks_and_two_stages_give_the_same_tokens(kind: str, tmp_path: Path) -> None:
-    """Stages compute what the whole model does. Ranks add in another order, which may round an
-    element to the next code: their tokens are the same until two are as good as equally probable.
+    """Stages have the same results as the whole model. Ranks add in another order, which may round
+    an element to the next code. Their tokens are the same until two tokens are almost equally
+    probable.
     """
     save_tiny_model(tmp_path, kind)
     torch.set_num_threads(1)
@@ -190,7 +193,7 @@ def test_two_ranks_and_two_stages_give_the_same_tokens(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 async def test_blocks_come_back_from_the_tier(kind: str, tmp_path: Path) -> None:
-    """Prompts that are preempted again and again, with and without a tier of offloaded blocks."""
+    """Prompts are preempted again and again, with and without a tier of offloaded blocks."""
     save_tiny_model(tmp_path, kind)
     torch.set_num_threads(1)
     answers: list[Sequence[Sequence[int]]] = []

@@ -25,14 +25,16 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model, its adapters, and peft's model for each adapter; None: the model alone."""
+    """A model, its adapters, and peft's model for each adapter. The key None has the model
+    alone.
+    """
 
     directory: Path
     adapters: list[Path]
     models: dict[Path | None, PreTrainedModel]
 
     def requests(self) -> list[Request]:
-        """Two of each adapter and two of none, of 1 to 41 tokens."""
+        """Two requests for each adapter and two without, with prompts of 1 to 41 tokens."""
         random = np.random.default_rng(7)
         kinds = [*self.adapters, None, *self.adapters, None]
         return [
@@ -52,7 +54,7 @@ class Adapted:
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    """The second kind has biases."""
+    """A model with its adapters. The second kind of model has biases."""
     directory = tmp_path_factory.mktemp("model")
     save_tiny_model(directory, request.param)
     adapters = [
@@ -111,7 +113,7 @@ def test_a_mixed_batch_is_each_request_alone(
 
 
 def test_two_ranks_share_each_layer(adapted: Adapted) -> None:
-    """Nothing more is sent between them than without adapters."""
+    """Ranks exchange only the same data as without adapters."""
 
     def serve(rank: RankThread) -> list[Request]:
         torch.set_num_threads(1)

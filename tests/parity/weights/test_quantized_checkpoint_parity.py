@@ -53,7 +53,9 @@ def test_ranks_that_would_divide_a_group_are_refused(tmp_path: Path) -> None:
 
 
 def test_codes_fill_their_range(tmp_path: Path) -> None:
-    """The middle of the codes and the order of bits would not be seen in small numbers."""
+    """With small numbers, a wrong zero of the codes or a wrong order of bits would not be
+    noticed.
+    """
     save_tiny_model(tmp_path / "plain", "llama")
     save_quantized(tmp_path / "plain", tmp_path / "quantized", FORMATS["pack_int4"])
     tensors = load_file(tmp_path / "quantized" / "model.safetensors")

@@ -30,7 +30,9 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 @dataclass(frozen=True)
 class Quantized:
-    """A model, the dequantized one in transformers, and both with an adapter; None: without."""
+    """A model, and the dequantized model in transformers, each with an adapter and without. The key
+    None means without.
+    """
 
     directory: Path
     models: dict[Path | None, PreTrainedModel]
@@ -69,7 +71,9 @@ class Quantized:
 def quantized(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Quantized:
-    """Biases and an adapter; a tied head; experts."""
+    """Quantized models: one with biases and an adapter, one with a tied head, and one with
+    experts.
+    """
     directory = tmp_path_factory.mktemp("model") / "stored"
     save_tiny_model(directory, request.param)
     dequantized = save_dequantized(directory, directory.with_name("dequantized"))

@@ -1,10 +1,9 @@
-"""A checkpoint of weights and inputs in 8 bits (W8A8) is served as transformers computes it in
-float32 when the inputs of projections are rounded before each: alone and with an adapter, with
-every kind of kernels, and on two ranks, each of which rounds its own part of an input.
-
-A number halfway between two codes may fall to either one when float32 adds up in another order, and
-moves what follows in that request by a code. So most log-probabilities agree, where hardly any do
-with inputs that are rounded in another way or not at all.
+"""A checkpoint of weights and inputs in 8 bits (W8A8) continues as transformers does in float32
+with rounded inputs of projections. This holds alone and with an adapter, with every kind of
+kernels, and on two ranks, each of which rounds its own part of an input. If float32 adds in another
+order, a number halfway between two codes may get either code, which changes later numbers of the
+request by a code. Therefore most log-probabilities agree, but not all. Hardly any would agree if
+inputs were rounded in another way or not at all.
 """
 
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ DIVIDED = ("o_proj", "down_proj")
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """Rows [..., d] in steps of a 127th of their largest magnitude."""
+    """Rows [..., d], rounded to multiples of a 127th of their largest magnitude."""
     step = x.abs().amax(-1, keepdim=True) / 127
     return (x / step).round() * step
 
@@ -61,7 +60,7 @@ def round_inputs(model: PreTrainedModel, num_ranks: int) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Model:
-    """Directories of the model that is served, of one with the same weights in float32, and of an
+    """The directories of the served model, of a model with the same weights in float32, and of an
     adapter.
     """
 
@@ -71,14 +70,14 @@ class Model:
     adapter: Path
 
     def oracles(self, num_ranks: int) -> dict[Path | None, PreTrainedModel]:
-        """Without an adapter, and with it."""
+        """Transformers' models without and with the adapter."""
         return {
             adapter: round_inputs(adapted_model(self.floats, adapter), num_ranks)
             for adapter in (None, self.adapter)
         }
 
     def serve(self, **options: object) -> list[Request]:
-        """Six requests of lengths from 1, served together in chunks of 7."""
+        """Serves six requests, with prompt lengths from 1, together in chunks of 7."""
         random = np.random.default_rng(7)
         adapters = [None, self.adapter] * 3
         requests = [
@@ -100,7 +99,9 @@ class Model:
 
 @pytest.fixture(scope="module", params=[QuantizationSetting.AUTO, QuantizationSetting.W8A8])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Of a checkpoint, or quantized at load with the head, whose inputs are not rounded."""
+    """A model from a quantized checkpoint, or one that is quantized at load. The latter's head is
+    quantized too, but the head's inputs are not rounded.
+    """
     directory = tmp_path_factory.mktemp("model")
     plain, quantized = directory / "plain", directory / "quantized"
     save_tiny_model(plain, "qwen2")
@@ -111,8 +112,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def agreement(served: Sequence[Request], oracles: dict[Path | None, PreTrainedModel]) -> float:
-    """The share of log-probabilities that were served which are the oracle's, each token's and the
-    most probable ones.
+    """The share of served log-probabilities that equal the oracle's. They are those of each token
+    and of the most probable tokens.
     """
     found = []
     for request in served:
@@ -133,7 +134,7 @@ def agreement(served: Sequence[Request], oracles: dict[Path | None, PreTrainedMo
 def num_first_choices(
     served: Sequence[Request], oracles: dict[Path | None, PreTrainedModel]
 ) -> int:
-    """How many tokens of outputs are the oracle's first choice."""
+    """The number of output tokens that are the oracle's first choice."""
     return sum(
         chosen == token
         for request in served
