@@ -17,18 +17,19 @@ from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.admission.capacity import Capacity, capacity_of
 from services.gateway.core.admission.queue_bounds import QueueBounds
 from services.gateway.core.admission.tenant_queues import TenantQueues
-from services.gateway.core.fleet.membership import Membership, no_replica_ready
+from services.gateway.core.fleet.membership import Links, Membership, no_replica_ready
 from services.gateway.core.fleet.placement import Placement
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing.policy import RoutingPolicy
 from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.fleet.waiting_queue import WaitingQueue
-from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Links
+from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock
 from services.gateway.core.request.inflight import Inflight, Mailbox, ended
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
+from services.gateway.core.sessions.turn import fits
 from services.gateway.core.tenant import ANYONE, Tenant
 
 logger = logging.getLogger(__name__)
@@ -273,7 +274,7 @@ class Fleet:
         if held is None:
             return False
         for replica in self.membership.ready():
-            if replica is held.holder and held.fits(inflight.request):
+            if replica is held.holder and fits(held, inflight.request):
                 route = replica.continue_session(held, inflight)
                 if inflight.request.tenant != ANYONE:
                     self.admission.sent(inflight, route)

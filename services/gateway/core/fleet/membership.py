@@ -5,11 +5,13 @@ must meet.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from services.common.errors import Unavailable
+from services.gateway.core.fleet.link import Link
 from services.gateway.core.fleet.replica import Replica, ReplicaListener
 from services.gateway.core.fleet.served_model import ServedModel
-from services.gateway.core.ports import Clock, Links
+from services.gateway.core.ports import Clock
 from services.gateway.core.request.model_limits import ModelLimits, tightest_limits
 
 logger = logging.getLogger(__name__)
@@ -18,6 +20,21 @@ LEAVE_AFTER_SECONDS = 3.0
 """Seconds without a session after which a replica is removed if no source lists its address. A
 drained replica is removed as soon as its session has ended.
 """
+
+
+class Links(Protocol):
+    """The connections to all schedulers."""
+
+    def make(self, address: str) -> Link:
+        """Makes the link to the scheduler at an address. The link is not used before `open`."""
+
+    def open(self, replica: Replica) -> None:
+        """Opens a session with the replica's scheduler over its link, and reopens it whenever it
+        ends.
+        """
+
+    def close(self, replica: Replica) -> None:
+        """Ends the session, and opens no new one."""
 
 
 class Membership:

@@ -8,12 +8,13 @@ from services.common.errors import ResourceExhausted, StepwellError
 from services.common.replica.load import ReplicaLoad
 from services.common.replica.queue_state import QueueState
 from services.common.request.finish import Finish
+from services.gateway.core.fleet.link import Link
 from services.gateway.core.fleet.load_tracker import LoadTracker
 from services.gateway.core.fleet.recent_prefixes import RecentPrefixes
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
 from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.fleet.sequence_trace import ResubmitCause
-from services.gateway.core.ports import Clock, Link
+from services.gateway.core.ports import Clock
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.sessions.client_session import ClientSession, HeldSession

@@ -21,7 +21,7 @@ from services.gateway.core.limits.rule import (
     Standing,
 )
 from services.gateway.core.limits.store import LimitStore
-from services.gateway.core.ports import KeptSource, Made
+from services.gateway.core.request.engine import KeptSource, Made
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.tenant import ANYONE, Tenant

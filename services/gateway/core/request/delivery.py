@@ -7,9 +7,9 @@ from contextvars import copy_context
 from typing import Protocol
 
 from services.common.errors import StepwellError
-from services.gateway.core.ports import DeltaSource, Source
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.delta import Delta, parts_of
+from services.gateway.core.request.engine import DeltaSource, Source
 from services.gateway.core.request.generation import Answer, Generation
 
 TOKENS_AT_A_TIME = 128

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.core.ports import DeltaSource, KeptSource, Source, Tokenizer
+from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.choice import Choice, Piece
 from services.gateway.core.request.delta import Delta
+from services.gateway.core.request.engine import DeltaSource, KeptSource, Source
 from services.gateway.core.request.identity import Identity
 from services.gateway.core.request.logprobs import LogprobRows, joined
 from services.gateway.core.request.request import ClientRequest, EngineRequest
-from services.gateway.core.sessions.client_session import tokens_after
+from services.gateway.core.sessions.turn import tokens_after
 from services.gateway.core.text.parsing.events import ParsedMessage
 from services.gateway.core.text.stop_strings import StopPatterns
 

@@ -12,8 +12,9 @@ from services.common.request.structured_outputs import StructuredOutputs
 from services.common.telemetry.trace_headers import UNTRACED, TraceHeaders
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.lora_modules import LoraModules
-from services.gateway.core.ports import Engine, Grammars, TextTooLong, Tokenizer
+from services.gateway.core.ports import Grammars, TextTooLong, Tokenizer
 from services.gateway.core.request.delivery import TOKENS_AT_A_TIME, Delivery, Sink
+from services.gateway.core.request.engine import Engine
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.identity import Identity
 from services.gateway.core.request.model_limits import ModelLimits
@@ -27,7 +28,7 @@ from services.gateway.core.request.request_check import (
 )
 from services.gateway.core.request.sampling_defaults import SamplingDefaults
 from services.gateway.core.request.truncation import Truncation, truncation
-from services.gateway.core.sessions.client_session import in_session
+from services.gateway.core.sessions.turn import in_session
 from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.text.parsing.output_formats import NO_FORMATS, OutputFormats
 from services.gateway.core.text.parsing.special_tokens import SpecialTokens

@@ -1,7 +1,7 @@
 """A client's request, and the sequences that are sent to engines for it."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from services.common.request.adapter import Adapter
 from services.common.request.pooling import PoolingParams
@@ -10,11 +10,9 @@ from services.common.request.sampling import SamplingParams
 from services.common.request.seeds import answer_seed
 from services.common.telemetry.trace_headers import UNTRACED, TraceHeaders
 from services.gateway.core.request.model_limits import ModelLimits
+from services.gateway.core.sessions.client_session import ClientSession
 from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.text.parsing.output_form import OutputForm
-
-if TYPE_CHECKING:
-    from services.gateway.core.sessions.client_session import ClientSession
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
@@ -73,7 +71,7 @@ class ClientRequest:
     """
     pooling: PoolingParams | None = None
     """How a vector of each prompt is computed. None if text is generated."""
-    session: "ClientSession | None" = None
+    session: ClientSession | None = None
     """The client's session of which the request is a turn. None if it is not in a session."""
     turn: int = 0
     """The turn's number, from 0."""
@@ -124,7 +122,7 @@ class EngineRequest:
     """How the prompt's vector is computed. None if text is generated."""
     skip_reading_prefix_cache: bool = False
     """Whether its whole prompt is computed even if a part is cached."""
-    session: "ClientSession | None" = None
+    session: ClientSession | None = None
     """The client's session of which the sequence is a turn. The session's tokens are the start of
     the prompt. None if the sequence is not in a session.
     """

@@ -6,17 +6,19 @@ the session's blocks and a slot of a running sequence, so that the next turn can
 the replica does not keep them, the next turn is sent as a normal request with all tokens.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-from services.common.errors import FailedPrecondition, InvalidArgument, StepwellError
-from services.common.request.finish_reason import FinishReason
-from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
+from services.common.errors import FailedPrecondition, StepwellError
 from services.gateway.core.tenant import Tenant
 
-if TYPE_CHECKING:
-    from services.gateway.core.sessions.client_sessions import ClientSessions
+
+class TurnListener(Protocol):
+    """Called when a turn of a session begins or ends."""
+
+    def turn_began(self, session: "ClientSession") -> None: ...
+
+    def turn_ended(self, session: "ClientSession") -> None: ...
 
 
 class Holder(Protocol):
@@ -41,18 +43,6 @@ class HeldSession:
     cache_salt: str
     adapter_digest: bytes
 
-    def fits(self, request: EngineRequest) -> bool:
-        """Whether the next turn can continue the kept session. The turn must have more tokens, must
-        have the same priority, cache salt and adapter, and must not skip the prefix cache.
-        """
-        return (
-            self.num_tokens < len(request.prompt_token_ids)
-            and not request.skip_reading_prefix_cache
-            and self.priority == request.priority
-            and self.cache_salt == request.cache_salt
-            and self.adapter_digest == request.adapter_digest
-        )
-
     def release(self) -> None:
         """Ends the session at the replica."""
         self.holder.release(self.handle)
@@ -62,7 +52,7 @@ class ClientSession:
     """One session. At most one of its turns runs at a time."""
 
     def __init__(
-        self, session_id: str, tenant: Tenant, created: int, sessions: "ClientSessions"
+        self, session_id: str, tenant: Tenant, created: int, listener: TurnListener
     ) -> None:
         """`created` is in seconds since 1970."""
         self.session_id = session_id
@@ -76,7 +66,7 @@ class ClientSession:
         self.held: HeldSession | None = None
         self.ended: StepwellError | None = None
         """The error that further turns raise, if the session has ended. Otherwise None."""
-        self._sessions = sessions
+        self._listener = listener
 
     def check_idle(self) -> None:
         """Raises FailedPrecondition if a turn is running. Raises `ended` if the session has
@@ -103,7 +93,7 @@ class ClientSession:
                 reason="SESSION_IN_TURN",
             )
         self.is_in_turn = True
-        self._sessions.turn_began(self)
+        self._listener.turn_began(self)
 
     def end_turn(self, token_ids: list[int] | None) -> None:
         """Ends the turn. `token_ids` are all tokens of the session after the turn. If the turn was
@@ -115,7 +105,7 @@ class ClientSession:
             self.num_turns += 1
         if self.held is not None and self.held.num_tokens > len(self.token_ids):
             self.release()
-        self._sessions.turn_ended(self)
+        self._listener.turn_ended(self)
 
     def take_held(self) -> HeldSession | None:
         """Returns the session that a replica keeps, and sets it to None here. The caller must
@@ -137,50 +127,3 @@ class ClientSession:
             self.held = held
         else:
             held.release()
-
-
-def in_session(request: ClientRequest) -> ClientRequest:
-    """Returns the request of a turn with its whole prompt: the session's tokens, followed by the
-    turn's tokens. Raises InvalidArgument for a parameter that sessions do not support, and
-    FailedPrecondition while another turn runs.
-    """
-    session = request.session
-    if session is None:
-        return request
-    session.check_idle()
-    sampling, prompt = request.sampling, request.prompts[0] if request.prompts else Prompt([])
-    for field, is_given, why in (
-        ("n", request.n > 1, "a session has one answer to go on from"),
-        ("best_of", (request.best_of or 1) > 1, "a session has one answer to go on from"),
-        ("prompt", len(request.prompts) > 1, "a turn has one prompt"),
-        ("prompt_embeds", prompt.embeds is not None, "a session has tokens only"),
-        ("echo", prompt.text is not None or request.prompt_only, "only the answer is returned"),
-        (
-            "prompt_logprobs",
-            sampling.prompt_logprobs is not None,
-            "most of the prompt is not computed again",
-        ),
-    ):
-        if is_given:
-            raise InvalidArgument(f"{field} cannot be given in a session: {why}", field=field)
-    if not prompt.token_ids:
-        raise InvalidArgument("prompt must not be empty: it has no tokens", field="prompt")
-    whole = Prompt([*session.token_ids, *prompt.token_ids])
-    return replace(request, prompts=(whole,), turn=session.num_turns)
-
-
-def tokens_after(
-    request: EngineRequest,
-    output_token_ids: Sequence[int],
-    reason: FinishReason,
-    *,
-    by_token: bool,
-) -> list[int]:
-    """Returns the session's tokens after a turn with this output. If `by_token` is true, an
-    end-of-sequence or stop token ended the turn, and is omitted, as in vLLM. All other tokens are
-    kept, including the tokens of a stop string.
-    """
-    tokens = [*request.prompt_token_ids, *output_token_ids]
-    if reason is FinishReason.STOP and by_token:
-        del tokens[-1]
-    return tokens

@@ -8,7 +8,8 @@ from services.common.errors import StepwellError
 from services.gateway.core.admission.wait import Wait
 from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import SequenceTrace
-from services.gateway.core.ports import Made, Timer
+from services.gateway.core.ports import Timer
+from services.gateway.core.request.engine import Made
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.identity import Identity
 from services.gateway.core.request.request import EngineRequest
