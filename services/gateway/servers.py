@@ -42,7 +42,8 @@ from services.gateway.adapters.http.transport.server import HttpServer
 from services.gateway.adapters.keys.auth import ApiKeys
 from services.gateway.adapters.traces.keeping import TraceServicer
 from services.gateway.core.fleet.administration import Administration
-from services.gateway.options.option import RouteParts
+from services.gateway.options.listed import ROUTES
+from services.gateway.options.routes import RouteParts
 from services.gateway.parts import Parts
 
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
@@ -76,15 +77,17 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         parts.client_sessions,
         settings.sse_keep_alive_interval,
     )
-    route_parts = RouteParts(generation, inference, gate, bodies, settings.model, HEADERS)
+    headers = (*HEADERS, *parts.options.request_headers)
+    route_parts = RouteParts(generation, inference, gate, bodies, settings.model, HEADERS, headers)
+    own_routes = [option(route_parts) for option in ROUTES]
     views = _view_routes(parts, sees_all=False) if settings.ui else ()
     routes = client_routes(
         generation,
         TokenizerRoutes(inference, parts.membership, gate, bodies),
         parts.server_routes,
         SessionRoutes(parts.client_sessions, inference, gate, bodies),
-        (*parts.options.routes(route_parts), *views),
-        parts.options.request_headers,
+        (*(route for option in own_routes for route in option.routes()), *views),
+        headers,
         has_metrics=settings.metrics_address is None,
         has_tokenizer_info=settings.enable_tokenizer_info_endpoint,
     )
@@ -95,7 +98,9 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         parts.keys,
         asks_for_keys=parts.keys.are_needed,
     )
-    operations = GENERATING | parts.options.operations
+    operations = dict(GENERATING)
+    for option in ROUTES:
+        operations |= option.operations
     generating = tuple(operations)
     early = EarlyRefusals(app, generating, gate, inference, parts.options, parts.observer)
     checked = TenantChecks(

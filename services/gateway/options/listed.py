@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from services.gateway.options.idempotency import Idempotency, IdempotencySettings
 from services.gateway.options.option import Option
+from services.gateway.options.routes import OptionRoutes
 from services.gateway.options.vllm_routes import VllmRoutes
 
 
@@ -16,5 +17,7 @@ class OptionSettings(
 
 OPTIONS: tuple[type[Option], ...] = (
     Idempotency,
+)  # fmt: skip
+ROUTES: tuple[type[OptionRoutes], ...] = (
     VllmRoutes,
-)
+)  # fmt: skip

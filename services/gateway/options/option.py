@@ -1,28 +1,21 @@
-"""The seams through which an option takes part in the gateway."""
+"""The seams through which an option takes part in requests. Its routes are another: `routes.py`."""
 
 import asyncio
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from prometheus_client.registry import Collector
-from pydantic import BaseModel
 
 from services.common.errors import StepwellError
 from services.common.telemetry.metric_specs.spec import MetricSpec
-from services.gateway.adapters.http.exchange.parse import BodyReader
-from services.gateway.adapters.http.exchange.route import RequestHeader, Route
+from services.gateway.adapters.http.exchange.route import RequestHeader
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.fleet.fleet import Fleet
-from services.gateway.core.gate import Gate
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.tenant import Tenant
-
-if TYPE_CHECKING:
-    from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +27,6 @@ class OptionParts:
     clock: Clock
     gateway_id: str
     redis_url: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class RouteParts:
-    """The parts of the clients' HTTP server that routes of options use."""
-
-    generation: "GenerationRoutes"
-    inference: Inference
-    gate: Gate
-    bodies: BodyReader
-    model: Path
-    """The model's directory or file."""
-    headers: tuple[RequestHeader, ...]
-    """Headers of every request that a model computes."""
 
 
 class Option:
@@ -62,21 +41,12 @@ class Option:
     such a header to the application. Turns of sessions cannot have one.
     """
 
-    operations: ClassVar[Mapping[str, str]] = {}
-    """Maps each path of `routes` that a model computes to its operation in traces and metrics."""
-    bodies: ClassVar[Mapping[str, type[BaseModel]]] = {}
-    """Maps each path of `routes` to its body, if the body is this option's own."""
-
     def __init__(self, settings: Any, parts: OptionParts) -> None:
         """`settings` are the gateway's, which include this option's. Raises SettingError."""
 
     @property
     def collectors(self) -> Sequence[Collector]:
         """Collectors of the metrics of `metric_specs`."""
-        return ()
-
-    def routes(self, parts: RouteParts, headers: tuple[RequestHeader, ...]) -> Sequence[Route]:  # noqa: ARG002
-        """Routes for clients. `headers` are those of requests that generate tokens."""
         return ()
 
     def needs_room(self, headers: Mapping[str, str], tenant: Tenant) -> bool:  # noqa: ARG002
@@ -113,17 +83,10 @@ class Options:
         self.request_headers = tuple(
             header for option in options for header in option.request_headers
         )
-        self.operations = {
-            path: operation for option in options for path, operation in option.operations.items()
-        }
         self.header_names = frozenset(header.name.lower() for header in self.request_headers)
 
     def __iter__(self) -> Iterator[Option]:
         return iter(self._options)
-
-    def routes(self, parts: RouteParts) -> list[Route]:
-        headers = (*parts.headers, *self.request_headers)
-        return [route for option in self._options for route in option.routes(parts, headers)]
 
     def header_in(self, headers: Container[str]) -> str | None:
         """The name of an option's header among headers of a request; None if there is none."""

@@ -1,5 +1,5 @@
 """Further HTTP routes of vLLM: for ranking, classifying and pooling texts, and for tokens."""
 
-from services.gateway.options.vllm_routes.option import VllmRoutes
+from services.gateway.options.vllm_routes.routes import VllmRoutes
 
 __all__ = ["VllmRoutes"]

@@ -66,15 +66,14 @@ def client_routes(
     server: ServerRoutes,
     sessions: SessionRoutes,
     further: Sequence[Route],
-    option_headers: Sequence[RequestHeader],
+    headers: tuple[RequestHeader, ...],
     *,
     has_metrics: bool,
     has_tokenizer_info: bool,
 ) -> Sequence[Route]:
     """Returns all routes for clients. `further` are the routes of options and displays.
-    `option_headers` are further headers of requests that generate tokens.
+    `headers` are those of requests that generate tokens.
     """
-    headers = (*HEADERS, *option_headers)
     return (
         *_generating(generation, headers),
         *_pooling(generation),
