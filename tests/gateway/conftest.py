@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.serving import Serving, serving
+from tests.gateway.serving import Serving, serving, serving_with
 from tests.gateway.tiny_tokenizer import write_tokenizer
 
 
@@ -21,3 +21,10 @@ async def served(model: Path) -> AsyncIterator[Serving]:
     """A gateway with one fake scheduler."""
     async with serving(model, FakeScheduler()) as running:
         yield running
+
+
+@pytest.fixture
+async def hermes(calling: Path) -> AsyncIterator[Serving]:
+    """A gateway that parses tool calls and reasoning, with the model of the test's module."""
+    async with serving_with(calling, "hermes", "qwen3") as served:
+        yield served
