@@ -71,8 +71,7 @@ def test_a_scrape_in_a_thread_reads_views_while_nodes_change(index):
     seen = []
     for view in index.views:
         seen.append(view.node)
-        index.remove(view.node)
-        index.begin(view.node, 9 + len(seen), (FULL,))
+        index.begin(f"{view.node} again", 9 + len(seen), (FULL,))
     assert seen == ["a", "b", "c"]
 
 
