@@ -147,9 +147,9 @@ async def test_a_worker_that_always_answers_wrongly_is_waited_for_with_the_reaso
 
 
 class Proxied(Pool):
-    """A pool or a worker behind a proxy that replaces every tenth answer of a stream by a wrong
-    one.
-    """
+    """A pool or a worker, behind a proxy that changes every `every`-th message of a lane."""
+
+    every = 10
 
     def __init__(self, service: Pool | Worker, lane: Lane, kinds: Sequence[Bytes]) -> None:
         self.kinds = list(kinds)
@@ -174,7 +174,7 @@ class Proxied(Pool):
 
     async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:
         self._num_answers += lane == self._lane
-        if lane == self._lane and self.kinds and self._num_answers % 10 == 0:
+        if lane == self._lane and self.kinds and self._num_answers % self.every == 0:
             return self.kinds.pop(0)(message)
         return [message]
 
@@ -219,6 +219,33 @@ async def test_wrong_answers_of_a_pool_are_no_blocks(caplog: pytest.LogCaptureFi
     logged = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert len(logged) == len(WRONG_OUTCOMES), logged
     assert all("the kvpool was lost: its answer to transaction" in line for line in logged)
+
+
+def without_releases(message: bytes) -> list[bytes]:
+    asked = kvpool_pb2.TransactRequest.FromString(message)
+    for operation in asked.operations:
+        if operation.HasField("release"):
+            operation.release.ClearField("requests")
+    return [asked.SerializeToString()]
+
+
+async def test_blocks_that_were_not_freed_are_found_when_no_request_is_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = Proxied(Pool(), Lane(TRANSACT, Direction.REQUEST), [without_releases] * 50)
+    pool.every = 1
+    async with serving_replica(FakeWorker(), pool=pool) as replica, gateway_of(replica) as gateway:
+        await gateway.add(1, PROMPTS[1], sampling=sampling(3))
+        await gateway.finish(1)
+        await gateway.until(
+            lambda: any("blocks are in use" in one.reason for one in gateway.states)
+        )
+        pool.kinds.clear()
+        await replica.until_idle()
+        assert (await pool.stats()).num_requests == 0
+    lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert "blocks are in use without a request" in lines[0]
 
 
 async def test_what_cannot_be_decoded_is_a_new_generation(caplog: pytest.LogCaptureFixture) -> None:

@@ -209,6 +209,16 @@ class KVCacheManager:
         if request.known_to_pool:
             self.pending.release(request.key)
 
+    def check_all_free(self) -> None:
+        """Raises PoolLost if blocks are in use. No request may have blocks, and no operation may be
+        pending. A lost or changed release would reduce the pool's capacity for ever.
+        """
+        num_used = self._config.num_blocks - 1 - self.num_free_blocks
+        if num_used:
+            raise PoolLost(
+                f"the kvpool was lost: {num_used} blocks are in use without a request", suspects=[]
+            )
+
     def forget(self) -> None:
         """Resets the state for an empty pool. No operation is pending then."""
         self.pending.clear()

@@ -216,6 +216,8 @@ class Scheduler(ReplicaState):
             self._pacing.planned(builder)
         if self.kv_cache_manager.copies:
             builder.plan.copies = await self.take_copies(builder.plan.step, traceparent)
+        if not (self.running or self.queues or self.transfers or self.kv_cache_manager.pending):
+            self.kv_cache_manager.check_all_free()
         return self._finish_step(builder, wait_reason)
 
     def update_from_output(
