@@ -165,9 +165,9 @@ def _own_fields(cls: type) -> list[str]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """The type of a field in brackets: values, or a type of JSON."""
+    """The type of a field in brackets: values, or a type of JSON other than string."""
     kinds = [kind for kind in _kinds(schema) if kind != "null"] or ["null"]
-    return f" ({' or '.join(dict.fromkeys(kinds))})" if "any" not in kinds else ""
+    return "" if kinds == ["string"] else f" ({' or '.join(dict.fromkeys(kinds))})"
 
 
 def _kinds(schema: dict[str, Any]) -> Iterator[str]:
