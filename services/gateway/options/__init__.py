@@ -1,1 +1,1 @@
-"""Options: parts of the gateway that not every request needs, each a folder."""
+"""Options are parts of the gateway that not every request needs. Each option is a folder."""

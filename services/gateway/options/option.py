@@ -1,4 +1,4 @@
-"""The seams through which an option takes part in requests. Its routes are another: `routes.py`."""
+"""The interface through which an option takes part in requests. Its routes use `routes.py`."""
 
 import asyncio
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -30,9 +30,8 @@ class OptionParts:
 
 
 class Option:
-    """One option. A subclass overrides the seams that it uses; the others change nothing.
-
-    Its folder is beside this module, and only `listed.py` imports it.
+    """One option. A subclass overrides the methods and attributes that it uses. The others have no
+    effect. The folder of an option is beside this module, and only `listed.py` imports it.
     """
 
     metric_specs: ClassVar[Sequence[MetricSpec]] = ()
@@ -42,7 +41,9 @@ class Option:
     """
 
     def __init__(self, settings: Any, parts: OptionParts) -> None:
-        """`settings` are the gateway's, which include this option's. Raises SettingError."""
+        """`settings` are the gateway's settings, which include those of this option. Raises
+        SettingError for an invalid setting.
+        """
 
     @property
     def collectors(self) -> Sequence[Collector]:
@@ -62,8 +63,8 @@ class Option:
         api: str,  # noqa: ARG002
     ) -> Generation:
         """Called for a checked request before its sequences are queued, within its deadline.
-        Returns the generation to deliver: this one, or another one, and either may have its own
-        `source`. `api` is the kind of answer, such as a chat completion.
+        Returns the generation to deliver, which is this one or another one. Either of them may have
+        its own `source`. `api` is the kind of answer, such as a chat completion.
         """
         return generation
 
@@ -89,7 +90,9 @@ class Options:
         return iter(self._options)
 
     def header_in(self, headers: Container[str]) -> str | None:
-        """The name of an option's header among headers of a request; None if there is none."""
+        """The name of an option's header among the headers of a request. It is None if there is
+        none.
+        """
         names = (header.name for header in self.request_headers)
         return next((name for name in names if name.lower() in headers), None)
 

@@ -1,8 +1,7 @@
-"""Idempotent requests: a client may repeat a request under the same key, and it is computed once.
-
-The key is described in the IETF draft "The Idempotency-Key HTTP Header Field". In a deviation from
-the draft, a request repeated while the first one runs is not refused: it gets the same answer from
-the beginning.
+"""Idempotent requests. A client may repeat a request with the same key, and the request is computed
+only once. The IETF draft "The Idempotency-Key HTTP Header Field" describes the key. Unlike in the
+draft, a request that is repeated while the first one runs is not refused. It gets the same answer
+from the beginning.
 """
 
 from services.gateway.options.idempotency.option import Idempotency

@@ -46,7 +46,7 @@ SPECS = (
 
 
 class KeyedCollector(Collector):
-    """Counts of requests, answers and their logs, read at each scrape."""
+    """Counts of requests, answers and their logs. They are read at each scrape."""
 
     def __init__(self, keyed_requests: KeyedRequests) -> None:
         self._keyed = keyed_requests

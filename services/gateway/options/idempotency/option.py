@@ -1,4 +1,4 @@
-"""Joins idempotency keys to the gateway."""
+"""The option that adds idempotency keys to the gateway."""
 
 from collections.abc import Mapping, Sequence
 
@@ -46,7 +46,7 @@ class Idempotency(Option):
     )
 
     def __init__(self, settings: IdempotencySettings, parts: OptionParts) -> None:
-        """With Redis, gateways share answers."""
+        """If the gateway has Redis, gateways share answers."""
         self.keyed_requests = KeyedRequests(
             parts.inference,
             parts.engine,
@@ -80,8 +80,8 @@ class Idempotency(Option):
 
 
 def _make_sharing(parts: OptionParts, retention_seconds: float) -> Sharing | None:
-    """Sharing through Redis; None without a URL. Raises SettingError if the package for Redis is
-    missing.
+    """Sharing through Redis. It is None without a URL of Redis. Raises SettingError if the package
+    for Redis is missing.
     """
     if parts.redis_url is None:
         return None

@@ -20,13 +20,13 @@ from services.common.redis.connection import (
 from services.gateway.options.idempotency.core.journal import Append, Appended, News, Position
 
 CALL_SECONDS = 0.25
-"""Time limit of a call. Requests with a key wait for it."""
+"""The time limit of a call in seconds. Requests with a key wait for it."""
 _FIELD = b"b"
 _NOT_ABOVE = "equal or smaller"
 
 
 class RedisJournal:
-    """Stores logs as streams. A call is one round trip, or one per node of a cluster."""
+    """Stores logs as streams. A call is one round trip, or one for each node of a cluster."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class RedisJournal:
         await self._execute([("DEL", _log(scope), _lease(scope)) for scope in scopes])
 
     async def _execute(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The answers in order. The answer for an entry whose id is too low is the error. Raises
-        RedisUnavailable for any other error.
+        """Returns the answers to the commands in order. If the id of an entry is too low, its
+        answer is the error. Raises RedisUnavailable for any other error.
         """
         if not commands:
             return []
@@ -154,8 +154,8 @@ def _id(position: Position) -> str:
 def _entries(
     found: Sequence[tuple[bytes, dict[bytes, bytes] | None]],
 ) -> list[tuple[Position, bytes]]:
-    """Entries with their positions. If an entry lacks the field, its value is
-    empty, which no valid entry is.
+    """Entries with their positions. If an entry lacks the field, its value is empty. An empty value
+    is not a valid entry.
     """
     entries = []
     for entry_id, fields in found or ():

@@ -1,1 +1,1 @@
-"""Stored answers, and how gateways share them."""
+"""Answers that are stored under keys, and shared between gateways."""

@@ -5,39 +5,41 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class KeyCounts:
-    """Counts since the start."""
+    """Counts since the start of the gateway."""
 
     begun: int = 0
-    """Requests for which this gateway started an answer."""
+    """The number of requests for which this gateway started an answer."""
     attached: int = 0
-    """Requests that found an answer at this gateway, complete or in progress."""
+    """The number of requests that found an answer at this gateway, complete or in progress."""
     followed: int = 0
-    """Requests that found an answer from another gateway, complete or in progress."""
+    """The number of requests that found an answer of another gateway, complete or in progress."""
     resumed: int = 0
-    """Stopped answers that were resumed here, after their gateway or their client had left."""
+    """The number of stopped answers that this gateway resumed. An answer stops when its gateway or
+    its client has left.
+    """
     refused: int = 0
-    """Requests refused because their key belongs to a different request."""
+    """The number of requests that were refused because their key belongs to a different request."""
     suspended: int = 0
-    """Answers stopped because no client read them."""
+    """The number of answers that were stopped because no client read them."""
     evicted: int = 0
-    """Answers forgotten early to free memory."""
+    """The number of answers that were removed early to free memory."""
 
 
 @dataclass(slots=True)
 class SharingCounts:
-    """Counts since the start."""
+    """Counts since the start of the gateway."""
 
     entries: int = 0
-    """Entries that were appended to logs."""
+    """The number of entries that were appended to logs."""
     alone: int = 0
-    """Answers that are not shared with other gateways, because Redis or the answers' log entries
-    were unavailable.
+    """The number of answers that are not shared with other gateways, because Redis or the entries
+    of their logs were unavailable.
     """
     fenced: int = 0
-    """Answers taken over by another gateway while this one was generating them."""
+    """The number of answers that another gateway took over while this one was generating them."""
     lost: int = 0
-    """Logs that had disappeared, and were written again."""
+    """The number of logs that had disappeared, and were written again."""
     damaged: int = 0
-    """Logs that could not be decoded, and were removed."""
+    """The number of logs that could not be decoded, and were removed."""
     failures: int = 0
-    """Failed calls of the journal."""
+    """The number of failed calls of the journal."""

@@ -1,8 +1,8 @@
 """The entries of a log and their encoding.
 
 An entry starts with a CRC-32 of the following bytes, then a version and a kind. Numbers are
-little-endian. Entries with output contain token ids and log-probabilities in 4 bytes each, and the
-position of each part in its sequence. So a reader can skip output that it already has.
+little-endian. In entries with output, each token id and each log-probability has 4 bytes. Each part
+has its position in its sequence, so that a reader can skip output that it already has.
 """
 
 import json
@@ -45,7 +45,7 @@ class DamagedEntry(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The start of a request. Earlier entries of the log are void."""
+    """The start of a request. Readers ignore earlier entries of the log."""
 
     fingerprint: bytes
     num_sequences: int
@@ -64,8 +64,8 @@ class Bring:
     """More output of sequences."""
 
     parts: Sequence[Part]
-    """The new output of each sequence. A part has the sequence's index, the number of tokens and
-    prompt rows before the new output, and the new output.
+    """The new output of each sequence. A part has the index of the sequence, the numbers of tokens
+    and of prompt rows before the new output, and the new output.
     """
 
 
@@ -96,7 +96,7 @@ def entry_to_bytes(entry: Entry) -> bytes:
 
 
 def entry_from_bytes(value: bytes) -> Entry:
-    """Decodes an entry. Raises DamagedEntry."""
+    """Decodes an entry. Raises DamagedEntry if the bytes are not a valid entry."""
     try:
         (crc,) = _CRC.unpack_from(value)
         whole = value[_CRC.size :]

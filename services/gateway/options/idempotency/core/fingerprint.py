@@ -17,7 +17,7 @@ def fingerprint(api: str, request: ClientRequest) -> bytes:
     """A digest of everything that the answer depends on, with defaults applied: all parameters, and
     prompts as tokens or embeddings. `api` is the kind of answer, such as a chat completion.
 
-    The form of the response is not compared: streaming, usage, token ids, echo.
+    The form of the response is not compared, such as streaming, usage, token ids and echo.
     """
     digest = sha256()
     for part in _parts(api, request):

@@ -1,5 +1,5 @@
-"""The journal through which gateways share answers with a key: each answer has a
-log and a lease.
+"""The journal through which gateways share answers with a key. Each answer has a log and a
+lease.
 """
 
 import enum
@@ -10,9 +10,9 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """A position in a log. Each owner of a log has a fence, which is higher than the fences of all
-    earlier owners. It numbers its entries from 0. Once the log has an entry with a higher fence,
-    entries with a lower fence cannot be appended.
+    """A position in a log. Each owner of a log has a fence, which is a number above the fences of
+    all earlier owners. An owner numbers its entries from 0. Once the log has an entry with a higher
+    fence, entries with a lower fence cannot be appended.
     """
 
     fence: int = 0
@@ -29,7 +29,9 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """An entry to append at a position, which must be above all existing ones."""
+    """An entry to append at a position, which must be above the positions of all existing
+    entries.
+    """
 
     scope: str
     position: Position
@@ -37,7 +39,7 @@ class Append:
     begins: bool = False
     """Whether the log is created if it does not exist."""
     keeps_lease: bool = True
-    """Whether the lease is renewed; otherwise it is released."""
+    """Whether the lease is renewed. Otherwise it is released."""
 
 
 class Appended(enum.Enum):
@@ -52,8 +54,8 @@ class Appended(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Entries of a log, and whether a gateway has the lease. The entries are all of the log's, or
-    only the later ones after a position.
+    """Entries of a log, and whether a gateway has the lease. The entries are all entries of the
+    log, or only those after a position.
     """
 
     entries: Sequence[tuple[Position, bytes]]
@@ -64,8 +66,8 @@ class Journal(Protocol):
     """Stores logs. A log is identified by the scope of its key. A log expires some time after its
     last entry.
 
-    Every call raises Unavailable if it cannot be completed in time. The call may still have taken
-    effect. An identical append that is repeated takes effect once.
+    Every call raises Unavailable if it cannot be completed in time. Such a call may still have
+    taken effect. An identical append that is repeated takes effect once.
     """
 
     async def ping(self) -> None:

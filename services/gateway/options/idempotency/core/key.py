@@ -29,15 +29,14 @@ class KeyReused(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class IdempotencyKey:
-    """A client's key. Keys are per tenant: two tenants may use the same text."""
+    """A client's key. Each tenant has its own keys, so two tenants may use the same text."""
 
     tenant_id: str
     value: str
 
     def scope(self, model_fingerprint: bytes) -> str:
-        """The id under which the answer is stored: 128 bits in hexadecimal.
-
-        It includes the model, so answers of a replaced model are no longer found.
+        """The id under which the answer is stored, which is 128 bits in hexadecimal. The id depends
+        on the model, so answers of a replaced model are no longer found.
         """
         parts = (model_fingerprint, self.tenant_id.encode(), self.value.encode())
         digest = sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
@@ -45,8 +44,8 @@ class IdempotencyKey:
 
 
 def idempotency_key(value: str | None, tenant: Tenant) -> IdempotencyKey | None:
-    """The key in a header's value, with quotes (a string of structured fields, RFC 8941) or
-    without; None without a header. Raises InvalidArgument.
+    """The key in a header's value, which may have quotes like a string of structured fields (RFC
+    8941). Returns None without a header. Raises InvalidArgument for an invalid key.
     """
     if value is None:
         return None

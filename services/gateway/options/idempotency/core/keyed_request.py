@@ -24,17 +24,19 @@ class Wanted:
     scope: str
     """The id under which its answer is stored; see IdempotencyKey."""
     fingerprint: bytes
-    """Hash of the request's content. It reveals a different request with the same key."""
+    """A hash of the request's content. Different requests with the same key have different
+    hashes.
+    """
     num_sequences: int
     identity: Identity
-    """The identity that is used if this request is the first with its key."""
+    """The identity of the answer if this request is the first one with its key."""
     build: Callable[[Identity], Generation]
     """Builds the generation of the same request with another identity."""
 
 
 class KeyedRequest:
-    """The answer stored under a key, the task that generates it, and its readers. It is the Source
-    of the generations of all clients that request it.
+    """The answer that is stored under a key, the task that generates it, and its readers. This
+    object is the Source of the generations of all clients that request the answer.
     """
 
     def __init__(self, wanted: Wanted, on_left: Callable[["KeyedRequest"], None]) -> None:
@@ -44,17 +46,21 @@ class KeyedRequest:
         self.identity = wanted.identity
         self.recording = Recording(wanted.num_sequences)
         self.routes: list[RoutingDecision] = []
-        """Routes of its sequences sent from this gateway, in order."""
+        """The routes of those sequences of the answer that this gateway sent to replicas, in
+        order.
+        """
         self.waits: list[Wait] = []
-        """Waits of its sequences that were not sent to a replica at once."""
+        """The waits of sequences that were not sent to a replica at once."""
         self.traces: list[SequenceTrace] = []
-        """Traces of its sequences sent from this gateway."""
+        """The traces of those sequences that this gateway sent to replicas."""
         self.readers: set[Reader] = set()
         self.build: Callable[[Identity], Generation] | None = None
-        """Builds its generation; None once this gateway will no longer generate the answer."""
+        """Builds the generation of the answer. It is None once this gateway will no longer generate
+        the answer.
+        """
         self.maker: asyncio.Task[None] | None = None
-        """The task that generates the answer here; None if the answer is complete, is generated
-        elsewhere, or is not being generated.
+        """The task that generates the answer here. It is None if the answer is complete, is
+        generated elsewhere, or is not being generated.
         """
         self.is_followed = False
         """Whether the answer is read from the log of another gateway that generates it."""
@@ -63,9 +69,9 @@ class KeyedRequest:
         self.opening = asyncio.Lock()
         """Locked while the gateway that generates the answer is determined."""
         self.timer: Timer | None = None
-        """At its end the answer is stopped or forgotten if no client reads it."""
+        """When this timer ends, the answer is stopped or removed if no client reads it."""
         self.num_bytes = 0
-        """Bytes of this answer that `KeyedRequests.num_bytes` includes."""
+        """The number of bytes of this answer that `KeyedRequests.num_bytes` includes."""
         self._on_left = on_left
         self._on_making_ended: list[Callable[[Made], None]] = []
 
@@ -76,7 +82,7 @@ class KeyedRequest:
 
     @property
     def is_unused(self) -> bool:
-        """Whether it can be forgotten without affecting a current client."""
+        """Whether the answer can be removed without affecting a current client."""
         busy = self.readers or self.maker or self.is_followed or self.opening.locked()
         return not busy
 

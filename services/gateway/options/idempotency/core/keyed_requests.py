@@ -24,8 +24,8 @@ from services.gateway.options.idempotency.core.sharing import Role, Sharing
 logger = logging.getLogger(__name__)
 
 _FIRST_READER_SECONDS = 5.0
-"""Seconds for which an answer may be generated while it waits for its first reader. The reader
-normally connects at once, except if the client disconnects at that moment.
+"""The time in seconds for which an answer may be generated before its first reader connects. The
+reader normally connects at once, unless the client disconnects at that moment.
 """
 
 
@@ -34,17 +34,17 @@ class KeyLimits:
     """Limits on stored answers. An answer is detached while it is generated without a client."""
 
     linger_seconds: float
-    """Seconds for which an answer continues to be generated without a client."""
+    """The time in seconds for which an answer continues to be generated without a client."""
     max_detached: int
-    """Limit on the number of detached answers. If it is exceeded, the answer whose client left
-    first is stopped.
+    """The maximum number of detached answers. If there are more, the answer whose client left first
+    is stopped.
     """
     retention_seconds: float
-    """Seconds for which an answer is stored after it has ended or stopped."""
+    """The time in seconds for which an answer is stored after it has ended or stopped."""
     max_answers: int
     max_bytes: int
-    """Limit on the total bytes of ended or stopped answers. The least recently used answers are
-    forgotten first.
+    """The maximum total bytes of ended or stopped answers. The least recently used answers are
+    removed first.
     """
 
 
@@ -58,7 +58,7 @@ class KeyedRequests:
     3. An answer that ended without an error is stored. After an error, the next request starts the
        answer again.
 
-    With `sharing` the same is true across all gateways.
+    With `sharing` these rules hold across all gateways.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class KeyedRequests:
         self.counts = KeyCounts()
         self.sharing = sharing
         self.num_bytes = 0
-        """Bytes of ended or stopped answers."""
+        """The number of bytes of ended or stopped answers."""
         self._inference = inference
         self._engine = engine
         self._clock = clock
@@ -83,19 +83,20 @@ class KeyedRequests:
             sharing.listener = self
 
     def __len__(self) -> int:
-        """Number of answers, complete or in progress."""
+        """The number of answers, complete or in progress."""
         return len(self._table)
 
     def knows(self, key: IdempotencyKey) -> bool:
-        """Whether this gateway has the answer, complete or in progress. If so, no
-        engine needs to start it.
+        """Whether this gateway has the answer, complete or in progress. If so, no engine needs to
+        start the answer.
         """
         request = self._table.get(key.scope(self._engine.model_fingerprint()))
         return request is not None and not request.is_idle
 
     async def attach(self, generation: Generation, key: IdempotencyKey, api: str) -> Generation:
-        """Returns a generation that reads the answer of the key. For the first request with the key
-        this is the given generation. `api` is the kind of answer. Raises KeyReused.
+        """Returns a generation that reads the answer of the key. For the first request with the
+        key, this is the given generation. `api` is the kind of answer. Raises KeyReused if the key
+        belongs to a different request.
         """
         wanted = Wanted(
             key.scope(self._engine.model_fingerprint()),
@@ -151,8 +152,8 @@ class KeyedRequests:
         return request
 
     async def _open(self, request: KeyedRequest, wanted: Wanted) -> bool:
-        """Starts an answer, or finds the gateway that generates it; returns whether another gateway
-        generates or generated it.
+        """Starts an answer, or finds the gateway that generates it. Returns whether another gateway
+        generates the answer or has generated it.
         """
         request.build = wanted.build
         role = Role.RESUMES if request.recording.num_tokens else Role.BEGINS
@@ -208,7 +209,7 @@ class KeyedRequests:
         self.counts.suspended += 1
         self._stop(request)
 
-    # Events from other gateways: implements Sharing's listener.
+    # Events from other gateways. These methods implement SharingListener.
 
     def taken_over(self, request: KeyedRequest) -> None:
         request.is_followed = False
@@ -289,7 +290,7 @@ class KeyedRequests:
         self._make_room()
 
     def _remove(self, request: KeyedRequest) -> None:
-        """Forgets an answer. Idempotent."""
+        """Removes an answer. Does nothing if it has been removed."""
         request.stop_timer()
         self._detached.pop(request, None)
         if self._table.get(request.scope) is request:
@@ -300,12 +301,12 @@ class KeyedRequests:
     def _at(
         self, seconds: float, request: KeyedRequest, call: Callable[[KeyedRequest], None]
     ) -> None:
-        """Schedules `call` with a request after a time. Replaces the call scheduled before."""
+        """Schedules `call` with a request after a time. Replaces the previously scheduled call."""
         request.stop_timer()
         request.timer = self._clock.call_at(self._clock.time() + seconds, partial(call, request))
 
     async def run(self) -> None:
-        """Shares answers with other gateways until cancelled. Without sharing, only waits."""
+        """Shares answers with other gateways until cancelled. Without sharing, this only waits."""
         if self.sharing is None:
             await asyncio.Event().wait()
         else:

@@ -16,7 +16,7 @@ from services.gateway.options.idempotency.core.recording import Recording, Seque
 
 
 class LogView:
-    """The recording that results from a log's entries up to `position`.
+    """The recording that a log's entries up to `position` give.
 
     An entry may repeat earlier output, for example because another gateway took over the log and
     generated the output again. Repeated output is skipped. Token positions are counted from the
@@ -26,9 +26,11 @@ class LogView:
     def __init__(self) -> None:
         self.position = Position()
         self.begin: Begin | None = None
-        """The request's start entry; None while the log is empty."""
+        """The start entry of the request. It is None while the log is empty."""
         self.recording = Recording(0)
-        """Replaced by a new object when the log starts another request."""
+        """The recording of the current request. A new object replaces it when the log starts
+        another request.
+        """
 
     @property
     def has_answer(self) -> bool:
@@ -36,8 +38,8 @@ class LogView:
         return self.begin is not None and self.recording.error is None
 
     def apply(self, entries: Sequence[tuple[Position, bytes]]) -> None:
-        """Applies new entries of the log. Raises DamagedEntry at the first damaged entry, after the
-        entries before it were applied.
+        """Applies new entries of the log. Raises DamagedEntry at the first damaged entry, after it
+        has applied all earlier entries.
         """
         for position, value in entries:
             if position <= self.position:

@@ -18,7 +18,7 @@ from services.gateway.options.idempotency.core.reader import Reader
 
 
 class ResumingEngine(Protocol):
-    """An engine that can resume sequences started by another engine."""
+    """An engine that can resume sequences that another engine has started."""
 
     def model_fingerprint(self) -> bytes:
         """The fingerprint of the model in use. Empty until a replica has connected."""
@@ -26,8 +26,8 @@ class ResumingEngine(Protocol):
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
     ) -> DeltaSource:
-        """Starts sequences. If `progress` is given, it has one item per sequence. Each sequence is
-        resumed from its item, and finished sequences are skipped.
+        """Starts sequences. If `progress` is given, it has one item for each sequence. Each
+        sequence is resumed from its item, and finished sequences are skipped.
         """
 
 
@@ -35,8 +35,8 @@ async def make(engine: ResumingEngine, request: KeyedRequest, generation: Genera
     """Runs a generation's sequences from the state of the recording until all have ended, and
     records their output.
 
-    If the request has stop strings, its text is also decoded here, so that they end a sequence even
-    while no client reads it. The generation is not used for anything else.
+    If the request has stop strings, its text is also decoded here. Stop strings therefore end a
+    sequence even while no client reads it. The generation is used only for this.
     """
     recording = request.recording
     tap = Tap(engine, request)
@@ -93,7 +93,7 @@ class Tap:
         self._source.listen(on_news, min_tokens)
 
     def abort(self, index: int) -> None:
-        """Ends a sequence in which a stop string was found."""
+        """Ends a sequence, because a stop string was found in it."""
         assert self._source is not None
         self._source.abort(index)
         self._recording.add([(index, Delta(finish=Finish(FinishReason.STOP)))])
@@ -105,7 +105,7 @@ class Tap:
 
 
 class _NoReader:
-    """A discarding sink, for text that is decoded only to find stop strings."""
+    """A sink that discards text. The text is decoded only to find stop strings."""
 
     is_ready = True
 

@@ -9,7 +9,7 @@ from services.gateway.options.idempotency.core.recording import Cursor
 
 
 class OwnedLog:
-    """Writes a recording to its log. Each entry has all output since the previous one.
+    """Writes a recording to its log. Each entry has all output since the previous entry.
 
     If it is unknown whether an entry was written, the entry is kept and written again unchanged.
     """
@@ -24,9 +24,9 @@ class OwnedLog:
         begins: bool,
         has_recording: bool,
     ) -> None:
-        """`written` is the position of the log's last entry. Its fence, the number of the log's
-        owner, is 0 if the log is empty. If `begins`, the next entry is a Begin with the next fence.
-        If `has_recording`, the log already contains the current recording.
+        """`written` is the position of the log's last entry. Its fence is 0 if the log is empty. If
+        `begins`, the next entry is a Begin with the next fence. If `has_recording`, the log already
+        contains the current recording.
         """
         self.request = request
         self._written = written
@@ -41,7 +41,7 @@ class OwnedLog:
 
     @property
     def is_done(self) -> bool:
-        """Whether everything is written and the lease is released."""
+        """Whether all entries are written and the lease is released."""
         is_over = self._is_leaving or self.request.recording.is_over
         return is_over and self._pending is None and not self._has_lease
 
@@ -59,15 +59,17 @@ class OwnedLog:
         self._on_news()
 
     def restart(self) -> None:
-        """Starts the log again after it has disappeared, with a fence higher than all fences of the
-        old log.
+        """Starts the log again after it has disappeared, with a fence above all fences of the old
+        log.
         """
         self._cursor.close()
         self._cursor = Cursor(self.request.recording, self._on_news)
         self._begins, self._pending = True, None
 
     def next(self, now: float) -> Append | None:
-        """The entry to write; None if there is no new output and the lease needs no renewal yet."""
+        """The entry to write. Returns None if there is no new output and the lease needs no renewal
+        yet.
+        """
         if self._pending is None:
             self._pending = self._make(now)
         return self._pending
@@ -81,7 +83,7 @@ class OwnedLog:
         self._begins, self._pending = False, None
 
     def close(self) -> None:
-        """Stops reading the recording. Idempotent."""
+        """Stops reading the recording. Further calls have no effect."""
         self._cursor.close()
 
     def _make(self, now: float) -> Append | None:

@@ -52,14 +52,14 @@ class OwnedLogs:
         return scope in self._logs
 
     def log_of(self, request: KeyedRequest) -> OwnedLog | None:
-        """The log of this request; None if there is none, or if another request has
-        the same key.
+        """The log of this request. It is None if this request has no log, or if the log is of
+        another request with the same key.
         """
         log = self._logs.get(request.scope)
         return log if log is not None and log.request is request else None
 
     async def begin(self, request: KeyedRequest, view: LogView) -> bool:
-        """Appends the start entry of a request's log; returns whether it was appended."""
+        """Appends the start entry of a request's log. Returns whether the entry was appended."""
         num_sequences = len(request.recording.sequences)
         begin = Begin(request.fingerprint, num_sequences, request.identity)
         position = view.position.next_fence
@@ -71,8 +71,8 @@ class OwnedLogs:
         return True
 
     async def take(self, request: KeyedRequest, view: LogView) -> bool:
-        """Appends an entry that makes this gateway the log's owner; returns whether
-        it was appended.
+        """Appends an entry that makes this gateway the log's owner. Returns whether the entry was
+        appended.
         """
         position = view.position.next_fence
         append = Append(request.scope, position, self._take_entry)
@@ -83,19 +83,19 @@ class OwnedLogs:
         return True
 
     def begin_later(self, request: KeyedRequest, written: Position) -> None:
-        """Becomes owner of a log whose start entry is not in the journal. The start entry is
-        written by the next `write`.
+        """Becomes the owner of a log whose start entry is not in the journal. The next `write`
+        writes the start entry.
         """
         self._add(request, written, begins=True, has_recording=False)
 
     def drop(self, request: KeyedRequest) -> None:
-        """Stops writing the log of a request. Idempotent."""
+        """Stops writing the log of a request. Further calls have no effect."""
         log = self.log_of(request)
         if log is not None:
             self._remove(log)
 
     async def write(self) -> None:
-        """Writes the due entries. Raises Unavailable."""
+        """Writes the due entries. Raises Unavailable if the journal is not available."""
         async with self._writing:
             now = self._clock.time()
             due = [

@@ -11,8 +11,8 @@ from services.gateway.options.idempotency.core.recording import Cursor, Recordin
 
 
 class Reader:
-    """Returns the deltas of a recording from its beginning. The existing output is available at
-    once, new output when it is recorded. A generation uses it like an engine's mailbox.
+    """Returns the deltas of a recording from its beginning. Existing output is available at once,
+    and new output when it is recorded. A generation uses it like an engine's mailbox.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Reader:
         self._wake()
 
     def close(self) -> None:
-        """Closes the reader. Idempotent."""
+        """Closes the reader. Further calls have no effect."""
         if not self._is_closed:
             self._is_closed = True
             self._on_news = None

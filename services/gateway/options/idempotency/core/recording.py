@@ -11,7 +11,7 @@ from services.gateway.core.request.logprobs import LogprobRows, joined
 from services.gateway.core.request.progress import Progress
 
 _SEQUENCE_BYTES = 1024
-"""Approximate bytes of a sequence without its tokens."""
+"""The approximate number of bytes of a sequence without its tokens."""
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class SequenceRecord:
 
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: LogprobRows | None = None
-    """One row per token; None if log-probabilities were not requested."""
+    """One row for each token. It is None if log-probabilities were not requested."""
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
     finish: Finish | None = None
@@ -63,26 +63,26 @@ class SequenceRecord:
 
     @property
     def num_prompt_rows(self) -> int:
-        """Received rows of prompt log-probabilities."""
+        """The number of received rows of prompt log-probabilities."""
         return len(self.prompt_logprobs or ())
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory of the sequence in bytes."""
+        """The approximate memory of the sequence, in bytes."""
         rows = [rows for rows in (self.logprobs, self.prompt_logprobs) if rows is not None]
         cells = len(self.token_ids) + sum(2 * len(one.token_ids) + len(one) for one in rows)
         return _SEQUENCE_BYTES + 4 * cells
 
 
 class Cursor:
-    """A reader's position in a recording, initially at its beginning. `on_news` is called when
-    there is new output.
+    """A reader's position in a recording. At first it is the recording's beginning. `on_news` is
+    called when there is new output.
     """
 
     def __init__(
         self, recording: "Recording", on_news: Callable[[], None], *, at_end: bool = False
     ) -> None:
-        """With `at_end` it starts after the current output."""
+        """With `at_end` the cursor starts after the current output."""
         self._recording = recording
         self._seen = [Seen() for _ in recording.sequences]
         self._changed = set(range(len(self._seen)))
@@ -115,7 +115,7 @@ class Cursor:
         return news
 
     def close(self) -> None:
-        """Stops reading. Idempotent."""
+        """Stops reading. Further calls have no effect."""
         self._recording.cursors.discard(self)
 
 
@@ -138,7 +138,7 @@ class Recording:
 
     @property
     def is_over(self) -> bool:
-        """Whether the recording has ended: it is complete or has failed."""
+        """Whether the recording has ended, because it is complete or has failed."""
         return self.error is not None or self.is_complete
 
     @property
@@ -147,11 +147,11 @@ class Recording:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory of all sequences in bytes."""
+        """The approximate memory of all sequences, in bytes."""
         return sum(sequence.num_bytes for sequence in self.sequences)
 
     def add(self, deltas: Iterable[tuple[int, Delta]]) -> None:
-        """Appends deltas; an error ends the recording."""
+        """Appends deltas. An error ends the recording."""
         for index, delta in deltas:
             if delta.error is not None:
                 self.fail(delta.error)
@@ -176,5 +176,5 @@ class Recording:
 
 
 def _copied(rows: LogprobRows | None) -> LogprobRows | None:
-    """A copy of the rows: those in the recording grow, and the delta may be used elsewhere."""
+    """A copy of the rows. Rows in the recording grow, while the delta may be used elsewhere."""
     return None if rows is None else rows.part(0)

@@ -3,11 +3,11 @@ time.
 
 1. The gateway that acquires the lease of a key's log generates the answer. It appends the output of
    all its answers to their logs every `flush_seconds`, which also renews the leases.
-2. Another gateway with a client for that key follows the log. When the lease has expired it
-   acquires it, appends an entry with the next fence, and resumes generation from the log's state.
-   With the same request id, seed and tokens so far, the remaining output is the same.
+2. Another gateway with a client for that key follows the log. When the lease has expired, this
+   gateway acquires the lease, appends an entry with the next fence, and resumes generation from the
+   log's state. With the same request id, seed and tokens so far, the remaining output is the same.
 3. If the former owner was only slow, it is fenced: its next append fails. It stops writing, and
-   continues to generate for its own clients; their tokens are the same.
+   continues to generate for its own clients. Their tokens are the same.
 4. Without the journal, an answer is not shared. It is written once the journal is available again.
    No token waits for the journal. Only the start of a request with a key waits, for at most
    `open_seconds`, and not at all while the journal is known to be unavailable.
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 _FORGOTTEN_AT_A_TIME = 128
 _READS_AT_A_TIME = 128
 _LAST_WRITES = 3
-"""Number of writes per log at shutdown. They are the start entry, an unconfirmed entry, and the
-rest.
+"""The number of writes to each log at shutdown. They are the start entry, an unconfirmed entry, and
+the rest.
 """
 
 
@@ -57,13 +57,13 @@ class SharingTimes:
     """Times for sharing, in seconds."""
 
     flush_seconds: float = 0.05
-    """Interval between two writes, and two reads, of the logs."""
+    """The interval between two writes of the logs, and between two reads."""
     lease_seconds: float = 3.0
-    """Duration of a lease. It is renewed three times as often."""
+    """The duration of a lease. A lease is renewed after a third of this time."""
     open_seconds: float = 1.0
-    """Time for which a request may wait for the journal."""
+    """The maximum time for which a request waits for the journal."""
     again_seconds: float = 0.02
-    """Interval between reads of a log that another gateway is about to start."""
+    """The interval between reads of a log that another gateway is about to start."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 1.0
 
@@ -91,7 +91,7 @@ class Sharing:
         self.counts = SharingCounts()
         self.listener: SharingListener | None = None
         self.is_reachable = True
-        """Whether the last call succeeded; initially true."""
+        """Whether the last call succeeded. It is true before the first call."""
         self._was_reached = False
         self._journal = journal
         self._clock = clock
@@ -144,8 +144,8 @@ class Sharing:
             owned.leave()
 
     def forget(self, request: KeyedRequest, *, everywhere: bool) -> None:
-        """Forgets an answer here. With `everywhere`, also in the journal, if this gateway made the
-        log's last entry.
+        """Removes an answer here. With `everywhere` it is also removed from the journal, if this
+        gateway made the log's last entry.
         """
         self._unfollow(request)
         self._owned.drop(request)
@@ -180,8 +180,8 @@ class Sharing:
     # Opening of logs.
 
     async def _try_open(self, request: KeyedRequest) -> Role | None:
-        """Tries to open a log; None if another gateway has the lease and the log
-        has no start entry yet.
+        """Tries to open a log. Returns None if another gateway has the lease and the log has no
+        start entry yet.
         """
         took_lease, news = await self._journal.open(request.scope)
         view = LogView()
@@ -212,7 +212,7 @@ class Sharing:
 
     def _begin_alone(self, request: KeyedRequest) -> Role:
         """Starts an answer without the journal. Its log is written once the journal is available,
-        if no other gateway has started one.
+        unless another gateway has started a log.
         """
         self.counts.alone += 1
         self._owned.begin_later(request, Position())
@@ -287,14 +287,14 @@ class Sharing:
         return self._followed.get(request.scope) == (request, view)
 
     def _unfollow(self, request: KeyedRequest) -> None:
-        """Stops following an answer's log. Idempotent."""
+        """Stops following an answer's log. Further calls have no effect."""
         if self._followed.get(request.scope, (None,))[0] is request:
             del self._followed[request.scope]
 
     def _follow(
         self, request: KeyedRequest, view: LogView, entries: Sequence[tuple[Position, bytes]]
     ) -> bool:
-        """Applies new entries; returns whether the answer is still unfinished."""
+        """Applies new entries. Returns whether the answer is still unfinished."""
         try:
             view.apply(entries)
         except DamagedEntry as error:
