@@ -189,7 +189,8 @@ class StepUpdate:
         if output.draft_token_ids:
             self._take_drafts(request, output, index)
         if request.row is not None:
-            self._state.kv_cache_manager.publish_known(request)
+            # The last token is known but not computed.
+            self._state.kv_cache_manager.publish(request, len(request.token_ids) - 1)
         return kept
 
     def _take_drafts(self, request: Request, output: ModelRunnerOutput, index: int) -> None:

@@ -119,9 +119,7 @@ class KVCacheManager:
             self._note_growth(builder, growing, growth, outcome)
         if outcome.stop is None:
             for _, end, request in filling:
-                num_full = end // self._hash_block_size
-                request.num_committed_blocks = num_full
-                request.num_hashes_sent = max(request.num_hashes_sent, num_full)
+                self._note_published(request, end // self._hash_block_size)
             if looked_up:
                 self._note_hits(builder, looked_up, outcome)
         return outcome.stop
@@ -170,39 +168,20 @@ class KVCacheManager:
         block_ids, self.block_ids_to_zero = self.block_ids_to_zero, []
         return block_ids
 
-    def publish_known(self, request: Request) -> None:
-        """Publishes blocks that a step filled with tokens that were not known when the step was
-        planned. The last token of the request is known but not computed, so it does not count.
+    def publish(self, request: Request, num_tokens: int) -> None:
+        """Publishes the full blocks of the first `num_tokens` tokens, which are known and computed,
+        with the next transaction.
         """
-        self._publish(request, len(request.token_ids) - 1)
-
-    def publish_computed(self, request: Request) -> None:
-        """Publishes blocks of a request before its preemption. Only blocks that earlier steps fill
-        with known tokens are published.
-        """
-        self._publish(request, min(request.num_computed_tokens, len(request.token_ids)))
-
-    def _publish(self, request: Request, end: int) -> None:
-        num_full = end // self._hash_block_size
+        num_full = num_tokens // self._hash_block_size
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
-            self.pending.commit(request.key, end, self._unsent_hashes(request, num_full))
-            request.num_committed_blocks = num_full
-            request.num_hashes_sent = max(request.num_hashes_sent, num_full)
+            hashes = self._unsent_hashes(request, num_full)
+            self.pending.commit(request.key, num_tokens, hashes)
+            self._note_published(request, num_full)
 
-    def publish_loaded(self, request: Request) -> None:
-        """Publishes the blocks of a request whose load is complete.
-
-        With state-space layers, the last token of a fully loaded prompt is not published. The
-        loaded state is the state before that token, which is computed again.
-        """
-        end = request.num_computed_tokens
-        if self._config.holds_states:
-            end = min(end, request.num_tokens - 1)
-        if self._config.enable_prefix_caching:
-            num_full = end // self._hash_block_size
-            self.pending.commit(request.key, end, self._unsent_hashes(request, num_full))
-            request.num_committed_blocks = num_full
-            request.num_hashes_sent = max(request.num_hashes_sent, num_full)
+    @staticmethod
+    def _note_published(request: Request, num_full: int) -> None:
+        request.num_committed_blocks = num_full
+        request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def release(self, request: Request) -> None:
         """Makes the next transaction free the blocks of a request, if it has any."""
@@ -264,21 +243,16 @@ class KVCacheManager:
     ) -> None:
         """Records the new blocks of `growing`. Raises PoolLost if their number is wrong."""
         size, appended = self._config.block_size, builder.plan.appended_blocks
-        if not self._only_grows:
-            for request, blocks in zip(growing, outcome.grown, strict=False):
-                request.num_slots += len(blocks[0]) * size
-                if any(blocks):
-                    appended[request] = blocks
-            return
         for request, blocks, needed in zip(growing, outcome.grown, growth.num_slots, strict=False):
-            num_slots = request.num_slots + len(blocks[0]) * size
-            if not needed <= num_slots < needed + size:
+            request.num_slots += len(blocks[0]) * size
+            if self._only_grows and not needed <= request.num_slots < needed + size:
                 raise PoolLost(
-                    f"the kvpool was lost: it gave a request {num_slots} slots, not {needed}",
+                    f"the kvpool was lost: it gave a request {request.num_slots} slots, "
+                    f"not {needed}",
                     suspects=[request.key],
                 )
-            request.num_slots = num_slots
-            appended[request] = blocks
+            if self._only_grows or any(blocks):
+                appended[request] = blocks
 
     def _filling(self, builder: StepBuilder, leaving: Collection[Request]) -> list[_Filling]:
         """The requests whose blocks the step fills, in the order of admission."""

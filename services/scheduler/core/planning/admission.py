@@ -41,11 +41,10 @@ class PlannedAdmission:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A request that is passed over (skipped) if the first `num_admissions` admissions succeed."""
+    """A request that is passed over (skipped)."""
 
     request: Request
     reason: WaitReason
-    num_admissions: int
     num_computed_tokens: int = 0
     num_asked: int = 0
     """Tokens that would be computed if the encoder had budget and space. 0 with other reasons."""
@@ -55,13 +54,17 @@ class PassedOver:
 
 @dataclass(slots=True)
 class AdmissionPlan:
-    """Planned admissions of waiting requests, in the order of the queue."""
+    """Planned admissions of waiting requests."""
 
+    decisions: list[PlannedAdmission | PassedOver] = field(default_factory=list)
+    """One decision for each request, in the order of the queue. A decision is only valid if all
+    admissions before it succeed.
+    """
     admissions: list[PlannedAdmission] = field(default_factory=list)
-    passed_over: list[PassedOver] = field(default_factory=list)
+    """The admissions in `decisions`."""
     wait_reason: WaitReason | None = None
-    """Why the plan stopped before a candidate. None if each candidate is in one of the lists, or if
-    `has_old_hits` is true.
+    """Why the plan stopped before a candidate. None if there is a decision for each candidate, or
+    if `has_old_hits` is true.
     """
     refused: PlannedAdmission | None = None
     """The admission of the first candidate, if its blocks certainly do not fit in the pool."""
@@ -72,20 +75,6 @@ class AdmissionPlan:
     An admission can evict cached blocks. With sliding windows or states, only the pool knows which
     blocks an admission publishes. The candidate must be looked up again.
     """
-
-    def pass_over(
-        self,
-        request: Request,
-        reason: WaitReason,
-        num_computed_tokens: int = 0,
-        num_asked: int = 0,
-        error: str = "",
-    ) -> None:
-        """Records that a request is passed over after the admissions that are planned so far."""
-        passed_over = PassedOver(
-            request, reason, len(self.admissions), num_computed_tokens, num_asked, error
-        )
-        self.passed_over.append(passed_over)
 
     def stop(self, reason: WaitReason, *, hit_is_old: bool = False) -> "AdmissionPlan":
         """Ends the plan before a request that waits for `reason`, and returns the plan.
@@ -145,7 +134,7 @@ class AdmissionPlanner:
                 return plan.stop(WaitReason.BUDGET if has_place else WaitReason.MAX_SEQS)
             reason = trial.passing_over.reason(request)
             if reason is not None:
-                plan.pass_over(request, reason)
+                plan.decisions.append(PassedOver(request, reason))
                 continue
             hit, is_old = self._hit(builder, trial, request, is_first=not plan.admissions)
             start = hit + prefixes.external.get(request, 0)
@@ -158,7 +147,8 @@ class AdmissionPlanner:
                 if is_old:
                     return plan.stop(WaitReason.ENCODER, hit_is_old=True)
                 error = decision.mismatch and mismatch_error(decision.mismatch)
-                plan.pass_over(request, WaitReason.ENCODER, start, num_asked, error)
+                passed = PassedOver(request, WaitReason.ENCODER, start, num_asked, error)
+                plan.decisions.append(passed)
                 continue
             joins = bool(num_running or plan.admissions)
             planned = self._admission(
@@ -169,6 +159,7 @@ class AdmissionPlanner:
             if not plan.admissions and self._blocks_needed(planned) > num_free_blocks:
                 plan.refused = planned
                 return plan.stop(WaitReason.NO_BLOCKS)
+            plan.decisions.append(planned)
             plan.admissions.append(planned)
             self._take(trial, planned)
         return plan

@@ -77,6 +77,7 @@ class RunningScheduler:
         if self._window_clock is not None or (self._may_drop_drafts and not num_drafts):
             moving = _moving(builder.off_fast_path, steps)
         set_off_fast_path(builder.off_fast_path)
+        num_placeholders = num_drafts if self._config.async_scheduling else 0
         entering: dict[Request, int] = {}
         prefill_chunks: list[Request] = []
         for request, num_computed in builder.off_fast_path.items():
@@ -85,7 +86,8 @@ class RunningScheduler:
             if is_prefill_chunk:
                 prefill_chunks.append(request)
             if self._has_drafts:
-                request.draft_token_ids = self._placeholder_drafts(request, num_drafts)
+                # The workers propose these drafts in the planned step.
+                request.draft_token_ids = [] if is_prefill_chunk else [-1] * num_placeholders
             if num_drafts:
                 continue
             if self._feeds_forward and not is_prefill_chunk and request not in moving:
@@ -207,24 +209,16 @@ class RunningScheduler:
         if aligns:
             num_new = aligned_chunk(self._config, request, num_computed, num_new)
         if num_new > 0 and num_computed < request.num_encoded_tokens:
-            num_new = self._schedule_items(builder, request, num_computed, num_new)
+            decision = builder.encoder.schedule(request, num_computed, num_new)
+            num_new = decision.num_tokens
+            if decision.inputs and num_new:
+                builder.plan.encoder_inputs[request] = decision.inputs
+            if decision.mismatch:
+                builder.failed[request] = mismatch_error(decision.mismatch)
         if num_new <= 0:
             return 0
         builder.schedule(request, num_new)
         return num_new
-
-    def _schedule_items(
-        self, builder: StepBuilder, request: Request, num_computed: int, num_new: int
-    ) -> int:
-        """Schedules the encoder inputs for the items of the prompt that overlap the tokens. Returns
-        how many of the tokens can be computed.
-        """
-        decision = builder.encoder.schedule(request, num_computed, num_new)
-        if decision.inputs and decision.num_tokens:
-            builder.plan.encoder_inputs[request] = decision.inputs
-        if decision.mismatch:
-            builder.failed[request] = mismatch_error(decision.mismatch)
-        return decision.num_tokens
 
     def _num_new_tokens(self, builder: StepBuilder, request: Request, num_computed: int) -> int:
         """Number of tokens, drafts included, that one step may compute of a running request."""
@@ -239,14 +233,6 @@ class RunningScheduler:
             num_new += len(request.draft_token_ids)
         longest = self._max_prompt_len - num_computed
         return min(builder.cap(num_new), longest) if num_new > 1 or longest < 1 else 1
-
-    def _placeholder_drafts(self, request: Request, num_drafts: int) -> list[int]:
-        """Placeholders for drafts that the workers propose in the planned step. With asynchronous
-        scheduling the scheduler does not know these drafts when it plans the next step.
-        """
-        if not self._config.async_scheduling or request.is_prefill_chunk:
-            return []
-        return [-1] * num_drafts
 
     def _fast_path_end(self, request: Request) -> int:
         """The number of computed tokens at which a decoding request must leave the fast path,
@@ -310,7 +296,8 @@ class RunningScheduler:
         victim = self._state.policy.victim(self._running)
         index, victim_index = self._running.index(request), self._running.index(victim)
         if victim in builder.plan.requests:
-            self._kv_cache_manager.publish_computed(victim)
+            num_stored = min(victim.num_computed_tokens, len(victim.token_ids))
+            self._kv_cache_manager.publish(victim, num_stored)
         builder.unschedule(victim)
         builder.plan.preemptions.append(Preemption(victim, request, victim.num_computed_tokens))
         self._preempt(victim)

@@ -101,6 +101,14 @@ class StepEncoder:
         for index in decision.repeated:
             self.cache.use_cached(request, index)
 
+    def admit(self, request: Request, start: int, num_tokens: int) -> list[int]:
+        """Decides and allocates the items of a request that is admitted. Returns the indexes of
+        the items that the encoder computes.
+        """
+        decision = self.decide(request, start, num_tokens)
+        self.allocate(request, decision)
+        return decision.inputs
+
     def schedule(self, request: Request, num_computed: int, num_tokens: int) -> EncoderDecision:
         """Decides which items of a running request are computed. If tokens of the request can be
         computed, allocates budget and cache space for the items.

@@ -1,9 +1,8 @@
 """The second part of scheduling a step, in which waiting requests are admitted."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from services.common.pool.operations import BlockTables, Outcome, StopReason
+from services.common.pool.operations import BlockTables, StopReason
 from services.common.replica.pause_mode import PauseMode
 from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.grammar import GrammarStatus
@@ -87,22 +86,24 @@ class WaitingScheduler:
         """Makes the transaction of a plan, and admits the requests for which it allocated blocks.
         Returns a reason if admission must stop.
         """
-        outcome = Outcome(self._kv_cache_manager.num_free_blocks)
-        if planned.admissions:
-            terms = [admission.terms for admission in planned.admissions]
-            outcome = await self._kv_cache_manager.admit(terms, traceparent)
-        self._admit_planned(builder, planned, outcome.admitted)
-        if outcome.stop is not None:
-            if outcome.stop.reason is StopReason.NO_BLOCKS:
-                self._refuse(builder, planned.admissions[len(outcome.admitted)])
-                return WaitReason.NO_BLOCKS
-            changed, stop = planned.admissions[len(outcome.admitted)].request, outcome.stop
-            builder.prefixes.note_hit(changed, stop.num_hit_tokens, stop.shared_prefix_boundary)
-        elif planned.has_old_hits or (self._external_hits is not None and planned.admissions):
-            builder.prefixes.forget_hits()
-        elif planned.wait_reason is not None and not planned.admissions:
+        if not planned.admissions:
+            self._decide(builder, planned, ())
             self._refuse(builder, planned.refused)
             return planned.wait_reason
+        terms = [admission.terms for admission in planned.admissions]
+        outcome = await self._kv_cache_manager.admit(terms, traceparent)
+        admitted, stop = outcome.admitted, outcome.stop
+        self._decide(builder, planned, admitted)
+        if stop is None:
+            if planned.has_old_hits or self._external_hits is not None:
+                builder.prefixes.forget_hits()
+            return None
+        stopped = planned.admissions[len(admitted)]
+        if stop.reason is StopReason.NO_BLOCKS:
+            self._refuse(builder, stopped)
+            return WaitReason.NO_BLOCKS
+        hit, boundary = stop.num_hit_tokens, stop.shared_prefix_boundary
+        builder.prefixes.note_hit(stopped.request, hit, boundary)
         return None
 
     def not_looked_up(self, builder: StepBuilder) -> list[Request]:
@@ -163,22 +164,20 @@ class WaitingScheduler:
                 not_looked_up.append(request)
         return not_looked_up
 
-    def _admit_planned(
+    def _decide(
         self, builder: StepBuilder, planned: AdmissionPlan, admitted: Sequence[BlockTables]
     ) -> None:
-        """Admits the requests for which the pool allocated blocks. Passes over the requests that
-        the plan passes over before or between the admitted ones.
+        """Carries out the decisions before the first admission for which the pool allocated no
+        blocks.
         """
-        if not planned.passed_over:
-            for admission, blocks in zip(planned.admissions, admitted, strict=False):
-                self._admit(builder, admission, blocks)
-            return
-        passed_over = deque(planned.passed_over)
-        for number in range(len(admitted) + 1):
-            while passed_over and passed_over[0].num_admissions == number:
-                self._pass_over(builder, passed_over.popleft())
-            if number < len(admitted):
-                self._admit(builder, planned.admissions[number], admitted[number])
+        tables = iter(admitted)
+        for decision in planned.decisions:
+            if isinstance(decision, PassedOver):
+                self._pass_over(builder, decision)
+            elif (blocks := next(tables, None)) is not None:
+                self._admit(builder, decision, blocks)
+            else:
+                return
 
     def _pass_over(self, builder: StepBuilder, passed: PassedOver) -> None:
         request, reason = passed.request, passed.reason
@@ -216,7 +215,10 @@ class WaitingScheduler:
             num_new_tokens, num_external = admission.num_new_tokens, terms.num_external_tokens
             state.transfers.admitted(request, blocks, num_new_tokens, num_external)
         request.draft_token_ids = [-1] * admission.num_drafts
-        self._admit_items(builder, admission)
+        start = terms.num_computed_tokens
+        if start < request.num_encoded_tokens:
+            inputs = builder.encoder.admit(request, start, admission.num_asked)
+            builder.plan.encoder_inputs |= {request: inputs} if inputs else {}
         builder.schedule(request, admission.num_tokens)
         builder.plan.block_tables[request] = blocks
         if self._config.foretells_hits:
@@ -225,12 +227,3 @@ class WaitingScheduler:
                 request.block_hashes[begin : request.num_committed_blocks]
             )
         (builder.plan.resumed if terms.resumed else builder.plan.new).append(request)
-
-    def _admit_items(self, builder: StepBuilder, admission: PlannedAdmission) -> None:
-        """Allocates encoder budget and cache space for the items of an admitted request."""
-        start, request = admission.terms.num_computed_tokens, admission.request
-        if start < request.num_encoded_tokens:
-            decision = builder.encoder.decide(request, start, admission.num_asked)
-            builder.encoder.allocate(request, decision)
-            if decision.inputs:
-                builder.plan.encoder_inputs[request] = decision.inputs

@@ -6,7 +6,7 @@ from services.common.pool.kv_cache_groups import AttentionType, hit_block_size
 from services.common.pool.operations import Admission
 from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.output import WaitReason
-from services.scheduler.core.planning.admission import AdmissionPlan
+from services.scheduler.core.planning.admission import AdmissionPlan, PassedOver
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.transfers.kv_connector import ExternalMatch
@@ -48,7 +48,7 @@ class ExternalHits:
         plan = AdmissionPlan()
         reason = self._own_reason(builder, request)
         if reason is not None:
-            plan.pass_over(request, reason)
+            plan.decisions.append(PassedOver(request, reason))
             return plan
         if request.holds_blocks:
             builder.prefixes.go_on(request, self._steps)
@@ -58,7 +58,7 @@ class ExternalHits:
         await self._look_up(builder, request, traceparent)
         match = self._match(builder, request)
         if match is None:
-            plan.pass_over(request, WaitReason.REMOTE_KV)
+            plan.decisions.append(PassedOver(request, WaitReason.REMOTE_KV))
             return plan
         builder.prefixes.external[request] = match.num_tokens
         if not (match.is_async and match.num_tokens):

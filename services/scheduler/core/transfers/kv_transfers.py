@@ -161,9 +161,13 @@ class KVTransfers:
         num_local = self._num_local.pop(request)
         request.num_external_tokens = max(0, request.num_computed_tokens - num_local)
         if request.num_computed_tokens:
-            self._kv_cache_manager.publish_loaded(request)
-            # The last known token is computed again, to sample the next token from it.
+            # The last known token is computed again, to sample the next token from it. A state that
+            # was loaded with the whole prompt is the state before that token.
             longest = request.num_tokens - 1
+            num_tokens = request.num_computed_tokens
+            if self._config.holds_states:
+                num_tokens = min(num_tokens, longest)
+            self._kv_cache_manager.publish(request, num_tokens)
             request.num_computed_tokens = min(request.num_computed_tokens, longest)
         else:
             self._kv_cache_manager.release(request)
