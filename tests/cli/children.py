@@ -3,8 +3,7 @@
 import asyncio
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from services.cli.health import until_ready, until_silent
 from services.cli.processes.child import ChildSpec
 from services.cli.processes.run_directory import ensure_directory
 from services.cli.processes.supervisor import Supervisor
+from tests.waiting import until
 
 # Runs until SIGTERM, then writes its name to the journal and waits before it ends.
 SERVE = """
@@ -127,14 +127,6 @@ def health_server(
         silence_seconds=silence_seconds,
         prepare=partial(ensure_directory, directory),
     )
-
-
-async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Waits until a condition holds. Fails after a deadline."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        await asyncio.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:

@@ -23,8 +23,8 @@ from services.kvpool.core.events import (
 from services.kvpool.core.pool_config import PoolConfig
 from tests.directory.followed import WRITER, Gateway
 from tests.kvpool.directory_conformance import FINGERPRINT
-from tests.redis_servers import becomes
 from tests.slowness import busy_slowness, seconds_without_processor
+from tests.waiting import until
 
 FULL = KVCacheGroup(AttentionType.FULL, 16)
 NAMES = ("a", "b", "c")
@@ -102,7 +102,7 @@ async def right_again(pools: BusyPools, gateway: Gateway, seconds: float = 5.0) 
     pools change, and again after the changes have stopped.
     """
     seconds *= busy_slowness()
-    await becomes(
+    await until(
         lambda: (
             gateway.index.state is DirectoryState.EXACT
             and {view.node for view in gateway.index.views} == set(pools.held)
@@ -110,7 +110,7 @@ async def right_again(pools: BusyPools, gateway: Gateway, seconds: float = 5.0) 
         seconds,
     )
     await pools.pause()
-    await becomes(lambda: pools.equal(gateway.index), seconds)
+    await until(lambda: pools.equal(gateway.index), seconds)
     pools.resume()
 
 

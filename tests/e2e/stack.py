@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.plain_http import http_get
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "scheduler", "kvpool", "worker")
@@ -171,14 +172,3 @@ class Stack:
         self._reader.join()
         assert self._process.stdout is not None
         self._process.stdout.close()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60, period: float = 0.02) -> float:
-    """Polls a condition every `period` seconds until it holds. Returns the elapsed time. Fails
-    after `seconds`.
-    """
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() < began + seconds, f"not within {seconds} s"
-        time.sleep(period)
-    return time.monotonic() - began

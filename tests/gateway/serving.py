@@ -1,8 +1,7 @@
 """A gateway in this process, on free ports, with fake schedulers."""
 
-import asyncio
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +21,7 @@ from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_t
 from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
@@ -168,10 +168,3 @@ def serving_with(model: Path, tools: str, reasoning: str) -> Any:
         reasoning_parser=reasoning,
         enable_auto_tool_choice=True,
     )
-
-
-async def until(condition: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
-    """Waits until a condition holds. Fails after `seconds`."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)

@@ -192,6 +192,20 @@ class ExactServing:
                 if request.finished:
                     self.driver.remove(request)
 
+    def run_preempted(self, requests: Sequence[Request], random: np.random.Generator) -> None:
+        """Computes requests in chunks of random lengths, and preempts random ones."""
+        while running := [request for request in requests if not request.finished]:
+            self.step(
+                [
+                    (one, int(random.integers(1, 1 + len(one.prompt) - one.num_computed)))
+                    for one in running
+                ],
+                "preempted again and again",
+            )
+            for request in running:
+                if request.finished or random.random() < 0.2:
+                    self.driver.remove(request)
+
     @staticmethod
     def row_of(request: Request) -> int:
         """The batch row of a request."""

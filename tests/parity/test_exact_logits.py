@@ -89,18 +89,7 @@ def test_logits_behind_prefix_hits_of_every_depth_are_the_same_bits(model: Exact
 
 
 def test_logits_after_preemptions_are_the_same_bits(model: ExactModel) -> None:
-    random, serving, running = np.random.default_rng(4), model.serving(seed=4), requests()
-    while running := [request for request in running if not request.finished]:
-        serving.step(
-            [
-                (request, int(random.integers(1, 1 + len(request.prompt) - request.num_computed)))
-                for request in running
-            ],
-            "preempted again and again",
-        )
-        for request in running:
-            if request.finished or random.random() < 0.2:
-                serving.driver.remove(request)
+    model.serving(seed=4).run_preempted(requests(), np.random.default_rng(4))
 
 
 WIDE = {"hidden_size": 384, "intermediate_size": 1536}

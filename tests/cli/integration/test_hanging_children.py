@@ -17,7 +17,8 @@ from services.cli.processes.run_directory import run_directory
 from services.cli.processes.supervisor import RestartPolicy, Stage, Supervisor
 from services.common.process.watchdog.ended import was_ended
 from services.common.process.watchdog.proc import processor_times
-from tests.cli.children import Journal, health_server, started, until
+from tests.cli.children import Journal, health_server, started
+from tests.waiting import until
 
 QUICK = RestartPolicy(first_delay_seconds=0.05, longest_delay_seconds=0.2)
 SILENCE_SECONDS = 2.0

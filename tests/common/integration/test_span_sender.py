@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +23,7 @@ from services.common.telemetry.span_outage import DropReason
 from services.common.telemetry.span_sender import SpanSender
 from services.common.telemetry.tracing import Tracing, configure_tracing
 from services.common.telemetry.tracing_metrics import TracingCollector
+from tests.waiting import wait_for
 
 QUEUE, BATCH = 40, 10
 DEADLINE_SECONDS = 60.0
@@ -90,13 +91,6 @@ def make_spans(tracing: Tracing, count: int) -> None:
         tracing.start("span").end()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def num_accounted(sender: SpanSender) -> int:
     return sender.num_sent + sum(sender.num_dropped.values())
 
@@ -104,8 +98,8 @@ def num_accounted(sender: SpanSender) -> int:
 def test_all_spans_are_sent_those_before_the_shutdown_included(collector: Collector) -> None:
     tracing = configure_tracing("gateway", collector.endpoint, 1.0)
     make_spans(tracing, 25)
-    until(lambda: collector.num_taken == 25)
-    until(lambda: sender_of(tracing).num_sent == 25)
+    wait_for(lambda: collector.num_taken == 25)
+    wait_for(lambda: sender_of(tracing).num_sent == 25)
     make_spans(tracing, 3)
     tracing.shutdown()
     assert collector.num_taken == 28, "the last ones are sent at the end"
@@ -124,10 +118,10 @@ def test_while_the_collector_hangs_only_its_spans_are_lost(
     make_spans(tracing, QUEUE + 60)
     assert sender.num_dropped[DropReason.QUEUE_FULL] == 60
     collector.goes_on.set()
-    until(lambda: collector.num_taken == 1 + QUEUE)
+    wait_for(lambda: collector.num_taken == 1 + QUEUE)
     make_spans(tracing, 5)
-    until(lambda: collector.num_taken == 1 + QUEUE + 5)
-    until(lambda: num_accounted(sender) == 1 + QUEUE + 60 + 5)
+    wait_for(lambda: collector.num_taken == 1 + QUEUE + 5)
+    wait_for(lambda: num_accounted(sender) == 1 + QUEUE + 60 + 5)
     tracing.shutdown()
     assert caplog.messages == [
         "spans are dropped: they end faster than the collector takes them",
@@ -144,7 +138,7 @@ def test_a_collector_that_hangs_does_not_delay_the_end(collector: Collector) -> 
     began = time.monotonic()
     tracing.shutdown()
     assert time.monotonic() - began < 10  # half a second, on a machine that has time
-    until(lambda: sender_of(tracing).num_dropped[DropReason.SHUTDOWN] == 8)
+    wait_for(lambda: sender_of(tracing).num_dropped[DropReason.SHUTDOWN] == 8)
 
 
 @pytest.mark.parametrize("kind", ["down", "full"])
@@ -167,14 +161,14 @@ def test_an_outage_is_logged_once_with_its_cause_and_what_was_dropped(
     tracing = configure_tracing("gateway", endpoint, 1.0)
     sender = sender_of(tracing)
     make_spans(tracing, 12)
-    until(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 12)
+    wait_for(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 12)
     make_spans(tracing, 12)
-    until(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 24)
-    until(lambda: bool(caplog.messages))
+    wait_for(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 24)
+    wait_for(lambda: bool(caplog.messages))
     if kind == "full":
         collector.takes = True
         make_spans(tracing, 4)
-        until(lambda: len(caplog.messages) == 2)
+        wait_for(lambda: len(caplog.messages) == 2)
     tracing.shutdown()
     counts = "24 were dropped (24 not_taken)"
     assert caplog.messages == [
@@ -212,7 +206,7 @@ def stop(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGSTOP)
     tasks = Path(f"/proc/{process.pid}/task")
     stats = [task / "stat" for task in tasks.iterdir()]
-    until(lambda: {stat.read_text().rpartition(")")[2].split()[0] for stat in stats} == {"T"})
+    wait_for(lambda: {stat.read_text().rpartition(")")[2].split()[0] for stat in stats} == {"T"})
 
 
 def test_a_collector_that_is_stopped_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,12 +217,12 @@ def test_a_collector_that_is_stopped_costs_no_time(monkeypatch: pytest.MonkeyPat
         tracing = configure_tracing("gateway", endpoint, 1.0)
         sender = sender_of(tracing)
         make_spans(tracing, 3)
-        until(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 3)
+        wait_for(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 3)
         make_spans(tracing, 1000)
         began = time.monotonic()
         tracing.shutdown()
         assert time.monotonic() - began < 10  # half a second, on a machine that has time
-        until(lambda: num_accounted(sender) == 1003)
+        wait_for(lambda: num_accounted(sender) == 1003)
 
 
 def test_while_a_collector_is_away_for_less_than_a_minute_what_fits_is_kept(
@@ -239,13 +233,13 @@ def test_while_a_collector_is_away_for_less_than_a_minute_what_fits_is_kept(
         tracing = configure_tracing("gateway", endpoint, 1.0)
         sender = sender_of(tracing)
         make_spans(tracing, 1)
-        until(lambda: sender.num_sent == 1)
+        wait_for(lambda: sender.num_sent == 1)
         stop(process)
         make_spans(tracing, 2 * BATCH + 3)
         time.sleep(1)  # several times the time limit of an export
         assert num_accounted(sender) == 1
         process.send_signal(signal.SIGCONT)
-        until(lambda: sender.num_sent == 2 * BATCH + 4)
+        wait_for(lambda: sender.num_sent == 2 * BATCH + 4)
         tracing.shutdown()
     assert num_accounted(sender) == 2 * BATCH + 4
     assert caplog.messages == []
@@ -255,7 +249,7 @@ def test_metrics_count_spans_by_service(collector: Collector) -> None:
     tracing = configure_tracing("kvpool", collector.endpoint, 1.0)
     collector.takes = False
     make_spans(tracing, 2)
-    until(lambda: num_accounted(sender_of(tracing)) == 2)
+    wait_for(lambda: num_accounted(sender_of(tracing)) == 2)
     text = Exposition("kvpool", (), [TracingCollector(tracing)]).render().decode()
     assert 'stepwell_trace_spans_sent_total{service="kvpool"} 0.0' in text
     found = re.findall(r"^stepwell_trace_spans_dropped_total(.*)$", text, re.M)

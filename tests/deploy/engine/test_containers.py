@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from services.cli.deploy.fleet import GatewayFleet
 from tests.deploy.compose_files import DIRECTORY, ROOT, services_of
 from tests.deploy.engine.conftest import Up, docker_client
 from tests.plain_http import http_get
+from tests.waiting import wait_for
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -29,14 +29,6 @@ MEGABYTE = 1_000_000
 LIMITS = {"gateway": 450, "scheduler": 200, "kvpool": 200, "worker": 1300}
 """Megabytes that an image may have."""
 PROMPT = "class Point:"
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Waits for a condition."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 @contextmanager
@@ -115,11 +107,11 @@ def test_prometheus_has_the_metrics_of_every_service(fleet: Up) -> None:
             one["metric"].get("instance", ""): one["value"][1] for one in answer["data"]["result"]
         }
 
-    eventually(lambda: list(values("up").values()) == ["1"] * 4)
+    wait_for(lambda: list(values("up").values()) == ["1"] * 4)
     for job, number in (("stepwell-gateway", 1), ("stepwell-replica", 2), ("otel-collector", 1)):
         assert len(values(f"up{{job='{job}'}}")) == number
     # One series of each replica, though the gateway has them too.
-    eventually(lambda: len(values("vllm:num_requests_running")) == 2)
+    wait_for(lambda: len(values("vllm:num_requests_running")) == 2)
 
 
 def test_prometheus_evaluates_every_rule(fleet: Up) -> None:
@@ -137,7 +129,7 @@ def test_prometheus_evaluates_every_rule(fleet: Up) -> None:
             rule["name"] for group in groups for rule in group["rules"] if rule["health"] == "ok"
         ]
 
-    eventually(lambda: sorted(evaluated()) == sorted(written))
+    wait_for(lambda: sorted(evaluated()) == sorted(written))
 
 
 def test_grafana_is_given_the_dashboards_and_where_they_are(fleet: Up) -> None:
@@ -165,19 +157,19 @@ def test_spans_reach_the_collector(fleet: Up) -> None:
         return any(float(one["value"][1]) > 0 for one in answer["data"]["result"])
 
     if os.environ.get("COLLECTOR_IMAGE", "").startswith("stepwell/standin"):
-        eventually(received)
+        wait_for(received)
     else:
         jaeger = fleet.url_of("jaeger", 16686)
-        eventually(lambda: "gateway" in http_get(f"{jaeger}/api/services").json()["data"])
+        wait_for(lambda: "gateway" in http_get(f"{jaeger}/api/services").json()["data"])
 
 
 def test_a_further_replica_joins_and_leaves(fleet: Up, up: Callable[..., Up]) -> None:
     replica = up("stepwell-test-2", "replica.yaml", REPLICA="2", FLEET="stepwell-test_default")
-    eventually(lambda: num_ready(fleet) == 3)
+    wait_for(lambda: num_ready(fleet) == 3)
     assert "scheduler-2" in GatewayFleet(fleet.url).running()
     for container in replica.containers():
         container.stop()
-    eventually(lambda: num_ready(fleet) == 2)
+    wait_for(lambda: num_ready(fleet) == 2)
 
 
 @pytest.mark.usefixtures("fleet")

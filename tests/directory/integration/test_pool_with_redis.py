@@ -14,7 +14,7 @@ from tests.kvpool.integration.test_kvpool_process import (
     scrape,
 )
 from tests.kvpool.worked_examples import hashes
-from tests.redis_servers import RedisServer, becomes, needs_redis, redis_server
+from tests.redis_servers import RedisServer, needs_redis, redis_server, until
 
 pytestmark = needs_redis
 FINGERPRINT = b"f" * 32
@@ -28,18 +28,18 @@ async def test_a_gateway_matches_what_a_pool_caches_until_the_pool_ends(shared_s
         async with open_channel(addresses["serving"]) as channel:
             speaker = await opened_speaker(channel, fingerprint=FINGERPRINT)
             await speaker.transact(wire.admit(wire.admission(1, 12, path="abc")))
-            await becomes(lambda: gateway.index.match(block_keys(hashes("abcd"))) == {NODE: 3})
+            await until(lambda: gateway.index.match(block_keys(hashes("abcd"))) == {NODE: 3})
             await speaker.transact(wire.release(1), wire.reset())
-            await becomes(lambda: gateway.index.match(block_keys(hashes("abcd"))) == {})
+            await until(lambda: gateway.index.match(block_keys(hashes("abcd"))) == {})
             await speaker.transact(wire.admit(wire.admission(2, 8, path="xy")))
-            await becomes(lambda: gateway.index.match(block_keys(hashes("xyz"))) == {NODE: 2})
+            await until(lambda: gateway.index.match(block_keys(hashes("xyz"))) == {NODE: 2})
             await speaker.end()
         lines = (await asyncio.to_thread(scrape, addresses["serving metrics"])).splitlines()
         assert "stepwell_cache_nodes_connected 1.0" in lines
         assert "stepwell_directory_lives_total 2.0" in lines
         process.terminate()
         # It removes its node, before the lease would have expired.
-        await becomes(lambda: gateway.index.view(NODE) is None, 2.0)
+        await until(lambda: gateway.index.view(NODE) is None, 2.0)
     await gateway.close()
 
 
@@ -65,6 +65,6 @@ async def test_a_pool_starts_while_redis_is_away(tmp_path):
             async with open_channel(addresses["serving"]) as channel:
                 speaker = await opened_speaker(channel, fingerprint=FINGERPRINT)
                 await speaker.transact(wire.admit(wire.admission(1, 4, path="a")))
-                await becomes(lambda: gateway.index.match(block_keys(hashes("a"))) == {NODE: 1})
+                await until(lambda: gateway.index.match(block_keys(hashes("a"))) == {NODE: 1})
                 await speaker.end()
             await gateway.close()

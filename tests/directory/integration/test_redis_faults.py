@@ -18,7 +18,7 @@ from services.kvpool.core.pool_config import PoolConfig
 from tests.directory.busy_pools import FULL, BusyPools, LoopWatch, right_again
 from tests.directory.followed import WRITER, Gateway
 from tests.kvpool.directory_conformance import FINGERPRINT
-from tests.redis_servers import RedisServer, becomes, needs_redis
+from tests.redis_servers import RedisServer, needs_redis, until
 from tests.slowness import slowness
 
 pytestmark = needs_redis
@@ -53,7 +53,7 @@ async def test_a_server_that_was_killed_comes_back_empty(server, pools, gateway)
     await right_again(pools, gateway)
     watch = LoopWatch()
     server.kill()
-    await becomes(lambda: gateway.index.state is DirectoryState.FALLBACK)
+    await until(lambda: gateway.index.state is DirectoryState.FALLBACK)
     assert gateway.index.match([1, 2, 3]) == {}
     await asyncio.to_thread(server.start)
     await right_again(pools, gateway)
@@ -67,9 +67,9 @@ async def test_a_stopped_server_holds_up_nothing(server, pools, gateway):
     await right_again(pools, gateway)
     watch = LoopWatch()
     server.stop()
-    await becomes(lambda: gateway.index.state is DirectoryState.DEGRADED)
-    await becomes(lambda: gateway.index.state is DirectoryState.FALLBACK)
-    await becomes(lambda: pools.writer.counts.failures > 3)
+    await until(lambda: gateway.index.state is DirectoryState.DEGRADED)
+    await until(lambda: gateway.index.state is DirectoryState.FALLBACK)
+    await until(lambda: pools.writer.counts.failures > 3)
     server.go_on()
     await right_again(pools, gateway)
     await watch.close()
@@ -81,14 +81,14 @@ async def test_an_emptied_server_is_filled_again(pools, gateway, redis):
     await right_again(pools, gateway)
     num_epochs = pools.writer.counts.num_epochs
     await redis.call(lambda client: client.flushall())
-    await becomes(lambda: pools.writer.counts.num_epochs >= num_epochs + 3)
+    await until(lambda: pools.writer.counts.num_epochs >= num_epochs + 3)
     await right_again(pools, gateway)
 
 
 async def test_a_server_without_memory_takes_nothing_until_there_is_some(pools, gateway, redis):
     await right_again(pools, gateway)
     await redis.call(lambda client: client.config_set("maxmemory", "1"))
-    await becomes(lambda: not list(gateway.index.views))
+    await until(lambda: not list(gateway.index.views))
     await redis.call(lambda client: client.config_set("maxmemory", "0"))
     await right_again(pools, gateway)
 
@@ -99,14 +99,14 @@ async def test_damaged_entries_are_counted_and_passed_over(pools, gateway, redis
     for value in (b"", b"x", whole[:-3], whole[:-1] + b"\xff"):
         await redis.call(lambda client, value=value: client.xadd(KEYS.log, {b"b": value}))
     await redis.call(lambda client: client.xadd(KEYS.log, {b"another": b"field"}))
-    await becomes(lambda: gateway.reader.counts.damaged == 5)
+    await until(lambda: gateway.reader.counts.damaged == 5)
     await right_again(pools, gateway)
     assert gateway.reader.counts.gaps == 0
 
 
 async def test_a_damaged_record_is_passed_over(pools, gateway, redis):
     await redis.call(lambda client: client.hset(KEYS.nodes, "x", b"{"))
-    await becomes(lambda: gateway.reader.counts.damaged > 0)
+    await until(lambda: gateway.reader.counts.damaged > 0)
     await right_again(pools, gateway)
 
 
@@ -115,7 +115,7 @@ async def test_a_damaged_snapshot_is_written_anew(pools, gateway, redis):
     epoch = gateway.index.view("a").epoch
     await redis.call(lambda client: client.set(KEYS.snapshot("a", epoch), b"not a snapshot"))
     gateway.index.degrade("a")
-    await becomes(lambda: gateway.reader.counts.damaged > 0)
+    await until(lambda: gateway.reader.counts.damaged > 0)
     await right_again(pools, gateway)
     assert gateway.index.view("a").epoch > epoch
 
@@ -138,9 +138,9 @@ async def test_a_view_that_drifted_is_loaded_again_alone(pools, gateway, redis):
     loads = gateway.reader.counts.loads
     forged = batch_to_bytes(KeyBatch(view.epoch, view.sequence + 1, [12345]))
     await redis.call(lambda client: client.xadd(KEYS.log, {b"b": forged}))
-    await becomes(lambda: 12345 in gateway.index.keys_of("b"))
+    await until(lambda: 12345 in gateway.index.keys_of("b"))
     pools.change("b")  # its entry has the number of the forged one
-    await becomes(lambda: gateway.reader.counts.drifts + gateway.reader.counts.gaps > 0)
+    await until(lambda: gateway.reader.counts.drifts + gateway.reader.counts.gaps > 0)
     pools.resume()
     await right_again(pools, gateway)
     assert gateway.reader.counts.loads <= loads + 3
@@ -151,9 +151,9 @@ async def test_a_pool_that_is_killed_is_gone_with_its_lease(server, gateway):
     config = PoolConfig(10, (FULL,), fingerprint=FINGERPRINT, node="short")
     writer = RedisDirectory(RedisConnection(server.url), WRITER)
     writer.open(PoolId("short"), 1, config)
-    await becomes(lambda: gateway.index.view("short") is not None)
+    await until(lambda: gateway.index.view("short") is not None)
     await writer._writers[PoolId("short")].stop()
-    await becomes(lambda: gateway.index.view("short") is None)
+    await until(lambda: gateway.index.view("short") is None)
     await writer.close()
 
 
@@ -161,11 +161,11 @@ async def test_a_process_that_was_replaced_stops_writing(server, gateway, caplog
     config = PoolConfig(10, (FULL,), fingerprint=FINGERPRINT, node="one")
     before, after = (RedisDirectory(RedisConnection(server.url), WRITER) for _ in range(2))
     before.open(PoolId("one"), 1, config)
-    await becomes(lambda: gateway.index.view("one") is not None)
+    await until(lambda: gateway.index.view("one") is not None)
     epoch = gateway.index.view("one").epoch
     after.open(PoolId("one"), 2, config)
-    await becomes(lambda: "another process writes" in caplog.text)
-    await becomes(lambda: (view := gateway.index.view("one")) is not None and view.epoch > epoch)
+    await until(lambda: "another process writes" in caplog.text)
+    await until(lambda: (view := gateway.index.view("one")) is not None and view.epoch > epoch)
     await before.close()
     assert gateway.index.view("one") is not None
     await after.close()
@@ -176,16 +176,16 @@ async def test_a_pool_that_another_scheduler_opens_has_another_node(server, gate
     for generation, node in ((1, "before"), (2, "after")):
         config = PoolConfig(10, (FULL,), fingerprint=FINGERPRINT, node=node)
         writer.open(PoolId("pool"), generation, config)
-        await becomes(lambda node=node: [view.node for view in gateway.index.views] == [node])
+        await until(lambda node=node: [view.node for view in gateway.index.views] == [node])
     await writer.close()
-    await becomes(lambda: not list(gateway.index.views))
+    await until(lambda: not list(gateway.index.views))
 
 
 async def test_more_than_is_kept_unwritten_is_dropped_for_a_snapshot(server, gateway):
     pools = BusyPools(server.url, replace(WRITER, max_unwritten_keys=200))
     await right_again(pools, gateway)
     server.stop()
-    await becomes(lambda: pools.writer.num_dropped > 1000)
+    await until(lambda: pools.writer.num_dropped > 1000)
     assert pools.writer.num_unwritten <= 3 * 220
     server.go_on()
     await right_again(pools, gateway)
@@ -195,7 +195,7 @@ async def test_more_than_is_kept_unwritten_is_dropped_for_a_snapshot(server, gat
 async def test_another_model_has_another_directory(pools, gateway):
     await right_again(pools, gateway)
     gateway.fingerprint = b"another model" + bytes(19)
-    await becomes(lambda: not list(gateway.index.views))
+    await until(lambda: not list(gateway.index.views))
     assert gateway.index.state is DirectoryState.EXACT
     gateway.fingerprint = FINGERPRINT
     await right_again(pools, gateway)
@@ -229,7 +229,7 @@ async def test_a_lost_node_of_a_cluster_holds_up_nothing(cluster):
     pools, gateway = BusyPools(seed.url), Gateway(seed.url, FINGERPRINT)
     await right_again(pools, gateway)
     owner.kill()
-    await becomes(lambda: gateway.index.state is DirectoryState.FALLBACK)
+    await until(lambda: gateway.index.state is DirectoryState.FALLBACK)
     await asyncio.to_thread(owner.start)
     await right_again(pools, gateway, 10.0)
     assert pools.slowest_publish_seconds < MOST_PUBLISH_SECONDS

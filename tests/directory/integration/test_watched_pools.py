@@ -18,7 +18,7 @@ from services.kvpool.settings import KVPoolSettings
 from tests.kvpool import wire
 from tests.kvpool.wire import Speaker
 from tests.kvpool.worked_examples import hashes
-from tests.redis_servers import becomes
+from tests.waiting import until
 
 POOLS: list[PoolAddress] = []
 
@@ -43,23 +43,23 @@ async def started(address: str = "127.0.0.1:0") -> tuple[PoolService, str]:
 async def test_a_pool_is_followed_from_its_opening_to_its_end(index):
     service, address = await started()
     POOLS.append(PoolAddress("node", address, "replica"))
-    await becomes(lambda: index.state is DirectoryState.EXACT)
+    await until(lambda: index.state is DirectoryState.EXACT)
     assert index.node_state("node") is DirectoryState.FALLBACK
     async with open_channel(address) as channel:
         stub = kvpool_pb2_grpc.KVPoolStub(channel)
         opened = await stub.OpenPool(wire.open_request())
         speaker = Speaker(stub, opened.generation)
         await speaker.transact(wire.admit(wire.admission(1, 12, path="abc")))
-        await becomes(lambda: index.match(block_keys(hashes("abcd"))) == {"node": 3})
+        await until(lambda: index.match(block_keys(hashes("abcd"))) == {"node": 3})
         await speaker.transact(wire.release(1), wire.reset())
-        await becomes(lambda: index.match(block_keys(hashes("abcd"))) == {})
+        await until(lambda: index.match(block_keys(hashes("abcd"))) == {})
         await speaker.transact(wire.admit(wire.admission(2, 8, path="xy")))
-        await becomes(lambda: index.match(block_keys(hashes("xyz"))) == {"node": 2})
+        await until(lambda: index.match(block_keys(hashes("xyz"))) == {"node": 2})
         assert index.node_state("node") is DirectoryState.EXACT
         await stub.OpenPool(wire.open_request())
-        await becomes(lambda: index.match(block_keys(hashes("xyz"))) == {})
+        await until(lambda: index.match(block_keys(hashes("xyz"))) == {})
     await service.drain()
-    await becomes(lambda: index.node_state("node") is DirectoryState.FALLBACK)
+    await until(lambda: index.node_state("node") is DirectoryState.FALLBACK)
 
     service, _ = await started(address)
     async with open_channel(address) as channel:
@@ -67,7 +67,7 @@ async def test_a_pool_is_followed_from_its_opening_to_its_end(index):
         opened = await stub.OpenPool(wire.open_request())
         speaker = Speaker(stub, opened.generation)
         await speaker.transact(wire.admit(wire.admission(1, 4, path="q")))
-        await becomes(lambda: index.match(block_keys(hashes("q"))) == {"node": 1})
+        await until(lambda: index.match(block_keys(hashes("q"))) == {"node": 1})
     await service.drain()
 
 
@@ -76,8 +76,8 @@ async def test_a_pool_whose_replica_is_gone_is_followed_no_more(index):
     async with open_channel(address) as channel:
         await kvpool_pb2_grpc.KVPoolStub(channel).OpenPool(wire.open_request())
     POOLS.append(PoolAddress("node", address, "replica"))
-    await becomes(lambda: index.node_state("node") is DirectoryState.EXACT)
+    await until(lambda: index.node_state("node") is DirectoryState.EXACT)
     POOLS.clear()
-    await becomes(lambda: index.node_state("node") is DirectoryState.FALLBACK)
+    await until(lambda: index.node_state("node") is DirectoryState.FALLBACK)
     assert index.state is DirectoryState.UNUSED
     await service.drain()

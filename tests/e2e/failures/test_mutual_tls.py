@@ -30,6 +30,7 @@ from tests.e2e.conftest import TinyModel
 from tests.e2e.inference import generate, request
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.tiny import greedy
+from tests.waiting import until
 
 SERVICES = ("gateway", "scheduler", "kvpool", "worker")
 ALLOWED = {
@@ -101,12 +102,6 @@ async def client(
     credentials = grpc.ssl_channel_credentials(secured.public.ca.read_bytes())
     async with grpc.aio.secure_channel(services.grpc, credentials) as channel:
         yield gateway_pb2_grpc.InferenceStub(channel)
-
-
-async def until(holds: object, seconds: float = SECONDS) -> None:
-    async with asyncio.timeout(seconds):
-        while not holds():  # type: ignore[operator]  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 @pytest.fixture

@@ -86,18 +86,7 @@ def test_logits_do_not_depend_on_what_is_computed_with_them(case: Case, tmp_path
     model.serving(seed=2).run(requests()[5:6], [1], "alone, token by token")
     chunks = [40, 9, 33, 16, 1, 21, 50]
     model.serving(seed=3).run(requests(), chunks, "together")
-    random, serving, running = np.random.default_rng(4), model.serving(seed=4), requests()
-    while running := [request for request in running if not request.finished]:
-        serving.step(
-            [
-                (request, int(random.integers(1, 1 + len(request.prompt) - request.num_computed)))
-                for request in running
-            ],
-            "preempted again and again",
-        )
-        for request in running:
-            if request.finished or random.random() < 0.2:
-                serving.driver.remove(request)
+    model.serving(seed=4).run_preempted(requests(), np.random.default_rng(4))
     serving, first = model.serving(seed=5, keeps=True), Request(SEQUENCES[8], 2)
     serving.step([(first, len(first.prompt))], "the first")
     for depth in range(1, (len(first.prompt) - 1) // case.block_size + 1):

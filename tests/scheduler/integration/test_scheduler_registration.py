@@ -11,7 +11,7 @@ from services.common.process.settings import SettingError
 from services.scheduler.adapters.gateways import registration as registration_module
 from services.scheduler.adapters.gateways.registration import Registration
 from services.scheduler.settings import SchedulerSettings
-from tests.redis_servers import RedisServer, becomes, needs_redis, redis_server
+from tests.redis_servers import RedisServer, needs_redis, redis_server, until
 
 if needs_redis.args[0]:
     pytest.skip(needs_redis.kwargs["reason"], allow_module_level=True)
@@ -128,12 +128,12 @@ async def test_metrics_say_whether_it_is_registered(server: RedisServer) -> None
     up, failures = "stepwell_registration_up", "stepwell_registration_failures"
     assert values() == {up: 0, failures: 0}
     task = asyncio.create_task(registration.run(ADVERTISED, "paged", "node"))
-    await becomes(lambda: values()[up] == 1)
+    await until(lambda: values()[up] == 1)
     server.kill()
-    await becomes(lambda: values()[failures] > 0)
+    await until(lambda: values()[failures] > 0)
     assert values()[up] == 0
     await asyncio.to_thread(server.start)
-    await becomes(lambda: values()[up] == 1)
+    await until(lambda: values()[up] == 1)
     task.cancel()
     await registration.close()
 

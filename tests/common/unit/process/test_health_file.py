@@ -10,7 +10,7 @@ import pytest
 
 from services.common.errors import Unavailable
 from services.common.rpc.server import GrpcServer
-from tests.cli.children import until
+from tests.waiting import until
 
 PROBE = Path(__file__).parents[4] / "deploy" / "docker" / "probe.sh"
 

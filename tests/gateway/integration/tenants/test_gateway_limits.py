@@ -24,7 +24,7 @@ from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import FileKeyring, RedisKeyring, bearer
 from tests.gateway.raw_http import post_head
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
-from tests.redis_servers import becomes, needs_redis, redis_server
+from tests.redis_servers import needs_redis, redis_server
 from tests.slowness import busy_slowness
 
 BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
@@ -317,8 +317,8 @@ async def test_two_gateways_share_limits_through_redis_and_part_them_without_it(
             await entered.enter_async_context(serving(model, FakeScheduler(), **settings))
             for _ in range(2)
         ]
-        await becomes(lambda: one.gateway.parts.limit_store.num_gateways == 2)
-        await becomes(lambda: two.gateway.parts.limit_store.num_gateways == 2)
+        await until(lambda: one.gateway.parts.limit_store.num_gateways == 2)
+        await until(lambda: two.gateway.parts.limit_store.num_gateways == 2)
         stores = [one.gateway.parts.limit_store, two.gateway.parts.limit_store]
         for store in stores:  # Redis shall count on a busy machine, too
             store._take_seconds = DEADLINE_SECONDS
@@ -334,7 +334,7 @@ async def test_two_gateways_share_limits_through_redis_and_part_them_without_it(
             change()
             slowest = max(await _slowest(one, free), await _slowest(two, free))
             assert slowest < usual + busy_slowness(), change
-        await becomes(lambda: not one.gateway.parts.limit_store.is_lost)
+        await until(lambda: not one.gateway.parts.limit_store.is_lost)
 
 
 async def _slowest(served: Serving, key: str) -> float:

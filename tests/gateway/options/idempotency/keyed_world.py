@@ -206,10 +206,3 @@ async def settle() -> None:
     """Runs 30 iterations of the event loop, so that all ready work is done."""
     for _ in range(30):
         await asyncio.sleep(0)
-
-
-async def becomes(condition: Any, seconds: float = WAIT_SECONDS) -> None:
-    """Waits until a condition holds."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)

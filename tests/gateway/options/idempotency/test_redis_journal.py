@@ -14,7 +14,7 @@ from tests.gateway.options.idempotency.journal_conformance import (
     append,
     entry,
 )
-from tests.redis_servers import RedisServer, becomes, needs_redis, redis_cluster, redis_server
+from tests.redis_servers import RedisServer, needs_redis, redis_cluster, redis_server, until
 from tests.slowness import busy_slowness
 
 RETENTION_SECONDS = 1.5
@@ -58,7 +58,7 @@ class TestRedisJournal(JournalConformance):
         await ours.open("s")
         await append(ours, entry(0))
         assert server.ask("DBSIZE") == b":2\r\n"
-        await becomes(lambda: server.ask("DBSIZE") == b":0\r\n", 60)
+        await until(lambda: server.ask("DBSIZE") == b":0\r\n", 60)
 
     async def test_a_stopped_server_costs_a_fraction_of_a_second(
         self, journals: Journals, server: RedisServer

@@ -19,11 +19,11 @@ from tests.gateway.options.idempotency.keyed_world import (
     TIMES,
     Client,
     KeyedGateway,
-    becomes,
     settle,
     token_at,
 )
 from tests.gateway.options.idempotency.memory_journal import MemoryJournal, SharedLogs
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +79,9 @@ async def world(tokenizer: HfTokenizer) -> AsyncIterator[World]:
 async def begun(gateway: KeyedGateway, num_tokens: int = 2, **ask) -> Client:
     """A client whose answer has begun."""
     client = gateway.ask(**ask)
-    await becomes(lambda: gateway.engine.open)
+    await until(lambda: gateway.engine.open)
     gateway.engine.step(num_tokens)
-    await becomes(lambda: client.num_tokens == num_tokens * len(client.answers))
+    await until(lambda: client.num_tokens == num_tokens * len(client.answers))
     return client
 
 
@@ -89,9 +89,9 @@ async def test_an_answer_is_followed_at_another_gateway(world: World):
     a, b = world.gateways
     first = await begun(a, temperature=1.0)
     second = b.ask(temperature=1.0)
-    await becomes(lambda: second.num_tokens == 2)
+    await until(lambda: second.num_tokens == 2)
     a.engine.step(1)
-    await becomes(lambda: second.num_tokens == 3)
+    await until(lambda: second.num_tokens == 3)
     a.engine.step(3)
     assert await second.result() == await first.result() == world.expected()
     assert (second.request_id, second.created) == (first.request_id, first.created)
@@ -115,11 +115,11 @@ async def test_a_complete_answer_is_found_at_another_gateway(world: World):
 async def test_a_killed_gateways_answer_goes_on_at_another(world: World):
     a, b = world.gateways
     first = await begun(a, temperature=1.0, logprobs=0)
-    await becomes(lambda: world.num_logged == 2)
+    await until(lambda: world.num_logged == 2)
     await a.stop()
     second = b.ask(temperature=1.0, logprobs=0)
-    await becomes(lambda: second.num_tokens == 2)
-    await becomes(lambda: b.engine.open)
+    await until(lambda: second.num_tokens == 2)
+    await until(lambda: b.engine.open)
     b.engine.step(4)
     assert await second.result() == world.expected()
     (sequence,) = second.answers
@@ -135,8 +135,8 @@ async def test_a_killed_gateways_answer_goes_on_at_another(world: World):
 async def test_two_that_ask_at_once_are_computed_once(world: World):
     a, b = world.gateways
     clients = [gateway.ask(temperature=1.0) for _ in range(5) for gateway in (a, b)]
-    await becomes(lambda: all(client.request_id for client in clients))
-    await becomes(lambda: a.engine.open or b.engine.open)
+    await until(lambda: all(client.request_id for client in clients))
+    await until(lambda: a.engine.open or b.engine.open)
     for gateway in (a, b):
         gateway.engine.step(6)
     answers = [await client.result() for client in clients]
@@ -148,20 +148,20 @@ async def test_two_that_ask_at_once_are_computed_once(world: World):
 async def test_an_owner_that_stalled_is_fenced_and_its_clients_are_served(world: World):
     a, b = world.gateways
     first = await begun(a, temperature=1.0)
-    await becomes(lambda: world.num_logged == 2)
+    await until(lambda: world.num_logged == 2)
     world.journals[0].is_down = True  # it cannot renew its lease
     second = b.ask(temperature=1.0)
-    await becomes(lambda: b.engine.open)
+    await until(lambda: b.engine.open)
     b.engine.step(1)
-    await becomes(lambda: second.num_tokens == 3)
+    await until(lambda: second.num_tokens == 3)
     world.journals[0].is_down = False
     a.engine.step(4)
     assert await first.result() == world.expected()
-    await becomes(lambda: a.sharing.counts.fenced == 1)
+    await until(lambda: a.sharing.counts.fenced == 1)
     entries = len(world.log())
     b.engine.step(3)
     assert await second.result() == world.expected()
-    await becomes(lambda: len(world.log()) > entries)
+    await until(lambda: len(world.log()) > entries)
     assert {position.fence for position, _ in world.log()[entries:]} == {2}
 
 
@@ -171,10 +171,10 @@ async def test_a_fenced_owner_without_clients_stops(world: World):
     world.journals[0].is_down = True
     await first.leave()
     second = b.ask()
-    await becomes(lambda: b.engine.open)
+    await until(lambda: b.engine.open)
     world.journals[0].is_down = False
-    await becomes(lambda: a.sharing.counts.fenced == 1)
-    await becomes(lambda: a.engine.open == [])
+    await until(lambda: a.sharing.counts.fenced == 1)
+    await until(lambda: a.engine.open == [])
     b.engine.step(6)
     assert await second.result() == world.expected()
     third = a.ask()
@@ -186,7 +186,7 @@ async def test_an_entry_that_was_written_although_the_call_failed_is_written_onc
     first = await begun(a)
     world.journals[0].loses_answers = True
     a.engine.step(2)
-    await becomes(lambda: not a.sharing.is_reachable)
+    await until(lambda: not a.sharing.is_reachable)
     await asyncio.sleep(0.1)
     world.journals[0].loses_answers = False
     a.engine.step(2)
@@ -204,12 +204,12 @@ async def test_without_the_journal_an_answer_stays_at_its_gateway_until_it_is_ba
     first = await begun(a)
     assert a.sharing.counts.alone == 1
     again = a.ask()
-    await becomes(lambda: again.num_tokens == 2)
+    await until(lambda: again.num_tokens == 2)
     for journal in world.journals:
         journal.is_down = False
-    await becomes(lambda: a.sharing.is_reachable and world.logs.logs)
+    await until(lambda: a.sharing.is_reachable and world.logs.logs)
     second = b.ask()
-    await becomes(lambda: second.num_tokens == 2)
+    await until(lambda: second.num_tokens == 2)
     a.engine.step(4)
     for client in (first, again, second):
         assert await client.result() == world.expected()
@@ -219,13 +219,13 @@ async def test_without_the_journal_an_answer_stays_at_its_gateway_until_it_is_ba
 async def test_a_log_that_was_lost_is_written_again(world: World):
     a, b = world.gateways
     first = await begun(a)
-    await becomes(lambda: world.num_logged == 2)
+    await until(lambda: world.num_logged == 2)
     follower = b.ask()
-    await becomes(lambda: follower.num_tokens == 2)
+    await until(lambda: follower.num_tokens == 2)
     world.logs.logs.clear()  # as FLUSHALL does, but the leases stay
     a.engine.step(1)
-    await becomes(lambda: a.sharing.counts.lost == 1)
-    await becomes(lambda: follower.num_tokens == 3)
+    await until(lambda: a.sharing.counts.lost == 1)
+    await until(lambda: follower.num_tokens == 3)
     a.engine.step(3)
     assert await first.result() == await follower.result() == world.expected()
 
@@ -234,11 +234,11 @@ async def test_a_follower_goes_on_alone_when_log_and_lease_are_gone(world: World
     a, b = world.gateways
     await begun(a)
     follower = b.ask()
-    await becomes(lambda: follower.num_tokens == 2)
+    await until(lambda: follower.num_tokens == 2)
     await a.stop()
     world.logs.logs.clear()
     world.logs.lease_ends.clear()
-    await becomes(lambda: b.engine.open)
+    await until(lambda: b.engine.open)
     b.engine.step(4)
     assert await follower.result() == world.expected()
 
@@ -247,9 +247,9 @@ async def test_a_follower_goes_on_alone_when_the_journal_is_away_for_long(world:
     a, b = world.gateways
     first = await begun(a)
     follower = b.ask()
-    await becomes(lambda: follower.num_tokens == 2)
+    await until(lambda: follower.num_tokens == 2)
     world.journals[1].is_down = True
-    await becomes(lambda: b.engine.open)
+    await until(lambda: b.engine.open)
     a.engine.step(4)
     b.engine.step(4)
     assert await follower.result() == await first.result() == world.expected()
@@ -259,7 +259,7 @@ async def test_a_damaged_log_is_begun_anew(world: World):
     a, b = world.gateways
     first = await begun(a, 6)
     await first.result()
-    await becomes(lambda: not any(map(world.logs.is_leased, world.logs.logs)))
+    await until(lambda: not any(map(world.logs.is_leased, world.logs.logs)))
     position, value = world.log()[1]
     world.log()[1] = position, value[:-1] + b"?"
     second = await begun(b, 6)
@@ -271,12 +271,12 @@ async def test_a_damaged_log_is_begun_anew(world: World):
 async def test_a_follower_of_a_damaged_log_goes_on_alone(world: World):
     a, b = world.gateways
     first = await begun(a)
-    await becomes(lambda: world.num_logged == 2)
+    await until(lambda: world.num_logged == 2)
     follower = b.ask()
-    await becomes(lambda: follower.num_tokens == 2)
+    await until(lambda: follower.num_tokens == 2)
     fence = world.log()[-1][0].fence
     world.log().append((Position(fence, 10_000), b"nonsense"))
-    await becomes(lambda: b.engine.open)
+    await until(lambda: b.engine.open)
     a.engine.step(4)
     b.engine.step(4)
     assert await follower.result() == await first.result() == world.expected()
@@ -287,7 +287,7 @@ async def test_an_error_reaches_followers_and_is_not_remembered_anywhere(world: 
     a, b = world.gateways
     first = await begun(a)
     follower = b.ask()
-    await becomes(lambda: follower.num_tokens == 2)
+    await until(lambda: follower.num_tokens == 2)
     a.engine.fail(Unavailable("no replica", reason="NO_REPLICA_READY", retry_after_seconds=2.0))
     for client in (first, follower):
         with pytest.raises(StepwellError) as caught:
@@ -296,7 +296,7 @@ async def test_an_error_reaches_followers_and_is_not_remembered_anywhere(world: 
         assert caught.value.error_reason == "NO_REPLICA_READY"
         assert caught.value.retry_after_seconds == 2.0
     retries = [a.ask(), b.ask()]
-    await becomes(lambda: a.engine.open or b.engine.open)
+    await until(lambda: a.engine.open or b.engine.open)
     for gateway in (a, b):
         gateway.engine.step(6)
     first_tokens, second_tokens = [await client.result() for client in retries]
@@ -322,7 +322,7 @@ async def test_a_gateway_that_stops_hands_its_answers_over(world: World):
     with pytest.raises(Unavailable):
         await first.result()
     second = b.ask()
-    await becomes(lambda: b.engine.open)
+    await until(lambda: b.engine.open)
     assert loop.time() - began < TIMES.lease_seconds, "no gateway waits for the lease to end"
     assert second.num_tokens == 2
     b.engine.step(4)
@@ -341,13 +341,13 @@ async def test_an_answer_that_stopped_here_is_taken_up_there_and_then_found_here
     )
     first = await begun(a)
     await first.leave()
-    await becomes(lambda: not a.engine.open and not logs.lease_ends)
+    await until(lambda: not a.engine.open and not logs.lease_ends)
     second = b.ask()
-    await becomes(lambda: b.engine.open)
+    await until(lambda: b.engine.open)
     b.engine.step(2)
-    await becomes(lambda: second.num_tokens == 4)
+    await until(lambda: second.num_tokens == 4)
     third = a.ask()
-    await becomes(lambda: third.num_tokens == 4)
+    await until(lambda: third.num_tokens == 4)
     b.engine.step(2)
     assert await third.result() == await second.result()
     assert len(a.engine.started) == len(b.engine.started) == 1
@@ -362,10 +362,10 @@ async def test_answers_that_make_room_are_forgotten_by_all(tokenizer: HfTokenize
     gateway = KeyedGateway(tokenizer, loop, MemoryJournal(logs), limits=limits)
     for number in range(6):
         client = gateway.ask(f"k{number}")
-        await becomes(lambda: gateway.engine.open)
+        await until(lambda: gateway.engine.open)
         gateway.engine.step(6)
         await client.result()
-    await becomes(lambda: len(logs.logs) == 2)
+    await until(lambda: len(logs.logs) == 2)
     await gateway.stop()
 
 
@@ -373,7 +373,7 @@ async def test_leases_are_renewed_while_nothing_comes(world: World):
     a, b = world.gateways
     first = await begun(a)
     second = b.ask()
-    await becomes(lambda: second.num_tokens == 2)
+    await until(lambda: second.num_tokens == 2)
     await asyncio.sleep(2 * TIMES.lease_seconds)
     await settle()
     assert b.engine.started == []

@@ -26,7 +26,7 @@ from services.gateway.core.limits.rule import (
 )
 from services.gateway.core.limits.store import LimitStore
 from tests.gateway.limits_oracle import LimitsOracle
-from tests.redis_servers import RedisServer, becomes, needs_redis, redis_server
+from tests.redis_servers import RedisServer, needs_redis, redis_server, until
 from tests.slowness import busy_slowness
 
 LEASE_MILLIS = 1000
@@ -201,7 +201,7 @@ async def test_two_gateways_let_in_no_more_than_one_would(server: RedisServer) -
     server.ask("FLUSHALL")
     one, two = lease_holder(server, "one"), lease_holder(server, "two")
     running = [asyncio.create_task(store.run()) for store in (one, two)]
-    await becomes(lambda: one.num_gateways == two.num_gateways == 2)
+    await until(lambda: one.num_gateways == two.num_gateways == 2)
     limits = LimitSet("together", requests_per_minute=10)
     changes = [Change(f"{n}", num_requests=1) for n in range(20)]
     standings = await asyncio.gather(
@@ -222,7 +222,7 @@ async def test_slots_are_held_while_their_gateway_lives(server: RedisServer) -> 
     one, two = lease_holder(server, "one"), lease_holder(server, "two")
     running = [asyncio.create_task(store.run()) for store in (one, two)]
     limits = LimitSet("slots", max_concurrent_requests=1)
-    await becomes(lambda: one.num_gateways == 2)
+    await until(lambda: one.num_gateways == 2)
     assert (await one.take(limits, Change("a", slot_change=HOLD))).refused_by is None
     for _ in range(20):
         await asyncio.sleep(0.1)
@@ -243,7 +243,7 @@ async def test_slots_are_held_while_their_gateway_lives(server: RedisServer) -> 
     async with asyncio.timeout(60):
         while not await is_free():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    await becomes(lambda: two.num_gateways == 1)
+    await until(lambda: two.num_gateways == 1)
     running[1].cancel()
     await asyncio.gather(*running, return_exceptions=True)
 
@@ -256,7 +256,7 @@ async def test_without_redis_each_gateway_counts_its_share_and_no_request_waits(
     with redis_server(tmp_path / "redis") as server:
         one, two = (lease_holder(server, name, TAKE_SECONDS) for name in ("one", "two"))
         running = [asyncio.create_task(store.run()) for store in (one, two)]
-        await becomes(lambda: one.num_gateways == two.num_gateways == 2)
+        await until(lambda: one.num_gateways == two.num_gateways == 2)
         limits = LimitSet("apart", requests_per_minute=10, max_concurrent_requests=4)
         assert (await one.take(limits, Change("a", 2, slot_change=HOLD))).refused_by is None
         server.stop() if loss == "stopped" else server.kill()
@@ -276,7 +276,7 @@ async def test_without_redis_each_gateway_counts_its_share_and_no_request_waits(
         for slot in "ab":
             one.give_back(limits, Change(slot, slot_change=RELEASE, must_fit=False))
         server.go_on() if loss == "stopped" else server.start()
-        await becomes(lambda: not one.is_lost and not two.is_lost)
+        await until(lambda: not one.is_lost and not two.is_lost)
         standing = await two.take(limits, Change("z", slot_change=HOLD))
         assert (standing.refused_by, standing.num_slots) == (None, 1), "none is left behind"
         for task in running:

@@ -1,0 +1,27 @@
+"""Waits for conditions, with a deadline."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+SECONDS = 60.0
+
+
+async def until(condition: Callable[[], object], seconds: float = SECONDS) -> None:
+    """Waits until a condition holds. Fails after `seconds`."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def wait_for(
+    condition: Callable[[], object], seconds: float = SECONDS, period: float = 0.02
+) -> float:
+    """Polls a condition every `period` seconds until it holds. Returns the elapsed time. Fails
+    after `seconds`.
+    """
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + seconds, f"not within {seconds} s"
+        time.sleep(period)
+    return time.monotonic() - began
