@@ -112,11 +112,12 @@ class Addresses:
     http: str
     grpc: str
     admin: str | None
-    """Address for operators' calls; None if they are not served."""
+    """The address for operators' calls. It is None if they are not served."""
     traces: str | None
-    """Address that receives spans of the other services; None if traces are not kept."""
+    """The address that receives spans of the other services. It is None if traces are not kept."""
     metrics: str | None
-    """Address of Prometheus' metrics; None if it is not set. It is separate from the clients' API.
+    """The address of Prometheus' metrics. It is None if it is not set. It is separate from the
+    clients' API.
     """
 
 

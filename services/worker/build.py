@@ -71,7 +71,7 @@ def build_worker(
     group: Group | None = None,
 ) -> Worker:
     """Loads the model and runs warm-up steps. Must be called in the thread that will compute.
-    `group`: the group of which the worker is a rank; None for a single worker.
+    `group`: the group of which the worker is a rank. It is None for a single worker.
 
     `checkpoint_reached` is called many times during startup, and may raise to abort it. Raises
     ModelError if the directory cannot be served, KVCacheTooSmall or NotEnoughMemory if memory is
@@ -127,7 +127,7 @@ def _build_whole(
 
 
 def make_grammars(model: Path, parts: RunnerParts) -> Grammars | None:
-    """The grammars of a rank; None if it does not sample. `model`: the directory with the
+    """The grammars of a rank. They are None if it does not sample. `model`: the directory with the
     tokenizer.
     """
     if parts.pooler is not None or not (parts.stage is None or parts.stage.is_last):

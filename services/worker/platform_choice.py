@@ -86,7 +86,9 @@ def num_local_workers(settings: WorkerSettings, group: Group | None) -> int:
 
 
 def is_batch_invariant(settings: WorkerSettings, device: torch.device) -> bool:
-    """Whether results must not depend on the batch; by default true on the CPU, false on CUDA."""
+    """Whether results must not depend on the batch. By default this is true on the CPU and false on
+    CUDA.
+    """
     if settings.batch_invariant is None:
         return device.type == CPU.type
     return settings.batch_invariant

@@ -100,7 +100,7 @@ class WorkerService:
         self._compute.close(_CLOSE_SECONDS if self._member.membership.size > 1 else None)
 
     async def _load(self, stop: asyncio.Event) -> Worker | None:
-        """The worker, loaded in the compute thread; None if `stop` is set or the group breaks
+        """The worker, loaded in the compute thread. It is None if `stop` is set or the group breaks
         before it is loaded.
         """
         cancelled = threading.Event()

@@ -22,7 +22,7 @@ class LoraModules:
         return iter(self._adapters.values())
 
     def find(self, name: str | None) -> Adapter | None:
-        """The adapter with this name; None if there is none."""
+        """The adapter with this name. It is None if there is none."""
         return None if name is None else self._adapters.get(name)
 
     def check_new(self, name: str, *, in_place: bool = False) -> None:

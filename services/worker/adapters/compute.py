@@ -42,8 +42,8 @@ class ComputeThread:
 
     @property
     def overdue(self) -> "Overdue | None":
-        """The running function that exceeds its time limit; None if there is none. Callable from
-        any thread.
+        """The running function that exceeds its time limit. It is None if there is none. Callable
+        from any thread.
         """
         return self._computing.overdue or self._waiting.overdue
 
@@ -151,7 +151,7 @@ async def follow_liveness(
     read: Callable[[float], Reading] | None = None,
 ) -> None:
     """Checks every `period_seconds`, until cancelled, whether a step is overdue. Calls `set_live`
-    at each change. `read` returns readings of the process that computes; by default it reads this
+    at each change. `read` returns readings of the process that computes. By default it reads this
     process.
 
     A step counts as hung if two consecutive checks find it overdue, and if this process was able to

@@ -231,7 +231,7 @@ class _StepStream:
         self._order = StepOrder()
         self._pending: deque[_PendingStep] = deque()
         self._last_ended_nanos: int | None = None
-        """The time at which the last answered step ended; None before the first answer."""
+        """The time at which the last answered step ended. It is None before the first answer."""
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
         self._reset = compute.submit(runner.reset)

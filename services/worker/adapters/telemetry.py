@@ -22,7 +22,7 @@ class StepTimes:
 
 class StepTracer:
     """Records a span `worker.execute` for each sampled step of a stream. `stage`: the worker's
-    pipeline stage; None if there is one stage.
+    pipeline stage. It is None if there is one stage.
     """
 
     def __init__(self, tracing: Tracing, rank: int, stage: int | None = None) -> None:

@@ -121,7 +121,7 @@ class LayerAttention(Protocol):
 
         `query` [n, num_heads, head_dim], `key` and `value` [n, num_kv_heads, head_dim], in the
         layout's order. Each head is contiguous. Queries and keys may be overwritten. n is at least
-        the layout's number of tokens; further rows are padding, and their outputs are finite.
+        the layout's number of tokens. Further rows are padding, and their outputs are finite.
         """
 
 
@@ -131,7 +131,7 @@ class PagedAttention(Protocol):
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
         """Prepares a step. The result is for all layers, and is valid until the next step begins.
 
-        There is one layout for each KV-cache group; they differ in `tables` and `block_size`.
+        There is one layout for each KV-cache group. They differ in `tables` and `block_size`.
         """
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
@@ -166,7 +166,7 @@ def head_elements(layer: AttentionLayer, kv_cache_dtype: KVCacheDtype) -> int:
 @dataclass(frozen=True, slots=True)
 class StateLayer:
     """The state that one recurrent layer keeps of a sequence instead of keys and values. It
-    consists of tensors; this class has the shape and data type of each.
+    consists of tensors. This class has the shape and data type of each.
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]

@@ -102,7 +102,7 @@ class HybridCache:
 
     def read(self, layer: int, run: StateRun) -> tuple[torch.Tensor, ...] | None:
         """The initial states of a recurrent layer for a run's sequences, as new tensors
-        [num_sequences, ...]; None if the sequences have no computed tokens.
+        [num_sequences, ...]. They are None if the sequences have no computed tokens.
         """
         if run.sources is None:
             return None

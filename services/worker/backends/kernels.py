@@ -40,7 +40,7 @@ class Linear(Protocol):
         """Number of output columns."""
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
-        """Maps [n, in] to [n, out]; n must be a result of `Kernels.padded_rows`. `delta`: what LoRA
+        """Maps [n, in] to [n, out]. n must be a result of `Kernels.padded_rows`. `delta`: what LoRA
         adapters add to the product before gates are applied.
         """
 
@@ -56,7 +56,7 @@ class Mlp(Protocol):
     def __call__(
         self, hidden: torch.Tensor, num_tokens: int, deltas: LayerDeltas = NO_DELTAS
     ) -> torch.Tensor:
-        """Maps [n, hidden_size] to [n, hidden_size]. Rows from `num_tokens` on are padding; their
+        """Maps [n, hidden_size] to [n, hidden_size]. Rows from `num_tokens` on are padding. Their
         outputs are finite if their inputs are. `deltas`: what LoRA adapters add to the projections.
         """
 
@@ -104,7 +104,7 @@ class DecoderWeights:
     """The weights of a decoder, or of one of its pipeline stages."""
 
     embedding: torch.Tensor
-    """[vocab_size, hidden_size]; no rows in later pipeline stages."""
+    """[vocab_size, hidden_size]. Later pipeline stages have no rows."""
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor | None
     """The norm after the last layer. `norm` and `head` are None in stages before the last."""
@@ -145,7 +145,7 @@ class FusedDecoder(Protocol):
         lora: LoraStep | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Maps token ids, int64 [n], to hidden states [n, hidden_size] and the wanted logits in
-        float32, as in Model.forward. Hidden states are normalized if there is a norm; logits need a
+        float32, as in Model.forward. Hidden states are normalized if there is a norm. Logits need a
         head. `embedded` [n, hidden_size] replaces the embeddings of the ids if it is not None.
         `lora`: the LoRA adapters of the rows.
         """
@@ -195,12 +195,12 @@ class Kernels(Protocol):
     def fused_decoder(
         self, weights: DecoderWeights, constants: DecoderConstants
     ) -> FusedDecoder | None:
-        """The decoder as one operation; None if these kernels do not support it. Projections and
-        norms must have been created by these kernels.
+        """The decoder as one operation. It is None if these kernels do not support it. Projections
+        and norms must have been created by these kernels.
         """
 
     def shared_ranks(self, rank: int, size: int, timeout_seconds: float) -> SharedRanks | None:
-        """Collectives of ranks on one machine; None if these kernels have none."""
+        """The collectives of ranks on one machine. They are None if these kernels have none."""
 
     def pack_lora(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
@@ -214,7 +214,9 @@ class Kernels(Protocol):
         """The LoRA adapters of a step. These kernels must have packed them."""
 
     def row_sampler(self) -> RowSampler | None:
-        """A compiled sampler for rows of logits on the host; None if these kernels have none."""
+        """A compiled sampler for rows of logits on the host. It is None if these kernels have
+        none.
+        """
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """Allocates a KV cache, and returns the attention over it."""

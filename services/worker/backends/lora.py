@@ -66,7 +66,7 @@ class PackedLora(Protocol):
 @dataclass(frozen=True, slots=True)
 class LoraRows:
     """The rows of a step, grouped by adapter. Rows `rows[starts[i] : starts[i + 1]]`, ascending,
-    use `adapters[i]`; the other rows of `num_rows` use none. `device`: where the step is computed.
+    use `adapters[i]`. The other rows of `num_rows` use none. `device`: where the step is computed.
     """
 
     adapters: tuple[PackedLora, ...]

@@ -60,7 +60,7 @@ class SuffixDecoding(Protocol):
         self, row: int, token_ids: Int32Array, num_tokens: Int32Array, most: int
     ) -> Sequence[int]:
         """Up to `most` drafts after the known tokens of a row. Tokens that were known in an earlier
-        call must be unchanged; new tokens may follow them.
+        call must be unchanged. New tokens may follow them.
         """
 
     def leave(self, row: int) -> None:

@@ -47,7 +47,7 @@ class DecodeBuckets:
     def logits(
         self, token_ids: torch.Tensor, positions: Int64Array, layouts: Sequence[StepLayout]
     ) -> torch.Tensor:
-        """Float32 [n, vocab_size] for a step of n decodes; valid until the next call."""
+        """Float32 [n, vocab_size] for a step of n decodes. They are valid until the next call."""
         step = self._attention.decode_step(layouts[0].num_decodes)
         program = self._programs.get(step.num_lanes)
         if program is None:

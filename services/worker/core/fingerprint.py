@@ -44,13 +44,13 @@ def model_fingerprint(
     """Returns a fingerprint of 32 bytes. Two workers have the same fingerprint if and only if their
     cached keys and values are interchangeable.
 
-    `rope_length`: the sequence length from which rotary frequencies are computed; 0 if they do not
-    depend on a length. `groups`: the layers that share a block, which may depend on the longest
-    sequence. `pooling`: how prompts are pooled, since workers that pool differently return
+    `rope_length`: the sequence length from which rotary frequencies are computed. It is 0 if they
+    do not depend on a length. `groups`: the layers that share a block, which may depend on the
+    longest sequence. `pooling`: how prompts are pooled, since workers that pool differently return
     different vectors. `quantization`: how weights that are stored unquantized are quantized.
-    `draft_model`: the fingerprint of the draft model whose keys and values are in the same blocks;
-    empty if there is none. `kv_dtype`: the data type of keys and values before they are cached.
-    `kv_cache_dtype`: the data type of keys and values in the cache.
+    `draft_model`: the fingerprint of the draft model whose keys and values are in the same blocks.
+    It is empty if there is none. `kv_dtype`: the data type of keys and values before they are
+    cached. `kv_cache_dtype`: the data type of keys and values in the cache.
     """
     parts = [
         *_model_parts(checkpoint),

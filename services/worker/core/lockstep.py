@@ -52,7 +52,9 @@ class Lockstep:
         explain: Callable[[GroupBroken], GroupBroken],
         rank: int | None = None,
     ) -> None:
-        """`rank`: the number of this rank in error messages; by default its index in `ranks`."""
+        """`rank`: the number of this rank in error messages. By default it is the rank's index in
+        `ranks`.
+        """
         self._ranks = ranks
         self._rank = ranks.rank if rank is None else rank
         self._check_every_steps = check_every_steps

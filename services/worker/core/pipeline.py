@@ -4,7 +4,7 @@ Every stage is sent the same steps, in order. A stage runs a step when it has re
 states from the previous stage. The previous stage runs the next step at the same time. As many
 steps are in flight as there are stages. Only the last stage samples. The scheduler sends the
 sampled token with the next step of its request, and does not plan that step before it has the
-token. This is vLLM's pipeline parallelism; the term is from GPipe (Huang et al.).
+token. This is vLLM's pipeline parallelism. The term is from GPipe (Huang et al.).
 
 A stage sends a header before hidden states. The header has the generation, number, digest and token
 count of their step. When streams end, one stage may have received a step that another did not. A
@@ -142,7 +142,7 @@ class StagedModel:
         self._stage = stage
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings of tokens, as in Model; only the first stage needs them."""
+        """The embeddings of tokens, as in Model. Only the first stage needs them."""
         return self._model.embed(token_ids)
 
     def forward(
@@ -154,7 +154,7 @@ class StagedModel:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the stage's layers; arguments and results as in Model."""
+        """Runs the stage's layers. The arguments and results are as in Model."""
         if not self._stage.is_first:
             embedded = self._stage.receive(len(token_ids))
         hidden, logits = self._model.forward(
@@ -165,5 +165,5 @@ class StagedModel:
         return hidden, logits
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of hidden states, as in Model; only the last stage needs them."""
+        """The logits of hidden states, as in Model. Only the last stage needs them."""
         return self._model.compute_logits(hidden)

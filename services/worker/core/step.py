@@ -37,12 +37,12 @@ class NewRequest:
     num_placeholders: int = 0
     """Number of tokens at the beginning of the prompt that are placeholders for embeddings."""
     pooling: PoolingParams | None = None
-    """How the request's prompt is pooled; None for models that generate."""
+    """How the request's prompt is pooled. It is None for models that generate."""
     adapter_digest: bytes = b""
-    """SHA-256 of the adapter's files; empty without an adapter."""
+    """SHA-256 of the adapter's files. It is empty without an adapter."""
     cache_key: bytes = b""
-    """The root of the request's block hashes. Only requests with the same root share cached blocks;
-    see block_hash.cache_key.
+    """The root of the request's block hashes. Only requests with the same root share cached blocks
+    (see block_hash.cache_key).
     """
 
 
@@ -95,8 +95,8 @@ class StepInput:
     The parts are applied in this order:
 
     1. Rows are removed, new requests enter, blocks are appended to tables.
-    2. Blocks are stored in the tier, cleared, and copied; then loads from the tier begin.
-    3. The tokens of `rows` are computed.
+    2. Blocks are stored in the tier, cleared, and copied. Then loads from the tier begin. 3. The
+       tokens of `rows` are computed.
     """
 
     generation: int
@@ -112,8 +112,8 @@ class StepInput:
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
     """Number of drafts among the scheduled tokens of each request. Drafts are the last tokens."""
     draft_token_ids: Int32Array = field(default_factory=no_ints)
-    """The drafts of all requests, concatenated. The id is -1 if the worker must propose the draft;
-    see drafter.py.
+    """The drafts of all requests, concatenated. The id is -1 if the worker must propose the draft
+    (see drafter.py).
     """
     block_ids_to_zero: Int32Array = field(default_factory=no_ints)
     """Blocks to clear in all layers."""
@@ -125,7 +125,7 @@ class StepInput:
     tier_stores: TierBlocks | None = None
     tier_loads: tuple[TierLoad, ...] = ()
     digest: int = 0
-    """Digest of the message, below 2^32; 0 if ranks do not compare their messages."""
+    """The digest of the message, below 2^32. It is 0 if ranks do not compare their messages."""
 
     def copy(self) -> "StepInput":
         """A shallow copy. `dataclasses.replace` takes several times as long."""
@@ -137,8 +137,8 @@ _fields_of = attrgetter(*(one.name for one in fields(StepInput)))
 
 @dataclass(frozen=True, slots=True)
 class RequestLogprobs:
-    """Log-probabilities of one request's sampled tokens and of its prompt tokens; None if not
-    requested.
+    """The log-probabilities of one request's sampled tokens and of its prompt tokens. They are None
+    if they were not requested.
     """
 
     sampled: LogprobRows | None

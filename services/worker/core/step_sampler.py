@@ -32,7 +32,7 @@ class StepSampler:
     """Samples for the requests of a batch, and appends the tokens to it.
 
     `device_tokens` samples on the device. It is used for requests whose tokens the host need not
-    know before the step returns. `row_sampler` draws tokens; see Sampler.
+    know before the step returns. `row_sampler` draws tokens (see Sampler).
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class StepSampler:
     ) -> StepOutput | PendingOutput:
         """Samples the next tokens, and verifies drafts.
 
-        `logits` [n, vocab_size]: the logits at the positions in `sampling`; None if there are no
-        positions. `logits_of` computes the logits of tokens at other indexes.
+        `logits` [n, vocab_size]: the logits at the positions in `sampling`. They are None if there
+        are no positions. `logits_of` computes the logits of tokens at other indexes.
         """
         prompt = self._prompt_logprobs(tokens, logits_of)
         sampled = Sampled()
@@ -133,7 +133,7 @@ class StepSampler:
         )
 
     def _of_rows(self, logits: torch.Tensor, indexes: np.ndarray) -> torch.Tensor:
-        """These rows of the logits; no copy if all rows are selected."""
+        """These rows of the logits. Without a copy if all rows are selected."""
         if len(indexes) == len(logits):
             return logits
         return logits.index_select(0, self._device.upload(indexes))

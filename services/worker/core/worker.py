@@ -37,9 +37,9 @@ class WorkerDescription:
     """Unique to each process."""
     model_name: str
     fingerprint: bytes
-    """The model's fingerprint, 32 bytes; see core/fingerprint.py."""
+    """The model's fingerprint, 32 bytes (see core/fingerprint.py)."""
     tokenizer_fingerprint: bytes
-    """The fingerprint of the tokenizer files, 32 bytes; empty if the model has no tokenizer
+    """The fingerprint of the tokenizer files, 32 bytes. It is empty if the model has no tokenizer
     files.
     """
     max_model_len: int
@@ -69,17 +69,19 @@ class WorkerDescription:
     num_tier_blocks: int = 0
     """Number of blocks of the offload tier."""
     max_loras: int = 0
-    """Maximum number of LoRA adapters in one step; 0: LoRA is not enabled."""
+    """The maximum number of LoRA adapters in one step. 0 means LoRA is not enabled."""
     max_cpu_loras: int = 0
     """Maximum number of LoRA adapters in memory."""
     num_speculative_tokens: int = 0
-    """Maximum number of draft tokens of a request in a step; 0: no speculation."""
+    """The maximum number of draft tokens of a request in a step. 0 means no speculation."""
     num_speculative_rows: int = 0
-    """Maximum number of rows for tokens and drafts of decoding requests in a step; 0: unlimited."""
+    """The maximum number of rows for tokens and drafts of decoding requests in a step. 0 means
+    unlimited.
+    """
 
     @property
     def pipeline_stage(self) -> int | None:
-        """This rank's pipeline stage, from 0; None if there is one stage."""
+        """This rank's pipeline stage, from 0. It is None if there is one stage."""
         if self.pipeline_parallel_size == 1:
             return None
         return self.rank * self.pipeline_parallel_size // self.world_size
@@ -92,6 +94,6 @@ class Worker:
     runner: StepRunner
     description: WorkerDescription
     grammars: Grammars | None = None
-    """Compiles the grammars that constrain outputs; None if the worker samples no tokens."""
+    """Compiles the grammars that constrain outputs. It is None if the worker samples no tokens."""
     adapters: LoraAdapters | None = None
-    """The loaded LoRA adapters; None if LoRA is not enabled."""
+    """The loaded LoRA adapters. They are None if LoRA is not enabled."""

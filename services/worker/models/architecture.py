@@ -13,7 +13,7 @@ from services.worker.backends.choices import Activation
 
 
 class Architecture(enum.Enum):
-    """Native architectures; values are their names in config.json."""
+    """The native architectures. Values are their names in config.json."""
 
     LLAMA = "LlamaForCausalLM"
     MISTRAL = "MistralForCausalLM"
@@ -29,7 +29,7 @@ _ENDINGS = ("ForCausalLM", "ForSequenceClassification", "Model")
 
 
 def native_architecture(name: str) -> Architecture | None:
-    """The native decoder of the model class `name` in config.json; None if there is none.
+    """The native decoder of the model class `name` in config.json. It is None if there is none.
 
     The class may have the decoder's own head, a head for classes (LlamaForSequenceClassification),
     or no head (LlamaModel).
@@ -86,7 +86,7 @@ class Traits:
     window.
     """
     experts: ExpertLayout | None = None
-    """The names of experts; None: all MLPs are dense."""
+    """The names of experts. None means all MLPs are dense."""
     activation_key: str = "hidden_act"
     """The key of config.json for the activation of MLPs. The key's value must be `activation`."""
     activation: Activation = Activation.SILU
@@ -112,7 +112,7 @@ class Traits:
     theta: float = 10_000.0
     """Base of the rotary embedding."""
     local_theta: float | None = None
-    """Base of the rotary embedding in layers with a window; None: `theta`."""
+    """The base of the rotary embedding in layers with a window. None means `theta`."""
 
 
 _GEMMA = Traits(

@@ -63,10 +63,12 @@ class ModelConfig:
     logits_softcap: float | None
     """The cap c of logits: a logit x becomes c tanh(x / c). None: no cap."""
     checkpoint_dtype: str | None
-    """Name of the stored data type; None if config.json names no data type in which models run."""
+    """The name of the stored data type. It is None if config.json names no data type in which
+    models run.
+    """
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None = None
-    """How the checkpoint's weights are quantized; None: unquantized."""
+    """How the checkpoint's weights are quantized. None means unquantized."""
 
     @property
     def traits(self) -> Traits:

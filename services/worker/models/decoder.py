@@ -40,7 +40,9 @@ def attention_layers(config: ModelConfig) -> tuple[AttentionLayer, ...]:
 
 
 class Decoder:
-    """A decoder over a paged cache of keys and values. Immutable; call in inference mode."""
+    """A decoder over a paged cache of keys and values. Immutable. Methods must be called in
+    inference mode.
+    """
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_model_len: int
@@ -81,9 +83,9 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the layers; arguments and results as in Model.
+        """Runs the layers. The arguments and results are as in Model.
 
-        The last stage normalizes its hidden states; earlier stages do not. Padding rows are
+        The last stage normalizes its hidden states. Earlier stages do not. Padding rows are
         computed too.
         """
         adapters = None if lora is None else self._kernels.lora_step(lora)

@@ -30,8 +30,8 @@ class LayerConfig:
     """Properties that may differ from layer to layer.
 
     `window`: the number of tokens that a query attends to, including its own token. If None, a
-    query attends to all previous tokens. `experts`: the layer's experts; None if the layer has one
-    dense MLP.
+    query attends to all previous tokens. `experts`: the layer's experts. They are None if the layer
+    has one dense MLP.
     """
 
     window: int | None
@@ -85,7 +85,9 @@ def _sliding_layers(reader: JsonReader, traits: Traits, num_layers: int) -> list
 
 
 def _listed(reader: JsonReader, num_layers: int) -> list[bool] | None:
-    """Whether each layer has a window, according to `layer_types`; None if the key is absent."""
+    """Whether each layer has a window, according to `layer_types`. It is None if the key is
+    absent.
+    """
     types = reader.raw("layer_types")
     if types is None:
         return None

@@ -41,7 +41,7 @@ class Model(Protocol):
 
         The logits are float32 [m, vocab_size], or None if m is 0. `embedded` [n, hidden_size]
         replaces `embed(token_ids)`, and may be overwritten. `wanted` int64 [m]: ascending indexes
-        of the tokens whose logits are returned; None: all tokens.
+        of the tokens whose logits are returned. None means all tokens.
 
         In a later pipeline stage, `embedded` is the hidden states of the previous stage. Stages
         before the last return no logits. `lora`: the adapters of the tokens, if the model supports
@@ -87,8 +87,8 @@ class LoadedModel:
     states: tuple[StateLayer, ...] = ()
     """The states of each recurrent layer."""
     rope_length: int = 0
-    """The sequence length from which rotary frequencies are computed; 0 if they do not depend on a
-    length.
+    """The sequence length from which rotary frequencies are computed. It is 0 if they do not depend
+    on a length.
     """
     is_static: bool = False
     """Whether a step's operations depend only on the number of tokens, never on values, so that a
@@ -97,9 +97,9 @@ class LoadedModel:
     is_native: bool = True
     """Whether Stepwell's own layers compute the model. Otherwise transformers' layers do."""
     stage: StageLayers | None = None
-    """The layers that `model` has; None: all."""
+    """The layers that `model` has. None means all layers."""
     lora: "LoraReader | None" = None
-    """Reads LoRA adapters; None if the model does not support LoRA."""
+    """Reads LoRA adapters. It is None if the model does not support LoRA."""
 
     @property
     def own_attention(self) -> tuple[AttentionLayer, ...]:
@@ -118,10 +118,10 @@ class LoadOptions:
     """Options of loading a model."""
 
     max_model_len: int | None
-    """Maximum length of a sequence, in tokens; None: the model's own limit."""
+    """The maximum length of a sequence, in tokens. None means the model's own limit."""
     dtype: DtypeSetting
     pooling: PoolingConfig | None = None
-    """How prompts are pooled; None if the model generates."""
+    """How prompts are pooled. It is None if the model generates."""
     stage: int = 0
     """The pipeline stage to load, of `num_stages`."""
     num_stages: int = 1

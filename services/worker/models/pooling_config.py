@@ -65,9 +65,11 @@ class PoolingConfig:
     activation: Activation
     """The activation for requests that do not set `use_activation`."""
     num_labels: int = 0
-    """Number of classes; 0 for embeddings."""
+    """The number of classes. It is 0 for embeddings."""
     max_seq_length: int | None = None
-    """The directory's limit on the length of prompts, in tokens; None: the model's own limit."""
+    """The directory's limit on the length of prompts, in tokens. None means the model's own
+    limit.
+    """
     may_shorten: bool = True
     """See `services.common.request.pooling.Pooler`, which also describes
     `matryoshka_dimensions`.

@@ -26,7 +26,7 @@ class QuantizationSetting(enum.Enum):
 
 
 class StoredFormat(enum.Enum):
-    """The storage format of a quantized weight; see quantized_tensors.py."""
+    """The storage format of a quantized weight (see quantized_tensors.py)."""
 
     GPTQ = "gptq"
     AWQ = "awq"
@@ -52,8 +52,8 @@ class QuantizationConfig:
     bits: int
     """Bits of a weight's code."""
     group_size: int | None
-    """Number of input features that share a scale; None: all input features. In FP8 formats with
-    blocks, the same number of output features shares the scale.
+    """The number of input features that share a scale. None means all input features. In FP8
+    formats with blocks, the same number of output features shares the scale.
     """
     zero_points: bool
     """Whether codes have zero points."""
@@ -86,7 +86,7 @@ def _names(pattern: str, module: str) -> bool:
 
 
 def read_quantization(config: JsonReader) -> QuantizationConfig | None:
-    """The quantization of config.json; None if the weights are not quantized. Raises
+    """The quantization of config.json. It is None if the weights are not quantized. Raises
     UnsupportedModel for an unsupported quantization, and ModelConfigError.
     """
     if KEY not in config:

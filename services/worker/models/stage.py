@@ -77,7 +77,9 @@ def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) 
     ends = [0, *accumulate(layer_bytes)]
 
     def divided(most: int) -> list[range] | None:
-        """A division with at most `most` bytes in each stage; None if there is no such division."""
+        """A division with at most `most` bytes in each stage. It is None if there is no such
+        division.
+        """
         stages, start = [], 0
         for left in reversed(range(1, num_stages)):
             # The stage gets as many layers as fit, but leaves at least one for each later stage.
@@ -121,7 +123,7 @@ def layers_of_stage(
 
 
 def _layer_of(name: str) -> int | None:
-    """The layer that a tensor belongs to, from its name; None if it belongs to no layer."""
+    """The layer that a tensor belongs to, from its name. It is None if it belongs to no layer."""
     prefix, _, rest = name.partition("model.layers.")
     number = rest.partition(".")[0]
     return int(number) if not prefix and number.isdigit() else None

@@ -243,7 +243,7 @@ class _Loader:
         return self.weight(*weights), self.parts(*biases) if bias else None
 
     def summed(self, name: str, columns: slice, *, bias: bool) -> Linear:
-        """A projection of this rank's part of the input; outputs are summed over the ranks."""
+        """A projection of this rank's part of the input. Outputs are summed over the ranks."""
         weight = self.weight((f"{name}.weight", (WHOLE, columns)))
         return self.kernels.linear(weight, self.parts((f"{name}.bias", ())) if bias else None)
 

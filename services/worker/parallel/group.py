@@ -49,7 +49,7 @@ class Timeouts:
 
 class Group:
     """A group of ranks, which the constructor forms. `link` connects to the previous and next
-    pipeline stages; None if there is one stage.
+    pipeline stages. It is None if there is one stage.
 
     `local_ranks`: the ranks of this machine or container, which share its memory and processors.
     `checkpoint_reached` is called repeatedly while the constructor waits, and may raise to abort
@@ -133,8 +133,8 @@ class Group:
         return min(map(int, self.gather(what, str(value))))
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Closes the connections. The other ranks then notice that this rank has ended; see
-        Watch.
+        """Closes the connections. The other ranks then notice that this rank has ended (see
+        Watch).
         """
         self.watch.close(is_stopped=is_stopped)
 

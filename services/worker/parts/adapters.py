@@ -11,8 +11,8 @@ from services.worker.parts.rank_setup import RankSetup
 
 
 def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
-    """The storage of adapters; None if LoRA is not enabled. Raises UnsupportedModel if LoRA is
-    enabled and the model does not support LoRA.
+    """The storage of adapters. It is None if LoRA is not enabled. Raises UnsupportedModel if LoRA
+    is enabled and the model does not support LoRA.
     """
     settings, device = setup.settings, setup.platform.torch_device
     num_places, reader = settings.num_lora_places, loaded.lora

@@ -45,7 +45,7 @@ def _in_common(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> dict
 
 
 def _stage(group: Group, loaded: LoadedModel) -> PipelineStage | None:
-    """This rank's pipeline stage; None if there is one stage."""
+    """This rank's pipeline stage. It is None if there is one stage."""
     if group.link is None:
         return None
     own = group.membership

@@ -130,7 +130,9 @@ def _model_drafter(
 
 
 def _tier(parts: RunnerParts, caches: Sequence[PagedAttention]) -> KVTier | None:
-    """The tier of offloaded blocks, with their pages in all caches; None without memory for it."""
+    """The tier of offloaded blocks, with their pages in all caches. It is None without memory for
+    it.
+    """
     if parts.tier_memory is None:
         return None
     pages = [page for cache in caches for page in cast(PagesOfKeys, cache).pages]

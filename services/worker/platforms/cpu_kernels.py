@@ -31,7 +31,7 @@ def select_kernels(
     """Selects the kernels for the setting. AUTO selects compiled kernels, or torch's kernels if
     there are no compiled kernels.
 
-    `batch_invariant` affects only torch's kernels; compiled kernels are always batch-invariant.
+    `batch_invariant` affects only torch's kernels. Compiled kernels are always batch-invariant.
     Logs the choice and its reason. Raises KernelsUnavailable if the setting is NATIVE and there are
     no compiled kernels.
     """

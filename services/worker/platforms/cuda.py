@@ -43,8 +43,8 @@ _PROFILE_BLOCKS = 2
 class CudaPlatform:
     """The Platform of CUDA. Raises UnsuitableDevice if the machine lacks something.
 
-    `batch_invariant`: a request's results do not depend on the other requests in its steps; see
-    docs/performance.md. `num_sharers`: replicas with a worker on this device.
+    `batch_invariant`: a request's results do not depend on the other requests in its steps (see
+    docs/performance.md). `num_sharers`: replicas with a worker on this device.
     """
 
     default_block_size = 64
@@ -94,7 +94,7 @@ class CudaPlatform:
             check_batch_invariant(shape.layers, is_native=loaded.is_native)
 
     def runner(self, parts: RunnerParts) -> ModelRunner:
-        """A runner; see `runner_on`. It has its own CudaDevice, whose graphs are freed with it."""
+        """A runner (see `runner_on`). It has its own CudaDevice, whose graphs are freed with it."""
         return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:

@@ -44,17 +44,17 @@ class RunnerParts:
     shape: AttentionShape
     limits: BatchLimits
     lockstep: Lockstep | None = None
-    """Runs steps together with the other ranks; None for a single worker."""
+    """Runs steps together with the other ranks. It is None for a single worker."""
     pooler: PromptPooler | None = None
-    """Pools prompts; None if the model generates."""
+    """Pools prompts. It is None if the model generates."""
     stage: PipelineStage | None = None
-    """This rank's pipeline stage; None if the model is not divided into stages."""
+    """This rank's pipeline stage. It is None if the model is not divided into stages."""
     tier_memory: Bytes | None = None
-    """Memory of the offload tier; None without a tier."""
+    """Memory of the offload tier. It is None without a tier."""
     grammars: Grammars | None = None
-    """Compiles grammars; None if the rank does not sample."""
+    """Compiles grammars. It is None if the rank does not sample."""
     adapters: LoraAdapters | None = None
-    """The loaded LoRA adapters; None if LoRA is not enabled."""
+    """The loaded LoRA adapters. They are None if LoRA is not enabled."""
     drafter: Drafter | None = None
     """Proposes drafts. None without speculation, and with `draft_model`, since the platform builds
     its drafter.
@@ -113,7 +113,7 @@ class Platform(Protocol):
 
     @property
     def num_speculative_rows(self) -> int:
-        """The number of rows that a decode step computes in about the time of one row; 0:
+        """The number of rows that a decode step computes in about the time of one row. 0 means
         unlimited.
         """
 

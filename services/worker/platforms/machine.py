@@ -87,7 +87,7 @@ def _core(processor: int, devices: Path) -> str:
 
 def _quota(proc: Path, cgroup: Path) -> float | None:
     """The smallest processor-time limit of the process's control groups, in seconds of processor
-    time per second; None if no group has a limit.
+    time per second. It is None if no group has a limit.
     """
     limits = []
     for group in _control_groups(proc, cgroup, "cpu"):
@@ -120,7 +120,7 @@ def _control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
 
 
 def _read_text(path: Path) -> str:
-    """A file's text; empty if it cannot be read."""
+    """A file's text. It is empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

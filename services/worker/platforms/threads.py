@@ -22,7 +22,7 @@ ENOUGH_TO_SPARE = 8
 @dataclass(frozen=True, slots=True)
 class Processors:
     """The processors that a process may use, and their cores. `quota`: processor time in seconds
-    per second; None for no limit.
+    per second. It is None for no limit.
     """
 
     num_allowed: int

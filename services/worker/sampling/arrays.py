@@ -1,4 +1,4 @@
-"""Array types of the package. The name of a type has the element type; docstrings have the
+"""Array types of the package. The name of a type has the element type. Docstrings have the
 shapes.
 """
 

@@ -23,7 +23,7 @@ _TOKENS_AT_ONCE = 2**23
 def race_on_device(
     logits: torch.Tensor, largest: torch.Tensor, temperatures: torch.Tensor, states: torch.Tensor
 ) -> torch.Tensor:
-    """Draws a token for each row of the logits float32 [R, V]; returns int64 [R, 1].
+    """Draws a token for each row of the logits float32 [R, V]. Returns int64 [R, 1].
 
     `largest`, float32 [R, 1]: each row's largest logit. `temperatures`, float32 [R, 1], above 0.
     `states`, int64 [R, 2]: each row's random states. A logit of minus infinity bans a token.

@@ -20,7 +20,7 @@ class LogitEdit(Protocol):
     """An edit of one request's logits."""
 
     def apply(self, logits: Float32Array) -> None:
-        """Changes the row [V] in place; minus infinity bans a token."""
+        """Changes the row [V] in place. Minus infinity bans a token."""
 
     def append(self, token_id: int) -> None:
         """Updates the edit with the request's next token."""

@@ -5,7 +5,7 @@ order. So ties do not depend on a sorting algorithm, and top-k of 1 is greedy. E
 determines how many tokens the prefix has. No filter sorts the vocabulary. Top-k selects the largest
 logits, and top-p sorts only the logits of tokens that are probable enough to be kept.
 
-A token's weight is proportional to its probability, in float32; the largest weight is 1. Its mass
+A token's weight is proportional to its probability, in float32. The largest weight is 1. Its mass
 is its weight, rounded to a multiple of a power of two. This power is so large that the masses of
 the whole vocabulary add up without rounding. Therefore the result does not depend on the order in
 which masses are added, and backends/native/cpp/token_filters.h keeps the same tokens by another
@@ -78,8 +78,8 @@ def keep_only(logits: Float32Array, token_ids: Int64Array) -> None:
 def kept_token_ids(
     logits: Float32Array, largest: np.float32, temperature: np.float32, filters: Filters
 ) -> Int64Array | None:
-    """The tokens that min-p, then top-k, then top-p keep, in ascending order of ids; None if all
-    are kept.
+    """The tokens that min-p, then top-k, then top-p keep, in ascending order of ids. The result is
+    None if all are kept.
 
     `largest`: the largest of the logits [V], finite. `temperature`: above 0. At least one token is
     kept. Top-p is a fraction of the mass that min-p and top-k keep, and also keeps the token that

@@ -77,7 +77,7 @@ class Grammars:
 
     def unshared_matcher(self, wanted: StructuredOutputs) -> "LLMatcher | None":
         """A matcher at the beginning of an output, with a newly compiled automaton. It is needed
-        when the shared automaton has reached its size limit; the shared automaton is then dropped
+        when the shared automaton has reached its size limit. The shared automaton is then dropped
         from the cache. Returns None if compiling would delay a step. Raises as `prepare` does.
         """
         with self._using_cache:
@@ -225,7 +225,9 @@ class GrammarMask:
     def _matcher_of_output(
         self, make: "Callable[[StructuredOutputs], LLMatcher | None]"
     ) -> "LLMatcher | None":
-        """A matcher from `make`, after the output so far; None if `make` returns none or fails."""
+        """A matcher from `make`, after the output so far. It is None if `make` returns none or
+        fails.
+        """
         try:
             matcher = make(self._wanted)
         except (InvalidArgument, FailedPrecondition) as error:
@@ -285,7 +287,7 @@ def _tokenizer_json(directory: Path) -> str:
 
 
 def _own_eos_token_id(directory: Path, tokenizer_json: str) -> int | None:
-    """The end-of-sequence token that tokenizer_config.json names; None if it names none."""
+    """The end-of-sequence token that tokenizer_config.json names. It is None if it names none."""
     path = directory / "tokenizer_config.json"
     named = json.loads(path.read_text()).get("eos_token") if path.is_file() else None
     content = named.get("content") if isinstance(named, dict) else named

@@ -11,8 +11,8 @@ from services.worker.sampling.grammar import GrammarMask, Grammars
 class GrammarRows:
     """The grammars of requests. A request is identified by its row in the batch.
 
-    After `draw_first`, tokens of a row may be drawn without a mask. Such tokens must be checked;
-    see GrammarMask.
+    After `draw_first`, tokens of a row may be drawn without a mask. Such tokens must be checked
+    (see GrammarMask).
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, grammars: Grammars | None) -> None:
@@ -52,7 +52,7 @@ class GrammarRows:
         self._unmasked.discard(batch_row)
 
     def get(self, batch_row: int) -> GrammarMask | None:
-        """The grammar of a row; None if it has none."""
+        """The grammar of a row. It is None if it has none."""
         return self._of.get(batch_row)
 
     def have_masks(self, batch_rows: np.ndarray) -> BoolArray:
@@ -61,7 +61,7 @@ class GrammarRows:
         return have
 
     def masks(self, batch_rows: np.ndarray) -> RowMasks | None:
-        """The masks of these rows; None if no row of the batch has one."""
+        """The masks of these rows. They are None if no row of the batch has one."""
         if len(self._of) == len(self._unmasked):
             return None
         return RowMasks(self._words, self._rows[batch_rows])

@@ -14,7 +14,7 @@ from services.worker.sampling.race import Race
 
 
 class NumpyRowSampler:
-    """A RowSampler. Filters are applied row by row; races run for several rows at a time."""
+    """A RowSampler. Filters are applied row by row. Races run for several rows at a time."""
 
     draws_ahead = False
 
@@ -82,7 +82,7 @@ class NumpyRowSampler:
 
 
 def _allowed(masks: RowMasks | None, index: int, vocab_size: int) -> BoolArray | None:
-    """Whether each token of a row may be drawn, bool [V]; None if all tokens may be drawn."""
+    """Whether each token of a row may be drawn, bool [V]. It is None if all tokens may be drawn."""
     if masks is None or masks.rows[index] < 0:
         return None
     words = masks.words[masks.rows[index]]

@@ -106,7 +106,7 @@ class Race:
 
     @property
     def next_row(self) -> Float32Array:
-        """Memory for the logits of the next row, [V]; minus infinity bans a token."""
+        """Memory for the logits of the next row, [V]. Minus infinity bans a token."""
         return self._logits[self._num_rows, : self._vocab_size]
 
     def clear(self) -> None:

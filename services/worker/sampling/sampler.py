@@ -52,7 +52,7 @@ class SamplerOutput:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """Sampling parameters of requests without logit edits; column i is for row i of the logits.
+    """The sampling parameters of requests without logit edits. Column i is for row i of the logits.
 
     `parameters` [NUM_ROW_VALUES, R]: temperatures, then the fields of Filters. `states` [R, 2]: the
     random states of the draws, see race.py.
@@ -63,7 +63,7 @@ class SamplingMetadata:
 
     @property
     def temperatures(self) -> Float64Array:
-        """Temperatures [R]; 0 for a greedy request."""
+        """The temperatures [R]. The temperature of a greedy request is 0."""
         temperatures: Float64Array = self.parameters[0]
         return temperatures
 
@@ -186,7 +186,7 @@ class Sampler:
         return np.flatnonzero(~self._is_plain[batch_rows])
 
     def forced_tokens(self, batch_row: int) -> list[int]:
-        """The tokens that a request's grammar forces; empty without a grammar."""
+        """The tokens that a request's grammar forces. The result is empty without a grammar."""
         grammar = self._grammars.get(batch_row)
         return [] if grammar is None else grammar.forced_tokens()
 

@@ -56,9 +56,9 @@ class SpeculativeConfig:
     None: as many as the device computes in about the time of one row.
     """
     model: Path | None = None
-    """Directory of the draft model; None for other methods."""
+    """The directory of the draft model. It is None for other methods."""
     suffix: SuffixRules | None = None
-    """Rules of suffix trees; None for other methods."""
+    """The rules of suffix trees. They are None for other methods."""
 
     @property
     def method(self) -> str:
@@ -72,7 +72,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     """Parses the setting. Raises ValueError that describes the problem.
 
     The default method is "draft_model" if a model is given, else "ngram". If one of the two n-gram
-    lengths is given, the other defaults to it; the default of both is 5. With suffix trees,
+    lengths is given, the other defaults to it. The default of both is 5. With suffix trees,
     `num_speculative_tokens` defaults to the trees' depth.
     """
     try:
@@ -108,7 +108,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def speculative_config_problem(text: str) -> str | None:
-    """The problem of an invalid `speculative_config`; None if it is valid."""
+    """The problem of an invalid `speculative_config`. It is None if it is valid."""
     try:
         parse_speculative_config(text)
     except ValueError as error:

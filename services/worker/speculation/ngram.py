@@ -27,7 +27,9 @@ class NgramIndex:
         n-gram at their end occurs again.
         """
         self._match_end = 0
-        """End of the first occurrence of the longest suffix that occurred before; 0 if none did."""
+        """The end of the first occurrence of the longest suffix that occurred before. It is 0 if
+        none did.
+        """
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -53,8 +55,8 @@ class NgramIndex:
                 self._match_end = first
 
     def follow(self, most: int) -> Sequence[int]:
-        """Up to `most` tokens that followed the longest suffix that occurred before; empty if there
-        is no such suffix.
+        """Up to `most` tokens that followed the longest suffix that occurred before. The result is
+        empty if there is no such suffix.
         """
         end = self._match_end
         return self._token_ids[end : end + most] if end else ()

@@ -121,8 +121,8 @@ class TokenMetrics(Collector):
         self._latency = Histogram(names.METRIC_GATEWAY_INTER_TOKEN_LATENCY)
 
     def came(self, num_tokens: int, seconds: float | None) -> None:
-        """Counts tokens of an answer. `seconds` is the time since the answer's previous tokens;
-        None for the answer's first tokens.
+        """Counts tokens of an answer. `seconds` is the time since the answer's previous tokens. It
+        is None for the answer's first tokens.
         """
         self._num_generated += num_tokens
         if seconds is not None:

@@ -65,7 +65,7 @@ class Call:
     method: str
     path: str
     client: str
-    """The client's address; empty over a Unix socket."""
+    """The client's address. It is empty over a Unix socket."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class RequestRecord:
     baggage: str = ""
     """The client's baggage header, which is propagated."""
     operation: str = ""
-    """The GenAI operation; empty for calls that generate nothing, which have no spans."""
+    """The GenAI operation. It is empty for calls that generate nothing, which have no spans."""
     tenant: Tenant = ANYONE
     status: str = ""
     """The HTTP status code, or the name of the gRPC status."""
@@ -103,9 +103,9 @@ class RequestRecord:
     """Fields of the body that have no effect."""
     is_stream: bool = False
     directory_state: str = ""
-    """State of the directory when the request's processing began; see DirectoryState."""
+    """The state of the directory when the request's processing began (see DirectoryState)."""
     first_token: int | None = None
-    """Time when the first token was ready for the client; None before."""
+    """The time when the first token was ready for the client. It is None before."""
     write_nanos: int = 0
     """Time for which writes to the client were blocked by the client's reading."""
     unix_offset: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
@@ -129,7 +129,7 @@ class RequestRecord:
 
     @property
     def answer_id(self) -> str:
-        """The request id in answers; before the request is parsed, the call's own id."""
+        """The request id in answers. Before the request is parsed, it is the call's own id."""
         return self.request_id if self.generation is None else self.generation.request.request_id
 
     @property

@@ -218,7 +218,7 @@ class Places:
         self, num_free: int, num_places: int, lags: Iterable[tuple[Tenant, float]] = ()
     ) -> FairShares:
         """Returns the tenants' shares in `num_places` places, of which `num_free` are free. `lags`
-        are pairs of a tenant and its lag in tokens; they replace earlier lags.
+        are pairs of a tenant and its lag in tokens. They replace earlier lags.
         """
         for tenant, lag in lags:
             if (usage := self._usages.get(tenant.tenant_id)) is not None:

@@ -27,7 +27,7 @@ class TenantQueueFull(QuotaExceeded):
 class QueueBounds:
     """The limits of every tenant's queue. The number of sequences in a queue is limited to the
     tenant's share of `max_total_waiting`, and to `max_num_waiting`. A sequence waits for at most
-    `max_queue_seconds`; 0 means no limit.
+    `max_queue_seconds`. 0 means no limit.
     """
 
     max_num_waiting: int

@@ -111,7 +111,7 @@ class Fleet:
         )
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> None:
-        """Updates the scheduler addresses known to `source`; see Membership."""
+        """Updates the scheduler addresses known to `source` (see Membership)."""
         if self.membership.set_addresses(source, addresses):
             self._update()
 

@@ -69,7 +69,7 @@ class _Sent:
     num_cached_tokens: int
     """Number of tokens that were expected to be cached."""
     cached_key: int | None
-    """Key of the last block that was expected to be cached; None if there was none."""
+    """The key of the last block that was expected to be cached. It is None if there was none."""
 
 
 class LoadTracker:

@@ -25,7 +25,7 @@ class Placement:
 
     def check_queues(self, deadline: float | None, num_arriving: int) -> None:
         """Raises ResourceExhausted if the queues of all ready replicas would refuse another
-        request. `num_arriving` is the number of requests that are being read; they are assumed to
+        request. `num_arriving` is the number of requests that are being read. They are assumed to
         be queued first.
         """
         timeout, ready = self._timeout(deadline), self._membership.ready()

@@ -14,7 +14,9 @@ class ReplicaDescription:
     fingerprint: bytes
     """Fingerprint of the model and its cache layout, 32 bytes. It is the root of block hashes."""
     tokenizer_fingerprint: bytes
-    """Fingerprint of the tokenizer files, 32 bytes; empty if the worker has no such files."""
+    """The fingerprint of the tokenizer files, 32 bytes. It is empty if the worker has no such
+    files.
+    """
     block_size: int
     cache_node: str = ""
     """The pool's name in the directory of cached prefixes. Empty if the pool is not in the
@@ -25,7 +27,7 @@ class ReplicaDescription:
     pool_id: str = ""
     """The pool's id at `kvpool_address`."""
     max_num_seqs: int = 0
-    """Limit on the number of running sequences; 0 if it was not reported."""
+    """The limit on the number of running sequences. It is 0 if it was not reported."""
     hash_block_size: int | None = None
     """Number of tokens per block hash, if it is smaller than the block size; else None."""
 

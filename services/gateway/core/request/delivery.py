@@ -29,7 +29,7 @@ class Sink(Protocol):
         """
 
     async def drain(self) -> None:
-        """Sends everything that was put; returns when the sink is ready again."""
+        """Sends everything that was put. Returns when the sink is ready again."""
 
 
 class Delivery:
@@ -64,7 +64,7 @@ class Delivery:
         self._is_for_task = True
         """Whether the task puts the next output. Otherwise a callback does."""
         self._wanted: asyncio.Future[None] | None = None
-        """The future that the task awaits; None while the task is busy."""
+        """The future that the task awaits. It is None while the task is busy."""
         self._error: Exception | None = None
 
     async def run(self) -> None:

@@ -45,7 +45,7 @@ class Source(Protocol):
     """A source of deltas: an engine that generates them, or a recording."""
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
-        """Starts sequences; returns their output from the beginning."""
+        """Starts sequences. Returns their output from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class Inflight:
     """Addresses of the replicas that refused the sequence."""
     was_accepted: bool = False
     """Whether a replica has accepted the sequence. If true, the sequence waits if all queues are
-    full; a new request would be refused.
+    full. A new request would be refused.
     """
     num_times_taken_back: int = 0
     """Number of times that the sequence was preempted or taken back from a replica that could not

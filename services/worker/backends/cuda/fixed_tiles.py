@@ -57,7 +57,7 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
 
 
 class FixedTilesLinear:
-    """A Linear that computes x W^T + b for any number of rows. The weight is [out, in]; the bias is
+    """A Linear that computes x W^T + b for any number of rows. The weight is [out, in]. The bias is
     [out] or None.
     """
 

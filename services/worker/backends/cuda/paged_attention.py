@@ -47,7 +47,7 @@ from services.worker.backends.torch.rotary import rotate
 class XformersPagedAttention:
     """A PagedAttention whose cache is on a device.
 
-    `split_k`: the attention operator, see PagedOps; None selects xFormers' operator.
+    `split_k`: the attention operator, see PagedOps. None selects xFormers' operator.
     `batch_invariant`: see LayerKind.
     """
 

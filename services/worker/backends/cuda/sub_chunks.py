@@ -86,7 +86,9 @@ def largest_lane(window: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeyRanges:
-    """Keys [starts, ends) of each lane, int32 [num_lanes]; both are 0 for a lane without keys."""
+    """The keys [starts, ends) of each lane, int32 [num_lanes]. Both are 0 for a lane without
+    keys.
+    """
 
     starts: Int32Array
     ends: Int32Array

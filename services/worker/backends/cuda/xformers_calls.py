@@ -41,7 +41,7 @@ class LayerKind:
     `width`: the number of blocks of the longest sequence. Every block table has this many entries.
     `batch_invariant`: a query's output does not depend on other queries in the step. Then keys are
     not split, because the number of parts would depend on the number of lanes. All lanes have the
-    same number of queries, because the kernel's tiles depend on it; lanes of decodes are padded.
+    same number of queries, because the kernel's tiles depend on it. Lanes of decodes are padded.
     With a window, each query is a lane of its own, because a lane's first key determines where
     tiles of keys begin.
     """
@@ -93,8 +93,8 @@ class LayerKind:
         return attend
 
     def _of_lanes(self, chunks: SubChunks, tables: torch.Tensor) -> Call:
-        """A call for lanes of chunks. Without a window, a lane attends to all keys up to its end;
-        with one, to the keys in its queries' windows.
+        """A call for lanes of chunks. Without a window, a lane attends to all keys up to its end.
+        With a window, it attends to the keys in its queries' windows.
         """
         ops, window = self.ops, self._window
         operator = ops.split_k(self._splits(len(chunks.ends)))
@@ -136,9 +136,9 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCall:
-    """One query in each lane; lengths and `tables` [num_lanes, width] are replaced in place.
+    """One query in each lane. Lengths and `tables` [num_lanes, width] are replaced in place.
 
-    The kernel computes `size` queries in a lane; only the last query is not padding. `attend` calls
+    The kernel computes `size` queries in a lane. Only the last query is not padding. `attend` calls
     the kernel with `bias`.
     """
 

@@ -15,7 +15,9 @@ from xformers.ops.fmha import attn_bias, common, flash3, triton_splitk
 from services.worker.backends.attention import AttentionLayer
 
 Bias = Any
-"""xFormers' description of the keys of each query; built once a step, for all layers."""
+"""xFormers' description of the keys of each query. It is built once in each step, for all
+layers.
+"""
 
 Operator = type[Any]
 
@@ -49,7 +51,7 @@ def has_flash() -> bool:
 class PagedOps:
     """Attention calls over pools of pages, for layers with equal attention parameters.
 
-    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `kernel`: the split-K operator;
+    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `kernel`: the split-K operator.
     None selects xFormers' own. Tests pass an operator that also runs on the CPU.
     """
 

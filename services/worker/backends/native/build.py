@@ -70,7 +70,7 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def _output_within(seconds: float, process: subprocess.Popen[str]) -> str | None:
-    """The output of the process; None if the process has not ended within `seconds`."""
+    """The output of the process. It is None if the process has not ended within `seconds`."""
     try:
         return process.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:

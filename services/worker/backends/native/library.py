@@ -145,7 +145,7 @@ def set_weights(target: ctypes.Structure, weights: LayerWeights | GatedMlp) -> N
 
 
 class NativeLayerWeights(ctypes.Structure):
-    """The LayerWeights of a layer; None for missing norms."""
+    """The LayerWeights of a layer. Norms that the layer lacks are None."""
 
     _fields_ = fields_of(LayerWeights)
 
@@ -200,7 +200,7 @@ class NativeSharedRanks(ctypes.Structure):
 
 
 class LoraProjection(ctypes.Structure):
-    """A and B of one adapter for one projection; A is None if nothing is added."""
+    """A and B of one adapter for one projection. A is None if nothing is added."""
 
     _fields_ = _fields({"a b begins": _ADDRESS, "width rank": _COUNT})
 
@@ -224,7 +224,7 @@ class StepLora(ctypes.Structure):
 
 
 class LoraDelta(ctypes.Structure):
-    """The adapters of a step in one projection; the library allocates `inside`."""
+    """The adapters of a step in one projection. The library allocates `inside`."""
 
     _fields_ = _fields({"step": _ADDRESS, "layer part": _INT, "inside": _ADDRESS})
 

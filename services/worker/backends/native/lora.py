@@ -50,8 +50,8 @@ tensors. If each adapter had its own copy, a step would wait for memory every fe
 
 @dataclass(frozen=True, slots=True)
 class _PackedPart:
-    """A and B of a projection in panels. `begins`: for each vector of columns, its first row in A;
-    see LoraProjection in cpp/lora.h.
+    """A and B of a projection in panels. `begins`: for each vector of columns, its first row in A
+    (see LoraProjection in cpp/lora.h).
     """
 
     a: torch.Tensor

@@ -75,7 +75,7 @@ def build(directory: Path, kinds: Collection[Kind] = KINDS) -> None:
 
 
 def main() -> None:
-    """Compiles the kernels for this machine's architecture; only x86 has kernels."""
+    """Compiles the kernels for this machine's architecture. Only x86 has kernels."""
     directory = Path(sys.argv[1])
     directory.mkdir(parents=True, exist_ok=True)
     if platform.machine() in X86:

@@ -6,7 +6,7 @@ from services.worker.backends.attention import Rotation
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates [n, heads, head_dim] by each token's angles; the result is new and contiguous."""
+    """Rotates [n, heads, head_dim] by each token's angles. The result is new and contiguous."""
     cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)
     half = cos.shape[-1]
     first, second = heads[..., :half], heads[..., half : 2 * half]

@@ -1,7 +1,7 @@
 """Sampled tokens that stay on the device, so that the host does not wait for them between steps.
 
 A step samples on the device, keeps the last token of each row there, and starts a download. The
-next step is planned, laid out and queued while this step runs; its input tokens are copied on the
+next step is planned, laid out and queued while this step runs. Its input tokens are copied on the
 device. Some tokens are sampled on the host, because their logits are edited or drafts are verified.
 The host has these tokens at once.
 """
@@ -26,7 +26,7 @@ from services.worker.sampling.sampler import SamplerOutput, SamplingMetadata
 class PendingTokens:
     """The tokens sampled in one step, one for each row. The device may still be sampling them.
 
-    `logprobs`: the log-probabilities of rows that request them; None if no row does.
+    `logprobs`: the log-probabilities of rows that request them. They are None if no row does.
     """
 
     token_ids: Download
@@ -96,7 +96,7 @@ class DeviceTokens:
         metadata: SamplingMetadata,
         num_logprobs: dict[int, int],
     ) -> PendingTokens:
-        """Samples one token for each of these rows of the batch; row i of the logits is for
+        """Samples one token for each of these rows of the batch. Row i of the logits is for
         rows[i].
 
         `num_logprobs` maps rows of the logits to the number of most probable tokens to report. Rows

@@ -69,7 +69,9 @@ class EmbeddedPrompts:
         self._embeds |= entering
 
     def of_step(self, tokens: StepTokens, token_ids: torch.Tensor) -> torch.Tensor | None:
-        """Input embeddings [num_tokens, hidden_size] of a step; None if it needs only token ids."""
+        """The input embeddings [num_tokens, hidden_size] of a step. They are None if it needs only
+        token ids.
+        """
         embedded: torch.Tensor | None = None
         if not self._embeds or self._model is None:
             return embedded

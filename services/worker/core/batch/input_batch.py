@@ -29,7 +29,7 @@ class BatchLimits:
     """Tokens of the smallest attention blocks."""
     num_blocks: int
     windows: tuple[int | None, ...] = (None,)
-    """The attention window of each KV-cache group, in tokens; None: full attention."""
+    """The attention window of each KV-cache group, in tokens. None means full attention."""
     state_block_sizes: tuple[int, ...] = ()
     """For each group of recurrent layers, the number of tokens that a block stands for. These
     groups follow the groups of attention layers.
@@ -39,7 +39,9 @@ class BatchLimits:
     num_speculative_tokens: int = 0
     """Maximum number of draft tokens that this worker proposes for a request in a step."""
     num_speculative_rows: int = 0
-    """Maximum number of rows for tokens and drafts of decoding requests in a step; 0: unlimited."""
+    """The maximum number of rows for tokens and drafts of decoding requests in a step. 0 means
+    unlimited.
+    """
     block_scales: tuple[int, ...] = ()
     """For each group of attention layers, the number of tokens in its blocks, as a multiple of
     `block_size`. If empty, all multiples are 1.

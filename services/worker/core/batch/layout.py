@@ -16,7 +16,7 @@ _FEW_REQUESTS = 64
 
 
 def _rising(keys: Int32Array) -> Int64Array:
-    """Indexes that sort keys in ascending order; the sort is stable.
+    """Indexes that sort keys in ascending order. The sort is stable.
 
     NumPy releases the interpreter's lock while it sorts more than one key, and a waiting event loop
     would run before the step instead of during it. So Python sorts short lists.
@@ -30,10 +30,10 @@ def _rising(keys: Int32Array) -> Int64Array:
 class StepTokens:
     """Token ids and positions, int64 [num_tokens], and the requests that they belong to.
 
-    The layout orders the requests; entry i of an array is for its i-th request. `order`: indexes of
+    The layout orders the requests. Entry i of an array is for its i-th request. `order`: indexes of
     the requests in the step. `rows`: rows of the requests in the batch. They are int64, because
     NumPy indexes with int64 several times faster than with the layout's int32. `num_draft_tokens`
-    is None if the step has no drafts. There is one layout for each KV-cache group; layouts differ
+    is None if the step has no drafts. There is one layout for each KV-cache group. Layouts differ
     in their block tables and block sizes.
     """
 

@@ -156,7 +156,7 @@ class DraftModel:
         num_drafts: Int32Array,
         tokens: Int32Array,
     ) -> None:
-        """Writes drafts from position `ends` on. The first drafts are these tokens; the next drafts
+        """Writes drafts from position `ends` on. The first drafts are these tokens. The next drafts
         continue them.
         """
         while len(rows):

@@ -50,7 +50,7 @@ class LayerKind:
 class LayerGroup:
     """Layers that share a block table, in order. `window` is None for full attention.
 
-    A group of recurrent layers has a `mamba_cache_mode`; recurrent layers are numbered separately
+    A group of recurrent layers has a `mamba_cache_mode`. Recurrent layers are numbered separately
     from attention layers. `block_scale`: the tokens of the group's blocks as a multiple of the
     tokens of the smallest attention blocks.
     """
@@ -115,7 +115,7 @@ def group_layers(
     num_state_layers: int = 0,
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALIGN,
 ) -> tuple[LayerGroup, ...]:
-    """Groups layers of these kinds. Groups are in the order of each kind's first layer; groups of
+    """Groups layers of these kinds. Groups are in the order of each kind's first layer. Groups of
     recurrent layers come last.
 
     If a kind has several groups, its layers are assigned to them round-robin, as in vLLM.
@@ -140,8 +140,8 @@ def group_layers(
 
 
 def block_scales(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
-    """The `block_scale` of each group of attention layers; empty if all blocks have the same number
-    of tokens.
+    """The `block_scale` of each group of attention layers. It is empty if all blocks have the same
+    number of tokens.
     """
     scales = tuple(group.block_scale for group in groups if not group.holds_states)
     return scales if max(scales, default=1) > 1 else ()

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 WHOLE = slice(None)
 """The index of a whole axis."""
 Index = tuple[slice | int, ...]
-"""The part to read along each axis; axes without an entry are read whole."""
+"""The part to read along each axis. Axes without an entry are read whole."""
 
 _READABLE = {"F32", "BF16", "F16", "F64", *BLOCK_TYPES}
 

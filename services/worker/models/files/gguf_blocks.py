@@ -92,7 +92,7 @@ BLOCK_TYPES = {
     "Q4_K": BlockType(*BLOCK_SIZES["Q4_K"], 4, _q4_k),
     "Q6_K": BlockType(*BLOCK_SIZES["Q6_K"], 8, _q6_k),
 }
-"""Block types by name. The codes of Q6_K have 6 bits; their QuantizedWeight stores them in 8
+"""Block types by name. The codes of Q6_K have 6 bits. Their QuantizedWeight stores them in 8
 bits.
 """
 

@@ -84,14 +84,14 @@ class JsonReader:
         return value
 
     def nested(self, key: str) -> "JsonReader":
-        """A nested object; empty if absent."""
+        """A nested object. It is empty if the key is absent."""
         value = self._values.get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, f"must be an object, not {value!r}")
         return JsonReader(self.path, value, f"{self._prefix}{key}.")
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A whole number or a list of them; empty if absent."""
+        """A whole number or a list of them. It is empty if the key is absent."""
         value = self._values.get(key, [])
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
@@ -99,7 +99,7 @@ class JsonReader:
         return tuple(numbers)
 
     def raw(self, key: str) -> Any:
-        """The unchecked value; None if absent."""
+        """The unchecked value. It is None if the key is absent."""
         return self._values.get(key)
 
     def error(self, key: str, problem: str) -> ModelConfigError:

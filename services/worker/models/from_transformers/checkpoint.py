@@ -30,7 +30,7 @@ threads.
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that config.json names; None if transformers lists no such decoder class."""
+    """The class that config.json names. It is None if transformers lists no such decoder class."""
     known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     for cls in known if isinstance(known, tuple) else (known,):
         if cls is not None and cls.__name__ in (config.architectures or []):

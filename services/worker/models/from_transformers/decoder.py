@@ -40,7 +40,7 @@ from services.worker.models.model import wanted_logits
 ATTENTION_NAME = "stepwell"
 
 _AttendFunction = Callable[..., torch.Tensor]
-"""An attention function with transformers' signature; returns [1, n, num_heads, head_dim]."""
+"""An attention function with transformers' signature. It returns [1, n, num_heads, head_dim]."""
 
 _attend_function: ContextVar[_AttendFunction] = ContextVar("attend")
 
@@ -213,7 +213,7 @@ class _GivenStates(nn.Module):
 
 
 def _with_body(model: PreTrainedModel, body: nn.Module) -> PreTrainedModel:
-    """A copy of the model with another body; all other parts are shared."""
+    """A copy of the model with another body. All other parts are shared."""
     changed = copy.copy(model)
     changed._modules = {**model._modules, model.base_model_prefix: body}
     return changed

@@ -1,7 +1,7 @@
 """A rank's part of a model that transformers runs.
 
 Divided layers replace whole layers before a checkpoint is read. Only this rank's parts of their
-tensors are then read. Attention is divided by heads; other layers are divided evenly. Attention
+tensors are then read. Attention is divided by heads. Other layers are divided evenly. Attention
 layers store their head counts, which are corrected.
 """
 
@@ -33,7 +33,7 @@ _COUNTS_OF_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 class Division:
     """One rank's part of a model. `heads`: the part's number of query heads and number of key-value
-    heads; None if attention is not divided.
+    heads. They are None if attention is not divided.
     """
 
     def __init__(self, directory: Path, ranks: Ranks) -> None:
@@ -75,7 +75,7 @@ class Division:
                 self._parts |= {f"{name}.{key}": part for key, part in divided.parts.items()}
 
     def part_of(self, tensor: str) -> Part:
-        """The part of a checkpoint tensor to read; empty for the whole tensor."""
+        """The part of a checkpoint tensor to read. It is empty for the whole tensor."""
         return self._parts.get(self._known_as(tensor), ())
 
     def _known_as(self, tensor: str) -> str:

@@ -13,7 +13,7 @@ from services.worker.backends.ranks import Ranks
 from services.worker.models.files.checkpoint import WHOLE
 
 Part = tuple[slice, ...]
-"""The index of a part along a tensor's first axes; empty for the whole tensor."""
+"""The index of a part along a tensor's first axes. It is empty for the whole tensor."""
 
 
 class DividedLinear(nn.Linear):

@@ -15,7 +15,7 @@ from services.worker.models.from_transformers.probe import Refused
 
 
 class Style(enum.Enum):
-    """How a layer is divided. The styles are named as in transformers' plans; only the last style
+    """How a layer is divided. The styles are named as in transformers' plans. Only the last style
     is Stepwell's own.
     """
 

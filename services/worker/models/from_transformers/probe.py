@@ -28,7 +28,7 @@ _HARMLESS = frozenset(
 
 
 class Refused(Exception):
-    """A model needs an unsupported feature; the message completes the sentence 'the model ...'."""
+    """A model needs an unsupported feature. The message completes the sentence 'the model ...'."""
 
 
 class Probe:
@@ -64,7 +64,7 @@ class Probe:
         softcap: float | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Computes attention; raises Refused for features that a paged cache does not implement."""
+        """Computes attention. Raises Refused for features that a paged cache does not implement."""
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self._layers:
             raise Refused("has attention that does not belong to one layer")

@@ -4,7 +4,7 @@ Such a layer is a module whose `forward` has the parameter `cache_params`. The m
 initial states from this object, and writes its final states to it. The states are the last inputs
 of the convolution, and the matrix of the recurrence. Here each module is wrapped in a
 RecurrentLayer. A flattened batch is split into sequences, and each call has a cache object with the
-states from blocks. Sequences of a single token with a state are computed in one call; each other
+states from blocks. Sequences of a single token with a state are computed in one call. Each other
 sequence has its own call.
 """
 
@@ -69,7 +69,7 @@ class SequenceStates:
     the tensors that they read.
 
     `tensors`: the last inputs of the convolution [num_sequences, channels, width], and the matrix
-    of the recurrence [num_sequences, ...]; None before the first token.
+    of the recurrence [num_sequences, ...]. They are None before the first token.
     """
 
     def __init__(self, tensors: tuple[torch.Tensor, ...] | None = None) -> None:
@@ -167,7 +167,7 @@ class RecurrentProbe:
 
 
 def wrap_recurrent_layers(model: nn.Module) -> tuple[RecurrentLayer, ...]:
-    """Wraps every recurrent layer of a model in a RecurrentLayer; returns them in order."""
+    """Wraps every recurrent layer of a model in a RecurrentLayer. Returns them in order."""
     found = [
         (parent, name, child)
         for parent in list(model.modules())

@@ -29,12 +29,12 @@ class TensorFiles:
 
     tensors: dict[str, TensorInfo]
     unread: str | None = None
-    """A sentence for the log; None if all tensors are read."""
+    """A sentence for the log. It is None if all tensors are read."""
 
 
 def find_tensors(directory: Path) -> TensorFiles:
     """The tensors of a directory. If there is an index, each tensor is read from the file that the
-    index names; other files are ignored. Raises ModelError.
+    index names. Other files are ignored. Raises ModelError.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if index.exists():

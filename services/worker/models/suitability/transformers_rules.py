@@ -135,7 +135,7 @@ def _rope_types(values: Mapping[str, Any]) -> list[str]:
 
 
 def _why_not(values: Mapping[str, Any], source: str | None) -> str | None:
-    """Why a decoder with this source file cannot be served; None if no reason is found."""
+    """Why a decoder with this source file cannot be served. It is None if no reason is found."""
     positionless, rotated, width = map(values.get, _LATENT_KEYS)
     if positionless and rotated and width and positionless + rotated != width:
         return "has values of another shape than its keys"
@@ -152,7 +152,7 @@ def _why_not(values: Mapping[str, Any], source: str | None) -> str | None:
 
 
 def _source_of(model_type: str, name: str) -> str | None:
-    """The source text of a class's module; None if it is not found."""
+    """The source text of a class's module. It is None if it is not found."""
     models = _package() / "models"
     own = models / model_type.replace("-", "_")
     for files in (own.glob("modeling_*.py"), models.glob("*/modeling_*.py")):

@@ -33,13 +33,13 @@ class InputWriter:
         next(self._work)
 
     def feed(self, text: str) -> list[str]:
-        """Adds generated text; returns the pieces that it completes."""
+        """Adds generated text. Returns the pieces that it completes."""
         self._reader.feed(text)
         next(self._work, None)
         return self._take()
 
     def end(self) -> list[str]:
-        """Ends the arguments; returns the remaining pieces."""
+        """Ends the arguments. Returns the remaining pieces."""
         self._reader.end()
         next(self._work, None)
         if not self._has_begun:

@@ -102,7 +102,7 @@ TextOrTexts = Annotated[
 
 class Body(BaseModel):
     """A JSON object whose fields have strict types. A null field counts as absent. By default a
-    BodyReader ignores unknown fields; a setting makes it refuse them.
+    BodyReader ignores unknown fields. A setting makes it refuse them.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)

@@ -48,7 +48,7 @@ class IgnoredFieldLog:
         self._logged: set[tuple[str, str]] = set()
 
     def note(self, path: str, names: Iterable[str], known: Iterable[str]) -> None:
-        """Logs each new name. `known` are the fields of the body; the line suggests a similar
+        """Logs each new name. `known` are the fields of the body. The line suggests a similar
         field.
         """
         for name in names:

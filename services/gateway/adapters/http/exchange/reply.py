@@ -99,7 +99,7 @@ class GenerationReply:
     ) -> None:
         """`read` reads the body. It is called after the gate is entered, and may enter contexts on
         the stack, which are exited when the request ends. A keep-alive is sent after `keep_alive`
-        seconds without an event; 0 disables this.
+        seconds without an event. 0 disables this.
         """
         self._read = read
         self._inference = inference

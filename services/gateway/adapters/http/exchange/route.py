@@ -54,7 +54,7 @@ class Route:
     error: type[BaseModel] = Error
     """The model of all error bodies, in the API's schema."""
     has_named_events: bool = False
-    """Whether the events of a stream have names. A stream of unnamed events ends with `[DONE]`; a
+    """Whether the events of a stream have names. A stream of unnamed events ends with `[DONE]`. A
     stream of named events has no such mark.
     """
     other_answers: Mapping[int, type[BaseModel]] = field(default_factory=dict)

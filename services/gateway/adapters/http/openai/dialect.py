@@ -77,8 +77,8 @@ class StreamingDialect(ABC):
 
 
 class Dialect(StreamingDialect):
-    """Writes answers and chunks of completions and chat completions. Subclasses write the choices;
-    this class writes the JSON around them.
+    """Writes answers and chunks of completions and chat completions. Subclasses write the choices.
+    This class writes the JSON around them.
     """
 
     whole_object: str

@@ -64,7 +64,7 @@ class SessionRoutes:
             return JSONResponse(self._document(self._sessions.open(tenant)))
 
     async def session(self, request: Request) -> Response:
-        """Shows an open session. DELETE ends the session; a running turn continues to its end."""
+        """Shows an open session. DELETE ends the session. A running turn continues to its end."""
         session = self._sessions.find(request.path_params["session_id"], request.state.tenant)
         if request.method == "DELETE":
             self._sessions.end(session)

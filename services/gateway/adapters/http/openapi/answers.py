@@ -61,7 +61,7 @@ class Usage(Answer):
 
 class RequestMetrics(Answer):
     """The times of a request. Present if the request sets `include_metrics`. The sum of `parts` is
-    `seconds`. The other numbers are metrics of vLLM; they are null if the replica has not reported
+    `seconds`. The other numbers are metrics of vLLM. They are null if the replica has not reported
     them.
     """
 

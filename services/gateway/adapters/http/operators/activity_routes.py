@@ -26,7 +26,7 @@ _MAX_QUEUED = 256
 
 class ActivityQuery(Query):
     """The query of /activity. `replica` is the address of the replica whose requests, steps and
-    blocks are returned; empty means all replicas. `after` lists the last steps that the caller
+    blocks are returned. Empty means all replicas. `after` lists the last steps that the caller
     knows, as STEP@ADDRESS.
     """
 

@@ -44,7 +44,7 @@ class OneReplicaQuery(Query):
 
 
 class PauseQuery(ReplicasQuery):
-    """The parameters of vLLM's /pause. The flag `wait_for_inflight_requests` is deprecated; it
+    """The parameters of vLLM's /pause. The flag `wait_for_inflight_requests` is deprecated. It
     means the mode wait.
     """
 

@@ -1,4 +1,4 @@
-"""The routes of traces. One lists stored and running requests; the other shows a request with all
+"""The routes of traces. One lists stored and running requests. The other shows a request with all
 its spans.
 """
 

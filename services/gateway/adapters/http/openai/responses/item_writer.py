@@ -84,7 +84,7 @@ class ItemWriter:
         return self.items
 
     def end(self, status: str = "completed") -> list[dict[str, Any]]:
-        """Ends the current item, if there is one; returns its last events."""
+        """Ends the current item, if there is one. Returns its last events."""
         item, self._item = self._item, None
         if item is None:
             return []
