@@ -9,8 +9,11 @@ from services.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.request.sampling import SamplingParams
 from services.gateway.core.request.request import ClientRequest, Prompt
 from services.gateway.core.tenant import ANYONE, Tenant
-from services.gateway.options.idempotency.core.fingerprint import fingerprint
-from services.gateway.options.idempotency.core.key import IdempotencyKey, idempotency_key
+from services.gateway.options.idempotency.core.key import (
+    IdempotencyKey,
+    fingerprint,
+    idempotency_key,
+)
 
 REQUEST = ClientRequest("r", (Prompt([1, 2]), Prompt([3])), SamplingParams(max_tokens=5))
 

@@ -1,10 +1,15 @@
-"""The key with which a client identifies a request that it may repeat."""
+"""The key with which a client identifies a request that it may repeat, and the comparison of
+requests with the same key.
+"""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from hashlib import sha256
 
 from services.common.errors import InvalidArgument
+from services.common.pool.block_hash import pack_token_ids
+from services.gateway.core.request.request import ClientRequest, Prompt
 from services.gateway.core.tenant import Tenant
 
 FIELD = "Idempotency-Key"
@@ -12,6 +17,10 @@ FIELD = "Idempotency-Key"
 MAX_LENGTH = 255
 _KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_LENGTH}}}")
 _SCOPE_DIGITS = 32
+_NOT_COMPARED = frozenset({"request_id", "tenant", "prompts", "output_form"})
+"""Fields that are not compared. Answers have the id of the first request. Each tenant has its own
+keys. Prompts are compared separately, as tokens. The output format does not affect the tokens.
+"""
 
 
 class KeyReused(InvalidArgument):
@@ -57,3 +66,35 @@ def idempotency_key(value: str | None, tenant: Tenant) -> IdempotencyKey | None:
             f"{FIELD} must be 1 to {MAX_LENGTH} printable ASCII characters", field=FIELD
         )
     return IdempotencyKey(tenant.tenant_id, key)
+
+
+def fingerprint(api: str, request: ClientRequest) -> bytes:
+    """A digest of everything that the answer depends on, with defaults applied: all parameters, and
+    prompts as tokens or embeddings. `api` is the kind of answer, such as a chat completion.
+
+    The form of the response is not compared, such as streaming, usage, token ids and echo.
+    """
+    digest = sha256()
+    for part in _parts(api, request):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def _parts(api: str, request: ClientRequest) -> Iterator[bytes]:
+    yield api.encode()
+    for field in fields(request):
+        if field.name not in _NOT_COMPARED:
+            yield f"{field.name}={getattr(request, field.name)!r}".encode()
+    for prompt in request.prompts:
+        yield from _prompt_parts(prompt)
+
+
+def _prompt_parts(prompt: Prompt) -> Iterator[bytes]:
+    if prompt.embeds is None:
+        yield b"tokens"
+        yield pack_token_ids(prompt.token_ids)
+    else:
+        yield prompt.embeds.dtype.value.encode()
+        yield pack_token_ids([prompt.embeds.num_tokens])
+        yield prompt.embeds.data

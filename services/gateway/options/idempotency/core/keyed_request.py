@@ -9,12 +9,12 @@ from services.gateway.core.admission.wait import Wait
 from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.ports import Timer
+from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.engine import Made
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.identity import Identity
 from services.gateway.core.request.request import EngineRequest
-from services.gateway.options.idempotency.core.reader import Reader
-from services.gateway.options.idempotency.core.recording import Recording
+from services.gateway.options.idempotency.core.recording import Cursor, Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class KeyedRequest:
         """Replaces the identity and recording. No client may be reading."""
         self.identity, self.recording = identity, recording
 
-    def start(self, _requests: Sequence[EngineRequest]) -> Reader:
+    def start(self, _requests: Sequence[EngineRequest]) -> "Reader":
         self.stop_timer()
-        reader = Reader(self.recording, self.routes, self.waits, self.traces, self._reader_left)
+        reader = Reader(self, self._reader_left)
         self.readers.add(reader)
         return reader
 
@@ -124,6 +124,62 @@ class KeyedRequest:
         if timer is not None:
             timer.cancel()
 
-    def _reader_left(self, reader: Reader) -> None:
+    def _reader_left(self, reader: "Reader") -> None:
         self.readers.discard(reader)
         self._on_left(self)
+
+
+class Reader:
+    """Reads an answer for one client: the deltas of its recording from the beginning. Existing
+    output is available at once, and new output when it is recorded. A generation uses a reader like
+    an engine's mailbox.
+    """
+
+    def __init__(self, request: KeyedRequest, on_close: Callable[["Reader"], None]) -> None:
+        self.routes, self.waits, self.traces = request.routes, request.waits, request.traces
+        self._recording = request.recording
+        self._cursor = Cursor(request.recording, self._wake)
+        self._on_close = on_close
+        self._aborted: set[int] = set()
+        self._cut_by: StepwellError | None = None
+        self._on_news: Callable[[], None] | None = None
+        self._is_closed = False
+
+    def listen(self, on_news: Callable[[], None], _min_tokens: int = 1) -> None:
+        """Calls `on_news` when there may be new deltas."""
+        self._on_news = on_news
+
+    def abort(self, index: int) -> None:
+        """Stops reading a sequence. The recording continues."""
+        self._aborted.add(index)
+
+    def cut(self, error: StepwellError) -> None:
+        """Ends the reader with an error. The recording is not changed."""
+        self._cut_by = error
+        self._wake()
+
+    def close(self) -> None:
+        """Closes the reader. Further calls have no effect."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._on_news = None
+            self._cursor.close()
+            self._on_close(self)
+
+    def take(self) -> list[tuple[int, Delta]]:
+        """The deltas so far. An error is returned only after all earlier output."""
+        news = [
+            (index, delta) for index, _, delta in self._cursor.take() if index not in self._aborted
+        ]
+        error = self._recording.error or self._cut_by
+        if news or error is None:
+            return news
+        return [
+            (index, Delta(error=error))
+            for index, sequence in enumerate(self._recording.sequences)
+            if sequence.finish is None and index not in self._aborted
+        ]
+
+    def _wake(self) -> None:
+        if self._on_news is not None:
+            self._on_news()

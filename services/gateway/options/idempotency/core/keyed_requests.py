@@ -15,8 +15,7 @@ from services.gateway.core.request.identity import Identity
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import to_engine_requests
 from services.gateway.options.idempotency.core.counts import KeyCounts
-from services.gateway.options.idempotency.core.fingerprint import fingerprint
-from services.gateway.options.idempotency.core.key import IdempotencyKey, KeyReused
+from services.gateway.options.idempotency.core.key import IdempotencyKey, KeyReused, fingerprint
 from services.gateway.options.idempotency.core.keyed_request import KeyedRequest, Wanted
 from services.gateway.options.idempotency.core.maker import ResumingEngine, make
 from services.gateway.options.idempotency.core.sharing import Role, Sharing

@@ -13,8 +13,7 @@ from services.gateway.core.request.engine import DeltaSource
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
-from services.gateway.options.idempotency.core.keyed_request import KeyedRequest
-from services.gateway.options.idempotency.core.reader import Reader
+from services.gateway.options.idempotency.core.keyed_request import KeyedRequest, Reader
 
 
 class ResumingEngine(Protocol):
@@ -54,16 +53,12 @@ async def make(engine: ResumingEngine, request: KeyedRequest, generation: Genera
         tap.close()
 
 
-class Tap:
+class Tap(Reader):
     """Records an engine's output. As a Source it returns the whole recording."""
 
     def __init__(self, engine: ResumingEngine, request: KeyedRequest) -> None:
-        self.routes, self.waits, self.traces = request.routes, request.waits, request.traces
+        super().__init__(request, lambda _: None)
         self._engine = engine
-        self._recording = request.recording
-        self._reader = Reader(
-            request.recording, self.routes, self.waits, self.traces, lambda _: None
-        )
         self._source: DeltaSource | None = None
 
     def start(self, requests: Sequence[EngineRequest]) -> "Tap":
@@ -85,7 +80,7 @@ class Tap:
         """
         assert self._source is not None
         self._recording.add(self._source.take())
-        return self._reader.take()
+        return super().take()
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
         """Calls `on_news` when the engine has new deltas."""
@@ -99,7 +94,7 @@ class Tap:
         self._recording.add([(index, Delta(finish=Finish(FinishReason.STOP)))])
 
     def close(self) -> None:
-        self._reader.close()
+        super().close()
         if self._source is not None:
             self._source.close()
 

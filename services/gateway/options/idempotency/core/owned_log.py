@@ -90,9 +90,8 @@ class OwnedLog:
         request = self.request
         recording = request.recording
         if self._begins:
-            entry = Begin(request.fingerprint, len(recording.sequences), request.identity)
             position = self._written.next_fence
-            return Append(request.scope, position, entry_to_bytes(entry), begins=True)
+            return Append(request.scope, position, start_entry(request), begins=True)
         position, is_last = self._written.next, self._is_leaving or recording.is_over
         parts = self._cursor.take()
         if not parts and not is_last and now < self._heartbeat_at:
@@ -100,3 +99,9 @@ class OwnedLog:
         error = recording.error
         value = entry_to_bytes(Bring(parts) if error is None else Fail(error))
         return Append(request.scope, position, value, keeps_lease=not is_last)
+
+
+def start_entry(request: KeyedRequest) -> bytes:
+    """The entry that starts the log of a request."""
+    num_sequences = len(request.recording.sequences)
+    return entry_to_bytes(Begin(request.fingerprint, num_sequences, request.identity))

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from services.gateway.core.ports import Clock
 from services.gateway.options.idempotency.core.counts import SharingCounts
-from services.gateway.options.idempotency.core.entries import Begin, Take, entry_to_bytes
+from services.gateway.options.idempotency.core.entries import Take, entry_to_bytes
 from services.gateway.options.idempotency.core.journal import Append, Appended, Journal, Position
 from services.gateway.options.idempotency.core.keyed_request import KeyedRequest
 from services.gateway.options.idempotency.core.log_view import LogView
-from services.gateway.options.idempotency.core.owned_log import OwnedLog
+from services.gateway.options.idempotency.core.owned_log import OwnedLog, start_entry
 
 logger = logging.getLogger(__name__)
 
@@ -58,28 +58,17 @@ class OwnedLogs:
         log = self._logs.get(request.scope)
         return log if log is not None and log.request is request else None
 
-    async def begin(self, request: KeyedRequest, view: LogView) -> bool:
-        """Appends the start entry of a request's log. Returns whether the entry was appended."""
-        num_sequences = len(request.recording.sequences)
-        begin = Begin(request.fingerprint, num_sequences, request.identity)
-        position = view.position.next_fence
-        append = Append(request.scope, position, entry_to_bytes(begin), begins=True)
-        (appended,) = await self._journal.append([append])
-        if appended is not Appended.DONE:
-            return False
-        self._add(request, position, begins=False, has_recording=False)
-        return True
-
-    async def take(self, request: KeyedRequest, view: LogView) -> bool:
-        """Appends an entry that makes this gateway the log's owner. Returns whether the entry was
-        appended.
+    async def claim(self, request: KeyedRequest, view: LogView) -> bool:
+        """Appends an entry that makes this gateway the log's owner. If the log has no answer, the
+        entry is a start entry. Returns whether the entry was appended.
         """
         position = view.position.next_fence
-        append = Append(request.scope, position, self._take_entry)
+        entry = self._take_entry if view.has_answer else start_entry(request)
+        append = Append(request.scope, position, entry, begins=not view.has_answer)
         (appended,) = await self._journal.append([append])
         if appended is not Appended.DONE:
             return False
-        self._add(request, position, begins=False, has_recording=True)
+        self._add(request, position, begins=False, has_recording=view.has_answer)
         return True
 
     def begin_later(self, request: KeyedRequest, written: Position) -> None:

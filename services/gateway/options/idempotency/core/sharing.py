@@ -191,7 +191,7 @@ class Sharing:
             await self._remove_damaged(request, error)
             return None
         if view.begin is None or not view.has_answer:
-            if took_lease and await self._owned.begin(request, view):
+            if took_lease and await self._owned.claim(request, view):
                 return _begins_or_resumes(request)
             return None
         if view.begin.fingerprint != request.fingerprint:
@@ -208,7 +208,7 @@ class Sharing:
             self._followed[request.scope] = request, view
             self._awake.set()
             return Role.FOLLOWS
-        return Role.RESUMES if await self._owned.take(request, view) else None
+        return Role.RESUMES if await self._owned.claim(request, view) else None
 
     def _begin_alone(self, request: KeyedRequest) -> Role:
         """Starts an answer without the journal. Its log is written once the journal is available,
@@ -276,7 +276,7 @@ class Sharing:
             return
         if all_news.entries:
             goes_on = self._follow(request, view, all_news.entries)
-            if not (goes_on and await self._owned.take(request, view)):
+            if not (goes_on and await self._owned.claim(request, view)):
                 return
         else:  # the log has disappeared
             self._owned.begin_later(request, view.position)
