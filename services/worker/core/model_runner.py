@@ -25,6 +25,7 @@ from services.worker.core.batch.embedded_prompts import EmbeddedPrompts
 from services.worker.core.batch.input_batch import BatchLimits, InputBatch
 from services.worker.core.batch.layout import StepTokens, lay_out
 from services.worker.core.batch.lora_adapters import LoraAdapters, find_adapters, lora_rows
+from services.worker.core.batch.step_difference import apply_step
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.errors import InvalidStep
@@ -220,17 +221,17 @@ class ModelRunner:
 
     def _update_batch(self, step: StepInput) -> Int32Array:
         """Applies the step's difference. Returns the number of computed tokens of each request,
-        like `InputBatch.apply`.
+        like `apply_step`.
         """
         if self._pooler is not None:
             self._pooler.check(step)
         if not (len(step.removed_rows) or step.new_requests):
-            return self._batch.apply(step)
+            return apply_step(self._batch, step)
         embedded = self._embedded.read(step, self._device.torch_device)
         entering = (
             find_adapters(step, {}) if self._adapters is None else self._adapters.of_step(step)
         )
-        num_computed_tokens = self._batch.apply(step)
+        num_computed_tokens = apply_step(self._batch, step)
         self._embedded.replace(step, embedded)
         if self._adapter_of:
             for row in step.removed_rows.tolist():

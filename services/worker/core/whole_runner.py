@@ -5,6 +5,7 @@ import torch
 
 from services.common.request.pooling import PoolingParams, PoolingTask, PoolingType
 from services.worker.core.batch.input_batch import BatchLimits, InputBatch
+from services.worker.core.batch.step_difference import apply_step
 from services.worker.core.errors import InvalidStep
 from services.worker.core.pooler import Float32Array, Float64Array, VectorEnd, pooled_output
 from services.worker.core.step import StepInput, StepOutput
@@ -44,7 +45,7 @@ class WholeRunner:
         if step.generation != self._generation:
             self.reset()
             self._generation = step.generation
-        self._batch.apply(step)
+        apply_step(self._batch, step)
         for row in step.removed_rows.tolist():
             self._params.pop(row, None)
         for new in step.new_requests:

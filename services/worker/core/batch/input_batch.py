@@ -14,7 +14,6 @@ from services.common.request.sampling import SamplingParams
 from services.worker.backends.attention import Int64Array
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import Int32Array, NewRequest, StepInput
-from services.worker.core.step_check import StepCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,7 @@ class BatchLimits:
 class InputBatch:
     """Rows with their tokens, block tables and sampling parameters.
 
-    `apply` checks a step against the batch and only then changes the batch. Arrays are indexed by
-    row:
+    `step_difference.apply_step` applies a step. Arrays are indexed by row:
 
     * `token_ids` int32 [max_num_seqs, max_model_len + 1]. The first `num_tokens` of a row are
       known: the prompt, the output sent with the request, and the tokens sampled here since;
@@ -132,25 +130,6 @@ class InputBatch:
     def clear(self) -> None:
         """Removes every request."""
         self.sampling.clear()
-
-    def apply(self, step: StepInput) -> Int32Array:
-        """Applies the difference in `step`. If the step is invalid, raises InvalidStep and changes
-        nothing.
-
-        Returns the number of computed tokens of each request. It is the step's count minus the
-        drafts of the previous step that were rejected.
-        """
-        num_computed_tokens = StepCheck(self, step).run()
-        for row in step.removed_rows.tolist():
-            del self.sampling[row]
-        for request in step.new_requests:
-            self._enter(request)
-        for group, appended in enumerate(step.appended_blocks):
-            first = 0
-            for row, count in zip(appended.rows, appended.num_blocks, strict=True):
-                self._grow(group, row, appended.block_ids[first : first + count])
-                first += count
-        return num_computed_tokens
 
     def place_last_tokens(self, step: StepInput) -> None:
         """Writes the last scheduled token of each request. Only pipeline stages that do not sample
@@ -194,7 +173,8 @@ class InputBatch:
         """Counts one more token for each of these rows. Its id is not known on the host yet."""
         self.num_tokens[rows] += 1
 
-    def _enter(self, request: NewRequest) -> None:
+    def enter(self, request: NewRequest) -> None:
+        """Adds a request, in a row that is not in use."""
         row = request.row
         self.sampling[row] = request.sampling
         self.num_tokens[row] = len(request.token_ids)
@@ -202,9 +182,10 @@ class InputBatch:
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.num_blocks[:, row] = 0
         for group, block_ids in enumerate(request.block_tables):
-            self._grow(group, row, block_ids)
+            self.grow(group, row, block_ids)
 
-    def _grow(self, group: int, row: int, block_ids: Int32Array) -> None:
+    def grow(self, group: int, row: int, block_ids: Int32Array) -> None:
+        """Appends blocks to the block table of a row in one KV-cache group."""
         start = self.num_blocks[group, row]
         self.block_tables[group, row, start : start + len(block_ids)] = block_ids
         self.num_blocks[group, row] += len(block_ids)

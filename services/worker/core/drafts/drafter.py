@@ -12,9 +12,9 @@ import numpy as np
 
 from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.batch.layout import StepTokens
+from services.worker.core.batch.step_difference import PROPOSED_HERE
 from services.worker.core.drafts.draft_source import DraftSource, WantedDrafts
 from services.worker.core.step import Int32Array, StepInput, no_ints
-from services.worker.core.step_check import PROPOSED_HERE
 from services.worker.speculation.draft_length import DraftLength
 
 _NO_DRAFTS = no_ints()

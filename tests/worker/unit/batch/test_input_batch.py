@@ -10,6 +10,7 @@ import pytest
 from services.common.errors import InvalidArgument
 from services.common.request.sampling import SamplingParams
 from services.worker.core.batch.input_batch import BatchLimits, InputBatch
+from services.worker.core.batch.step_difference import apply_step
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import NewRequest, StepInput
 from tests.worker.runner_driver import GREEDY, appended, ints
@@ -41,20 +42,21 @@ def step(
 def batch() -> InputBatch:
     """A batch whose row 2 has five prompt tokens in blocks 3 and 4."""
     batch = InputBatch(LIMITS)
-    batch.apply(step((2, 5, 0), enter=(new(2, [10, 11, 12, 13, 14], [3, 4]),)))
+    apply_step(batch, step((2, 5, 0), enter=(new(2, [10, 11, 12, 13, 14], [3, 4]),)))
     return batch
 
 
 def test_differences_add_up_to_the_state_of_each_row(batch: InputBatch) -> None:
     for token_id in (50, 51, 52, 53):
         batch.append_one(ints(2), ints(token_id))
-    batch.apply(
+    apply_step(
+        batch,
         step(
             (2, 4, 5),
             (0, 2, 0),
             enter=(new(0, [20, 21], [9]),),
             appended_blocks=(appended((2, [7, 8])),),
-        )
+        ),
     )
     assert batch.rows == [0, 2]
     assert batch.token_ids[2, :9].tolist() == [10, 11, 12, 13, 14, 50, 51, 52, 53]
@@ -64,13 +66,13 @@ def test_differences_add_up_to_the_state_of_each_row(batch: InputBatch) -> None:
 
 
 def test_a_freed_row_can_be_taken_in_the_same_step(batch: InputBatch) -> None:
-    batch.apply(step((2, 1, 0), removed_rows=ints(2), enter=(new(2, [99], [5]),)))
+    apply_step(batch, step((2, 1, 0), removed_rows=ints(2), enter=(new(2, [99], [5]),)))
     assert batch.num_tokens[2] == 1
     assert batch.block_tables[0, 2, : batch.num_blocks[0, 2]].tolist() == [5]
 
 
 def test_a_step_may_only_remove(batch: InputBatch) -> None:
-    batch.apply(step(removed_rows=ints(2)))
+    apply_step(batch, step(removed_rows=ints(2)))
     assert batch.rows == []
 
 
@@ -136,7 +138,7 @@ CONTRADICTIONS = {
 def test_a_contradiction_is_refused_and_changes_nothing(batch: InputBatch, problem: str) -> None:
     contradiction = CONTRADICTIONS[problem]
     with pytest.raises(InvalidStep, match=f"^step 7: {problem}"):
-        batch.apply(contradiction)
+        apply_step(batch, contradiction)
     assert batch.rows == [2]
     assert batch.num_tokens[2] == 5
     assert batch.num_blocks[0, 2] == 2
@@ -145,16 +147,16 @@ def test_a_contradiction_is_refused_and_changes_nothing(batch: InputBatch, probl
 
 def test_a_sequence_at_its_greatest_length_cannot_go_on() -> None:
     batch = InputBatch(replace(LIMITS, max_num_batched_tokens=20))
-    batch.apply(step((0, 16, 0), enter=(new(0, [1] * 16, [1, 2, 3, 4]),)))
+    apply_step(batch, step((0, 16, 0), enter=(new(0, [1] * 16, [1, 2, 3, 4]),)))
     batch.append_one(ints(0), ints(2))
     with pytest.raises(InvalidStep, match="row 0 would reach 17 tokens, over 16"):
-        batch.apply(step((0, 1, 16)))
+        apply_step(batch, step((0, 1, 16)))
 
 
 def test_sampling_parameters_are_checked_too(batch: InputBatch) -> None:
     bad = replace(ENTER[0], sampling=SamplingParams(temperature=float("nan")))
     with pytest.raises(InvalidArgument, match="temperature") as caught:
-        batch.apply(step((1, 2, 0), enter=(bad,)))
+        apply_step(batch, step((1, 2, 0), enter=(bad,)))
     assert caught.value.field == "temperature"
     assert batch.rows == [2]
     assert np.array_equal(batch.num_blocks, [[0, 0, 2, 0]])
@@ -168,7 +170,7 @@ def hybrid() -> InputBatch:
     batch = InputBatch(replace(LIMITS, windows=(None, 4)))
     tables = (ints(3, 4, 5), ints(0, 6, 7))
     entering = NewRequest(1, ints(*range(10, 19)), 9, GREEDY, tables)
-    batch.apply(step((1, 1, 8), enter=(entering,)))
+    apply_step(batch, step((1, 1, 8), enter=(entering,)))
     return batch
 
 
@@ -176,7 +178,7 @@ def test_each_group_has_a_table(hybrid: InputBatch) -> None:
     for token_id in (50, 51, 52, 53):
         hybrid.append_one(ints(1), ints(token_id))
     grown = (appended((1, [8])), appended((1, [9])))
-    hybrid.apply(step((1, 1, 12), appended_blocks=grown))
+    apply_step(hybrid, step((1, 1, 12), appended_blocks=grown))
     assert hybrid.block_tables[:, 1].tolist() == [[3, 4, 5, 8], [0, 6, 7, 9]]
 
 
@@ -195,7 +197,7 @@ def test_only_a_window_may_leave_the_beginning_of_a_table_empty(
 ) -> None:
     entering = NewRequest(0, ints(1, 2, 3, 4, 5), 5, GREEDY, tables)
     with pytest.raises(InvalidStep, match=f"^step 7: {problem}"):
-        hybrid.apply(step((0, 5, 0), enter=(entering,)))
+        apply_step(hybrid, step((0, 5, 0), enter=(entering,)))
 
 
 def stateful_batch(state_block_size: int = 4) -> InputBatch:
@@ -206,7 +208,7 @@ def stateful_batch(state_block_size: int = 4) -> InputBatch:
     batch = InputBatch(limits)
     tables = (ints(3, 4), ints(0, 8) if state_block_size == 4 else ints(8))
     request = NewRequest(2, ints(*range(10, 16)), 6, GREEDY, tables)
-    batch.apply(step((2, 6, 0), enter=(request,)))
+    apply_step(batch, step((2, 6, 0), enter=(request,)))
     batch.append_one(ints(2), ints(50))
     return batch
 
@@ -216,14 +218,14 @@ def test_entries_of_states_that_no_step_leaves_are_null() -> None:
     batch.append_one(ints(2), ints(51))
     batch.append_one(ints(2), ints(52))
     grown = (appended((2, [5])), appended((2, [9])))
-    batch.apply(step((2, 3, 6), appended_blocks=grown))
+    apply_step(batch, step((2, 3, 6), appended_blocks=grown))
     assert batch.block_tables[1, 2, :3].tolist() == [0, 8, 9]
     assert batch.room[2] == 12
 
 
 def test_a_state_that_is_overwritten_has_one_block_for_all_tokens() -> None:
     batch = stateful_batch(16)
-    batch.apply(step((2, 1, 6)))
+    apply_step(batch, step((2, 1, 6)))
     assert batch.room[2] == 8  # the tokens for which attention has blocks
 
 
@@ -253,11 +255,11 @@ def test_contradictions_of_states_are_refused_with_the_batch_unchanged(problem: 
     if "drafts" in problem:
         batch.num_tokens[2] = 7
     with pytest.raises(InvalidStep, match=problem):
-        batch.apply(STATE_CONTRADICTIONS[problem])
+        apply_step(batch, STATE_CONTRADICTIONS[problem])
     assert batch.rows == [2]
     assert batch.block_tables[:, 2, :3].tolist() == [[3, 4, 0], [0, 8, 0]]
 
 
 def test_blocks_are_copied_only_where_layers_are_recurrent(batch: InputBatch) -> None:
     with pytest.raises(InvalidStep, match="copy_sources: no layer is recurrent"):
-        batch.apply(step(copy_sources=ints(1), copy_targets=ints(3)))
+        apply_step(batch, step(copy_sources=ints(1), copy_targets=ints(3)))

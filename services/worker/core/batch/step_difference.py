@@ -1,16 +1,14 @@
-"""Checks a step against the batch and the worker's limits, before any part of it is applied."""
+"""Reads the difference that a step makes to the batch. The whole step is checked against the batch
+and the worker's limits, before any part of it is applied.
+"""
 
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput
-
-if TYPE_CHECKING:
-    from services.worker.core.batch.input_batch import InputBatch
-
 
 PROPOSED_HERE = -1
 """The id of a draft that the worker proposes itself."""
@@ -18,10 +16,30 @@ PROPOSED_HERE = -1
 _NO_DRAFTS = np.zeros(1, np.int32)
 
 
-class StepCheck:
+def apply_step(batch: InputBatch, step: StepInput) -> Int32Array:
+    """Applies the difference in `step`. If the step is invalid, raises InvalidStep and changes
+    nothing.
+
+    Returns the number of computed tokens of each request. It is the step's count minus the drafts
+    of the previous step that were rejected.
+    """
+    num_computed_tokens = _StepCheck(batch, step).run()
+    for row in step.removed_rows.tolist():
+        del batch.sampling[row]
+    for request in step.new_requests:
+        batch.enter(request)
+    for group, appended in enumerate(step.appended_blocks):
+        first = 0
+        for row, count in zip(appended.rows, appended.num_blocks, strict=True):
+            batch.grow(group, row, appended.block_ids[first : first + count])
+            first += count
+    return num_computed_tokens
+
+
+class _StepCheck:
     """Checks one step against the batch as it will be after the step's difference is applied."""
 
-    def __init__(self, batch: "InputBatch", step: StepInput) -> None:
+    def __init__(self, batch: InputBatch, step: StepInput) -> None:
         self._batch = batch
         self._limits = batch.limits
         self._step = step
