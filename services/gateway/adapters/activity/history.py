@@ -96,7 +96,6 @@ def _status(name: str, replica: Replica, stats: scheduler_pb2.GetStatsResponse) 
         replica.is_ready,
         replica.reason,
         stats.incarnation,
-        is_recovering=stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING,
         is_paused=stats.paused,
         is_drained=stats.drained,
         num_running=stats.num_running,

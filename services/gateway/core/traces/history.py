@@ -23,7 +23,6 @@ class ReplicaStatus:
     is_ready: bool
     reason: str = ""
     incarnation: str = ""
-    is_recovering: bool = False
     is_paused: bool = False
     is_drained: bool = False
     num_running: int = 0
