@@ -95,7 +95,9 @@ class TokenStream:
     def __init__(self, arrived: Arrived) -> None:
         self.status = 0
         self.error: dict[str, Any] = {}
-        """The error of an answer without status 200, or of an event. Empty if there was none."""
+        """The error of an answer without status 200, or of an event. It is empty if there was
+        none.
+        """
         self._arrived = arrived
         self._rest = b""
 

@@ -90,7 +90,9 @@ class RedisServer:
         self._process.send_signal(signum)
 
     def ask(self, *command: str) -> bytes:
-        """Sends one command. Returns the first bytes of the answer. Empty if there is no answer."""
+        """Sends one command. Returns the first bytes of the answer. The result is empty if there is
+        no answer.
+        """
         try:
             with socket.create_connection(("127.0.0.1", self.port), _SECONDS) as connection:
                 connection.sendall((" ".join(command) + "\r\n").encode())

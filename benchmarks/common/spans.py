@@ -30,7 +30,7 @@ class SpanRecord:
     events: dict[str, int]
     span_id: bytes = b""
     parent_id: bytes = b""
-    """Span id of the parent. Empty for the root span of a trace."""
+    """Span id of the parent. It is empty for the root span of a trace."""
 
     @property
     def nanos(self) -> int:

@@ -89,7 +89,7 @@ def change_names(message: Descriptor, path: Sequence[str]) -> list[str]:
 
 
 def changed(message: Message, path: Sequence[str], change: str) -> bytes | None:
-    """The serialized message with the field at `path` changed. None if nothing would change.
+    """The serialized message with the field at `path` changed. It is None if nothing would change.
 
     If a message along the path is repeated, its last element is changed. If the field is a list of
     values, its last value is changed.
@@ -112,7 +112,7 @@ def changed(message: Message, path: Sequence[str], change: str) -> bytes | None:
 
 
 def _message_type(field: FieldDescriptor) -> Descriptor | None:
-    """The message type of a field. None for scalar values and maps."""
+    """The message type of a field. It is None for scalar values and maps."""
     kind = field.message_type
     return None if kind is None or kind.GetOptions().map_entry else kind
 

@@ -44,13 +44,15 @@ METHODS: dict[str, MethodDescriptor] = {
 
 
 def streams_both_ways(method: str) -> bool:
-    """Whether both sides of a method stream messages. False for methods of other APIs."""
+    """Whether both sides of a method stream messages. This is False for methods of other APIs."""
     known = METHODS.get(method)
     return known is not None and known.client_streaming and known.server_streaming
 
 
 def message_type(lane: Lane) -> Descriptor | None:
-    """The type of a lane's messages. None for methods of other APIs, such as the health check."""
+    """The type of a lane's messages. It is None for methods of other APIs, such as the health
+    check.
+    """
     method = METHODS.get(lane.method)
     if method is None:
         return None

@@ -46,9 +46,8 @@ change of a field. A key `Lane: path` is every change of the field.
 
 
 def why_undetectable(fault: Fault) -> str:
-    """The reason why a fault is undetectable.
-
-    Empty for all other faults, which must be detected or have no effect.
+    """The reason why a fault is undetectable. It is empty for all other faults, which must be
+    detected or have no effect.
     """
     place = f"{fault.lane}: {'.'.join(fault.path)}"
     known = UNDETECTABLE | UNDETECTABLE_BELOW

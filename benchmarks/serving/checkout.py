@@ -86,7 +86,7 @@ async def _until_healthy(http: str) -> None:
 
 def _service(pid: int) -> str:
     """The name of the service that a process runs: NAME in its command `python -m services.NAME`.
-    Empty for other processes.
+    It is empty for other processes.
     """
     command = Path(f"/proc/{pid}/cmdline").read_text()
     found = re.search(r"\0services\.(\w+)\0", command)

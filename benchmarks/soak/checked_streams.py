@@ -40,7 +40,9 @@ class Answer:
             self.logprobs += piece.logprobs.logprobs[:: piece.logprobs.width]
 
     def difference(self, other: "Answer") -> str:
-        """Describes the first difference from another answer. Empty if the answers are equal."""
+        """Describes the first difference from another answer. The result is empty if the answers
+        are equal.
+        """
         pairs = zip(self.token_ids, other.token_ids, strict=False)
         for index, (ours, theirs) in enumerate(pairs):
             if ours != theirs:

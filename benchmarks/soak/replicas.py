@@ -45,7 +45,7 @@ class Replicas:
         admin = claim_port(HOST, 0, "--admin-port") if num_gateways == 1 else None
         addresses = Addresses(HOST, http, grpc, directory, admin_port=admin)
         self.admin = addresses.admin
-        """host:port of the administration API. None if there are several gateways."""
+        """host:port of the administration API. It is None if there are several gateways."""
         planned = stages(settings, addresses, environment())
         plan = [replace(stage, specs=tuple(map(rewire, stage.specs))) for stage in planned]
         self.first_gateway = GatewayProgram(plan[0].specs[0], addresses.http, addresses.grpc)

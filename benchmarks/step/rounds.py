@@ -36,11 +36,13 @@ class Round:
     step_micros: Sequence[float]
     processor_micros: Mapping[str, float]
     bare_micros: float | None
-    """Mean step time of the bare loop just before the run. None if the worker's step is empty."""
+    """Mean step time of the bare loop just before the run. It is None if the worker's step is
+    empty.
+    """
 
     @property
     def ratio(self) -> float | None:
-        """Steps per second, relative to the bare loop's. None without a bare loop."""
+        """Steps per second, relative to the bare loop's. It is None without a bare loop."""
         return self.bare_micros and self.bare_micros / statistics.mean(self.step_micros)
 
 

@@ -58,7 +58,8 @@ class Comparison:
         }
 
     def lead(self, load: str) -> float | None:
-        """The ratio of Stepwell's speed to the speed of the fastest peer. None if there is no peer.
+        """The ratio of Stepwell's speed to the speed of the fastest peer. It is None if there is no
+        peer.
 
         The fastest peer is the engine with the best median. The ratio is computed for each round
         that both engines have, and the median of these ratios is returned.

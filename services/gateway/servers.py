@@ -126,8 +126,8 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
 
 
 def admin_server(parts: Parts) -> HttpServer | None:
-    """Makes the HTTP server of operators' calls, which is separate from the clients' server. None
-    if its address is not set.
+    """Makes the HTTP server of operators' calls, which is separate from the clients' server.
+    Returns None if its address is not set.
     """
     settings = parts.settings
     if settings.admin_address is None:
@@ -248,8 +248,8 @@ def _request_interceptor(parts: Parts, servicer: InferenceServicer) -> RequestIn
 
 
 def trace_server(parts: Parts) -> GrpcServer | None:
-    """Makes the OTLP server, which receives the spans of the other services. None if traces are not
-    stored.
+    """Makes the OTLP server, which receives the spans of the other services. Returns None if traces
+    are not stored.
     """
     if parts.traces is None:
         return None

@@ -67,12 +67,12 @@ class Tokenizer(Protocol):
     """Whether the text of tokens is exactly the concatenation of their `token_bytes`."""
     byte_values: Mapping[int, int]
     """Maps byte tokens (SentencePiece's byte fallback) to their bytes. The text of a byte token
-    depends on the adjacent byte tokens. Empty for other tokenizers.
+    depends on the adjacent byte tokens. The mapping is empty for other tokenizers.
     """
     special_ids: frozenset[int]
     """Ids of the special tokens, which are not text, such as end of sequence, roles and padding."""
     eos_token_id: int | None
-    """The tokenizer's end-of-sequence token. None if it has no such token."""
+    """The tokenizer's end-of-sequence token. It is None if it has no such token."""
     max_token_bytes: int
     """Number of bytes of the longest token."""
     has_chat_template: bool
@@ -136,7 +136,7 @@ class Tokenizer(Protocol):
         """Returns the text of a few token ids. Unknown ids have no text."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes of one token. Empty for an unknown id."""
+        """Returns the bytes of one token. The result is empty for an unknown id."""
 
     def description(self) -> Mapping[str, Any]:
         """Returns the tokenizer's configuration as JSON values, without file paths."""

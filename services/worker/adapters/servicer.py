@@ -300,8 +300,8 @@ class _StepStream:
         return pending
 
     def _oldest_output(self) -> StepOutput | None:
-        """Returns the output of the oldest step. None if the step has not run yet, or if there is
-        no step.
+        """Returns the output of the oldest step. Returns None if the step has not run yet, or if
+        there is no step.
 
         If a device still computes the step, the download thread starts to wait for the output.
         """

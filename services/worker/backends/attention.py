@@ -277,8 +277,8 @@ class AttentionShape:
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """For each page of a block, the bytes of the largest state stored in it. Empty without
-        recurrent layers.
+        """For each page of a block, the bytes of the largest state stored in it. The list is empty
+        without recurrent layers.
         """
         return tuple(
             max(self.states[layer].num_bytes for layer in layers if layer is not None)

@@ -65,7 +65,7 @@ class WorkerDescription:
     """Number of ranks, over all pipeline stages."""
     pipeline_parallel_size: int = 1
     pooler: Pooler | None = None
-    """None if the model generates."""
+    """Pools prompts. It is None if the model generates."""
     num_tier_blocks: int = 0
     """Number of blocks of the offload tier."""
     max_loras: int = 0

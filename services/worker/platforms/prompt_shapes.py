@@ -98,8 +98,8 @@ def _powers_of_two(most: int) -> list[int]:
 
 def _chunks(most_lanes: int, limits: BatchLimits) -> PromptShape | None:
     """Returns a step of chunks that need more than half of `most_lanes` lanes, and at most all of
-    them. None if there is no such step. The chunks are short, because short chunks need many lanes
-    for few tokens.
+    them. Returns None if there is no such step. The chunks are short, because short chunks need
+    many lanes for few tokens.
     """
     fewest_lanes = most_lanes // 2 + 1
     for lanes_each in range(1, fewest_lanes + 1):

@@ -140,7 +140,7 @@ class GrammarMask:
         self._words = words
         self._address, self._num_bytes = words.ctypes.data, words.nbytes
         self.error = ""
-        """Why no token is allowed any more. Empty if tokens are allowed."""
+        """Why no token is allowed any more. It is empty if tokens are allowed."""
         self._matcher: LLMatcher | None = self._matcher_of_output(grammars.matcher)
         self.draws_first = False
         self.is_made = True
@@ -162,7 +162,7 @@ class GrammarMask:
 
     def forced_tokens(self) -> list[int]:
         """The next tokens, if the grammar allows only one text to follow. They are the tokenizer's
-        encoding of that text. Empty if several texts may follow.
+        encoding of that text. It is empty if several texts may follow.
         """
         if self._matcher is None or self._matcher.is_stopped() or self._matcher.is_error():
             return []

@@ -84,7 +84,7 @@ def blocks_document(blocks: common_pb2.BlockMap) -> Document:
 
 
 def _reason(number: int) -> str | None:
-    """Returns the name of a wait reason. None if there is no such reason."""
+    """Returns the name of a wait reason. Returns None if there is no such reason."""
     if number not in scheduler_pb2.WaitReason.values():
         return None
     name = scheduler_pb2.WaitReason.Name(scheduler_pb2.WaitReason.ValueType(number))

@@ -48,7 +48,9 @@ class ReplicaSample:
     in the directory, only free cached blocks are counted.
     """
     directory: str = ""
-    """State of the directory's view of this pool. Empty if the pool is not in the directory."""
+    """State of the directory's view of this pool. It is empty if the pool is not in the
+    directory.
+    """
     stats: Document | None = None
     requests: list[Document] = field(default_factory=list)
     steps: deque[Document] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))

@@ -68,8 +68,8 @@ class GrammarJudge:
             self._num_waiting -= 1
 
     def _judge(self, wanted: StructuredOutputs, vocabulary: _Vocabulary) -> str:
-        """Returns why a grammar cannot be compiled. Empty if it can be compiled. Runs in the
-        thread.
+        """Returns why a grammar cannot be compiled. The result is empty if it can be compiled. Runs
+        in the thread.
         """
         try:
             compiler = self._compiler_of(vocabulary)

@@ -35,7 +35,9 @@ class Lark:
         return name
 
     def literal(self, text: str) -> str:
-        """Returns a rule body that matches exactly this text. Empty for an empty text."""
+        """Returns a rule body that matches exactly this text. The result is empty for an empty
+        text.
+        """
         parts: list[str] = []
         for piece in _split(text):
             token_id = self._marker_ids.get(piece)

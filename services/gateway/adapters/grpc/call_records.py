@@ -74,6 +74,6 @@ def metadata_of(context: Context) -> dict[str, str]:
 
 
 def client_of(context: Context) -> str:
-    """Returns the client's address and port. Empty for a Unix socket."""
+    """Returns the client's address and port. The result is empty for a Unix socket."""
     kind, _, address = unquote(context.peer() or "").partition(":")
     return address if kind in ("ipv4", "ipv6") else ""

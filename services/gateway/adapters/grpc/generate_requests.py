@@ -119,8 +119,8 @@ class GenerateRequests:
 def to_response(
     piece: Piece, generation: Generation, timed: RequestRecord | None
 ) -> gateway_pb2.GenerateResponse:
-    """Converts a piece of an answer to a message. `timed` is the record whose times are sent. None
-    if the client did not request times.
+    """Converts a piece of an answer to a message. `timed` is the record whose times are sent. It is
+    None if the client did not request times.
     """
     response = gateway_pb2.GenerateResponse(
         request_id=generation.request.request_id,

@@ -150,6 +150,8 @@ async def _next(
 
 
 def deadline_of_call(context: Context) -> float | None:
-    """Returns the call's deadline on the event loop's clock. None if the call has no deadline."""
+    """Returns the call's deadline on the event loop's clock. Returns None if the call has no
+    deadline.
+    """
     remaining = context.time_remaining()
     return None if remaining is None else asyncio.get_running_loop().time() + remaining

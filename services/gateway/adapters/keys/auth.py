@@ -64,8 +64,8 @@ class ApiKeys:
         return self._checked(await self._store.find(key_id_of(key) or ""), key)
 
     def recognize(self, authorization: str) -> Tenant | None:
-        """Returns the tenant of a request whose key is in memory. None if the key is not in memory.
-        Raises Unauthenticated if the key is known to be invalid.
+        """Returns the tenant of a request whose key is in memory. Returns None if the key is not in
+        memory. Raises Unauthenticated if the key is known to be invalid.
         """
         if not self.are_needed:
             return ANYONE

@@ -8,8 +8,8 @@ from services.gateway.settings import GatewaySettings
 
 
 def make_key_store(settings: GatewaySettings) -> KeyStore | None:
-    """Makes the store of API keys. None if the settings name no store. Raises SettingError if the
-    settings conflict.
+    """Makes the store of API keys. Returns None if the settings name no store. Raises SettingError
+    if the settings conflict.
     """
     share_cache = settings.share_cache_between_tenants
     if settings.api_key_file is not None:

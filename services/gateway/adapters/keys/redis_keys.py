@@ -35,7 +35,7 @@ class RedisKeys:
         self._share_cache = share_cache
         self._keys: dict[str, KnownKey] = {}
         self._version: str | None = None
-        """The version number of the keys in memory. None if the keys must be read again."""
+        """The version number of the keys in memory. It is None if the keys must be read again."""
         self._contact_at = asyncio.get_running_loop().time()
         self._is_lost = False
         self._num_look_ups = 0

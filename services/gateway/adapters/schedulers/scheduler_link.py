@@ -81,7 +81,9 @@ class SchedulerLink:
         """Number of consecutive sessions that timed out."""
         self._numbering = Numbering()
         self._deltas: SessionDeltas | None = None
-        """Processes the results of the session's sequences. None before the session is open."""
+        """Processes the results of the session's sequences. The attribute is None before the
+        session is open.
+        """
         self._wrong_at = 0.0
         self._rest_seconds = _FIRST_BACKOFF_SECONDS
         self._refused_with = ""

@@ -119,7 +119,9 @@ class Observation:
             self._metrics.tenants.used(self._tenant_id, usage)
 
     def _exemplar(self) -> dict[str, str] | None:
-        """Returns the trace id of this request as an exemplar. None if the trace is not sampled."""
+        """Returns the trace id of this request as an exemplar. Returns None if the trace is not
+        sampled.
+        """
         return {"trace_id": self._record.trace_id} if self._record.origin.is_sampled else None
 
     def _waited(self, waits: Sequence[Wait]) -> None:

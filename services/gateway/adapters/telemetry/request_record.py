@@ -98,7 +98,9 @@ class RequestRecord:
     is_watched: bool = False
     """Whether its trace was read or listed while it ran."""
     generation: Generation | None = None
-    """None before the request was parsed, and for calls that generate nothing."""
+    """The generation of the request. It is None before the request was parsed, and for calls that
+    generate nothing.
+    """
     ignored_fields: tuple[str, ...] = ()
     """Fields of the body that have no effect."""
     is_stream: bool = False

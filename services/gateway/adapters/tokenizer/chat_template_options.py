@@ -26,7 +26,7 @@ class ChatTemplateOptions:
     """The format of messages' content that the template expects."""
 
     def read_template(self) -> str | None:
-        """Returns the text of the template. None if it is the model's template.
+        """Returns the text of the template. Returns None if it is the model's template.
 
         As in vLLM, a setting without braces and line breaks is the path of a file. Raises
         FailedPrecondition if the file cannot be read or the template is invalid.

@@ -33,7 +33,7 @@ class _ListedLater(ModuleType):
 
 def _module_of_tokenizer(name: str) -> ModuleType | None:
     """Returns the module of a tokenizer class that AutoTokenizer looks up in the package. It is the
-    module of the model with the same name. None if there is no such module.
+    module of the model with the same name. Returns None if there is no such module.
     """
     stem = name.removesuffix("Tokenizer").lower()
     path = "tokenization_python" if stem == "pretrained" else f"models.{stem}"

@@ -88,5 +88,5 @@ def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
 
 
 def text_of(attributes: Iterable[common_pb2.KeyValue], key: str) -> str:
-    """Returns the string value of an attribute. Empty if the attribute is missing."""
+    """Returns the string value of an attribute. The result is empty if the attribute is missing."""
     return next((pair.value.string_value for pair in attributes if pair.key == key), "")

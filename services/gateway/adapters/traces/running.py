@@ -68,8 +68,8 @@ class RunningTraces:
 
     async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
         """The trace with this id, or the newest trace of the request with this id, by the rules of
-        `TraceStore.find`. The trace will be stored when the request ends. None if there is no such
-        request, or if its tenant may not be seen.
+        `TraceStore.find`. The trace will be stored when the request ends. The result is None if
+        there is no such request, or if its tenant may not be seen.
         """
         for record in reversed(self._generating()):
             if record.trace_id == name.lower() or is_called(record.answer_id, name):

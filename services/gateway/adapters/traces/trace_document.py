@@ -98,15 +98,15 @@ def _seconds(start: int, end: int) -> float:
 
 
 def _error(span: trace_pb2.Span) -> str | None:
-    """Returns the error message of a span. None if it has no error."""
+    """Returns the error message of a span. Returns None if it has no error."""
     if span.status.code != trace_pb2.Status.STATUS_CODE_ERROR:
         return None
     return span.status.message or "failed"
 
 
 def _time(root: StoredSpan | None) -> Document | None:
-    """Returns the request's time: a line of text, and its parts with an explanation of each. None
-    before the request's root span has arrived.
+    """Returns the request's time: a line of text, and its parts with an explanation of each.
+    Returns None before the request's root span has arrived.
     """
     if root is None:
         return None

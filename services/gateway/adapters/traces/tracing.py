@@ -23,7 +23,7 @@ KiB.
 
 
 def make_trace_store(settings: GatewaySettings) -> TraceStore | None:
-    """Makes the trace store. None if it is not configured."""
+    """Makes the trace store. Returns None if it is not configured."""
     if settings.trace_address is None:
         return None
     return TraceStore(_MAX_STORED_BYTES // 2**15, _MAX_STORED_BYTES)

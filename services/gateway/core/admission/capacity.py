@@ -27,7 +27,7 @@ class ReplicaCapacity(Protocol):
 
     @property
     def queue(self) -> QueueState | None:
-        """The last reported state of the replica's queue. None before the first report."""
+        """The last reported state of the replica's queue. It is None before the first report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Capacity:
 
 
 def capacity_of(replicas: Sequence[ReplicaCapacity]) -> Capacity | None:
-    """Returns the capacity of replicas. None if there are no replicas, or if one has an unknown
-    number of places.
+    """Returns the capacity of replicas. Returns None if there are no replicas, or if one has an
+    unknown number of places.
 
     A replica without measured times is assumed to serve as many requests per place as the others.
     """

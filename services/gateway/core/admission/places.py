@@ -124,8 +124,8 @@ class FairShares:
         return self._num_free > self._num_needed + self._num_reserved
 
     def to_preempt(self) -> TenantUsage | None:
-        """Returns the tenant that must return a place. None if a place is free, if no tenant below
-        its share waits, or if no tenant is above its share.
+        """Returns the tenant that must return a place. Returns None if a place is free, if no
+        tenant below its share waits, or if no tenant is above its share.
         """
         if self._num_free > 0 or not self._waits_below_share:
             return None

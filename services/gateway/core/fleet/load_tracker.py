@@ -105,7 +105,7 @@ class LoadTracker:
         self._num_other_requests = 0
         self._num_other_tokens = 0
         self.speeds: Speeds | None = None
-        """Speeds that the scheduler measured. None until it reports them."""
+        """Speeds that the scheduler measured. They are None until it reports them."""
         self.recent_tokens = 0.0
         """Number of tokens of this gateway's prompts that were recently computed at the replica."""
 

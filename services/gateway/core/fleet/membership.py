@@ -64,8 +64,8 @@ class Membership:
         self.replicas: list[Replica] = []
         """The replicas in order of joining. The list is replaced, not modified, by each change."""
         self.known_limits: ModelLimits | None = None
-        """The tightest limits of all ready replicas. If none is ready, the last known limits. None
-        before the first replica was ready.
+        """The tightest limits of all ready replicas. If none is ready, the last known limits. They
+        are None before the first replica was ready.
         """
         self.changed = asyncio.Event()
         """Set whenever a replica joins, leaves or changes. The reader clears it."""
@@ -92,7 +92,7 @@ class Membership:
 
     @property
     def model_fingerprint(self) -> bytes:
-        """The fingerprint of the model in use. Empty until a replica has connected."""
+        """The fingerprint of the model in use. It is empty until a replica has connected."""
         return self._model.fingerprint
 
     @property
@@ -106,7 +106,9 @@ class Membership:
         }
 
     def why_not_ready(self) -> str:
-        """Returns why no request can be served now. Empty if requests can be served."""
+        """Returns why no request can be served now. The result is empty if requests can be
+        served.
+        """
         if self.num_ready:
             return ""
         states = ", ".join(f"{address} ({why})" for address, why in self.not_ready().items())
@@ -119,7 +121,7 @@ class Membership:
         return self.known_limits
 
     def max_model_len(self) -> int | None:
-        """The model's context length. None while no replica is ready."""
+        """The model's context length. It is None while no replica is ready."""
         return self.limits().max_model_len if self.num_ready else None
 
     def update(self) -> bool:

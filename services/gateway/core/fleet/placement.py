@@ -41,7 +41,7 @@ class Placement:
 
     def place(self, inflight: Inflight) -> tuple[Replica, RoutingDecision] | None:
         """Returns a ready replica that has not refused the sequence, and the route to it. Replicas
-        with room in their queue are preferred. None if there is no such replica.
+        with room in their queue are preferred. Returns None if there is no such replica.
         """
         candidates = [
             replica

@@ -75,8 +75,8 @@ class Replica:
         self.description: ReplicaDescription | None = None
         """The scheduler's description at the start of the last session."""
         self.refusal = ""
-        """Why no requests are sent to the replica although it is ready. Empty if requests may be
-        sent. Set by ServedModel.
+        """Why no requests are sent to the replica although it is ready. It is empty if requests may
+        be sent. Set by ServedModel.
         """
         self.is_draining = False
         """Whether the scheduler announced that it accepts no more requests."""
@@ -97,7 +97,7 @@ class Replica:
         self._held: dict[int, ClientSession] = {}
         """Maps handles to the clients' sessions that the replica keeps between two turns."""
         self.queue: QueueState | None = None
-        """The last state of its queue that the scheduler announced. None before the first
+        """The last state of its queue that the scheduler announced. It is None before the first
         announcement.
         """
         self._num_others_waiting = 0
@@ -112,14 +112,14 @@ class Replica:
 
     @property
     def reason(self) -> str:
-        """Why the replica is not ready. Empty if it is ready."""
+        """Why the replica is not ready. It is empty if it is ready."""
         if not self.is_connected:
             return self._why_disconnected
         return self.refusal or self._state.reason
 
     @property
     def limits(self) -> ModelLimits | None:
-        """The replica's limits on requests. None if no session is open."""
+        """The replica's limits on requests. They are None if no session is open."""
         if self.description is None or not self.is_connected:
             return None
         return self.description.limits
@@ -130,19 +130,19 @@ class Replica:
         return len(self.running)
 
     def seconds_stalled(self) -> float | None:
-        """Seconds since the connected replica became unable to run steps. None if it can run
+        """Seconds since the connected replica became unable to run steps. It is None if it can run
         steps.
         """
         return None if self._stalled_since is None else self._clock.time() - self._stalled_since
 
     def seconds_disconnected(self) -> float | None:
-        """Seconds since the last session ended. None while a session is open."""
+        """Seconds since the last session ended. It is None while a session is open."""
         return None if self.is_connected else self._clock.time() - self._disconnected_since
 
     @property
     def num_places(self) -> int | None:
-        """Limit on the number of sequences at this replica. None if the scheduler did not report
-        `max_num_seqs`.
+        """Limit on the number of sequences at this replica. It is None if the scheduler did not
+        report `max_num_seqs`.
 
         Normally the limit is `max_num_seqs`. If the queue is blocked, because blocks or token
         budget are lacking, the limit is the number of running sequences plus half of the waiting

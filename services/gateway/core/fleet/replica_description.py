@@ -19,7 +19,7 @@ class ReplicaDescription:
     """
     block_size: int
     cache_node: str = ""
-    """The pool's name in the directory of cached prefixes. Empty if the pool is not in the
+    """The pool's name in the directory of cached prefixes. It is empty if the pool is not in the
     directory.
     """
     kvpool_address: str = ""
@@ -38,6 +38,6 @@ class ReplicaState:
 
     ready: bool
     reason: str = ""
-    """Why the scheduler cannot run a step, in one sentence. Empty if it can."""
+    """Why the scheduler cannot run a step, in one sentence. It is empty if it can."""
     draining: bool = False
     """Whether the scheduler accepts no more requests and finishes its present ones."""

@@ -43,12 +43,12 @@ class RoutingDecision:
     policy has no estimate.
     """
     cost_seconds: float | None = None
-    """Expected cost of the sequence, in seconds of the replica's time. None if the policy has no
-    estimate.
+    """Expected cost of the sequence, in seconds of the replica's time. It is None if the policy has
+    no estimate.
     """
     cached_key: int | None = None
     """Key of the last block that is expected to be cached. Sequences with the same key share a
-    cached prefix. None if no block is expected to be cached.
+    cached prefix. The key is None if no block is expected to be cached.
     """
 
     def details(self) -> dict[str, str | int | float]:

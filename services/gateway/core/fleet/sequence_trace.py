@@ -45,8 +45,8 @@ class EngineTimes:
     clock.
     """
     parts: tuple[TimePart, ...] = ()
-    """The sequence's whole time at the replica, divided into parts. Empty if the replica did not
-    report the parts.
+    """The sequence's whole time at the replica, divided into parts. It is empty if the replica did
+    not report the parts.
     """
 
     @property

@@ -51,7 +51,7 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> bytes:
-        """The fingerprint in use. Empty until a replica has connected."""
+        """The fingerprint in use. It is empty until a replica has connected."""
         return self._fingerprint or b""
 
     def compare(self, replicas: Sequence[Replica]) -> bool:

@@ -126,8 +126,8 @@ class Allowance:
         self.tenant = tenant
         self.limits = limits
         self.standing = standing
-        """The levels of the tenant's limits after the last change. None if the tenant has no
-        limits.
+        """The levels of the tenant's limits after the last change. They are None if the tenant has
+        no limits.
         """
         self._slot = slot
         self._store = store

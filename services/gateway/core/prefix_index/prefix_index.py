@@ -101,7 +101,7 @@ class PrefixIndex:
         return tuple(self._views.values())
 
     def view(self, node: str) -> NodeView | None:
-        """Returns the view of one node. None if the node is not known."""
+        """Returns the view of one node. Returns None if the node is not known."""
         return self._views.get(node)
 
     @property

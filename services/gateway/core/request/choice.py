@@ -21,21 +21,21 @@ class Piece:
     """Whole characters that cannot become part of a stop string."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: LogprobRows | None = None
-    """One row for each token. None if log-probabilities were not requested."""
+    """One row for each token. It is None if log-probabilities were not requested."""
     offsets: list[int] | None = None
-    """For each token, the number of characters that precede it in the answer. None if the offsets
-    were not computed.
+    """For each token, the number of characters that precede it in the answer. The list is None if
+    the offsets were not computed.
     """
     prompt_logprobs: LogprobRows | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or the id of the stop token that ended the answer. None if something else
-    ended it.
+    """The stop string or the id of the stop token that ended the answer. It is None if something
+    else ended it.
     """
     pooled: bytes | None = None
     """The vector of the prompt as little-endian float32 numbers."""
     events: list[OutputEvent] | None = None
-    """The text as parsed events. None if the request has no output form."""
+    """The text as parsed events. It is None if the request has no output form."""
 
     @property
     def is_empty(self) -> bool:

@@ -23,8 +23,8 @@ class Delta:
     error: StepwellError | None = None
     """The error that ended the sequence. If it is set, `finish` is None and no delta follows."""
     pooled: bytes | None = None
-    """The vector of the prompt as little-endian float32 numbers. None if the request generates
-    text.
+    """The vector of the prompt as little-endian float32 numbers. It is None if the request
+    generates text.
     """
 
     def take_error(self) -> StepwellError:

@@ -22,7 +22,7 @@ class DeltaSource(Protocol):
     waits: list[Wait]
     """The waits of sequences that were not sent to a replica at once, or were preempted."""
     traces: list[SequenceTrace]
-    """The trace of each sequence. Empty if another gateway runs the sequences."""
+    """The trace of each sequence. It is empty if another gateway runs the sequences."""
 
     def take(self) -> list[tuple[int, Delta]]:
         """Returns the output since the last call as pairs of a sequence's index and its delta. Each
@@ -57,7 +57,7 @@ class Made:
     num_tokens: int
     """Number of generated tokens of all sequences."""
     num_cached_tokens: tuple[int | None, ...]
-    """Number of cached prompt tokens of each sequence. None for a sequence that was not
+    """Number of cached prompt tokens of each sequence. It is None for a sequence that was not
     scheduled.
     """
 

@@ -25,7 +25,7 @@ class Usage:
     num_cached_tokens: int
     num_generated_tokens: int
     num_reasoning_tokens: int | None = None
-    """Number of generated tokens that are reasoning. None if reasoning is not parsed."""
+    """Number of generated tokens that are reasoning. It is None if reasoning is not parsed."""
 
 
 class Generation:
@@ -50,7 +50,7 @@ class Generation:
         self.mailbox: DeltaSource | None = None
         """The output of the sequences at the engine. None before `start`."""
         self.source: KeptSource | None = None
-        """The source of an answer that is shared under an idempotency key. None if an engine
+        """The source of an answer that is shared under an idempotency key. It is None if an engine
         generates the answer for this request.
         """
         self.is_replay = False
@@ -109,7 +109,9 @@ class Generation:
             self.request.session.end_turn(self._tokens_after_turn())
 
     def _tokens_after_turn(self) -> list[int] | None:
-        """Returns the session's tokens after this turn. None if the turn was not completed."""
+        """Returns the session's tokens after this turn. Returns None if the turn was not
+        completed.
+        """
         reason, last = self.choices[0].finish_reason, self._turn.last
         if reason is None:
             return None
@@ -163,9 +165,11 @@ class Answer:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     pooled: bytes = b""
-    """The vector of the prompt as little-endian float32 numbers. Empty if the answer is text."""
+    """The vector of the prompt as little-endian float32 numbers. It is empty if the answer is
+    text.
+    """
     message: ParsedMessage = field(default_factory=ParsedMessage)
-    """The text as a parsed message. Empty if the request has no output form."""
+    """The text as a parsed message. It is empty if the request has no output form."""
     _text: list[str] = field(default_factory=list)
 
     @property

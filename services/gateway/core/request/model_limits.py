@@ -21,7 +21,7 @@ class ModelLimits:
     priority_scheduling: bool
     hidden_size: int
     pooler: Pooler | None = None
-    """How the model computes a vector of a prompt. None if the model generates text."""
+    """How the model computes a vector of a prompt. It is None if the model generates text."""
 
     @property
     def capacity(self) -> int:

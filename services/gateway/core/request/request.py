@@ -61,8 +61,8 @@ class ClientRequest:
     prompt_only: bool = False
     """Whether only the prompt is returned (echo with max_tokens 0)."""
     session_id: str = ""
-    """Requests with the same id are expected to share prompt prefixes. Empty if the client gave no
-    id.
+    """Requests with the same id are expected to share prompt prefixes. The id is empty if the
+    client gave no id.
     """
     tenant: Tenant = ANYONE
     best_of: int | None = None
@@ -70,13 +70,13 @@ class ClientRequest:
     means `n`.
     """
     pooling: PoolingParams | None = None
-    """How a vector of each prompt is computed. None if text is generated."""
+    """How a vector of each prompt is computed. It is None if text is generated."""
     session: ClientSession | None = None
-    """The client's session of which the request is a turn. None if it is not in a session."""
+    """The client's session of which the request is a turn. It is None if it is not in a session."""
     turn: int = 0
     """The turn's number, from 0."""
     output_form: OutputForm | None = None
-    """How answers are parsed. None if they are plain text."""
+    """How answers are parsed. It is None if they are plain text."""
     adapter: Adapter | None = None
     """The LoRA adapter that the client requested in place of the model."""
 
@@ -111,7 +111,7 @@ class EngineRequest:
     trace: TraceHeaders = UNTRACED
     prompt_embeds: PromptEmbeds | None = None
     deadline: float | None = None
-    """The client's deadline on the engine's clock. None if the client set none."""
+    """The client's deadline on the engine's clock. It is None if the client set none."""
     session_id: str = ""
     tenant: Tenant = ANYONE
     num_choices: int = 0
@@ -119,19 +119,19 @@ class EngineRequest:
     other sequences.
     """
     pooling: PoolingParams | None = None
-    """How the prompt's vector is computed. None if text is generated."""
+    """How the prompt's vector is computed. It is None if text is generated."""
     skip_reading_prefix_cache: bool = False
     """Whether its whole prompt is computed even if a part is cached."""
     session: ClientSession | None = None
     """The client's session of which the sequence is a turn. The session's tokens are the start of
-    the prompt. None if the sequence is not in a session.
+    the prompt. The session is None if the sequence is not in a session.
     """
     adapter: Adapter | None = None
 
     @property
     def adapter_digest(self) -> bytes:
-        """SHA-256 of the adapter's files, which is part of the sequence's block hashes. Empty if it
-        uses no adapter.
+        """SHA-256 of the adapter's files, which is part of the sequence's block hashes. It is empty
+        if it uses no adapter.
         """
         return b"" if self.adapter is None else self.adapter.digest
 

@@ -15,8 +15,8 @@ NO_CONFORMING_TOKEN = FinishReason.NO_CONFORMING_TOKEN.name
 def why_no_token(
     request: EngineRequest, output: Sequence[int], vocab_size: int
 ) -> InvalidArgument | None:
-    """Returns the error of a request that ended after `output` because no logit was usable. None if
-    the request is not the cause, because the model itself computed NaN.
+    """Returns the error of a request that ended after `output` because no logit was usable. Returns
+    None if the request is not the cause, because the model itself computed NaN.
     """
     if request.prompt_embeds is not None:
         return InvalidArgument(
@@ -35,8 +35,8 @@ def why_no_token(
 
 def nothing_conforms(request: EngineRequest, output: Sequence[int]) -> InvalidArgument | None:
     """Returns the error of a request that ended after `output` because no token conformed to its
-    constraint. The error names the parameters that ban tokens. None if the request has no such
-    parameters.
+    constraint. The error names the parameters that ban tokens. Returns None if the request has no
+    such parameters.
     """
     sampling = request.sampling
     banning = [name for name in ("allowed_token_ids", "bad_words") if getattr(sampling, name)]

@@ -165,7 +165,7 @@ def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, 
 
 
 def median_and_p99(values: list[float]) -> tuple[float, float] | None:
-    """Returns the median and the 99th percentile. None if there are no values."""
+    """Returns the median and the 99th percentile. Returns None if there are no values."""
     if len(values) < 2:
         return (values[0], values[0]) if values else None
     hundredths = quantiles(values, n=100, method="inclusive")

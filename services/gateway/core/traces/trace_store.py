@@ -41,8 +41,8 @@ class StoredTrace:
     spans: list[StoredSpan] = field(default_factory=list)
     num_bytes: int = 0
     root: StoredSpan | None = None
-    """The span of the client's request. None until it is received, which is after the request's
-    end. A trace that is made from a running request has it, too.
+    """The span of the client's request. It is None until it is received, which is after the
+    request's end. A trace that is made from a running request has it, too.
     """
     encoded: set[bytes] = field(default_factory=set)
     """The bytes of all spans, by which repeated spans are detected."""

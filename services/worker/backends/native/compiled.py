@@ -68,8 +68,8 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
 
 
 def processor_features() -> frozenset[str]:
-    """Returns Linux's names of the processor's features. Empty if they are unknown, or if the
-    processor is not x86.
+    """Returns Linux's names of the processor's features. The result is empty if they are unknown,
+    or if the processor is not x86.
     """
     if platform.machine() not in X86:
         return frozenset()

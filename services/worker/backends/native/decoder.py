@@ -36,9 +36,9 @@ def fused_decoder(
     weights: DecoderWeights,
     constants: DecoderConstants,
 ) -> "NativeDecoder | None":
-    """The decoder as one operation. None if an MLP has experts, if a projection is not native, or
-    if ranks do not share memory. `functions` maps data types of the computation to the library's
-    functions.
+    """The decoder as one operation. It is None if an MLP has experts, if a projection is not
+    native, or if ranks do not share memory. `functions` maps data types of the computation to the
+    library's functions.
     """
     head = weights.head
     if not (weights.ranks.size == 1 or isinstance(weights.ranks, NativeRanks)):

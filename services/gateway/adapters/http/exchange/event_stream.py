@@ -54,7 +54,8 @@ class EventStream:
         self.last_sent = 0.0
         """Time of the last write, on the event loop's clock."""
         self._writer: BodyWriter | None = None
-        """Writes the body once the head was sent. None if its parts are sent through ASGI's `send`.
+        """Writes the body once the head was sent. The writer is None if its parts are sent through
+        ASGI's `send`.
         """
         self._unsent: Iterator[bytes] | None = None
 

@@ -210,7 +210,7 @@ def named_event(body: Mapping[str, Any]) -> bytes:
 
 def stop_reason(piece: Piece) -> str | int | None:
     """Returns what ended an answer, as vLLM writes it: the stop string, the stop token's id, or a
-    name for a repetition. None for other reasons.
+    name for a repetition. Returns None for other reasons.
     """
     if piece.finish_reason is FinishReason.REPETITION:
         return "repetition_detected"

@@ -129,8 +129,8 @@ async def planned(
 async def _budget(
     num_tokens: int, reasoning: PromptedReasoning | None, inference: Inference
 ) -> ThinkingBudget | None:
-    """Returns the bound on the number of reasoning tokens. None if the prompt already ends the
-    reasoning.
+    """Returns the bound on the number of reasoning tokens. Returns None if the prompt already ends
+    the reasoning.
     """
     if reasoning is None:
         raise InvalidArgument(
@@ -154,9 +154,9 @@ async def _budget(
 def _reasoning(
     request: ClientRequest, prompt: str, inference: Inference, last_turn: Mapping[str, Any] | None
 ) -> PromptedReasoning | None:
-    """Returns the reasoning format, and whether the prompt has begun or ended the reasoning. None
-    if the server has no reasoning parser. If the continued turn has reasoning and content, the
-    reasoning has ended, even if the template omits it from the prompt.
+    """Returns the reasoning format, and whether the prompt has begun or ended the reasoning.
+    Returns None if the server has no reasoning parser. If the continued turn has reasoning and
+    content, the reasoning has ended, even if the template omits it from the prompt.
     """
     form = inference.output_formats.reasoning
     if form is None:
@@ -279,8 +279,8 @@ async def _strict(
     use: ToolUse, reasoning: PromptedReasoning | None, inference: Inference
 ) -> StructuredOutputs | None:
     """Returns a constraint that allows text and calls. Calls of strict tools must conform to their
-    schemas. None if the tool format has no envelope, since a grammar cannot constrain the arguments
-    of its calls.
+    schemas. Returns None if the tool format has no envelope, since a grammar cannot constrain the
+    arguments of its calls.
     """
     formats = inference.output_formats
     if formats.tools is None or formats.tools.envelope is None:

@@ -117,7 +117,8 @@ class GuardedConnection(SlicedProtocol):
     @property
     def can_wait(self) -> bool:
         """Whether requests of other connections are read before this connection's next request.
-        True if the last request was refused, because the next one will probably be refused, too.
+        This is true if the last request was refused, because the next one will probably be refused,
+        too.
         """
         return self._was_refused
 

@@ -123,8 +123,8 @@ class CacheAware:
         return chosen, RoutingReason.CACHED if chosen.is_cached else RoutingReason.CHEAPEST
 
     def _keys(self, inflight: Inflight, replica: Replica) -> list[int]:
-        """Returns the keys of the sequence's full blocks. Empty for prompts that are embeddings,
-        which have no keys, and for requests that skip the prefix cache.
+        """Returns the keys of the sequence's full blocks. The result is empty for prompts that are
+        embeddings, which have no keys, and for requests that skip the prefix cache.
         """
         served, request = replica.description, inflight.request
         if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
@@ -177,8 +177,8 @@ class CacheAware:
 
 
 def _cached_key(offer: _Offer, keys: Sequence[int]) -> int | None:
-    """Returns the key of the last block that is expected to be cached. None if there is no such
-    block.
+    """Returns the key of the last block that is expected to be cached. Returns None if there is no
+    such block.
     """
     return keys[offer.depth - 1] if offer.depth else None
 

@@ -19,17 +19,17 @@ class OutputForm:
     """The format of one request's answers."""
 
     tools: ToolFormat | None = None
-    """The model's own call format. None if calls are treated as content."""
+    """The model's own call format. It is None if calls are treated as content."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Maps the names of tools to the JSON schemas of their parameters."""
     is_call_list: bool = False
     """Whether a grammar forces the answer to be a JSON list of calls."""
     named: str | None = None
     """The tool that must be called. A grammar forces the answer to be the arguments of this tool.
-    None if there is no such tool.
+    The name is None if there is no such tool.
     """
     reasoning: ReasoningFormat | None = None
-    """How the model marks its reasoning. None if reasoning is not parsed."""
+    """How the model marks its reasoning. It is None if reasoning is not parsed."""
     begins_in_reasoning: bool = False
     """Whether the prompt ends inside reasoning."""
     is_harmony: bool = False

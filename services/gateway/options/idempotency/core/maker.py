@@ -20,7 +20,7 @@ class ResumingEngine(Protocol):
     """An engine that can resume sequences that another engine has started."""
 
     def model_fingerprint(self) -> bytes:
-        """The fingerprint of the model in use. Empty until a replica has connected."""
+        """The fingerprint of the model in use. It is empty until a replica has connected."""
 
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()

@@ -188,6 +188,6 @@ class ResponsesBody(UnservedResponsesFields):
 
     @property
     def form(self) -> JsonObjectFormat | ResponsesJsonSchema | None:
-        """The format that the answer must conform to. None if any text is allowed."""
+        """The format that the answer must conform to. It is None if any text is allowed."""
         form = None if self.text is None else self.text.format
         return None if isinstance(form, TextFormat) else form

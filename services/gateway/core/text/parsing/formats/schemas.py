@@ -66,7 +66,7 @@ class _Schema:
         self._num_left = _MAX_SCHEMAS
 
     def of_property(self, schema: object, key: str) -> dict[str, Any] | None:
-        """Returns the schema of an object's property. None if there is none."""
+        """Returns the schema of an object's property. Returns None if there is none."""
         found: list[object] = []
         others: list[object] = []
         for one in self._all(schema, set()):
@@ -100,8 +100,8 @@ class _Schema:
             yield from self._all(part, seen)
 
     def _types(self, schema: object, above: frozenset[int]) -> frozenset[str] | None:
-        """Returns the types that a schema allows. None if the schema contains itself, or the limit
-        on visits is reached.
+        """Returns the types that a schema allows. Returns None if the schema contains itself, or
+        the limit on visits is reached.
         """
         if id(schema) in above or not self._takes_one():
             return None
@@ -136,7 +136,9 @@ class _Schema:
                 yield types
 
     def _referred(self, schema: Mapping[str, Any]) -> object:
-        """Returns the target of a schema's reference. None if the schema has no reference."""
+        """Returns the target of a schema's reference. Returns None if the schema has no
+        reference.
+        """
         ref = schema.get("$ref")
         found = find_ref(self._root, ref) if isinstance(ref, str) else None
         return None if found is None else found[0]
@@ -203,7 +205,7 @@ def _readings(text: str, types: frozenset[str]) -> Iterator[tuple[Any, str]]:
 
 
 def _json(text: str) -> Any:
-    """Returns the value of a JSON text. None for invalid JSON and for null."""
+    """Returns the value of a JSON text. Returns None for invalid JSON and for null."""
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
