@@ -146,8 +146,8 @@ class GatewaySettings(ClientSettings, OptionSettings):
     )
     redis_url: str | None = setting(
         None,
-        doc="Redis with the registry of schedulers, cached prefixes, and answers to idempotency "
-        "keys: redis://[user:password@]host:port, or rediss://host:port?ssl_ca_certs=PATH; "
+        doc="Redis with the registry of schedulers, cached prefixes, and what gateways share: "
+        "redis://[user:password@]host:port, or rediss://host:port?ssl_ca_certs=PATH; "
         "any node of a cluster (default: none)",
         check=is_redis_url,
         is_secret=True,

@@ -50,8 +50,8 @@ class Generation:
         self.mailbox: DeltaSource | None = None
         """The output of the sequences at the engine. None before `start`."""
         self.source: KeptSource | None = None
-        """The source of an answer that is shared under an idempotency key. It is None if an engine
-        generates the answer for this request.
+        """The source of an answer that several requests share. It is None if an engine generates
+        the answer for this request.
         """
         self.is_replay = False
         """Whether another request started the shared answer."""
