@@ -31,7 +31,7 @@ class StepLayout:
     group.
 
     Tokens of a request are consecutive. Requests with one token come first, in ascending order of
-    `seq_lens`; `num_decodes` counts them. Chunks of several tokens follow.
+    `seq_lens`. `num_decodes` is their number. Chunks of several tokens follow.
 
     * `query_starts` int32 [num_reqs + 1]: index of each request's first token, then the total
       number of tokens.

@@ -159,7 +159,7 @@ class Kernels(Protocol):
     """
 
     def padded_rows(self, num_rows: int) -> int:
-        """The number of rows to compute instead of `num_rows`; at least `num_rows`."""
+        """The number of rows to compute instead of `num_rows`. It is at least `num_rows`."""
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         """A projection. The weight is packed, and the caller's tensor is not kept. A quantized

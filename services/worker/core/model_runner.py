@@ -249,9 +249,9 @@ class ModelRunner:
     def _forward(
         self, tokens: StepTokens, token_ids: torch.Tensor, logits_indices: Int64Array
     ) -> tuple[torch.Tensor | None, Callable[[torch.Tensor], torch.Tensor]]:
-        """Runs the model over the step's tokens. Returns two results: the logits of the tokens at
-        these indexes, float32 [n, vocab_size], or None if there are no indexes; and a function that
-        computes the logits of tokens at other indexes.
+        """Runs the model over the step's tokens. Returns two results. The first has the logits of
+        the tokens at these indexes, float32 [n, vocab_size], or is None if there are no indexes.
+        The second is a function that computes the logits of tokens at other indexes.
         """
         embedded = self._embedded.of_step(tokens, token_ids)
         is_all = len(logits_indices) == len(tokens.token_ids)

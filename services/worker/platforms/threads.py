@@ -48,8 +48,8 @@ def choose_threads(
     processors.
 
     A quota is rounded down. If threads used up the quota before its period ends, all threads of the
-    process would be suspended for the rest of the period, including the thread that answers the
-    scheduler.
+    process would be suspended for the rest of the period. The thread that answers the scheduler
+    would be suspended, too.
     """
     cores, reasons = _cores(processors)
     if cores >= ENOUGH_TO_SPARE and processors.num_allowed == processors.num_cores:

@@ -23,7 +23,7 @@ _LAST_ODD = 21
 
 
 def exponential(x: Float32Array) -> Float32Array:
-    """e^x for x up to 0, within 3 units in the last place; 0 below -87.
+    """e^x for x up to 0, within 3 units in the last place. The result is 0 for x below -87.
 
     Cody and Waite's reduction: x / ln 2 is split into an integer and a remainder of at most one
     half. A polynomial approximates the exponential of the remainder.
@@ -45,8 +45,8 @@ def exponential(x: Float32Array) -> Float32Array:
 def logarithm(x: Float64Array) -> Float64Array:
     """The natural logarithm of normal numbers above 0, within 2 units in the last place.
 
-    The logarithm of a mantissa m between the square roots of 1/2 and 2 is twice the inverse
-    hyperbolic tangent of (m - 1) / (m + 1), which is a series of odd powers.
+    The mantissa m is between the square roots of 1/2 and 2. Its logarithm is twice the inverse
+    hyperbolic tangent of (m - 1) / (m + 1). This function is a series of odd powers.
     """
     bits = x.view(np.uint64)
     biased = (bits + np.uint64(_ONE - _ROOT_OF_HALF)) >> np.uint64(_MANTISSA_BITS)

@@ -28,7 +28,7 @@ class DraftLength:
         return self._length
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Records that `num_accepted` of `num_drafts` drafts were accepted; `num_drafts` is above
+        """Records that `num_accepted` of `num_drafts` drafts were accepted. `num_drafts` is above
         0.
         """
         if num_accepted:

@@ -17,7 +17,7 @@ class Proposer(Protocol):
     """
 
     def propose(self, row: int, token_ids: Int32Array, most: int) -> Sequence[int]:
-        """Returns up to `most` drafts; `most` is at least 1. `token_ids`: all known tokens of the
+        """Returns up to `most` drafts. `most` is at least 1. `token_ids`: all known tokens of the
         request. In a later call for the row, the same tokens are followed by new ones.
         """
 

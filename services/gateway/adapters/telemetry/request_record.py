@@ -76,7 +76,7 @@ class RequestRecord:
 
     call: Call
     headers: Mapping[str, str]
-    """Headers by lower-case names; in gRPC, the metadata."""
+    """The headers by their lower-case names. In gRPC they are the metadata."""
     request_id: str
     origin: TraceOrigin
     """The trace id, the caller's span, and whether the trace is sampled."""

@@ -31,7 +31,7 @@ class FairQueue(Generic[T]):
     """Serves waiting tenants in proportion to their weights, measured in tokens.
 
     The next item is the first item of the tenant with the lowest virtual token counter. A tenant
-    cannot save up service for later: when a tenant without waiting items adds one, its counter is
+    cannot save up service for later. When a tenant without waiting items adds one, its counter is
     raised to the counter of the tenant served last, minus a credit. The counters are from Sheng et
     al., "Fairness in Serving Large Language Models" (OSDI 2024). The credit is an addition. With
     it, a tenant with few requests is served first even if some of its requests arrive together.

@@ -60,8 +60,8 @@ class Fleet:
        ends, its sequences are taken back. When a connected replica has been unable to run steps for
        `migrate_after_seconds` and another replica is ready, its sequences are taken back, too.
     3. A sequence that was taken back is sent to another replica, together with all tokens that it
-       has generated. If several replicas in succession are lost while they have a certain sequence,
-       and it has no new token in between, the sequence fails, since it may be the cause.
+       has generated. A sequence fails if several replicas in succession are lost while they have
+       it, and it has no new token in between. The sequence may be the cause of these losses.
     4. Before it is first sent, a sequence may wait in its tenant's queue (TenantQueues), so that no
        tenant occupies all replicas. A gateway without tenants does not use these queues.
 

@@ -149,9 +149,10 @@ class LoadTracker:
     ) -> float:
         """The cost in seconds of a sequence with `num_tokens` uncomputed tokens at this replica.
 
-        The cost is the sum of three times: the time for the tokens before the sequence, several
-        times the time for the sequence's own tokens, and the time by which the sequence and the
-        other requests slow each other down while it decodes.
+        The cost is the sum of three times. The first is the time for the tokens before the
+        sequence. The second is several times the time for the sequence's own tokens. The third is
+        the time by which the sequence and the other requests slow each other down while the
+        sequence decodes.
 
         `fleet_speeds` are the mean speeds of all replicas. The cost uses the average of these and
         the replica's own speeds. With its own speeds only, most new conversations would be sent to

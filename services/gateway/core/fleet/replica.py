@@ -144,9 +144,9 @@ class Replica:
         """Limit on the number of sequences at this replica. It is None if the scheduler did not
         report `max_num_seqs`.
 
-        Normally the limit is `max_num_seqs`. If the queue is blocked, because blocks or token
-        budget are lacking, the limit is the number of running sequences plus half of the waiting
-        ones, so that few sequences wait at the replica.
+        Normally the limit is `max_num_seqs`. The queue is blocked if blocks or token budget are
+        lacking. The limit is then the number of running sequences plus half of the waiting ones, so
+        that few sequences wait at the replica.
         """
         if self.description is None or not self.description.max_num_seqs:
             return None
@@ -171,10 +171,10 @@ class Replica:
         """Returns the error with which the scheduler would refuse a request with this timeout, or
         None if the scheduler may accept the request.
 
-        The estimated length of the queue is the sum of other gateways' requests in the last
-        announcement, this gateway's own requests, and `num_arriving`, the number of requests that
-        will be sent first. If no request waits at the replica, requests that fit into the free
-        places are not counted.
+        The estimated length of the queue is a sum of three numbers: other gateways' requests in the
+        last announcement, this gateway's own requests, and `num_arriving`. The last one is the
+        number of requests that will be sent first. If no request waits at the replica, requests
+        that fit into the free places are not counted.
         """
         if self.queue is None:
             return None

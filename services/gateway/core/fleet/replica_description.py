@@ -29,7 +29,9 @@ class ReplicaDescription:
     max_num_seqs: int = 0
     """The limit on the number of running sequences. It is 0 if it was not reported."""
     hash_block_size: int | None = None
-    """Number of tokens per block hash, if it is smaller than the block size; else None."""
+    """The number of tokens of a block hash, if it is smaller than the block size. Otherwise
+    None.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class RoutingDecision:
     num_candidates: int
     """Number of replicas that could accept the sequence."""
     num_cached_tokens: int = 0
-    """Number of the sequence's tokens that are expected to be cached at the replica. 0 if the
+    """Number of the sequence's tokens that are expected to be cached at the replica. It is 0 if the
     policy has no estimate.
     """
     cost_seconds: float | None = None

@@ -66,7 +66,7 @@ class Projection(ctypes.Structure):
 
 
 class NativeQuantizedWeight(ctypes.Structure):
-    """A QuantizedWeight; `offsets` may be None."""
+    """A QuantizedWeight. `offsets` may be None."""
 
     _fields_ = _fields({"codes scales offsets": _ADDRESS})
 
@@ -110,7 +110,7 @@ class Heads(ctypes.Structure):
 
 
 class Pages(ctypes.Structure):
-    """One layer's pages in the cache; `format`: see CACHE_FORMATS."""
+    """One layer's pages in the cache. The values of `format` are in CACHE_FORMATS."""
 
     _fields_ = _fields({"keys values": _ADDRESS, "block_size format": _INT})
 
@@ -238,7 +238,7 @@ class NativeLogitRows(ctypes.Structure):
 
 
 class NativeRowMasks(ctypes.Structure):
-    """The RowMasks of rows; `rows` is None if no row has a mask."""
+    """The RowMasks of rows. `rows` is None if no row has a mask."""
 
     _fields_ = _fields({"words": _ADDRESS, "width": _COUNT, "rows": _ADDRESS})
 

@@ -2,10 +2,10 @@
 
 Sums over keys are computed in blocks, and block boundaries determine the last bits of the result.
 With FixedRanges the range of a query is a function of its position only. A query at one position
-always has the same keys in the same blocks, whether it is a decode or part of a chunk, and whatever
-other queries are in the step. Keys in the range that a query does not attend to are masked, and add
-zeros. With TightRanges, ranges have no more keys than needed. This is less work, but the last bits
-of a result depend on the step.
+always has the same keys in the same blocks. It does not matter whether the query is a decode or
+part of a chunk, or which other queries are in the step. Keys in the range that a query does not
+attend to are masked, and add zeros. With TightRanges, ranges have no more keys than needed. This is
+less work, but the last bits of a result depend on the step.
 """
 
 import itertools

@@ -8,10 +8,10 @@ like all other keys.
 Keys and values in 8 bits (kv_codes.py) are stored and gathered as codes. They are multiplied by
 their scales, in the model's data type, before attention.
 
-With `batch_invariant`, on the CPU, the bits of a query's result do not depend on the other queries
-in the step, on the chunks of its prompt, or on the placement of its pages. Its keys, and the blocks
-in which they are summed, are a function of its position (key_ranges.py). The number of rows of a
-call is one for which torch's libraries return the same rows (attend.py).
+With `batch_invariant` on the CPU, three things do not affect the bits of a query's result: the
+other queries in the step, the chunks of its prompt, and the placement of its pages. Its keys, and
+the blocks in which they are summed, are a function of its position (key_ranges.py). The number of
+rows of a call is one for which torch's libraries return the same rows (attend.py).
 
 * Decodes of similar length form a group. A group needs one gather into a persistent workspace, and
   one attention call. The query heads that share a key head are treated as queries of one head.

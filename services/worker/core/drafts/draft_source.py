@@ -14,7 +14,8 @@ class WantedDrafts:
     """Asks for up to `most` drafts of one request. `index`: the request's index in the step. `row`:
     its row in the batch.
 
-    `forced`: tokens that a grammar forces to come next. They are the first drafts; at most `most`.
+    `forced`: tokens that a grammar forces to come next. They are the first drafts, and there are at
+    most `most` of them.
     """
 
     index: int

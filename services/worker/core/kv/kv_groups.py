@@ -92,10 +92,11 @@ def layer_kinds(
 ) -> list[LayerKind]:
     """The kind of each attention layer.
 
-    Layers with different windows and key shapes become separate kinds under two conditions: blocks
-    may differ in tokens (`scales_blocks`), and the size of a token's largest keys is a multiple of
-    each other size. Otherwise all layers are of one kind without a window, whose group keeps the
-    blocks of all tokens. If all layers have the same window, or the same shape, shapes are ignored.
+    Layers with different windows and key shapes become separate kinds under two conditions. Blocks
+    may have different numbers of tokens (`scales_blocks`), and the size of a token's largest keys
+    is a multiple of each other size. Otherwise all layers are of one kind without a window, whose
+    group keeps the blocks of all tokens. If all layers have the same window, or the same shape,
+    shapes are ignored.
     """
     shapes = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
     if len(set(shapes)) == 1 or len({layer.window for layer in layers}) == 1:

@@ -43,7 +43,7 @@ _OUTPUT_NORMALIZED = NormNames(
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of a layer's expert tensors; `{}` is replaced by the expert's number."""
+    """The names of a layer's expert tensors. The expert's number replaces `{}`."""
 
     router: str
     gate: str

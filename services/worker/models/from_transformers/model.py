@@ -1,8 +1,8 @@
 """Loads decoders without native code: transformers reads them and runs their layers.
 
 A model that cannot be served is refused with one sentence before the worker starts to serve. This
-happens if the model is not a decoder, if a layer has no attention, if the model does not use
-transformers' attention interface, or if its cached keys would change later.
+happens in four cases: the model is not a decoder, a layer has no attention, the model does not use
+transformers' attention interface, or its cached keys would change later.
 """
 
 import inspect

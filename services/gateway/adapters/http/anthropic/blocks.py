@@ -138,7 +138,7 @@ class AnthropicMessage(HistoryBody):
 
     def to_template(self, where: str) -> Iterator[dict[str, Any]]:
         """The turn as chat templates expect it. Each tool result is a separate turn. Raises
-        InvalidArgument for blocks that this role cannot have; `where` locates the message in the
+        InvalidArgument for blocks that this role cannot have. `where` locates the message in the
         error.
         """
         if not self.content or isinstance(self.content, str):

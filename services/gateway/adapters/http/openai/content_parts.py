@@ -30,7 +30,7 @@ THOUGHTS = frozenset({"thinking", "reasoning_text", "summary_text"})
 
 def _as_text(value: Any) -> Any:
     """Converts a value to a text. Null becomes an empty text. The texts of a list of parts are
-    joined; Mistral's clients send thoughts as such a list.
+    joined. Mistral's clients send thoughts as such a list.
     """
     if value is None:
         return ""

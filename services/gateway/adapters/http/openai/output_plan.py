@@ -107,7 +107,7 @@ async def planned(
 ) -> ClientRequest:
     """Returns the request with the constraint on its answers and the format by which they are
     parsed. `prompt` is the rendered text of the request's prompt. `last_turn` is the assistant's
-    turn that the answer continues. `thinking_token_budget` bounds the number of reasoning tokens;
+    turn that the answer continues. `thinking_token_budget` bounds the number of reasoning tokens.
     -1 means no bound. Raises InvalidArgument.
     """
     sampling = request.sampling
@@ -180,9 +180,10 @@ async def _plan(
     answers' content. Raises InvalidArgument.
 
     As in vLLM, `wanted` does not apply if a call is forced, and constraints apply only to the text
-    after the reasoning. If the model may call tools and the tool format marks the start and end of
-    calls (an envelope), an answer is either such calls or content that conforms to `wanted`. In
-    formats without an envelope, the model cannot call tools if `wanted` is set.
+    after the reasoning. Some tool formats have an envelope, which marks the start and end of calls.
+    If the model may call tools and the tool format has an envelope, an answer is either calls or
+    content that conforms to `wanted`. In formats without an envelope, the model cannot call tools
+    if `wanted` is set.
     """
     use.check(inference)
     formats = inference.output_formats

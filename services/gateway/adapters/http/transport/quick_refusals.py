@@ -35,9 +35,9 @@ class QuickRefusals:
     created. A request that is admitted is counted at once, so that a burst of requests cannot
     exceed the limits.
 
-    Some requests are left to the application, which applies the same rules: requests that must be
-    refused for another reason, requests with one of `left_headers`, and requests
-    whose API key is not in memory or whose tenant has limits of its own.
+    Some requests are left to the application, which applies the same rules. These are requests that
+    must be refused for another reason, requests with one of `left_headers`, requests whose API key
+    is not in memory, and requests whose tenant has its own limits.
     """
 
     operations: Mapping[str, str]

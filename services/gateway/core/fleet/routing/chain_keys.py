@@ -22,8 +22,9 @@ class ChainKeys:
     """Computes the keys of prompts, with a cache of segments of 16 blocks.
 
     Turns of a conversation, and prompts with a common prefix, repeat segments, so only the new tail
-    is hashed. The cache's key of a segment is the hash of the block before it and the segment's
-    tokens, so conversations need no ids. 8192 segments of 16-token blocks take about 16 MB.
+    is hashed. The cache's key of a segment consists of the hash of the block before it and the
+    segment's tokens. Therefore conversations need no ids. 8192 segments of 16-token blocks take
+    about 16 MB.
     """
 
     def __init__(self, max_segments: int = MAX_SEGMENTS) -> None:

@@ -21,8 +21,8 @@ def read_call_object(
 
     Until both the name and the start of the arguments were read, invalid text raises Malformed, and
     the caller treats the text as content. After that, a truncated call stays incomplete. A call
-    without arguments has empty arguments; if `needs_arguments` is true, it raises Malformed. If
-    `names` is given, an object with a name that it does not contain raises Malformed.
+    without arguments has empty arguments. If `needs_arguments` is true, such a call raises
+    Malformed. If `names` is given, an object with a name that it does not contain raises Malformed.
     """
     call = _Call(sink, reader, names)
     try:
