@@ -1,6 +1,6 @@
 """Fixtures shared by the gateway's tests."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +8,7 @@ import pytest
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import Serving, serving, serving_with
 from tests.gateway.tiny_tokenizer import write_tokenizer
+from tests.redis_servers import RedisServer, redis_server
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +29,10 @@ async def hermes(calling: Path) -> AsyncIterator[Serving]:
     """A gateway that parses tool calls and reasoning, with the model of the test's module."""
     async with serving_with(calling, "hermes", "qwen3") as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis server that all tests of a module share."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server

@@ -1,7 +1,7 @@
 """A running gateway finds schedulers by itself in Redis and in DNS."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,6 @@ from tests.redis_servers import RedisServer, needs_redis, redis_server
 UP, ADDRESSES, FAILURES = (
     f'stepwell_discovery_{name}{{source="redis"}}' for name in ("up", "addresses", "failures_total")
 )
-
-
-@pytest.fixture(scope="module")
-def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture

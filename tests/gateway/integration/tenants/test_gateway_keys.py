@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,11 @@ from services.common.rpc.status import from_rpc_error
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import FileKeyring, Keyring, RedisKeyring, bearer
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
-from tests.redis_servers import RedisServer, needs_redis, redis_server
+from tests.redis_servers import needs_redis, redis_server
 
 ACME, OTHER = TenantRecord("acme"), TenantRecord("other")
 BODY = {"prompt": "the", "max_tokens": 2}
 PLACES = ["file", pytest.param("redis", marks=needs_redis)]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as running:
-        yield running
 
 
 @asynccontextmanager
@@ -44,7 +38,7 @@ async def keyed(
         ring = FileKeyring(tmp_path / "keys.json")
         given: dict[str, Any] = {"api_key_file": ring.path}
     else:
-        server = request.getfixturevalue("server")
+        server = request.getfixturevalue("shared_redis")
         server.ask("FLUSHALL")
         ring = RedisKeyring(server.url)
         given = {"api_keys_in_redis": True, "redis_url": server.url}

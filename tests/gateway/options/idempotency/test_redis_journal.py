@@ -14,16 +14,10 @@ from tests.gateway.options.idempotency.journal_conformance import (
     append,
     entry,
 )
-from tests.redis_servers import RedisServer, needs_redis, redis_cluster, redis_server, until
+from tests.redis_servers import RedisServer, needs_redis, redis_cluster, until
 from tests.slowness import busy_slowness
 
 RETENTION_SECONDS = 1.5
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -49,40 +43,40 @@ async def connected(url: str) -> AsyncIterator[Journals]:
 @needs_redis
 class TestRedisJournal(JournalConformance):
     @pytest.fixture
-    async def journals(self, server: RedisServer) -> AsyncIterator[Journals]:
-        async for pair in connected(server.url):
+    async def journals(self, shared_redis: RedisServer) -> AsyncIterator[Journals]:
+        async for pair in connected(shared_redis.url):
             yield pair
 
-    async def test_logs_and_leases_expire(self, journals: Journals, server: RedisServer):
+    async def test_logs_and_leases_expire(self, journals: Journals, shared_redis: RedisServer):
         ours, _ = journals
         await ours.open("s")
         await append(ours, entry(0))
-        assert server.ask("DBSIZE") == b":2\r\n"
-        await until(lambda: server.ask("DBSIZE") == b":0\r\n", 60)
+        assert shared_redis.ask("DBSIZE") == b":2\r\n"
+        await until(lambda: shared_redis.ask("DBSIZE") == b":0\r\n", 60)
 
     async def test_a_stopped_server_costs_a_fraction_of_a_second(
-        self, journals: Journals, server: RedisServer
+        self, journals: Journals, shared_redis: RedisServer
     ):
         ours, _ = journals
-        server.stop()
+        shared_redis.stop()
         try:
             began = time.monotonic()
             with pytest.raises(RedisUnavailable):
                 await ours.open("s")
             assert time.monotonic() - began < 4 * CALL_SECONDS * busy_slowness()
         finally:
-            server.go_on()
+            shared_redis.go_on()
 
     async def test_a_server_without_memory_is_unavailable(
-        self, journals: Journals, server: RedisServer
+        self, journals: Journals, shared_redis: RedisServer
     ):
         ours, _ = journals
-        server.ask("CONFIG", "SET", "maxmemory", "1")
+        shared_redis.ask("CONFIG", "SET", "maxmemory", "1")
         try:
             with pytest.raises(RedisUnavailable, match="memory"):
                 await append(ours, entry(0))
         finally:
-            server.ask("CONFIG", "SET", "maxmemory", "0")
+            shared_redis.ask("CONFIG", "SET", "maxmemory", "0")
 
 
 @needs_redis

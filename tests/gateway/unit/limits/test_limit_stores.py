@@ -61,12 +61,6 @@ class World:
         return f"tenant-{next(self.numbers)}"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
 @pytest.fixture(scope="module", params=["memory", pytest.param("redis", marks=needs_redis)])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     with asyncio.Runner() as runner:
@@ -75,7 +69,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
             world = World(store, runner)
             yield world
             return
-        server: RedisServer = request.getfixturevalue("server")
+        server: RedisServer = request.getfixturevalue("shared_redis")
         redis = RedisConnection(server.url)
         shared = RedisLimits(
             *(redis, "gateway-1", MemoryLimits(lambda: 0)),
@@ -197,9 +191,9 @@ def lease_holder(
 
 
 @needs_redis
-async def test_two_gateways_let_in_no_more_than_one_would(server: RedisServer) -> None:
-    server.ask("FLUSHALL")
-    one, two = lease_holder(server, "one"), lease_holder(server, "two")
+async def test_two_gateways_let_in_no_more_than_one_would(shared_redis: RedisServer) -> None:
+    shared_redis.ask("FLUSHALL")
+    one, two = lease_holder(shared_redis, "one"), lease_holder(shared_redis, "two")
     running = [asyncio.create_task(store.run()) for store in (one, two)]
     await until(lambda: one.num_gateways == two.num_gateways == 2)
     limits = LimitSet("together", requests_per_minute=10)
@@ -214,12 +208,12 @@ async def test_two_gateways_let_in_no_more_than_one_would(server: RedisServer) -
 
 
 @needs_redis
-async def test_slots_are_held_while_their_gateway_lives(server: RedisServer) -> None:
+async def test_slots_are_held_while_their_gateway_lives(shared_redis: RedisServer) -> None:
     """The gateway holds them for much longer than their lease. When it ends, they and its share
     become free.
     """
-    server.ask("FLUSHALL")
-    one, two = lease_holder(server, "one"), lease_holder(server, "two")
+    shared_redis.ask("FLUSHALL")
+    one, two = lease_holder(shared_redis, "one"), lease_holder(shared_redis, "two")
     running = [asyncio.create_task(store.run()) for store in (one, two)]
     limits = LimitSet("slots", max_concurrent_requests=1)
     await until(lambda: one.num_gateways == 2)
@@ -228,7 +222,7 @@ async def test_slots_are_held_while_their_gateway_lives(server: RedisServer) -> 
         await asyncio.sleep(0.1)
         taken = await two.take(limits, Change("b", slot_change=HOLD))
         assert taken.refused_by is Quota.CONCURRENCY
-    server.ask("FLUSHALL")  # held slots are acquired again
+    shared_redis.ask("FLUSHALL")  # held slots are acquired again
 
     async def is_held() -> bool:
         return bool(await two._redis.call(lambda client: client.zcard("slots:{t:slots}")) == 1)
