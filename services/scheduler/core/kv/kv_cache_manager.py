@@ -132,8 +132,11 @@ class KVCacheManager:
         outcome = await self._transact(operations, traceparent)
         self._note_hits(builder, looked_up, outcome)
 
-    def hash_continuation(self, request: Request) -> None:
-        """Computes the hashes of a request that holds blocks, before its admission."""
+    def resume_prefix(self, builder: StepBuilder, request: Request, steps: PlannedSteps) -> None:
+        """Prepares the admission of a request that holds blocks: its computed tokens are its hit,
+        and its full blocks are hashed.
+        """
+        builder.prefixes.go_on(request, steps)
         if self._config.enable_prefix_caching:
             request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
 

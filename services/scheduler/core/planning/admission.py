@@ -168,13 +168,20 @@ class AdmissionPlanner:
         self, builder: StepBuilder, trial: _Trial, request: Request, *, is_first: bool
     ) -> tuple[int, bool]:
         """The number of tokens of a request's hit, and whether an earlier admission may have
-        changed it. Admissions do not change it if the request already holds blocks.
+        changed it. If hits can be computed here, the number includes blocks that earlier admissions
+        publish. Admissions do not change the hit of a request that already holds blocks.
         """
         hit, foretells_hits = builder.prefixes.hits[request], self.config.foretells_hits
         if request.holds_blocks:
             return hit, False
         if foretells_hits:
-            hit = self._with_published(request, hit, trial.published)
+            size, hashes = self.config.hash_block_size, request.block_hashes
+            num_blocks, most = hit // size, min(request.max_hit_tokens // size, len(hashes))
+            while num_blocks < most and hashes[num_blocks] in trial.published:
+                num_blocks += 1
+            if self.config.drop_last_hit_block and num_blocks * size > hit:
+                num_blocks -= 1
+            hit = num_blocks * size
         return hit, not is_first and (hit > 0 or not foretells_hits)
 
     def _take(self, trial: _Trial, planned: PlannedAdmission) -> None:
@@ -254,17 +261,6 @@ class AdmissionPlanner:
         )
         return PlannedAdmission(request, terms, num_new, num_asked, num_drafts)
 
-    def _with_published(self, request: Request, hit: int, published: set[BlockHash]) -> int:
-        """The hit, extended by blocks that earlier admissions of the step publish."""
-        size = self.config.hash_block_size
-        blocks = hit // size
-        longest = min(request.max_hit_tokens // size, len(request.block_hashes))
-        while blocks < longest and request.block_hashes[blocks] in published:
-            blocks += 1
-        if self.config.drop_last_hit_block and blocks * size > hit:
-            blocks -= 1
-        return blocks * size
-
     def _padding(
         self, builder: StepBuilder, request: Request, start: int, end: int, budget: int
     ) -> int:
@@ -285,11 +281,14 @@ class AdmissionPlanner:
         if self.config.num_speculative_rows:
             return 0
         num_drafts = self.config.num_speculative_tokens
-        if end - start != 1 or end != request.num_tokens or builder.has_prefill_chunks:
+        if end - start != 1 or end != request.num_tokens:
+            return 0
+        if any(scheduled.is_prefill_chunk for scheduled in builder.off_fast_path):
             return 0
         if end + num_drafts >= self.config.max_model_len or num_drafts >= self.config.token_budget:
             return 0
-        if not (builder.has_running_requests or start):
+        has_running_requests = len(builder.plan.requests) > len(builder.plan.block_tables)
+        if not (has_running_requests or start):
             return 0
         num_tokens = 1 + num_drafts
         if num_tokens <= budget:

@@ -229,16 +229,6 @@ class StepBuilder:
             self._encoder = self.make_encoder()
         return self._encoder
 
-    @property
-    def has_running_requests(self) -> bool:
-        """Whether a request that ran before this step is scheduled."""
-        return len(self.plan.requests) > len(self.plan.block_tables)
-
-    @property
-    def has_prefill_chunks(self) -> bool:
-        """Whether a request that ran before this step computes a further chunk of its prompt."""
-        return any(request.is_prefill_chunk for request in self.off_fast_path)
-
     def cap(self, num_tokens: int) -> int:
         """Returns `num_tokens`, limited by `long_prefill_token_threshold`."""
         threshold = self.long_prefill_token_threshold

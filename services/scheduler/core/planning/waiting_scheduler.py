@@ -158,8 +158,7 @@ class WaitingScheduler:
             if request in builder.prefixes.hits or passing_over.reason(request) is not None:
                 continue
             if request.holds_blocks:
-                builder.prefixes.go_on(request, self._state.steps)
-                self._kv_cache_manager.hash_continuation(request)
+                self._kv_cache_manager.resume_prefix(builder, request, self._state.steps)
             else:
                 not_looked_up.append(request)
         return not_looked_up

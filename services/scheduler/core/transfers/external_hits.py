@@ -51,8 +51,7 @@ class ExternalHits:
             plan.decisions.append(PassedOver(request, reason))
             return plan
         if request.holds_blocks:
-            builder.prefixes.go_on(request, self._steps)
-            self._kv_cache_manager.hash_continuation(request)
+            self._kv_cache_manager.resume_prefix(builder, request, self._steps)
             builder.prefixes.external[request] = 0
             return None
         await self._look_up(builder, request, traceparent)
