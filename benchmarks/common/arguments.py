@@ -75,6 +75,6 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments at the first `--`. Those after it are meant for another program."""
+    """Splits arguments at the first `--`. Arguments after it are for another program."""
     own = list(takewhile(lambda argument: argument != "--", argv))
     return own, list(argv[len(own) + 1 :])

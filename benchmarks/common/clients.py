@@ -24,7 +24,9 @@ from services.common.rpc.protocol import own_release
 OK = 200
 _END, _ERROR = b"\n\n", b'data: {"error"'
 _TOKEN_IDS = re.compile(rb'"token_ids":\s*\[([^\]]+)\]')
-"""The token ids of an event's choice. In the model's text, quotation marks are escaped."""
+"""Matches the token ids of an event's choice. It cannot match the model's text, since quotation
+marks in the text are escaped.
+"""
 
 
 class GrpcClient:

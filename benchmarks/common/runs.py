@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 def run_program(running: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine and returns its result. If it fails, its errors are logged and the process
-    ends with status 1. SIGINT and SIGTERM end it with status 130.
+    ends with status 1. SIGINT and SIGTERM end the process with status 130.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -37,8 +37,8 @@ def run_measurement(
     measure: Callable[[str], Coroutine[Any, Any, Any]],
     json_file: Path | None,
 ) -> None:
-    """Runs `measure` of the program `benchmarks.PROGRAM`, with its command as an argument. Writes
-    the figures to `json_file`, if given.
+    """Runs `measure` of the program `benchmarks.PROGRAM`, with the program's command line as the
+    argument. Writes the figures to `json_file`, if given.
     """
     begun = time.monotonic()
     results = run_program(measure(shlex.join(["python", "-m", f"benchmarks.{program}", *argv])))

@@ -19,7 +19,9 @@ _NUM_PROMPT_TOKENS, _NUM_TOKENS = 60, 24
 _LOOKS = ("/metrics", "/activity", "/health")
 
 Answer = list[bytes]
-"""A client's answer as pieces. They do not depend on how it was divided into messages."""
+"""A client's answer as pieces. The pieces do not depend on how the answer was divided into
+messages.
+"""
 
 
 class Batch:

@@ -128,10 +128,10 @@ class _World:
         return inflight
 
     def fill(self, num_blocks: int, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Adds about `num_blocks` blocks to the index. The blocks of a prompt are on one replica.
-
-        They include the blocks of `prompts` without the prompts' last turns. Returns the block keys
-        of the other prompts.
+        """Adds about `num_blocks` blocks to the index. First come the blocks of `prompts` without
+        the prompts' last turns, each prompt on one replica. The rest are blocks of other prompts.
+        Each of these is whole on one replica, and its first blocks may be on others too. Returns
+        the block keys of the other prompts.
         """
         held: list[list[Sequence[int]]] = [[] for _ in self.replicas]
         for number, tokens in enumerate(prompts):

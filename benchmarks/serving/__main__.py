@@ -13,10 +13,10 @@ Tables go to standard output, progress to standard error.
 
 With --baseline the services are compared with the services of another checkout. Each checkout's
 services are started by its own `stepwell up`. With --tracing only the cost of tracing is measured,
-in longer and more runs. They alternate between no tracing, a trace ratio of 1 % and one of 100 %.
-With --stages one worker is compared with two pipeline stages, each of which computes with one
-thread. With --structured, a load is measured while as many requests with a schema run at the same
-time, and while as many requests without a schema do.
+in longer and more runs. The runs alternate between no tracing, a trace ratio of 1 % and one of 100
+%. With --stages one worker is compared with two pipeline stages, each of which computes with one
+thread. With --structured, a load is measured while as many other requests run at the same time. In
+alternate runs, the other requests have a schema or none.
 """
 
 import sys

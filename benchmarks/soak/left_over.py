@@ -31,8 +31,8 @@ async def read_status(http: httpx.AsyncClient, gateway: str) -> dict[str, Any]:
 
 
 def left_over(status: dict[str, Any]) -> str:
-    """Describes the requests and blocks that are left by a gateway's status. The result is empty if
-    none are.
+    """Describes the requests and blocks that are left, according to a gateway's status. The result
+    is empty if none are left.
     """
     replicas = [replica["stats"] for replica in status["replicas"]]
     if None in replicas:

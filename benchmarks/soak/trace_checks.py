@@ -68,14 +68,14 @@ class TraceReport:
 
     num_requests: int
     unexplained: list[float] = field(default_factory=list)
-    """For each request, the fraction of its time that no leaf span or more than one covers."""
+    """For each request, the fraction of its time that is covered by no leaf span or by several."""
     elsewhere: list[float] = field(default_factory=list)
     """For each request, the fraction of the client's time that is outside the gateway's span."""
     counts: Counter[str] = field(default_factory=Counter)
     """Maps span names to numbers of spans, and causes of interruptions to their numbers."""
     num_lost: int = 0
-    """Number of spans that lack their parent, and of requests' stays at a replica that lack the
-    replica's span, because a service was killed.
+    """Number of spans without their parent, plus number of stays at a replica without the replica's
+    span. A killed service does not export its last spans.
     """
     faults: list[str] = field(default_factory=list)
 

@@ -1,5 +1,5 @@
-"""The output of `stepwell up` on standard error. It consists of lines of the services and of its
-own lines.
+"""The output of `stepwell up` on standard error. It consists of lines of the services and lines of
+the command itself.
 """
 
 import json
@@ -18,10 +18,10 @@ _TAIL_SHOWN = 8
 class Console:
     """A supervisor's `Observer` that writes for people, with colours if `colour` is set.
 
-    `quiet` drops lines of the services and of normal progress. With `raw` the services' JSON lines
-    get their name as a field, `process`, and the command's own lines are JSON too. Lines that
-    cannot be written are dropped, and their number is written once the stream accepts lines again.
-    `name_width` is the number of characters of the longest service name.
+    `quiet` drops lines of the services and of normal progress. With `raw` each JSON line of a
+    service gets the field `process` with the service's name, and the command's own lines are JSON
+    too. Lines that cannot be written are dropped, and their number is written once the stream
+    accepts lines again. `name_width` is the number of characters of the longest service name.
     """
 
     def __init__(

@@ -58,8 +58,8 @@ async def why_not_live(channel: grpc.aio.Channel, address: str) -> str:
 
 
 def why_unreachable(address: str) -> str:
-    """The reason why nothing can connect to the address, which is that its socket was removed.
-    Empty if the socket exists.
+    """Returns the reason why nothing can connect to a Unix socket that was removed. Returns an
+    empty text for an existing socket and for host:port.
     """
     socket = Path(address.removeprefix(_UNIX))
     is_removed = address.startswith(_UNIX) and not socket.exists()

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Store(Protocol):
-    """A store of key records. Raises CommandError with one sentence if it cannot be read or
+    """A store of key records. Raises CommandError with one sentence if the store cannot be read or
     written.
     """
 

@@ -38,7 +38,7 @@ _KEYS = ("api_keys", "api_key_file", "api_keys_in_redis")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs until a signal. Log lines that cannot be written do not affect it."""
+    """Runs until a signal arrives, even if log lines cannot be written."""
     try:
         return _up(argv)
     finally:
@@ -195,7 +195,7 @@ async def _announce_ready(
 
 
 def _of_gateway(name: str, settings: UpSettings) -> Any:
-    """The value of a setting that is forwarded to the gateway. Without it, the value of the
+    """The value of a setting that is forwarded to the gateway. If it is not set, the value of the
     gateway's own variable, which may name a secret file.
     """
     variable = variable_name("gateway", name)

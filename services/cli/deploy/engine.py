@@ -17,9 +17,9 @@ _HTTP_PORT = "8000/tcp"
 _CONNECT_SECONDS = 10.0
 _ANY_HOST = ("0.0.0.0", "::", "")
 _KILL = "kill -9 $(cat /proc/1/task/1/children)"
-"""Kills the service from inside its container, as a container engine does not restart a container
-that was ended by the engine's own `kill`. Process 1 is the init program, which cannot be killed
-from inside. The service is its child.
+"""The shell command that kills the service from inside its container. It is used because a
+container engine does not restart a container that was ended by the engine's own `kill`. Process 1
+is the init program, which cannot be killed from inside. The service is its child.
 """
 
 

@@ -42,13 +42,15 @@ class Deployment(Protocol):
         """All containers, sorted by name."""
 
     def broken(self, container: Container, fault: Fault) -> AbstractContextManager[None]:
-        """Breaks a container. Leaving the context undoes a fault that lasts."""
+        """Breaks a container. At the end of the context, a fault that does not end by itself is
+        undone.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The result of one stream. It has the text, the error (or an empty text), and the longest time
-    between two events.
+    between two events, in seconds.
     """
 
     text: str

@@ -49,7 +49,7 @@ class Child:
     """A running child. Standard output and standard error are merged into one sequence of lines.
 
     The child leads its own session, so Ctrl-C in a terminal reaches only the supervisor. The kernel
-    kills the child when the supervisor ends. It must be started from the main thread.
+    kills the child when the supervisor ends. A child must be started from the main thread.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class LivenessPolicy:
 
     @property
     def longest_turn_seconds(self) -> float:
-        """The longest counted time between two measurements."""
+        """Limit on the time between two measurements that counts as silence, in seconds."""
         return 2 * self.pause_seconds
 
     def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:

@@ -270,8 +270,8 @@ def _membership(
 
 
 def _vllm_grpc(replica: int, settings: UpSettings, addresses: Addresses) -> dict[str, Any]:
-    """Settings of a scheduler that serves vllm.grpc.engine, which are its address and its reported
-    model.
+    """The settings with which a scheduler serves vllm.grpc.engine: the address, and the model that
+    it reports.
     """
     if not addresses.vllm_grpc_ports:
         return {}

@@ -50,8 +50,8 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
 
 async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
     """Runs the history with another configuration. Raises CommandError if the pool is not possible.
-    Also raises it if the scheduler has a connector, because the log contains only the loads that
-    took place, not the loads that other settings would have allowed.
+    Also raises CommandError if the scheduler has a connector, because the log contains only the
+    loads that took place, not the loads that other settings would have allowed.
     """
     if config.kv_role is not None:
         raise CommandError("--set cannot be used on a log of a scheduler with a KV connector")

@@ -45,7 +45,7 @@ class Sample:
         return cls(client.get(path), time.monotonic())
 
     def rates(self, replica: Document, before: "Sample | None") -> dict[str, float]:
-        """The growth per second of each of a replica's totals since an earlier sample.
+        """Maps each total of a replica to its growth per second since an earlier sample.
 
         Empty without an earlier sample, and after a restart, because totals restart at 0.
         """

@@ -27,7 +27,7 @@ class LoraModules:
 
     def check_new(self, name: str, *, in_place: bool = False) -> None:
         """Raises InvalidArgument if a name is empty, too long, not printable, or the model's name.
-        Also raises it for the name of a known adapter, except if `in_place` is true.
+        If `in_place` is false, also raises InvalidArgument for the name of a known adapter.
         """
         if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()):
             raise InvalidArgument(

@@ -41,7 +41,7 @@ class Option:
     """
 
     def __init__(self, settings: Any, parts: OptionParts) -> None:
-        """`settings` are the gateway's settings, which include those of this option. Raises
+        """`settings` are the gateway's settings, which include this option's settings. Raises
         SettingError for an invalid setting.
         """
 

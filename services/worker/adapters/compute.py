@@ -151,12 +151,12 @@ async def follow_liveness(
     read: Callable[[float], Reading] | None = None,
 ) -> None:
     """Checks every `period_seconds`, until cancelled, whether a step is overdue. Calls `set_live`
-    at each change. `read` returns readings of the process that computes. By default it reads this
-    process.
+    with the new state at each change. `read` returns readings of the process that computes. By
+    default it reads this process.
 
     A step counts as hung if two consecutive checks find it overdue, and if this process was able to
-    run for the allowed time. So after the process was suspended, a step has one more period to end.
-    On a busy machine, a step may use as much processor time as on an idle machine.
+    run for the allowed time. So after the process was suspended, the step has one more period to
+    end. On a busy machine, the step may use as much processor time as on an idle machine.
     """
     before, live = None, True
     read = read or watch_self()

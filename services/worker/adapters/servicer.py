@@ -321,7 +321,9 @@ class _StepStream:
         return pending.downloaded.result()
 
     def _begin(self, pending: _PendingStep) -> StepOutput | PendingOutput:
-        """Runs a step in the compute thread. If it fails, the stream's other steps are dropped."""
+        """Runs a step in the compute thread. If the step fails, the stream's other steps are
+        dropped.
+        """
         if self._closed:
             raise Aborted("the stream ended before this step began")
         pending.started_nanos = time.perf_counter_ns()

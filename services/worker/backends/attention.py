@@ -135,7 +135,9 @@ class PagedAttention(Protocol):
         """
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
-        """Clears blocks in all layers. Must be called before the step that needs it begins."""
+        """Clears blocks in all layers. Must be called before the step that uses the blocks
+        begins.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +167,8 @@ def head_elements(layer: AttentionLayer, kv_cache_dtype: KVCacheDtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """The state that one recurrent layer keeps of a sequence instead of keys and values. It
-    consists of tensors. This class has the shape and data type of each.
+    """The state that one recurrent layer keeps of a sequence instead of keys and values. The state
+    consists of tensors. This class has the shape and data type of each tensor.
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -236,7 +238,7 @@ class AttentionShape:
 
     @property
     def layer_groups(self) -> tuple[tuple[int, ...], ...]:
-        """`groups`, or one group of all layers if it is empty."""
+        """`groups`, or one group of all layers if `groups` is empty."""
         return self.groups or (tuple(range(len(self.layers))),)
 
     @property
@@ -277,8 +279,8 @@ class AttentionShape:
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """For each page of a block, the bytes of the largest state stored in it. The list is empty
-        without recurrent layers.
+        """For each page of a block, the bytes of the largest state that the page stores. The list
+        is empty without recurrent layers.
         """
         return tuple(
             max(self.states[layer].num_bytes for layer in layers if layer is not None)
@@ -296,7 +298,7 @@ class AttentionShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of all pages of a block. A page is as large as its keys and values or its state,
-        whichever is larger.
+        """Bytes of all pages of a block. A page stores either keys and values or a state, and is as
+        large as the larger of the two.
         """
         return sum(map(max, zip_longest(self.page_bytes, self.state_bytes, fillvalue=0)))

@@ -6,8 +6,9 @@ page of keys, then in the page of values. Bytes that do not fit there are stored
 that only states use. vLLM's hybrid models have the same layout, in pages of the larger of the two
 sizes.
 
-A step reads the state that the previous step wrote to the request's block table. It writes the
-state after its last token to that token's entry. Both entries may be the same block.
+A step reads a request's state from the block that the block table lists for the last token before
+the step. It writes the new state to the block that the table lists for the step's last token. Both
+may be the same block.
 """
 
 from collections.abc import Sequence

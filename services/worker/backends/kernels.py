@@ -63,8 +63,8 @@ class Mlp(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """The MLP down(activation(gate(x)) * up(x)), with a gated projection `gate_up`. Shazeer, GLU
-    variants.
+    """The MLP down(activation(gate(x)) * up(x)), with a gated projection `gate_up`. Source:
+    Shazeer, "GLU Variants Improve Transformer".
     """
 
     gate_up: Linear
@@ -118,7 +118,7 @@ class DecoderWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConstants:
-    """The constants of a decoder."""
+    """The numbers that a decoder computes with in addition to its weights."""
 
     embedding_scale: float
     """Factor of the embeddings."""

@@ -17,8 +17,9 @@ class RowParameters:
     """Sampling parameters of R rows.
 
     `values`, float64 [n, R]: temperatures, then the fields of Filters in sampling/filters.py. A
-    temperature of 0 selects the best token, and the lowest id among equals. `seeds`: uint64 [R].
-    `positions`, int64 [R]: positions of the tokens in their sequences. All arrays are contiguous.
+    temperature of 0 selects the token with the largest logit, and the lowest id among equals.
+    `seeds`: uint64 [R]. `positions`, int64 [R]: positions of the tokens in their sequences. All
+    arrays are contiguous.
     """
 
     values: npt.NDArray[np.float64]

@@ -22,8 +22,8 @@ from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.quantization_config import QuantizationSetting
 
 WHOLE_FILE_BYTES = 64 * 2**20
-"""Files up to this total size are hashed whole. Of larger files, a sample of each tensor is
-hashed.
+"""Weights up to this total size are hashed whole. If they are larger, only a sample of each tensor
+is hashed.
 """
 
 _SAMPLE_BYTES = 4096

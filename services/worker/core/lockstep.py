@@ -4,8 +4,8 @@ The ranks receive the same bytes, each over its own stream. When streams end, on
 received a step that another did not. So before each step the ranks exchange the numbers of the
 steps that they are about to run. A rank with an older generation drops its step. The other ranks
 wait until this rank has a step of the newest generation. A newer generation always has a greater
-number, even if a clock was set back. Workers report the last generation that they received, and a
-pool does not begin a generation below it.
+number, even if a clock was set back, because workers report the last generation that they received,
+and a pool does not begin a generation with a lower number.
 
 The ranks exchange digests of the messages with these numbers. If one rank was sent another message,
 all ranks refuse the step, since a step needs all ranks.

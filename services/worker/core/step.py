@@ -100,7 +100,7 @@ class StepInput:
     """
 
     generation: int
-    """The batch and the cache are emptied first if the previous step's generation differs."""
+    """If the previous step had another generation, the batch and the cache are emptied first."""
     step: int
     rows: Int32Array
     num_scheduled_tokens: Int32Array

@@ -72,7 +72,7 @@ class ModelConfig:
 
     @property
     def traits(self) -> Traits:
-        """The traits of the architecture."""
+        """The architecture's fixed properties, and its defaults for keys of config.json."""
         return TRAITS[self.architecture]
 
     @property

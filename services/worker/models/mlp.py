@@ -20,8 +20,8 @@ class Experts:
 
     Tokens are grouped by expert, so that each expert is one multiplication. Experts that no token
     picks are not computed. A token's results are added in the order of expert numbers, independent
-    of other tokens in the step. `normalized`: the picked weights are scaled to a sum of 1. Jiang et
-    al., Mixtral of Experts.
+    of other tokens in the step. `normalized`: the picked weights are scaled to a sum of 1. Source:
+    Jiang et al., Mixtral of Experts.
     """
 
     router: Linear

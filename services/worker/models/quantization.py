@@ -68,8 +68,8 @@ class StoredWeights:
 def stored_weights(
     checkpoint: Checkpoint, config: QuantizationConfig | None, expected: Shapes, tied: str | None
 ) -> StoredWeights:
-    """Finds the expected tensors that are quantized. `config` decides which are, or the types of
-    the tensors if `config` is None. `tied`: name of a head that shares the embedding's weight, or
+    """Finds the expected tensors that are quantized, according to `config`. If `config` is None,
+    the types of the tensors decide. `tied`: name of a head that shares the embedding's weight, or
     None.
     """
 

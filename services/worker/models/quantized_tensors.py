@@ -23,8 +23,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensor_shapes(config: QuantizationConfig, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """Maps the last part of the names of a weight's tensors to their shapes. Raises ValueError if
-    the weight's dimensions are not multiples of the group size and of the codes in a word.
+    """The shapes of the tensors that store one weight. Keys are the last parts of the tensors'
+    names. Raises ValueError if the weight's dimensions are not multiples of the group size and of
+    the codes in a word.
     """
     rows, columns = shape
     in_word = WORD_BITS // config.bits
@@ -90,7 +91,9 @@ def decoded(
 
 
 def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """Raises ValueError for NaN, because kernels would decode the code of NaN as a number."""
+    """Decodes FP8 weights. Raises ValueError for NaN, because kernels would decode the code of NaN
+    as a number.
+    """
     codes = tensors["weight"]
     if codes.float().isnan().any():
         raise ValueError("it holds NaN")

@@ -50,7 +50,8 @@ class WholeModel:
         """Maps the token ids of one prompt, int64 [n], to its hidden states, float32 [n,
         hidden_size], or to its class scores, float32 [1, num_labels].
 
-        If `num_first_text_tokens` is above 0, later tokens are of a second text.
+        If `num_first_text_tokens` is above 0, the prompt has two texts, and this is the number of
+        tokens of the first text.
         """
         ids = token_ids[None].to(self.model.device)
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -94,7 +94,9 @@ class CudaPlatform:
             check_batch_invariant(shape.layers, is_native=loaded.is_native)
 
     def runner(self, parts: RunnerParts) -> ModelRunner:
-        """A runner (see `runner_on`). It has its own CudaDevice, whose graphs are freed with it."""
+        """A runner (see `runner_on`). It has its own CudaDevice, whose graphs are freed with the
+        runner.
+        """
         return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:
@@ -140,8 +142,9 @@ def runner_on(
     *,
     batch_invariant: bool = False,
 ) -> ModelRunner:
-    """A runner that pools prompts, or one that samples on the device and replays recorded decodes
-    if the model allows it. With speculation it samples on the host, which must know the tokens.
+    """A runner. If the model pools, the runner pools prompts. Otherwise it samples on the device,
+    and replays recorded decodes if the model allows it. With speculation it samples on the host,
+    because the host must know the tokens.
 
     xFormers computes attention if its kernel supports every layer. Otherwise torch does, and
     decodes are not recorded, because torch's operations depend on values. `split_k`: see

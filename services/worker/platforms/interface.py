@@ -1,4 +1,4 @@
-"""The interface of platforms. A platform has what differs between kinds of devices."""
+"""The interface of platforms. A platform is the code for one kind of device."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol

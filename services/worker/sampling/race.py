@@ -39,8 +39,9 @@ LAST_SHIFT = 31
 
 NUMBER_SHIFT = 12
 """The number of low bits of a word that are shifted out. The 52 bits above them are an integer n,
-from which the number (n + 1/2) * NUMBER_UNIT between 0 and 1 is computed. The lowest bits of the
-word are the offset of a block's smallest exponential.
+from which the number (n + 1/2) * NUMBER_UNIT between 0 and 1 is computed. Of the bits shifted out,
+a block's word uses the lowest five. They are the offset, 0 to 31, of the token in the block that
+has the smallest exponential.
 """
 NUMBER_UNIT = 2.0**-52
 
@@ -49,9 +50,9 @@ _NUM_FIRST_BLOCKS = 24
 _BOUND_ERROR = 1e-9
 """An upper limit of the rounding error of a block's bound."""
 _LEAST_WEIGHT = np.float32(-1e6)
-"""Lower limit of the logarithm of a weight. A token below -46 cannot win, since exponentials are
-between 2**-58 and 38. The limit keeps the speeds of banned tokens finite and distinct: selecting
-among many equal values is slow.
+"""Lower limit of the logarithm of a weight. A token whose logarithm is below -46 cannot win, since
+exponentials are between 2**-58 and 38. The limit keeps the speeds of banned tokens finite and
+distinct: selecting among many equal values is slow.
 """
 
 
@@ -85,9 +86,9 @@ class Race:
          fastest of these tokens is found.
       3. The same is done for each further block whose bound is not below that token's speed.
 
-    On average at most 32 blocks reach the third step, for any distribution, and mostly none does.
-    The result is the same as in a race of all tokens. backends/native/cpp/token_race.h skips other
-    blocks and draws the same tokens.
+    A token's speed is the negative logarithm of its time. On average at most 32 blocks reach the
+    third step, for any distribution, and mostly none does. The result is the same as in a race of
+    all tokens. backends/native/cpp/token_race.h skips other blocks and draws the same tokens.
     """
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:

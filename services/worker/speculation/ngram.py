@@ -23,7 +23,7 @@ class NgramIndex:
         self._token_ids: list[int] = []
         self._first_end: dict[tuple[int, ...], int] = {}
         """Maps n-grams to the number of tokens up to the end of their first occurrence. The number
-        is negative if the n-gram occurs only once. Longer n-grams are stored only if the shorter
+        is negated if the n-gram occurs only once. Longer n-grams are stored only if the shorter
         n-gram at their end occurs again.
         """
         self._match_end = 0

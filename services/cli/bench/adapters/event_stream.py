@@ -84,8 +84,8 @@ def error_message(body: Any) -> str:
 
 
 def answer_text(choice: dict[str, Any], key: str) -> str:
-    """The text of a choice of the completions API, or of the chat API, where it is in the object
-    `key`.
+    """The text of a choice. The completions API has it in the choice itself, the chat API in the
+    choice's object `key`.
     """
     text = choice.get("text") or (choice.get(key) or {}).get("content")
     return text if isinstance(text, str) else ""

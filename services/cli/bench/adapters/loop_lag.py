@@ -38,7 +38,7 @@ class GeneratorUsage:
 
 
 class LoopLag:
-    """Measures the time inside `async with`."""
+    """Measures the load generator's usage inside `async with`."""
 
     def __init__(self) -> None:
         self._lags_ms: list[float] = []

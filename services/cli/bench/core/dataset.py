@@ -25,9 +25,7 @@ class DatasetError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A conversation, as the messages of each turn. Has the length of the answers if the file has
-    it.
-    """
+    """A conversation: the messages of each turn, and the length of the answers if it is known."""
 
     turns: tuple[tuple[Message, ...], ...]
     output_tokens: int | None = None
@@ -99,7 +97,7 @@ class DatasetLoad:
     """Yields the items of a dataset in order, and repeats them without end.
 
     `turns` limits the turns of conversations. `output_len` is used for answers whose length the
-    file does not have.
+    file does not set.
     """
 
     items: Sequence[Item]

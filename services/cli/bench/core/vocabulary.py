@@ -49,8 +49,8 @@ class Vocabulary:
 
     @property
     def is_exact(self) -> bool:
-        """Whether texts have exactly the requested number of tokens. Otherwise they have it
-        approximately.
+        """Whether texts have exactly the requested number of tokens. Otherwise the number is
+        approximate.
         """
         return self.tokens_per_word == 1.0 and self.source != BY_USAGE
 

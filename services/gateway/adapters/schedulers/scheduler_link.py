@@ -52,9 +52,8 @@ _UNREAD_BYTES = 512
 """Number of bytes that gRPC may receive before the gateway reads them. It is enough for the tokens
 of a few steps.
 
-The scheduler merges steps that it has not sent yet. So a gateway that reads more slowly than steps
-run is only a few steps behind. With a larger number, it could be hundreds of steps behind, and each
-step would be a separate message.
+Results of further steps stay at the scheduler, which merges them into one message. So even a
+gateway that reads slowly has only a few old messages to read before it gets the newest results.
 """
 _LAST_CALLS_SECONDS = 1.0
 """Time limit in seconds of the calls of GetStats that are in progress when the link is closed."""

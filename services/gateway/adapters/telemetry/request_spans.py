@@ -225,7 +225,9 @@ class RequestSpans:
 
 
 def stretches_of(timeline: Timeline, until: int) -> Iterator[tuple[Stretch, int]]:
-    """Yields each part with its end. A part that has not ended ends at `until`."""
+    """Yields each stretch with its end. The last one of a timeline that has not ended gets
+    `until`.
+    """
     yield from ((one, following.began) for one, following in pairwise(timeline.stretches))
     yield timeline.stretches[-1], timeline.ended or until
 

@@ -1,5 +1,5 @@
-"""Counts arriving requests. A request is arriving from the first check, while it is read, tokenized
-and checked, until its sequences are queued.
+"""Counts arriving requests. A request is arriving from its first check until its sequences are
+queued. Meanwhile it is read, tokenized and checked.
 """
 
 from collections import Counter

@@ -40,7 +40,7 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._lines: dict[str, _Line[T]] = {}
         self._served_last = 0.0
-        """The counter that the tenant served last had before it was charged."""
+        """The counter of the tenant that was served last, before that tenant was charged."""
         self._num_waiting = 0
 
     def __len__(self) -> int:

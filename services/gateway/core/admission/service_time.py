@@ -11,8 +11,9 @@ class ServiceTime:
     """The moving mean of running times and of their deviation, in seconds. Both are computed like
     round-trip times in Jacobson, "Congestion avoidance and control" (SIGCOMM 1988).
 
-    Under overload, requests wait until the time before their deadlines is just enough for running.
-    If that time were the mean, half of these requests would miss their deadlines.
+    Under overload, a request may wait until the time before its deadline just suffices for running.
+    If the mean running time counted as sufficient, half of such requests would miss their
+    deadlines.
     """
 
     mean: float = 0.0

@@ -101,9 +101,9 @@ class Replica:
         announcement.
         """
         self._num_others_waiting = 0
-        """Number of other gateways' waiting requests in that announcement."""
+        """Number of other gateways' waiting requests in the scheduler's last announcement."""
         self._is_blocked = False
-        """Whether the queue was blocked in both of its last two announcements."""
+        """Whether the queue was blocked in both of the scheduler's last two announcements."""
 
     @property
     def is_ready(self) -> bool:

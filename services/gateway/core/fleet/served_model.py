@@ -31,8 +31,8 @@ class ServedModel:
         on_absent: Callable[[], object],
     ) -> None:
         """`tokenizer_fingerprint` is the fingerprint of the gateway's tokenizer, or empty if it is
-        not known. `on_absent` is called `patience_seconds` after the model in use was absent, even
-        if it has returned meanwhile.
+        not known. `on_absent` is called `patience_seconds` after the model in use became absent,
+        even if the model has returned meanwhile.
         """
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._patience = patience_seconds

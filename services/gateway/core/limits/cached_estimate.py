@@ -1,4 +1,4 @@
-"""Estimates how much of a prompt is cached, at whichever replica has the most of it."""
+"""Estimates how many tokens of a prompt are cached at the replica that has the most of them."""
 
 from collections.abc import Callable, Iterable
 

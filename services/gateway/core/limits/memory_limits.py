@@ -85,8 +85,8 @@ class MemoryLimits:
         )
 
     def begin(self, limits: LimitSet, requests_level: int, tokens_level: int) -> None:
-        """Sets the levels of a tenant that has no levels here yet. They may be a part of the
-        tenant's levels in Redis.
+        """Sets the levels of a tenant that has no levels here yet. These levels may be a part of
+        the tenant's levels in Redis.
         """
         state = self._states.setdefault(limits.tenant_id, _State(at=self._now_millis()))
         if state.requests is None and state.tokens is None:

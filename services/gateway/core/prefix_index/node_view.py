@@ -29,8 +29,8 @@ class Applied(enum.Enum):
 
 @dataclass(slots=True)
 class NodeView:
-    """What the index knows about one epoch of a node: the last applied entry and the digest of the
-    keys.
+    """The state of the index for one epoch of a node: the last applied entry, and the digest of the
+    keys. An epoch is the time between two resets of the pool.
     """
 
     node: str

@@ -42,7 +42,7 @@ class PrefixIndex:
         self._by_epoch: dict[int, NodeView] = {}
         self._node_of_bit: dict[int, str] = {}
         self._live = 0
-        """The bits of all views' nodes."""
+        """The bits of all nodes that have a view."""
         self._jumping = 0
         """The bits of nodes that always have prefixes of chains. `_match_by_jumps` matches them."""
         self._retired = 0
@@ -166,7 +166,7 @@ class PrefixIndex:
         """Compares a node's view with a lease of the same epoch, and degrades the node if they
         differ. Returns whether the view is exact.
 
-        They are compared only if they are at the same entry.
+        View and lease are compared only if both are at the same entry.
         """
         view = self._views[node]
         if lease.sequence == view.sequence and lease.digest != view.digest:
@@ -176,8 +176,8 @@ class PrefixIndex:
     def load(
         self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...], sequence: int
     ) -> "Loading":
-        """Starts loading a node from a snapshot. The existing view, if any, stays in use until the
-        end.
+        """Starts loading a node from a snapshot. The existing view, if any, stays in use until
+        loading has finished.
         """
         view = NodeView(node, epoch, groups, sequence, self._new_bit(), is_exact=True)
         return Loading(self, view)

@@ -58,7 +58,7 @@ class Choice:
 
     The result does not depend on how tokens were grouped into deltas. The text of an
     end-of-sequence or stop token that ended the sequence is omitted. If the request sets
-    include_stop_str_in_output, it is kept.
+    include_stop_str_in_output, this text is kept.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The number of an answer's tokens that were generated so far, and of its prompts' tokens that
-    were found in the cache.
+    """The number of an answer's tokens that were generated so far, and the numbers of prompt tokens
+    that were found in the cache.
     """
 
     num_tokens: int
@@ -92,7 +92,8 @@ class Engine(Source, Protocol):
         """
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
-        """Sends sequences to a replica. While no replica is ready, they wait in order of arrival.
+        """Sends sequences to a replica. While no replica is ready, the sequences wait in order of
+        arrival.
 
         If a replica is lost, its sequences are sent to another one with the tokens that they have
         generated. No token is lost or repeated in their deltas.

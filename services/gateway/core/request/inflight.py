@@ -100,7 +100,9 @@ class Inflight:
     _num_prompt_rows: int = 0
     """Number of rows of prompt log-probabilities that were delivered."""
     _num_repeated_rows: int = 0
-    """Number of these rows that the current replica will send again."""
+    """Number of delivered rows of prompt log-probabilities that the current replica will send
+    again.
+    """
 
     def __post_init__(self) -> None:
         self.trace = SequenceTrace(self.index, self.request.request_id, self.mailbox.nanos)

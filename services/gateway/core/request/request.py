@@ -121,7 +121,7 @@ class EngineRequest:
     pooling: PoolingParams | None = None
     """How the prompt's vector is computed. It is None if text is generated."""
     skip_reading_prefix_cache: bool = False
-    """Whether its whole prompt is computed even if a part is cached."""
+    """Whether the whole prompt of the sequence is computed even if a part is cached."""
     session: ClientSession | None = None
     """The client's session of which the sequence is a turn. The session's tokens are the start of
     the prompt. The session is None if the sequence is not in a session.
@@ -131,7 +131,7 @@ class EngineRequest:
     @property
     def adapter_digest(self) -> bytes:
         """SHA-256 of the adapter's files, which is part of the sequence's block hashes. It is empty
-        if it uses no adapter.
+        if the sequence uses no adapter.
         """
         return b"" if self.adapter is None else self.adapter.digest
 

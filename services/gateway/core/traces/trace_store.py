@@ -30,7 +30,7 @@ class StoredSpan:
     request_id: str = ""
     tenant_id: str = ""
     is_wanted: bool = False
-    """Whether its trace should be kept, because the request failed or was slow."""
+    """Whether the span's trace should be kept, because the request failed or was slow."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class StoredTrace:
     num_bytes: int = 0
     root: StoredSpan | None = None
     """The span of the client's request. It is None until it is received, which is after the
-    request's end. A trace that is made from a running request has it, too.
+    request's end. A trace that is made from a running request has this span, too.
     """
     encoded: set[bytes] = field(default_factory=set)
     """The bytes of all spans, by which repeated spans are detected."""

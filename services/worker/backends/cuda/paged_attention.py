@@ -6,8 +6,8 @@ first, so that a call reads all keys through the block tables. The calls of a st
 for all layers of a group with equal attention parameters:
 
 * Decodes are one call with one query in each lane. The kernel is compiled for the call's shape. So
-  the number of lanes is padded to a power of two with lanes without keys, and block tables are as
-  wide as for the longest sequence. The inputs of a call of one size are at the same addresses in
+  lanes without keys are appended until the number of lanes is a power of two, and block tables are
+  as wide as for the longest sequence. The inputs of a call of one size are at the same addresses in
   every step, so that a recorded call can be replayed with other lengths and tables.
 * Chunks are cut into lanes of 16 queries (`sub_chunks`), in one call. If FlashAttention 3 can be
   used, it computes them in one call without cutting.
@@ -75,7 +75,7 @@ class XformersPagedAttention:
         self.call_keys = [
             CallKey(group, layer) for group, layer in zip(shape.group_of, shape.layers, strict=True)
         ]
-        """The key of each layer's calls."""
+        """For each layer, the key of the layer's calls in XformersStep's `parts`."""
         self._kinds = {
             key: LayerKind(
                 PagedOps(key.layer, shape.block_size, split_k),
@@ -152,9 +152,9 @@ class CallKey:
 
 @dataclass(slots=True)
 class XformersStep:
-    """The attention of a step, as a sequence of calls. `slots` has the slots of each KV-cache
-    group. `parts` has, for each call, its number of tokens, and a map from call keys to the calls
-    of layers.
+    """The attention of a step. It has up to two parts: the decodes, then the chunks. An entry of
+    `parts` is the number of tokens in the part, and a map from call keys to calls. `slots` has the
+    slots of each KV-cache group.
     """
 
     cache: XformersPagedAttention

@@ -34,9 +34,9 @@ cpp/quantized.h.
 class NativeLinear:
     """A Linear in C++. With an activation it is a gated projection (see Kernels.gated_linear).
 
-    Panels store several elements of a column together, such as pairs in bfloat16. If the depth is
-    not a multiple of this number, weight and inputs are padded with columns of zeros, and
-    `is_padded` is true.
+    Panels store several elements of a column together, such as pairs in bfloat16. If the number of
+    input features is not a multiple of this number, weight and inputs are padded with columns of
+    zeros, and `is_padded` is true.
     """
 
     def __init__(

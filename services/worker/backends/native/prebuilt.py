@@ -49,8 +49,8 @@ KINDS = (
 
 
 def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> ctypes.CDLL | None:
-    """Loads the best library for a processor with these features. Returns None if there is no
-    library or it is incomplete. Raises OSError if the library cannot be loaded.
+    """Loads the best complete library for a processor with these features. Returns None if there is
+    none. Raises OSError if a complete library cannot be loaded.
     """
     for kind in KINDS:
         if kind.features <= frozenset(features):

@@ -24,7 +24,7 @@ MakeLinear = Callable[[torch.Tensor], Linear]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A and B as projections, and the columns to which they are added."""
+    """A and B as projections, and the output columns to which their result is added."""
 
     a: Linear
     b: Linear

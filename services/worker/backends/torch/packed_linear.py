@@ -4,8 +4,8 @@ In a batch-invariant product, the bits of a row do not depend on the other rows.
 torch uses sum a single row in another order than many. With four or more rows, the order hardly
 ever differs. (Of 15 weights in two data types, it differed for one weight with oneDNN 3, and only
 if the processor lacked bfloat16.) So rows are padded to at least four. When a weight is packed,
-products of several numbers of rows are compared. If they differ, the weight is multiplied in tiles
-of equal height.
+its products with several numbers of rows are compared. If a row's result depends on the number of
+rows, the weight is multiplied in tiles of equal height.
 """
 
 import logging

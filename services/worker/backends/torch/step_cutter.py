@@ -102,7 +102,8 @@ class StepCutter:
     ) -> torch.Tensor:
         """The blocks at these columns [n, any] of the block tables of n sequences. The null block
         replaces blocks beyond the end of a sequence, and blocks that are before the widest window
-        of all queries. The first query is the last of `first_lens` [n, 1] tokens.
+        of all queries. `first_lens` [n, 1]: the number of tokens of each sequence up to and
+        including its first query.
         """
         size, tables = layout.block_size, layout.block_tables[sequences]
         hidden = columns * size >= layout.seq_lens[sequences, None]

@@ -29,7 +29,8 @@ class LoraAdapters:
         self._loaded: dict[bytes, PackedLora] = {}
 
     def load(self, digest: bytes, directory: Path, kept: Collection[bytes] = ()) -> None:
-        """Drops all adapters that are not in `kept`, and reads one if it is not loaded yet.
+        """Reads the adapter `digest` if it is not loaded yet. First drops all other adapters that
+        are not in `kept`.
 
         Raises InvalidArgument if the adapter cannot be served, FailedPrecondition if its files do
         not match the digest, and ResourceExhausted if `max_cpu_loras` adapters are loaded already.

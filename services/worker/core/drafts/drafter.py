@@ -70,8 +70,8 @@ class Drafter:
         batch: InputBatch,
         forced: Callable[[int], Sequence[int]],
     ) -> StepInput:
-        """The step with real token counts and draft ids. The batch must have applied its
-        difference.
+        """The step with real token counts and draft ids. The batch must already have applied the
+        step's difference.
 
         `num_computed_tokens`: the counts that `InputBatch.apply` returned. Drafts with id -1 are
         replaced by proposals, or removed if there is no proposal. `forced` returns the tokens that

@@ -6,7 +6,8 @@ of the tier remain valid in later generations, even if the pool is reset.
 
 Stores run before a step writes anything, so that a block that is about to be reused still has the
 results of earlier steps. A separate thread runs loads while steps run. No step uses the target
-blocks before the load has ended. If they must be cleared, the step that begins the load does so.
+blocks before the load has ended. If the blocks must be cleared, the step that begins the load
+clears them.
 
 Each block of the tier has a key that identifies its contents, and a checksum of its bytes. A load
 compares both. If one differs, the block is reported as not loaded, and its tokens are computed

@@ -47,7 +47,7 @@ class Checkpoint:
 
     @property
     def source(self) -> Path:
-        """The file that errors about the whole checkpoint name."""
+        """The file to name in errors about the whole checkpoint."""
         index = self.directory / INDEX_FILE
         single = self.directory / SINGLE_FILE
         if index.exists() or single.exists():

@@ -189,7 +189,7 @@ class _States(MoeModelOutputWithPast):
 
 class _GivenStates(nn.Module):
     """Replaces the body of a model, and returns preset hidden states. All other attributes are the
-    body's, since some heads read a factor from it.
+    body's, since some heads read a factor from the body.
     """
 
     def __init__(self, body: nn.Module) -> None:

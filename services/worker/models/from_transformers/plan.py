@@ -1,4 +1,4 @@
-"""The plan that divides a model of transformers over ranks. Model classes define one.
+"""The plan by which a model of transformers is divided over ranks. The model's class defines it.
 
 A plan maps layer names to styles. If a layer is divided by columns, its output is a part of the
 whole output. If it is divided by rows, its input is a part, and the outputs are summed over the

@@ -21,7 +21,7 @@ COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 
 
 class TokenizerRoutes:
-    """The handlers of the routes. The gateway answers them without a replica."""
+    """The handlers of the routes. Requests are answered without a replica."""
 
     def __init__(
         self, inference: Inference, membership: Membership, gate: Gate, bodies: BodyReader

@@ -16,7 +16,7 @@ _MAX_SESSIONS = 65_536
 NEARLY_EQUAL = 1.05
 """A replica is chosen at random among those whose cost is at most this factor times the lowest."""
 AFFINITY = 0.9
-"""Factor on the cost of the replica that served the session before."""
+"""The cost of the replica that served the session last is multiplied by this factor."""
 MIN_TRUST = 0.5
 """Predictions for a replica are ignored if less than this fraction of the predicted tokens was
 really cached.
@@ -38,8 +38,8 @@ since few tokens evict few blocks.
 
 @dataclass(slots=True)
 class _Offer:
-    """What a sequence would cost at one replica, and how much of it is cached there. The class is
-    not frozen, since frozen dataclasses are slower to create.
+    """The cost of a sequence at one replica, and the number of its blocks that are cached there.
+    The class is not frozen, since frozen dataclasses are slower to create.
     """
 
     replica: Replica

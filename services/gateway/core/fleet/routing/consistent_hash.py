@@ -45,7 +45,7 @@ class ConsistentHash:
         return RoutingDecision(replica.address, RoutingReason.HASH, len(candidates))
 
     def _place(self, addresses: frozenset[str]) -> None:
-        """Builds the ring of these replicas, if they have changed."""
+        """Builds the ring of these replicas, if the addresses have changed."""
         if addresses == self._addresses:
             return
         ring = sorted(

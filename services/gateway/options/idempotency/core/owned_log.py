@@ -24,9 +24,9 @@ class OwnedLog:
         begins: bool,
         has_recording: bool,
     ) -> None:
-        """`written` is the position of the log's last entry. Its fence is 0 if the log is empty. If
-        `begins`, the next entry is a Begin with the next fence. If `has_recording`, the log already
-        contains the current recording.
+        """`written` is the position of the log's last entry. Its fence, the number of the log's
+        owner, is 0 if the log is empty. If `begins`, the next entry is a Begin with the next fence.
+        If `has_recording`, the log already contains the current recording.
         """
         self.request = request
         self._written = written

@@ -98,8 +98,8 @@ class RankingRoutes:
 
 
 def read_class_labels(model: Path) -> tuple[str, ...]:
-    """The names of a model's classes in order, from `id2label` of config.json. They are empty
-    unless `id2label` has a name for each class from 0 on.
+    """The names of a model's classes in order, from `id2label` of config.json. The result is empty
+    if `id2label` does not have a name for each class from 0 on.
     """
     try:
         named = json.loads((model / "config.json").read_bytes()).get("id2label") or {}

@@ -1,5 +1,5 @@
 """The route /inference/v1/generate, and the routes /render and /derender of completions and chat
-completions, which the gateway answers without a replica.
+completions. Requests to /render and /derender are answered without a replica.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
