@@ -177,7 +177,7 @@ class ExactServing:
 
     def run(self, requests: Sequence[Request], chunks: Sequence[int], what: str) -> None:
         """Computes requests together to the ends of their prompts. Request i has chunks of
-        chunks[i] tokens; the list of chunks is reused cyclically.
+        chunks[i] tokens. The list of chunks is reused cyclically.
         """
         while running := [request for request in requests if not request.finished]:
             self.step(

@@ -1,4 +1,4 @@
-"""The seam through which an option adds routes to the clients' HTTP API."""
+"""The interface through which an option adds routes to the clients' HTTP API."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -39,8 +39,8 @@ def test_conversations_stay_where_they_are_cached_at_any_load(at_once: int) -> N
 
 
 def test_replicas_that_measure_unequal_speeds_share_the_conversations() -> None:
-    """At little load, one of several equal replicas is measured as half as fast as another, by
-    chance.
+    """At little load, one of several equal replicas is by chance measured as half as fast as
+    another.
     """
     num_blocks = round(CONVERSATIONS.num_blocks(BLOCK_SIZE) / NUM_REPLICAS)
     world = SimulatedFleet(

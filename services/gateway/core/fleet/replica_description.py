@@ -29,7 +29,7 @@ class ReplicaDescription:
     max_num_seqs: int = 0
     """The limit on the number of running sequences. It is 0 if it was not reported."""
     hash_block_size: int | None = None
-    """The number of tokens of a block hash, if it is smaller than the block size. Otherwise
+    """The number of tokens of a block hash, if it is smaller than the block size. Otherwise it is
     None.
     """
 

@@ -1,5 +1,5 @@
 """Adds a parameter `top_a` to a copy of the tree, layer by layer. Checks report each layer that
-lacks it.
+lacks the parameter.
 """
 
 import shutil

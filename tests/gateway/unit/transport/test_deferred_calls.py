@@ -48,8 +48,8 @@ async def test_one_is_made_in_a_turn_however_many_wait() -> None:
 
 
 async def test_where_turns_are_long_calls_take_half_of_the_time_that_the_rest_takes() -> None:
-    """Each call takes 0.25 s, and the rest of an iteration takes one second. Two calls take half of
-    that.
+    """Each call takes 0.25 s, and the rest of an iteration takes one second. Two calls take half as
+    long as the rest.
     """
     made = await calls_of_each_turn(7, seconds_each=0.25, seconds_between=1.0)
     assert made == [2, 2, 2, 1]

@@ -165,7 +165,7 @@ def test_sampling_parameters_are_checked_too(batch: InputBatch) -> None:
 @pytest.fixture
 def hybrid() -> InputBatch:
     """A batch with two groups, the second with a window. Row 1 entered with a prefix hit of two
-    blocks; the second block is within the window.
+    blocks. The second block is within the window.
     """
     batch = InputBatch(replace(LIMITS, windows=(None, 4)))
     tables = (ints(3, 4, 5), ints(0, 6, 7))
