@@ -233,8 +233,3 @@ def _add_output(group: Any) -> None:
         "--json", type=Path, metavar="FILE", help="write settings, figures and every request"
     )
     group.add_argument("--plot", type=Path, metavar="FILE", help="draw the run, as .png or .svg")
-    group.add_argument(
-        "--allow-failures",
-        action="store_true",
-        help="exit with status 0 although requests failed",
-    )

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         draw(outcome.records, summary, outcome.headline, output.plot)
     if outcome.is_interrupted:
         return _INTERRUPTED
-    return int(not summary.completed or (summary.failed > 0 and not output.allow_failures))
+    return int(not summary.completed or summary.failed > 0)
 
 
 def _measure(settings: BenchSettings) -> Outcome:

@@ -291,14 +291,13 @@ def test_a_server_that_gives_no_token_ends_the_command(
     assert capfd.readouterr().err.startswith("stepwell bench: a first request failed: no output")
 
 
-def test_failures_may_be_allowed(bench: Bench, tmp_path: Path) -> None:
+def test_one_failure_is_counted_and_sets_the_status(bench: Bench, tmp_path: Path) -> None:
     """Answers of up to two tokens succeed. Longer answers break at the third token."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a", "output_tokens": 2}\n{"prompt": "b", "output_tokens": 3}\n')
     flags = ("--dataset", str(file), "--num-requests", "2")
-    assert bench("itl=1 break=2 some", *flags)[0] == 1
-    status, run = bench("itl=1 break=2 some", *flags, "--allow-failures")
-    assert status == 0
+    status, run = bench("itl=1 break=2 some", *flags)
+    assert status == 1
     assert (run["summary"]["completed"], run["summary"]["failed"]) == (1, 1)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import asdict
 from itertools import islice
 
 import pytest
@@ -110,7 +111,7 @@ TRACE_LINES = st.builds(
 
 @given(st.lists(TRACE_LINES))
 def test_a_trace_is_read_as_it_was_written(lines: list[TraceLine]) -> None:
-    written = [line.to_json() for line in lines]
+    written = [json.dumps(asdict(line)) for line in lines]
     assert read_trace(written) == sorted(lines, key=lambda line: line.timestamp)
 
 

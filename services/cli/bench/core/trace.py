@@ -35,17 +35,6 @@ class TraceLine:
     output_length: int
     hash_ids: tuple[int, ...]
 
-    def to_json(self) -> str:
-        """The line as JSON, without a line break."""
-        return json.dumps(
-            {
-                "timestamp": self.timestamp,
-                "input_length": self.input_length,
-                "output_length": self.output_length,
-                "hash_ids": self.hash_ids,
-            }
-        )
-
 
 def read_trace(lines: Iterable[str]) -> list[TraceLine]:
     """Reads the lines of a file, sorted by timestamp, without empty ones. Raises TraceError."""
