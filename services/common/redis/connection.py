@@ -69,8 +69,8 @@ class RedisConnection:
         self._connecting = asyncio.Lock()
 
     async def call(self, use: Callable[[Client], Awaitable[T]], seconds: float = CALL_SECONDS) -> T:
-        """Calls `use` with the client and returns its result. Raises RedisUnavailable after at most
-        `seconds`.
+        """Calls `use` with the client and returns its result. Raises RedisUnavailable if the call
+        fails or takes longer than `seconds`.
         """
         try:
             async with asyncio.timeout(seconds):

@@ -17,10 +17,10 @@ class BlockPool:
     """Blocks 1 .. num_blocks-1. Block 0 is the null block and is never allocated.
 
     A block is either free, or it is in one or more block tables, which are its holders. A block is
-    published when its hash enters the prefix index. A published block keeps its hash when it is
-    freed. Prefixes can hit the block until it is evicted, which means that it is allocated again.
-    Reference counts are stored only for blocks with several holders, so a block with one holder
-    needs no counting. The caller counts transactions in `ages.now`.
+    published when its hash is added to the prefix index. A published block keeps its hash when it
+    is freed. Requests can hit the block until it is evicted, which means that it is allocated
+    again. Reference counts are stored only for blocks with several holders, so that the allocation
+    of a block needs no counting. The caller counts transactions in `ages.now`.
     """
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
@@ -30,7 +30,9 @@ class BlockPool:
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         """The published blocks of each group. Only `publish`, `reset` and evictions change them."""
         self._shared: dict[BlockId, int] = {}
-        """Maps blocks that are in several tables to their ref_cnt. Others have ref_cnt 0 or 1."""
+        """Maps blocks that are in several tables to their ref_cnt. The ref_cnt of any other block
+        is 0 or 1.
+        """
         self._copies: list[BlockCopy] = []
         self._new_copies: list[BlockCopy] = []
         self._events = EventLog()
@@ -51,8 +53,8 @@ class BlockPool:
         return sum(index.num_changes for index in self.indexes)
 
     def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
-        """The number of leading blocks that have exactly `num_holders` holders. All must be in
-        use.
+        """The number of leading blocks that have exactly `num_holders` holders. All `blocks` must
+        be in use.
         """
         ref_cnt = self._shared.get
         return sum(1 for _ in takewhile(lambda block: ref_cnt(block, 1) == num_holders, blocks))
@@ -82,9 +84,9 @@ class BlockPool:
     def free(self, blocks: Sequence[BlockId], num_published: int) -> None:
         """Removes a holder from each block of a table, the last block first.
 
-        A block without holders is freed. The first `num_published` blocks of the table go to the
-        back of the free queue, so that the end of a prefix is reused before its beginning. The
-        remaining blocks go to the front.
+        A block without holders enters the free queue. The first `num_published` blocks of the table
+        are added at the back. Because the last of them is added first, the end of a prefix is
+        reused before its beginning. The remaining blocks are added at the front.
         """
         published = blocks[num_published - 1 :: -1] if num_published else []
         blank = blocks[num_published:]
@@ -119,9 +121,9 @@ class BlockPool:
     ) -> None:
         """Records that the workers must copy a block of a group.
 
-        Until `release_copies`, the copy counts as one more holder of both blocks. This method adds
-        the holder to the block `adds_holder_of`. The other block must have its extra holder
-        already.
+        Until `release_copies`, the copy counts as an additional holder of both blocks. This method
+        adds this holder to the block `adds_holder_of`. The other block must already have its
+        additional holder.
         """
         self._shared[adds_holder_of] = self._shared.get(adds_holder_of, 1) + 1
         self._copies.append(BlockCopy(group, source, target))
@@ -144,7 +146,7 @@ class BlockPool:
         self.free_as_one_list(ends)
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
-        """Adds blocks in use to the prefix index, each under the hash at its position.
+        """Adds blocks in use to the prefix index: `blocks[i]` under `hashes[i]`.
 
         The blocks must not have a hash yet.
         """
@@ -157,8 +159,8 @@ class BlockPool:
     ) -> None:
         """Publishes a block in use under the hash of all its tokens.
 
-        Its last token is token `num_tokens` of a sequence. Hashes of parts of the block are
-        removed.
+        The block ends with token number `num_tokens` of a sequence. Hashes of prefixes that end
+        inside the block are removed.
         """
         index = self.indexes[group]
         self._events.add(BlocksRemoved, group, index.remove([block]))
@@ -169,8 +171,8 @@ class BlockPool:
     ) -> None:
         """Adds the hash of a sequence's first `num_tokens` tokens to the hashes of a block in use.
 
-        These tokens end inside the block. If the block was published with fewer tokens before, its
-        old hashes are removed.
+        These tokens end inside the block. If the block was published for a shorter prefix before,
+        the hashes for that prefix are removed.
         """
         index = self.indexes[group]
         if block_hash in index.hashes_of(block):

@@ -24,11 +24,11 @@ _MANAGERS: dict[AttentionType, Callable[..., GroupManager]] = {
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """A prefix that every group can use. It has one table for each group, and a number of tokens.
+    """A cached prefix of a request: its blocks in each group (`tables`) and its length in tokens.
 
-    `shared_prefix_boundary` is the token count of a longer prefix that some group has cached, or 0
-    if there is none. Another request has computed that prefix. A request that computes it again may
-    publish the windows and states at its end for later requests (Marconi, MLSys 2025).
+    `shared_prefix_boundary` is the length of a longer prefix that only some groups have cached, or
+    0 if there is none. Another request has computed that prefix. A request that computes the prefix
+    again may publish the windows and states at its end for later requests (Marconi, MLSys 2025).
     """
 
     tables: list[list[BlockId]]
@@ -81,8 +81,8 @@ class Coordinator:
         return self._agree(chain, max_tokens)
 
     def find_divergent_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """Returns the hit of the full-attention groups. The tables of other groups may be shorter
-        hits.
+        """Returns the hit of the full-attention groups. Each group's table has the group's own
+        hit, which may be shorter in other groups.
 
         If another group's hit is longer, or all hits are equally long, the result is the hit of
         `find_longest_cache_hit`. A connector that transfers states together with the tokens after
@@ -108,12 +108,12 @@ class Coordinator:
         return PrefixHit(tables, lengths[0])
 
     def _agree(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """Shortens the hit until its length is a hit in all kinds of groups.
+        """Finds the longest prefix that is a hit in all kinds of groups.
 
-        A hit of one group may be too long for another group. The next shorter hit of the other
-        group may then be no hit of the first, because a window must be cached as a whole. Therefore
-        the kinds shorten the hit one after another, round after round, until a round does not
-        change the length. One round suffices if there are only full attention and one other kind.
+        Each kind in turn shortens the prefix to the kind's longest hit. The shorter prefix may no
+        longer be a hit of an earlier kind, because a window must be cached as a whole. Therefore
+        the kinds are searched round after round, until a round does not change the length. One
+        round suffices if there are only full attention and one other kind.
         """
         num_known = len(chain) * self._hash_block_size
         candidate = _Candidate(chain, num_known, max_tokens, [[] for _ in self.groups])
@@ -139,10 +139,10 @@ class Coordinator:
     def admit(self, hits: Sequence[GroupHit], need: Need, num_computed_tokens: int) -> Tables:
         """Creates tables with the hits, followed by new blocks for `need`.
 
-        Enough blocks must be free. `num_computed_tokens` includes tokens after the hits, which are
-        loaded from elsewhere. All hits leave the free queue before new blocks are allocated, so
-        that no hit is evicted. Then all groups allocate the blocks for the load, and after that the
-        blocks to compute.
+        Enough blocks must be free. `num_computed_tokens` counts the tokens of the hits and the
+        tokens after them that are loaded from elsewhere. Blocks are assigned in three passes over
+        the groups. First all hit blocks leave the free queue, so that none of them is evicted. Then
+        the blocks of loaded tokens are allocated, and last the blocks of tokens to compute.
         """
         tables = tuple(group.admit(hit) for group, hit in zip(self.groups, hits, strict=True))
         for group, hit, table in zip(self.groups, hits, tables, strict=True):
@@ -161,7 +161,7 @@ class Coordinator:
 
 @dataclass(slots=True)
 class _Candidate:
-    """A prefix that is shortened until it is a hit of all groups."""
+    """A prefix that `Coordinator._agree` shortens until it is a hit of all groups."""
 
     chain: Sequence[BlockHash]
     num_known_tokens: int
@@ -175,8 +175,8 @@ class _Candidate:
     Full attention is searched once, since each prefix of its hit is a hit too.
     """
     verified: set[int] = field(default_factory=set)
-    """First groups of the kinds in which the block after the present length is known to be cached.
-    These kinds drop this last block of a hit.
+    """First groups of the kinds whose block after the prefix is known to be cached. Such a kind
+    looks up one block more than the prefix and drops it, because a draft head needs it.
     """
 
     def shorten(self, kind: _Kind) -> None:
@@ -229,7 +229,7 @@ def _kinds(config: PoolConfig, pool: BlockPool) -> list[_Kind]:
 
 
 def _seen_alike(spec: KVCacheGroup) -> KVCacheGroup:
-    """Copies only the fields that decide which groups are searched together. Others are reset."""
+    """Copies the fields that decide which groups are searched together. Resets all other fields."""
     return KVCacheGroup(
         spec.attention_type,
         spec.block_size,

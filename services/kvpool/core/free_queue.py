@@ -1,9 +1,10 @@
 """The queue of free blocks, in the order in which they are reused.
 
-vLLM keeps one intrusive list with two parts that never mix. Blocks without a hash enter at the
-front and blocks with a hash at the back. Only blocks with a hash are removed from the middle. So
-here the front part is a stack, and the back part an ordered map, least recently used first. Each
-operation takes O(1) time per block. Slices of blocks are added to and removed from the stack.
+vLLM stores free blocks in one linked list. Blocks without a hash are added at the front, blocks
+with a hash at the back, and only blocks with a hash are removed from the middle. Therefore the two
+sets never mix, and here they are stored separately: a stack of blocks without a hash, and an
+ordered map of blocks with a hash, least recently used first. Each operation takes O(1) time per
+block. The stack adds and removes several blocks as one slice.
 """
 
 from collections import OrderedDict
@@ -61,7 +62,7 @@ class FreeQueue:
     def push_mixed(self, blocks: Sequence[BlockId], has_hash: Sequence[bool], now: int) -> None:
         """Adds blocks without a hash to the front and blocks with a hash to the back.
 
-        Of the blocks without a hash, the first one is reused first.
+        Among the added blocks without a hash, the first is reused first.
         """
         blank = [block for block, found in zip(blocks, has_hash, strict=True) if not found]
         self._blank.extend(reversed(blank))
@@ -102,7 +103,7 @@ class FreeQueue:
 
 
 class ObservedFreeQueue(FreeQueue):
-    """A queue that reports added blocks to an observer, in the order in which they are freed."""
+    """A queue that calls an observer with added blocks, in the order in which they are freed."""
 
     __slots__ = ("_observer",)
 

@@ -1,9 +1,10 @@
 """Manages the block tables of a KV-cache group.
 
-A group has a block table for each request. The attention type decides which tokens a query can
-see, and therefore which blocks a request needs, which are freed while it runs, and which form a
-prefix hit. Each attention type has a manager and a search (`prefix_search`), and the coordinator
-calls all of them. vLLM's hybrid KV-cache manager divides the work in the same way.
+A group has a block table for each request. The group's attention type decides which earlier tokens
+a query attends to. Therefore it also decides which blocks a running request needs, which of its
+blocks are freed, and which cached blocks are a prefix hit. Each attention type has a subclass of
+`GroupManager` and a search (`prefix_search`). The coordinator calls the managers and searches of
+all groups. vLLM's hybrid KV-cache manager divides the work in the same way.
 
 Each type has one rule: `KVCacheGroup.first_seen_block` returns the first block that a request with
 n computed tokens still needs. Earlier blocks are freed while the request runs, and their table
@@ -38,17 +39,17 @@ class BlockTable:
 
     blocks: list[BlockId] = field(default_factory=list)
     num_published: int = 0
-    """The number of leading entries that publishing has processed. All of them are published except
-    null entries, entries in `evicted`, and blocks that sparse retention leaves out.
+    """The number of leading entries that publishing has processed. Their blocks are published.
+    Exceptions are null entries, entries in `evicted`, and blocks that sparse retention leaves out.
     """
     num_null: int = 0
     """The number of leading entries that are the null block."""
     shared_tail: int | None = None
-    """The position of a block that must be copied before the request writes to it, or None. Other
-    requests can find this block by a prefix that ends inside it.
+    """The position of a hit block that is only partly part of the hit, or None. The block must be
+    copied before this request writes to it, because other requests can hit it.
     """
     has_state: bool = False
-    """Whether this request computed the states in the last blocks. False for states of a hit."""
+    """Whether this request computed the state in its last block. False if the state is a hit."""
     evicted: frozenset[int] = frozenset()
     """Positions of published blocks whose hash was removed."""
 
@@ -110,7 +111,9 @@ class GroupManager:
         self._drops_last_hit_block = bool(config.eagle_groups)
         """Whether the last block of a hit is dropped in any group."""
         self._max_admission_blocks: int | None = None
-        """Limit on the blocks that an admission counts for a request. None means no limit."""
+        """Limit on the number of free blocks that an admission requires for a request's whole
+        sequence. None means no limit.
+        """
         self._zeroes = spec.attention_type is not AttentionType.STATE_SPACE and any(
             other.attention_type is AttentionType.STATE_SPACE for other in config.groups
         )
@@ -132,14 +135,14 @@ class GroupManager:
         return self._num_behind(hit, -(-need.num_slots // self._block_size))
 
     def num_reserved(self, table: BlockTable, num_slots: int) -> int:
-        """Number of blocks that an admission counts for a whole sequence, minus the table's
-        blocks.
+        """Number of free blocks that an admission requires for a sequence with `num_slots` slots,
+        in addition to the table's blocks.
         """
         return max(0, self._num_counted(num_slots) - len(table.blocks))
 
     def num_reserved_behind(self, hit: GroupHit, num_slots: int) -> int:
-        """Number of blocks that an admission counts for a whole sequence, minus the hit's
-        blocks.
+        """Number of free blocks that an admission requires for a sequence with `num_slots` slots,
+        in addition to the hit's blocks.
         """
         return self._num_behind(hit, self._num_counted(num_slots))
 
@@ -149,14 +152,14 @@ class GroupManager:
         return hits[begin:] if begin else hits
 
     def counted_hits(self, hit: GroupHit) -> Sequence[BlockId]:
-        """The hit blocks that an admission subtracts from the free blocks."""
+        """The hit blocks that do not count as free blocks when the request is admitted."""
         return self.held_hits(hit)
 
     def is_stored(self, hits: Sequence[BlockId]) -> bool:  # noqa: ARG002
-        """Whether a request of this step can read the hit blocks.
+        """Whether a request of the current step can read the hit blocks.
 
-        The same step may compute these blocks, because each layer writes keys and values before it
-        reads them.
+        Blocks with keys and values always can, even if the current step computes them, because each
+        layer writes keys and values before it reads them.
         """
         return True
 
@@ -260,7 +263,7 @@ class GroupManager:
         return None
 
     def _num_counted(self, num_slots: int) -> int:
-        """The number of blocks for `num_slots`, limited to the most that an admission counts."""
+        """The number of blocks for `num_slots`, at most `_max_admission_blocks`."""
         num_blocks = -(-num_slots // self._block_size)
         most = self._max_admission_blocks
         return num_blocks if most is None else min(num_blocks, most)
@@ -284,10 +287,10 @@ class GroupManager:
         self._pool.copy(self._group, source, target, adds_holder_of=target)
 
     def _num_publishable(self, num_tokens: int) -> int:
-        """Returns `num_tokens`, rounded down to a possible end of a hit.
+        """Rounds `num_tokens` down, so that only blocks that a hit can use are published.
 
-        If hits drop their last block, a look-up reads one block more, and the result includes that
-        block.
+        The result is the last possible end of a hit. If the last block of a hit is dropped, it is
+        one block more, because a look-up reads that block too.
         """
         if not self._rounds_published:
             return num_tokens

@@ -55,10 +55,10 @@ class KVPool:
     def transact(self, operations: Sequence[Operation]) -> Outcome:
         """Executes operations in order and stops at the first item for which blocks are missing.
 
-        All items before that item are applied. That item and all later items are not applied. There
-        is one exception. A Grow item for which blocks are missing still frees blocks outside the
-        request's window. Raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted,
-        and then changes nothing.
+        All items before that item are applied. That item and all later items are not applied, with
+        one exception: a Grow item for which blocks are missing still frees blocks outside the
+        request's window. If MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted is
+        raised, nothing was changed.
         """
         TransactionValidator(self._tables.keys(), self.config.num_blocks).validate(operations)
         self._blocks.ages.now += 1
@@ -156,7 +156,7 @@ class KVPool:
     def block_map(self, max_cells: int) -> BlockMap:
         """Returns a map of the blocks and their requests, in at most `max_cells` cells.
 
-        The time is proportional to the number of blocks of the pool.
+        The call takes time proportional to the number of blocks of the pool.
         """
         tables = (
             (request, table.blocks) for request, tables in self._tables.items() for table in tables
@@ -172,7 +172,7 @@ class KVPool:
     def check(self) -> None:
         """Checks that free + used + null = total, and that ref_cnt and hashes match the tables.
 
-        The time is proportional to the number of blocks of the pool. Raises AssertionError.
+        Raises AssertionError. The call takes time proportional to the number of blocks of the pool.
         """
         self._blocks.check(
             (group, table.blocks, self._possible_hashes(request, group, len(table.blocks)))

@@ -22,8 +22,8 @@ class PoolConfig:
     groups: tuple[KVCacheGroup, ...]
     enable_prefix_caching: bool = True
     fingerprint: bytes = b""
-    """Identifies the model and the layout of its KV cache. `node` identifies the pool of one
-    scheduler process. Directories use both to tell pools apart.
+    """Identifies the model and the layout of its KV cache. In directories of cached prefixes, a
+    pool is identified by `fingerprint` and by `node`, the pool's name in them.
     """
     drop_last_hit_block: bool = False
     """Whether the last block of a prefix hit is computed again, because a draft head (EAGLE) needs
@@ -36,14 +36,15 @@ class PoolConfig:
     `kv_cache_groups.hash_block_size`.
     """
     prefix_cache_retention_interval: int | None = None
-    """The distance in tokens between two published windows or states. Windows and states at the end
-    of a prompt and where prompts diverge are published in addition, since later requests are likely
-    to continue there. With 0 only these additional ones are published. With None all windows and
-    states are published.
+    """The distance in tokens between two published windows or states. Additional ones are published
+    at the end of a prompt and where prompts diverge, since later requests are likely to continue
+    there. With 0, only the additional ones are published. With None, all windows and states are
+    published.
     """
     max_model_len: int | None = None
-    """Number of tokens of the longest sequence. Together with `max_in_flight_tokens` it limits the
-    blocks that an admission counts for windows. None means that there is no limit.
+    """Number of tokens of the longest sequence. From this and `max_in_flight_tokens` follows the
+    largest number of free blocks that an admission requires in a group with windows. If either is
+    None, that number is not limited.
     """
     max_in_flight_tokens: int | None = None
     """Limit on the total number of tokens in all steps that are in flight at once."""
@@ -92,8 +93,8 @@ class PoolConfig:
         self._validate_units()
 
     def _group_conflicts(self, group: KVCacheGroup) -> Iterator[tuple[str, str | None]]:
-        """Yields pairs of a field's name and a sentence on why its value is impossible. The
-        sentence is None if the value is possible.
+        """Yields pairs of a field's name and a sentence. The sentence is the reason why the field's
+        value is invalid, or None if the value is valid.
         """
         yield "window", _window_conflict(group)
         is_chunked = group.attention_type is AttentionType.CHUNKED_LOCAL

@@ -12,20 +12,23 @@ from services.common.pool.ids import BlockId
 class PrefixIndex:
     """Maps hashes to the cached blocks of one group.
 
-    Several blocks may store the same tokens, since two requests can compute them at the same time.
-    All of these blocks stay, because a block in a table is never replaced. So tables only grow. A
-    look-up returns the block that was inserted first. `len` counts hashes, not blocks.
+    Several blocks may have the same hash, since two requests can compute the same tokens at the
+    same time. All of these blocks stay in the index, because a block in a block table is never
+    replaced by an equal one. A look-up returns the block that was inserted first. `len` counts
+    hashes, not blocks.
 
-    If prefixes may end inside a block, a block can have further hashes besides its first one, for
-    shorter prefixes that end in the block. For such a block, the index stores the number of tokens
-    of its first hash.
+    If prefixes may end inside a block, a block can have several hashes: one for each prefix that
+    ends in the block. The index then also stores the length, in tokens, of the prefix of the
+    block's first hash.
     """
 
     __slots__ = ("_block_of", "_duplicates", "_end_of", "_further", "_hash_of", "num_changes")
 
     def __init__(self) -> None:
         self.num_changes = 0
-        """The number of additions and removals. Until it changes, look-ups have the same result."""
+        """The number of additions and removals. While it is unchanged, a repeated look-up has the
+        same result.
+        """
         self._block_of: dict[BlockHash, BlockId] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._duplicates: dict[BlockHash, OrderedDict[BlockId, None]] = {}
@@ -126,7 +129,9 @@ class PrefixIndex:
         return [] if first is None else [first, *self._further.get(block, ())]
 
     def end_of(self, block: BlockId) -> int | None:
-        """The number of tokens of a block's first hash, or None if `insert` added the block."""
+        """The length, in tokens, of the prefix of a block's first hash. None if `insert` added the
+        block, because then the hash covers the whole block.
+        """
         return self._end_of.get(block)
 
     def hashes(self) -> list[BlockHash]:

@@ -1,12 +1,13 @@
 """Searches for prefix hits. There is one search for each set of groups with equal attention.
 
-Groups with equal attention and parameters are searched together. A hash counts only if each of
-these groups has a block with this hash. A search returns a table for each group and the number of
-hit tokens. Entries that the request does not need to read are the null block. The rules are those
-of vLLM's managers.
+Groups with equal attention and parameters are searched together. A block counts as cached only if
+each of these groups has a block with its hash. A search returns a table for each group and the
+number of hit tokens. Table entries that the request does not need to read are the null block. The
+rules are those of vLLM's managers.
 
-A chain has a hash at every multiple of the hash block size. A hash covers all tokens up to its
-position. The hash of a larger block is therefore the hash at the block's end.
+A chain has a hash at every multiple of the hash block size. Each hash covers all tokens before its
+position. If a group's blocks are larger than a hash block, the hash of a block is therefore the
+chain's hash at the end of the block.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +43,8 @@ class PrefixSearch:
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         """Returns the longest hit of up to `max_tokens` tokens.
 
-        With `drop_last` one more cached block must follow the hit. That block is computed again.
+        With `drop_last`, a further cached block must follow the hit, but is not part of it. The
+        request computes that block again.
         """
         raise NotImplementedError
 
@@ -117,16 +119,16 @@ class FullSearch(PrefixSearch):
 
 
 class WindowSearch(PrefixSearch):
-    """The search for sliding windows. Only the last window before the end of a hit must be cached.
-    The search runs from the right.
+    """The search for sliding windows, which runs from the end of the chain to its beginning.
 
-    If a hit is shorter than a window, all its blocks must be cached.
+    Only the blocks in the last window of a hit must be cached. If a hit is shorter than a window,
+    these are all its blocks.
     """
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         size = self._block_size
         num_wanted = -(-(self.spec.window - 1) // size) + drop_last
-        # The blocks of all groups for each position of the window, its last position first.
+        # For each position in the window, last position first, the blocks of all groups.
         run: list[list[BlockId]] = []
         begin = 0
         for position in range(self._num_whole_blocks(chain, max_tokens) - 1, -1, -1):
@@ -161,10 +163,9 @@ class WindowSearch(PrefixSearch):
 
 
 class ChunkSearch(PrefixSearch):
-    """The search for chunked local attention. Chunks before the chunk of the next token are not
-    read any more.
+    """The search for chunked local attention. Only the chunk of the next token must be cached.
 
-    These chunks are a hit whether they are cached or not.
+    Earlier chunks are not read any more, so they are part of a hit even if they are not cached.
     """
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:

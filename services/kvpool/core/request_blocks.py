@@ -39,7 +39,7 @@ class _KnownHit:
 class RequestBlocks:
     """Block tables and hashes of a pool's requests.
 
-    The methods are the operations of transactions. Their arguments have passed validation.
+    The methods execute the operations of a transaction, which must have been validated.
     """
 
     def __init__(self, config: PoolConfig, blocks: BlockPool) -> None:
@@ -94,8 +94,8 @@ class RequestBlocks:
         """
         if not self.coordinator.is_simple:
             return self._grow_one_by_one(index, grow)
-        # All tables of a request have equal length here, and nothing is freed in between. So all
-        # blocks can be allocated at once.
+        # All tables of a request have equal length here, and growing frees no block. So the blocks
+        # of all requests can be allocated at once.
         size, num_groups = self._block_size, len(self._groups)
         num_left = self._blocks.num_free_blocks // num_groups
         growing: list[tuple[Tables, int]] = []
@@ -200,8 +200,8 @@ class RequestBlocks:
     def _fits(self, admission: Admission, hits: Sequence[GroupHit]) -> bool:
         """Whether there are enough free blocks and all hit blocks are stored.
 
-        A hit block that was free is no longer available for allocation. Such blocks are counted
-        only if their number decides the result.
+        A hit block that is free must not be allocated, so it does not count as a free block. Free
+        hit blocks are counted only if their number decides the result, to save time.
         """
         need = _need(admission)
         now = reserved = admission.num_watermark_blocks
@@ -325,8 +325,8 @@ def _need(admission: Admission) -> Need:
 
 
 def _num_stored(admission: Admission) -> int:
-    """The number of tokens that count as stored. Windows free the blocks that no query after these
-    tokens can see.
+    """The number of tokens after which windows begin: blocks that no query after these tokens can
+    see are freed.
     """
     num_stored = admission.num_stored_tokens
     return admission.num_computed_tokens if num_stored is None else num_stored

@@ -18,10 +18,10 @@ from services.kvpool.core.pool_config import PoolConfig
 
 
 class OverwrittenStateManager(GroupManager):
-    """One block stores the state, which each step overwrites. Other blocks store states after
-    drafts.
+    """Manages tables whose first block stores the request's state, which each step overwrites.
 
-    A block stands for as many tokens as a sequence may have. Prefix caching is not supported.
+    The other blocks store the states after draft tokens. The block size is the length of the
+    longest sequence, so one block covers all tokens. Prefix caching is not supported.
     """
 
     def num_missing(self, table: BlockTable, need: Need) -> int:
@@ -47,23 +47,23 @@ class OverwrittenStateManager(GroupManager):
 class AlignedStateManager(GroupManager):
     """Manages blocks that each store the state after the last token computed in the block.
 
-    The state covers all tokens up to that position. A request needs one block, a second one while a
-    step crosses into another block, and one for each draft token.
+    The state depends on all tokens of the sequence up to that token. A request needs one block, a
+    second one while a step crosses into another block, and one for each draft token.
 
-    A step reads the state of the previous step and writes the block of its last token. The blocks
-    between them have no state, and their entries are null. A block can be found by the hash at its
-    end only if its state covers all tokens up to its end. Therefore only a step that ends at the
-    end of a block leaves a hit for other requests. For this reason the scheduler cuts the steps of
-    a prompt at block boundaries and where a later request is likely to continue (the "align" mode
-    of vLLM's Mamba cache).
+    A step reads the state of the previous step and writes the block of the step's last token. The
+    blocks between these two have no state, and their entries are null. A block is published under
+    the hash at its end only if its state is the state after its last token. Therefore only a step
+    that ends at the end of a block leaves a hit for other requests. For this reason the scheduler
+    ends the steps of a prompt at block boundaries and where a later request is likely to continue
+    (the "align" mode of vLLM's Mamba cache).
 
-    A request can hit keys and values that its first step computes, because each layer writes before
-    it reads. A state exists only after the step. A request that hits a state published in the
-    current step waits for the next step.
+    Keys and values can be hit in the step that computes them, because each layer writes before it
+    reads. A state exists only after the step that computes it. A request that hits a state of the
+    current step is therefore admitted in the next step.
 
-    Where hits may end inside a block, the state at the end of a prompt is published before its
-    block is full. The request continues in this block, and a copy stays in the prefix index.
-    Another request that hits the state continues in a separate copy.
+    If hits may end inside a block, the state at the end of a prompt is published before its block
+    is full. The request continues in this block, and a copy of it stays in the prefix index. A
+    request that hits the state continues in another copy.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class AlignedStateManager(GroupManager):
     def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
         """Adds blocks for the state after the tokens and for the states after draft tokens.
 
-        Skipped blocks get null entries. Draft blocks that are no longer needed at their positions
-        move to the end of the table.
+        Blocks that the step skips get null entries. Draft blocks that are no longer needed at their
+        positions move to the end of the table.
         """
         blocks, num_before = table.blocks, len(table.blocks)
         num_wanted = -(-need.num_tokens // self._block_size) + self._num_speculative

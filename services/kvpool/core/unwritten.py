@@ -10,16 +10,16 @@ from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksS
 class UnwrittenChanges:
     """Stores the keys that are cached now, and the keys added or removed since the last `take`.
 
-    A key that was both added and removed since then is in neither list. If there are more than
-    `max_keys` changes, all changes are dropped and `must_restart` is set. Then the log must begin a
-    new epoch with a snapshot. A reset of the pool also sets `must_restart`.
+    A key that was both added and removed since the last `take` is not reported. If there are more
+    than `max_keys` changes, all changes are dropped and `must_restart` is set. The owner must then
+    begin a new epoch of the log with a snapshot. A reset of the pool also sets `must_restart`.
     """
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self._cached: set[int] = set()
         self._xor = 0
-        # Dictionaries as ordered sets, so that chains are written from their beginning on.
+        # Dictionaries serve as ordered sets, so that the keys of a chain are written in order.
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
         self.must_restart = False

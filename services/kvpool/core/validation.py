@@ -22,8 +22,8 @@ from services.kvpool.core.errors import RequestAlreadyAdmitted, RequestNotAdmitt
 class TransactionValidator:
     """Checks a transaction as if enough blocks were free. Tracks which requests would have blocks.
 
-    A transaction that passes these checks cannot fail half-way. This also holds if it stops early
-    and only a part of its operations is applied. The pool is only read.
+    Executing a transaction that passes these checks raises no error, even if the transaction stops
+    early because blocks are missing. The validator changes nothing in the pool.
     """
 
     def __init__(self, admitted: AbstractSet[RequestKey], num_blocks: int) -> None:

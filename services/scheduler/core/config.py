@@ -14,8 +14,8 @@ from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRol
 
 @dataclass(frozen=True)  # without slots: cached properties are stored in the instance
 class SchedulerConfig:
-    """The scheduler's configuration. Names and meanings are vLLM's. Unless stated otherwise, token
-    counts are per step.
+    """The scheduler's configuration. Names and meanings are vLLM's. Limits on tokens apply to one
+    step unless stated otherwise.
     """
 
     max_num_seqs: int
@@ -25,30 +25,30 @@ class SchedulerConfig:
     num_blocks: int
     """Blocks in the pool, the null block included."""
     fingerprint: bytes = b""
-    """First input of every chain of block hashes. It identifies the model."""
+    """Identifies the model. Every chain of block hashes begins with it."""
     policy: str = "fcfs"
     """Name of a scheduling policy, as in `policies.POLICIES`."""
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
-    """Limit on the prompt tokens of one request in a step with other requests. 0 means that there
-    is no limit.
+    """Limit on the prompt tokens of one request in a step that also has other requests. 0 means
+    that there is no limit.
     """
     long_prefill_token_threshold_adaptive: bool = False
     """Whether the threshold is raised to `max_num_batched_tokens` divided by the number of
     requests, if that is larger. A threshold of 0 is not raised.
     """
     max_num_scheduled_tokens: int | None = None
-    """The token budget of a step, if it is less than `max_num_batched_tokens`, for which the
-    workers are built. None if it is equal.
+    """The token budget of a step. None selects `max_num_batched_tokens`, the largest step for which
+    the workers are built.
     """
     max_num_active_seqs: int | None = None
-    """The limit on running requests, if it is less than `max_num_seqs`, the size of the workers'
-    batch. None if it is equal.
+    """The limit on running requests. None selects `max_num_seqs`, the number of rows in the
+    workers' batch.
     """
     scheduler_reserve_full_isl: bool = True
-    """Whether a request is admitted only if there are free blocks for its whole sequence. Otherwise
-    free blocks for its first chunk suffice.
+    """Whether the admission of a request requires free blocks for its whole sequence. If not, free
+    blocks for its first chunk suffice.
     """
     async_scheduling: bool = False
     """Whether a step is planned while the previous step runs. Placeholders stand for the tokens
@@ -58,22 +58,23 @@ class SchedulerConfig:
     """Limit on the draft tokens that the workers propose for a request in a step."""
     num_speculative_rows: int = 0
     """Limit on the tokens and drafts of all running requests in a step. All requests have the same
-    number of drafts, as many as fit. With 0, each request has `num_speculative_tokens` drafts.
+    number of drafts, the largest that fits this limit. With 0, there is no limit, and each request
+    has `num_speculative_tokens` drafts.
     """
     num_lookahead_tokens: int = 0
     """Number of slots that a draft model needs beyond a step's tokens. Only recordings and replays
     set it.
     """
     drop_last_hit_block: bool = False
-    """Whether the pool leaves out the last block of a prefix hit, as a draft head (EAGLE) needs it.
-    Set from a worker's description of itself. No present worker has such a head.
+    """Whether the last block of a prefix hit is computed again, because a draft head (EAGLE) needs
+    its hidden states. Set from the workers' description. No present worker has such a head.
     """
     pooling: bool = False
     """Whether the workers answer each prompt with a vector instead of tokens (vLLM's runner type
     "pooling"). A request then ends with the step that computes the last token of its prompt.
     """
     prefill_schedule_interval: int = 1
-    """While requests decode, prompts are computed only in one of this number of steps."""
+    """While requests decode, one of this number of steps computes prompts. 1 means every step."""
     pipeline_parallel_size: int = 1
     """Number of stages into which the layers of the model are divided. Each stage can run another
     step at the same time.
@@ -87,9 +88,9 @@ class SchedulerConfig:
     prompts have no items.
     """
     disable_chunked_mm_input: bool = False
-    """Whether a chunk ends before an item of the prompt that it would split."""
+    """Whether a prompt chunk that would split a prompt item (such as an image) ends before it."""
     max_loras: int | None = None
-    """Limit on the number of adapters that running requests use at once. None if requests with
+    """Limit on the number of different adapters that running requests use. None if requests with
     adapters are refused.
     """
     kv_role: KVRole | None = None
@@ -98,25 +99,25 @@ class SchedulerConfig:
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
     """What happens to requests whose load through the connector failed."""
     requires_kv_delivery: bool = False
-    """Whether outputs in flight are dropped when their request is preempted, because the connector
-    must deliver the blocks from which they were computed.
+    """Whether a preempted request loses its outputs in flight. A connector needs this if it must
+    deliver the blocks from which these outputs are computed.
     """
     supports_divergent_local_hybrid_hits: bool = False
-    """Whether the connector always loads the states of state-space layers. Then a load may begin
-    where the local hit of the full-attention layers ends, even if no state is cached there.
+    """Whether the connector always loads the states of state-space layers. A load may then begin at
+    the end of the full-attention layers' local hit, even if no state is cached there.
     """
     groups: tuple[KVCacheGroup, ...] = ()
     """KV-cache groups (layers that share a block table). Empty if there is one group, of
     full-attention layers.
     """
     prefix_match_unit: int | None = None
-    """Number of tokens in a block hash. None for the largest number that the block sizes of all
-    groups allow.
+    """Number of tokens that each block hash adds to a chain. None selects the largest number that
+    the block sizes of all groups allow.
     """
     prefix_cache_retention_interval: int | None = None
-    """Distance, in tokens, between positions whose windows or states stay in the pool's prefix
-    index. Positions where later requests are likely to continue are always in the index. With 0
-    only these positions are, with None all positions.
+    """Distance, in tokens, between positions whose windows or states the pool publishes. Windows
+    and states at positions where later requests are likely to continue are always published. With
+    0, only these are published. With None, all are published.
     """
 
     @cached_property
@@ -147,9 +148,9 @@ class SchedulerConfig:
 
     @cached_property
     def fences_frees(self) -> bool:
-        """Whether blocks that a step in flight writes may only be freed after the step's output has
-        arrived. The reason is that loads are not ordered with the steps. A load could fill a freed
-        block before the step overwrites it.
+        """Whether blocks that a step in flight writes are only freed after the step's output has
+        arrived. A connector needs this because its loads are not ordered with the steps. A load
+        could fill a freed block, and the step could then overwrite it.
         """
         return self.num_steps_in_flight > 1 and self.kv_role in (KVRole.BOTH, KVRole.CONSUMER)
 
@@ -179,9 +180,8 @@ class SchedulerConfig:
 
     @cached_property
     def foretells_hits(self) -> bool:
-        """Whether the scheduler can compute the prefix hit of a request from the published hashes
-        alone. That requires that all layers have full attention and that hits end at block
-        boundaries.
+        """Whether the scheduler can compute a request's prefix hit from the published hashes alone.
+        This is possible if all layers have full attention and hits end at block boundaries.
         """
         return self.only_grows and self.hash_block_size == self.block_size
 

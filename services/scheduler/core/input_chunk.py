@@ -17,7 +17,7 @@ class InputChunk:
     request_id: str = ""
     """The session's request id from the next turn on. Empty if it does not change."""
     traceparent: str = ""
-    """The caller's trace context, as are `tracestate` and `baggage`."""
+    """The caller's trace context consists of `traceparent`, `tracestate` and `baggage`."""
     tracestate: str = ""
     baggage: str = ""
     queued_unix_nanos: int = 0

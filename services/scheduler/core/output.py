@@ -1,6 +1,4 @@
-"""The plan of a step, which lists the tokens and blocks of each request, and the output of a
-step.
-"""
+"""Types of a step: its plan, which lists the tokens and blocks of each request, and its output."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -22,37 +20,37 @@ from services.scheduler.core.transfers.kv_connector import (
 class WaitReason(Enum):
     """Why a waiting request was not admitted in a step.
 
-    Most reasons stop admission at the first ready request, and so also concern all requests behind
-    it. The reasons in `OWN_REASONS` concern single requests, which are passed over: other requests
-    may overtake them.
+    Most reasons stop admission at the first ready request, so all requests behind it wait for the
+    same reason. A reason in `OWN_REASONS` concerns a single request. Such a request is passed over
+    (skipped), and requests behind it may be admitted.
     """
 
     BUDGET = "budget"
     """The step's token budget was used up, or is too small for a prompt that must not be chunked.
     """
     MAX_SEQS = "max_seqs"
-    """As many requests run as may run at once (`max_running`)."""
+    """The largest number of requests that may run at once (`max_running`) is running."""
     NO_BLOCKS = "no_blocks"
-    """The request does not fit in the pool, or a running request was preempted in the step."""
+    """Too few blocks are free for the request, or a running request was preempted in the step."""
     PREFILL_INTERVAL = "prefill_interval"
-    """Requests decode, and the last step with prompts is too recent."""
+    """Requests decode, and the last step with prompts was too recent for another one."""
     HELD_BACK = "held_back"
     """The request is held back during the search for a request whose steps always fail."""
     PAUSED = "paused"
-    """An operator paused the engine. A step has this reason only in a pause with mode WAIT, because
-    no steps are planned with other modes.
+    """An operator paused the engine. Steps have this reason only in a pause with mode WAIT, because
+    no step is planned in the other modes.
     """
     RECOVERY = "recovery"
     """Pool or workers are lost. No step has this reason, because none is planned."""
     ADAPTERS = "adapters"
-    """The workers have not loaded the request's adapter, or running requests use other adapters, as
-    many as may be used at once.
+    """The workers have not loaded the request's adapter, or running requests already use the
+    largest number of different adapters (`max_loras`).
     """
     SESSION = "session"
     """The request is a session and waits for its next input."""
     REMOTE_KV = "remote_kv"
-    """The request's keys and values are being loaded, or the connector has not determined yet which
-    tokens can be loaded.
+    """The request's keys and values are being loaded, or the connector does not know yet which of
+    them it can load.
     """
     GRAMMAR = "grammar"
     """The grammar that the output must follow is not compiled yet."""
@@ -92,7 +90,7 @@ class PreemptionCause(Enum):
     RESET = "reset"
     """An operator reset the prefix cache."""
     FAULT_SEARCH = "fault_search"
-    """During the search for a request whose steps always fail, only few requests run at a time."""
+    """A search for a request whose steps always fail, during which only few requests may run."""
     POOL_LOST = "pool_lost"
     """The pool ended or did not answer."""
     WORKERS_LOST = "workers_lost"
@@ -105,8 +103,7 @@ class Preemption:
 
     victim: Request
     cause: Request
-    """The request that needed the blocks. If the policy chose this request itself, it is the victim
-    too.
+    """The request that needed the blocks. Equals `victim` if the policy chose the request itself.
     """
     num_lost_tokens: int
     """Number of tokens of the victim that must be computed again."""
@@ -124,11 +121,13 @@ class SchedulerOutput:
     num_computed_tokens: list[int] = field(default_factory=list)
     """Number of tokens of each request that are computed before the step, prefix hit included."""
     block_tables: dict[Request, BlockTables] = field(default_factory=dict)
-    """Full block tables of requests that are admitted in this step."""
+    """Maps requests that are admitted in this step to their full block tables."""
     appended_blocks: dict[Request, BlockTables] = field(default_factory=dict)
-    """New blocks of requests that were running before the step."""
+    """Maps requests that were running before the step to their new blocks."""
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
-    """Draft tokens that the step verifies. They are the last of a request's scheduled tokens."""
+    """Maps a request to the draft tokens that the step verifies, which are the last of the
+    request's scheduled tokens.
+    """
     prefill_chunks: frozenset[Request] = frozenset()
     """Requests whose known tokens are not all computed after the step. The step samples no token
     for them.
@@ -140,8 +139,8 @@ class SchedulerOutput:
     preemptions: list[Preemption] = field(default_factory=list)
     """The preemptions of the step, in the order in which they happened."""
     wait_reason: WaitReason | None = None
-    """Why the requests that still wait were not admitted. None if no request waits. If all of them
-    were passed over, it is the reason of the first request.
+    """Why the first request that still waits and was not passed over was not admitted. If all
+    waiting requests were passed over, the reason of the first one. None if no request waits.
     """
     encoder_inputs: dict[Request, list[int]] = field(default_factory=dict)
     """Maps a request to the indexes of the items of its prompt (such as images) that the encoder
@@ -198,9 +197,9 @@ class ModelRunnerOutput:
     nan_requests: frozenset[int] = frozenset()
     """Indexes of requests whose logits contain NaN."""
     refused_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Maps the index of a request to the position, among its sampled tokens, of the first token
-    that its grammar refuses. If the refused token is not in the output, the position is the number
-    of tokens.
+    """Maps the index of a request to the first token that the request's grammar refuses, as a
+    position among its sampled tokens. If the refused token is not in the output, the position is
+    the number of sampled tokens.
     """
     grammar_errors: Mapping[int, str] = field(default_factory=dict)
     """Maps the index of a request to the reason why its grammar failed. Only for requests with a
@@ -213,7 +212,7 @@ class ModelRunnerOutput:
     execute_nanos: int = 0
     """Compute time of the workers, in nanoseconds; 0 if not measured."""
     slack_seconds: float | None = None
-    """Seconds from when the step was ready to run until the end of the step before it. Negative if
+    """Seconds from when the step was ready to run until the end of the previous step. Negative if
     the step was ready only after that end. None if not measured.
     """
     kv_transfers: KVTransferResults = NO_RESULTS
@@ -230,8 +229,8 @@ class EngineCoreOutput:
 
 @dataclass(slots=True)  # see ModelRunnerOutput
 class EngineCoreOutputs:
-    """The tokens that a step appended, and the requests that it ended. Iterates over the requests
-    with new tokens or an end, in scheduling order.
+    """The tokens that a step appended, and the requests that it ended. Iterating yields the
+    requests with new tokens or an end, in scheduling order.
     """
 
     plan: SchedulerOutput
@@ -239,13 +238,13 @@ class EngineCoreOutputs:
     """New tokens, parallel to the plan's requests. None for requests that had already ended."""
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
-    """Requests that ended with the step. The last of them are requests whose load failed and
-    requests that ended in the queue. These may not be part of the step.
+    """Requests that ended with the step. At the end of the list are requests that need not be part
+    of the step, because their load failed or because they ended in the queue.
     """
     num_tokens: int
     """Total number of new tokens."""
     turns: Mapping[Request, TurnEnd] = field(default_factory=dict)
-    """Sessions with a turn that the step ended."""
+    """Maps sessions to the end of their turn, if the step ended it."""
     execute_nanos: int = 0
     """Compute time of the workers, in nanoseconds; 0 if not measured."""
     pooled: Mapping[int, object] = field(default_factory=dict)

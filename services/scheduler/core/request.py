@@ -1,5 +1,5 @@
-"""The scheduler's model of a request. Its core is a list of tokens, and the number of tokens that
-are computed.
+"""The scheduler's model of a request, which is essentially a list of tokens and the number of
+tokens that are computed.
 """
 
 import copy
@@ -68,7 +68,7 @@ class Request(ComputedTokens):
     num_prompt_tokens: int
     sampling: SamplingParams
     priority: int = 0
-    """Requests with a smaller value run earlier under the priority policy. 0 under `fcfs`."""
+    """Under the policy `priority`, requests with a smaller value run earlier. 0 under `fcfs`."""
     arrival_time: float = 0.0
     """Time of arrival, in seconds of any clock that all requests of a replica share."""
     latest_start: float | None = None
@@ -84,15 +84,16 @@ class Request(ComputedTokens):
     adapter_name: str = ""
     """The name of the adapter in clients' requests."""
     awaits_adapter: bool = False
-    """Whether the workers have not loaded the adapter yet. `grammar` is COMPILING then."""
+    """Whether the workers still have to load the adapter. While it is true, `grammar` is COMPILING.
+    """
     encoder_inputs: tuple[EncoderInput, ...] = ()
-    """Items of the prompt, such as images, whose embeddings an encoder computes. In the order of
-    their offsets.
+    """Items of the prompt, such as images, whose embeddings an encoder computes. They are sorted by
+    position in the prompt.
     """
     traceparent: str = ""
     tracestate: str = ""
-    """The caller's trace context, as are `traceparent` and `baggage`. The scheduler's core does not
-    interpret it.
+    """The caller's trace context consists of `traceparent`, `tracestate` and `baggage`. The
+    scheduler's core does not interpret them.
     """
     baggage: str = ""
     queued_unix_nanos: int = 0
@@ -106,14 +107,14 @@ class Request(ComputedTokens):
     times: RequestTimes | None = None
     """The parts of the request's total time. Set by telemetry at the request's end."""
     prompt_embeds: PromptEmbeds | None = None
-    """Embeddings that replace the prompt's tokens. The tokens are placeholders then. Used by the
-    workers only.
+    """Embeddings that replace the prompt's tokens, which are placeholders then. Used by the workers
+    only.
     """
     pooling: PoolingParams | None = None
     """How the workers compute one vector from the prompt. None for generative models."""
     num_choices: int = 0
-    """The client's parameter `n` in the first sequence of a prompt. 0 in the other sequences of the
-    prompt. Used by metrics only.
+    """The client's parameter `n` (answers per prompt) if this is the first sequence of its prompt,
+    otherwise 0. Used by metrics only.
     """
     resumable: bool = False
     """Whether the request is a session. At the end of its output a session keeps its blocks and
@@ -153,8 +154,8 @@ class Request(ComputedTokens):
     max_num_tokens: int = 0
     """Number of tokens, prompt and output, at which the request ends. Set when it is queued."""
     is_prefill_chunk: bool = False
-    """Whether known tokens are still to be computed after the last planned step, before a token can
-    be sampled.
+    """Whether known tokens remain to be computed after the last planned step. No token is sampled
+    until all are computed.
     """
     draft_token_ids: list[int] = field(default_factory=list)
     """Draft tokens, which follow the last token and must be verified. -1 stands for a draft that
@@ -163,14 +164,14 @@ class Request(ComputedTokens):
     num_slots: int = 0
     """Number of slots in the block table. A slot is memory for one token."""
     num_tokens_left_behind: int = 0
-    """The largest number of stored tokens from which sliding windows were computed and blocks
-    freed. A session may have fewer computed tokens after its last tokens were dropped.
+    """The largest number of stored tokens at which blocks outside sliding windows were freed. A
+    session may have fewer computed tokens than this after its last tokens were dropped.
     """
     row: int | None = None
     """The request's row in the workers' batch. None while it does not run."""
     awaited_step: int | None = None
-    """Number of the last step that was computing tokens of the request when it was last preempted.
-    The step's output must arrive before the request is admitted again. None if there was no such
+    """Number of the last step in flight with tokens of the request at its last preemption. The
+    output of that step must arrive before the request is admitted again. None if there was no such
     step.
     """
     num_cached_tokens: int | None = None
@@ -178,7 +179,7 @@ class Request(ComputedTokens):
     turn. None before that admission.
     """
     num_external_tokens: int = 0
-    """Number of tokens that the last load through the connector added."""
+    """Number of tokens whose keys and values the last load through the connector supplied."""
     num_preemptions: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the first full blocks of the request. Hashes of later full blocks are not computed
@@ -189,12 +190,12 @@ class Request(ComputedTokens):
     num_hashes_sent: int = 0
     """How many of `block_hashes` were sent to the pool."""
     num_committed_blocks: int = 0
-    """Number of full blocks that are published under their hash. If groups have different block
-    sizes, the number of published hashes.
+    """Number of leading full blocks that are published. If groups have different block sizes, the
+    number of leading hashes that are published.
     """
     shared_prefix_boundary: int = 0
     """Length, in tokens, of a prefix that another request has computed but that is no hit, because
-    it is not cached in all groups. 0 if there is no such prefix. From the last lookup, as in vLLM.
+    some groups have not cached it. 0 if the last lookup found no such prefix.
     """
 
     def __post_init__(self) -> None:
@@ -202,9 +203,7 @@ class Request(ComputedTokens):
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """Fields of log lines. They are the request id, and the trace id if there is a trace
-        context.
-        """
+        """The fields of log lines: the request id, and the trace id if the request is traced."""
         fields = {"request_id": self.request_id}
         if self.traceparent:
             fields["trace_id"] = self.traceparent.split("-")[1]
@@ -239,9 +238,7 @@ class Request(ComputedTokens):
 
     @property
     def unsent_hashes(self) -> Sequence[BlockHash]:
-        """The block hashes that were not sent to the pool yet. They are the last of
-        `block_hashes`.
-        """
+        """The last elements of `block_hashes`, which were not sent to the pool yet."""
         return self.block_hashes[self.num_hashes_sent :]
 
     @property
@@ -267,8 +264,8 @@ class Request(ComputedTokens):
             self.max_num_tokens = min(longest, max_model_len)
 
     def end_turn(self, block_size: int) -> TurnEnd:
-        """Ends the turn of a session, which then waits for input. The last token is removed,
-        because it was not computed. The rest of the output becomes part of the prompt.
+        """Ends the turn of a session, which then waits for input. The last output token is removed,
+        because it was not computed. All other output becomes part of the prompt.
         """
         if self.finish_reason is None:
             raise AssertionError(f"the turn of {self.request_id} has not ended")
@@ -345,8 +342,8 @@ class Request(ComputedTokens):
         self.known_to_pool = True
 
     def forget_blocks(self) -> None:
-        """Records that the request has no blocks, row or computed tokens in pool and workers.
-        Tokens of steps in flight may still arrive.
+        """Records that the request has no blocks in the pool, no row and no computed tokens. Tokens
+        of steps in flight may still arrive.
         """
         self.draft_token_ids = []
         self.is_prefill_chunk = False

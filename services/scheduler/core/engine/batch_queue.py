@@ -1,4 +1,4 @@
-"""The batch queue. It contains the steps that were sent to the workers and are not answered yet."""
+"""The batch queue, which contains the steps that were sent to the workers and not answered yet."""
 
 import asyncio
 from collections import deque
@@ -101,8 +101,8 @@ class BatchQueue:
         return True
 
     def drop(self) -> list[SchedulerOutput]:
-        """Cancels all steps, and discards their outputs. Returns their plans. A step that could not
-        be sent is included.
+        """Cancels all steps and discards their outputs. Returns the plans of all steps, including a
+        step that could not be sent.
         """
         dropped = [plan for plan, _ in self._steps]
         if self._unsent is not None:

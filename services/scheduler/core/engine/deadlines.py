@@ -1,10 +1,10 @@
 """Computes how long work may take from the times that similar work took before.
 
-The size of work is, for example, its number of tokens. Sizes are grouped in classes, one for each
-power of two. The deadline is a multiple of a decaying maximum of the recent times in the class. A
-fixed timeout that suits the slowest machine would detect a hang late. A class without a measured
-time gets the longest deadline, because its first step may compile or allocate. Callers leave out
-time in which the work had no processor, which `Silence` measures.
+Work has a size, for example a number of tokens. Sizes are grouped in classes, one for each power of
+two. The deadline is a multiple of a decaying maximum of the recent times in the class. A fixed
+timeout would have to suit the slowest machine, and would detect hangs late on all others. A class
+without a measured time has the longest deadline, because its first step may compile or allocate.
+Callers do not count time in which the work had no processor, which `Silence` measures.
 """
 
 IDLE_CHECK_SECONDS = 5.0
@@ -17,8 +17,8 @@ which the old maximum has this weight.
 
 
 class Deadlines:
-    """Deadlines for sizes of work, between `floor_seconds` and `ceiling_seconds`. Without a floor,
-    a busy machine could be taken for one that hangs.
+    """Computes deadlines between `floor_seconds` and `ceiling_seconds`. The floor prevents that a
+    delay on a busy machine counts as a hang.
     """
 
     def __init__(self, floor_seconds: float, ceiling_seconds: float) -> None:

@@ -38,8 +38,8 @@ sends one request after another, the next request arrives during the delay. Its 
 frees the blocks and rows without an additional step and transaction.
 """
 RETRY_SECONDS = 0.001
-"""Delay before planning is tried again if no request was scheduled and no step is in flight. Then
-the requests wait for an external event, such as a connector's answer. As in vLLM.
+"""Delay before planning is tried again if no request could be scheduled and no step is in flight.
+In this case the requests wait for an external event, such as a connector's answer. As in vLLM.
 """
 
 
@@ -116,7 +116,7 @@ class EngineCore:
     def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends running or waiting requests. They end at once if the loop waits for a step's answer,
         otherwise before the next step is planned. A step in flight is not delayed. With the reason
-        QUEUE_TIMEOUT, a request ends only if it was never scheduled before it would end.
+        QUEUE_TIMEOUT, requests that were scheduled before that time do not end.
         """
         self._changes.abort(requests, reason)
         if self._batch_queue.awaits_answer:
@@ -257,9 +257,7 @@ class EngineCore:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _has_change(self) -> bool:
-        """Whether a change is pending and steps may be planned. The change may be a new request
-        that a free pipeline stage can run.
-        """
+        """Whether a change is pending, such as a new request, and steps may be planned."""
         return bool(self._changes) and not (self._pauses.is_on or self._lock.is_held)
 
     async def _complete(self) -> None:
@@ -279,15 +277,15 @@ class EngineCore:
 
     def _deliver(self) -> None:
         """Delivers the outputs that were not delivered yet. If delivery raises an error, the
-        outputs are kept, and the engine loop's next attempt raises the error again.
+        outputs stay stored and the engine loop delivers them again, which raises the error there.
         """
         if self._undelivered is not None:
             self._delivery.deliver(self._undelivered)
             self._undelivered = None
 
     def _report_begun(self, sessions: Iterable[Request]) -> None:
-        """Reports the sessions whose next turn begins at once, because its input arrived
-        earlier.
+        """Reports the sessions whose next turn begins at once, because the input of that turn had
+        already arrived.
         """
         begun = [one for one in sessions if one.status is not RequestStatus.WAITING_FOR_CHUNK]
         if begun:
@@ -352,8 +350,8 @@ class EngineCore:
         logger.info("recovered; %d requests are computed again", len(preempted))
 
     def _may_plan(self) -> bool:
-        """Whether a step may be planned. No step is planned while the fault search needs other
-        requests to run and steps are still in flight.
+        """Whether a step may be planned. While steps are in flight, no step is planned if the fault
+        search selects other requests than those that may run now.
         """
         if self._recovery.is_trial_due:
             if self._batch_queue:

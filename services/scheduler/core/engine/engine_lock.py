@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 
 class EngineLock:
-    """A lock that is held by each iteration of the loop, and by all other code that changes the
+    """A lock that each iteration of the loop holds, and all other code while it changes the
     scheduler.
 
-    Each release of the lock wakes the callers of `until`. `wake` wakes a loop that waits for work.
-    `has_steps` returns whether steps are in flight.
+    Each release of the lock wakes the callers of `until`. Setting `wake` wakes a loop that waits
+    for work. `has_steps` returns whether steps are in flight.
     """
 
     def __init__(self, wake: asyncio.Event, has_steps: Callable[[], bool]) -> None:

@@ -17,23 +17,23 @@ class _Group:
 
     requests: Sequence[Request]
     other_half_is_next: bool = False
-    """Whether the next group in the queue is the other half of a failed group. If this group
-    passes, the fault must be in the other half.
+    """Whether the next group in the queue is the other half of a failed group. If the steps of this
+    group succeed, the fault must be in the other half.
     """
 
 
 class FaultSearch:
     """Finds the requests that break their steps, by repeatedly halving the set of suspects.
 
-    1. When a step fails, its requests become suspects. A suspect is cleared when its number of
-       computed tokens exceeds its number in the failed step, or when it ends. After one failure all
-       requests continue, because most losses of workers have other causes.
+    1. When a step fails, its requests become suspects. A suspect is cleared when it ends, or when
+       successful steps have computed all its tokens up to the end of the failed step. After one
+       failure all requests continue, because most losses of workers have other causes.
     2. When a step with suspects fails again, its suspects are split into two groups. From then on
-       one group runs at a time, and the group of earlier requests runs first. A group that passes
-       is cleared. A group that fails is split again.
+       only one group runs at a time, the group of earlier requests first. The suspects of a group
+       whose steps succeed are cleared. A group whose step fails is split again.
     3. A suspect ends with an error after `MAX_FAILURES_ALONE` failed steps that contain no other
-       request. At least three steps in a row must fail at the same token of one request, so that a
-       request does not end if workers are killed for other reasons.
+       request. Before that, at least three steps in a row fail at the same token of the request, so
+       a request rarely ends because workers are killed for other reasons.
 
     Group testing by binary splitting is Dorfman's (1943) and Hwang's (1972).
     """
@@ -50,8 +50,8 @@ class FaultSearch:
         return bool(self._goals)
 
     def trial(self) -> Sequence[Request] | None:
-        """The only requests that may run now. They stay the same until all of them are cleared.
-        None if every request may run.
+        """The only requests that may run now, or None if every request may run. The requests stay
+        the same until all of them are cleared.
         """
         if not self._goals and not self._groups:
             return None

@@ -13,8 +13,8 @@ from services.scheduler.core.ports import PoolLost, StepObserver
 
 
 class Pauses:
-    """Begins and ends pauses between two iterations of the engine loop. A pause that began during
-    planning would apply to only some requests of the step.
+    """Begins and ends pauses, always between two iterations of the engine loop. If a pause began
+    during planning, it would apply to only some requests of the step.
     """
 
     def __init__(

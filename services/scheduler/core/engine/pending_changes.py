@@ -1,6 +1,4 @@
-"""Changes that are applied between two steps. They concern requests that arrive, continue or must
-end.
-"""
+"""Collects requests that arrive, continue or must end. Applies these changes between two steps."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

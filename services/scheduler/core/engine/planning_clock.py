@@ -13,23 +13,23 @@ LEAST_SECONDS = 0.003
 time.
 """
 _OUTLIERS = 16
-"""One in this number of recent steps may have less room than the room of "nearly all" steps."""
+"""Of this number of recent steps, one may have less room than "nearly all steps" have."""
 
 
 class PlanningClock:
     """Delays the planning of a step while the step before it runs, so that requests that arrive
     meanwhile are part of it. Planning starts early enough that the workers do not wait.
 
-    Workers report the slack of each step: the time from when it was ready to run until the end of
-    the step before. Slack is negative if the step arrived late. The slack plus the delay of
-    planning is the *room* of the step before. It is the time after the start of that step, as seen
-    here, in which nothing has to be planned. The room depends on the durations of that step, of
-    planning and of messages.
+    Workers report the slack of each step: the time from when the step was ready to run until the
+    end of the previous step. Slack is negative if the step arrived late. The slack of a step plus
+    the delay of its planning is the *room* of the previous step: the time from its start in which
+    the next step need not be planned. The room depends on the durations of that previous step, of
+    planning, and of messages.
 
     Steps are grouped in size classes, one for each power of two tokens. The delay is the room that
     nearly all recent steps of the class had, minus the distance between this room and the median
-    room, minus a margin. If times vary, as on a busy machine, steps are planned early, or at once.
-    Planning begins at the latest at the end of the step before. Then workers wait for as long as
+    room, minus a margin. If times vary, as on a busy machine, the delay is short or 0. Planning
+    begins at the latest at the end of the previous step. In that case workers wait for as long as
     planning and messages take.
 
     Times are seconds of a monotonic clock, which callers pass in.
@@ -61,8 +61,8 @@ class PlanningClock:
         self._due = now + seconds if seconds >= LEAST_SECONDS else now
 
     def planned(self, step: int, began: float) -> None:
-        """Records that a step was sent whose planning began at `began`. At that time the step was
-        running that the last call of `begins` recorded.
+        """Records that a step was sent whose planning began at `began`, while the step of the last
+        call of `begins` was running.
         """
         put_off = max(0.0, min(began, self._due) - self._began)
         self._planned[step] = self._size, put_off

@@ -15,36 +15,39 @@ MARGIN = 1.4
 
 
 class QueueEstimate:
-    """Estimates the rate at which requests complete on a full replica. By Little's law, two numbers
-    are computed from the rate: the delay that each waiting request causes to requests behind it,
-    and the running time of a request.
+    """Estimates the rate at which requests complete on a full replica. From this rate two numbers
+    follow by Little's law: the delay that each waiting request causes to requests behind it, and
+    the running time of a request.
 
-    Until enough requests have ended, the rate is estimated as the rate of computed tokens, divided
-    by the expected number of tokens of a request.
+    Until enough requests have ended, the completion rate is estimated as the number of tokens
+    computed per second, divided by the expected number of tokens of a request.
 
-    While fewer than `max_running` requests run and none waits, the completion rate equals the
-    arrival rate and does not show the capacity. Such time is scaled by the fraction of
-    `max_running` that run, and by the slowdown of a step in which `max_running` requests run.
+    While fewer than `max_running` requests run and none waits, requests complete as fast as they
+    arrive, which does not show the capacity. Such time counts as the time that a full replica would
+    need: it is multiplied by the fraction of `max_running` that run, and by the slowdown of a step
+    in which `max_running` requests run.
     """
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
         self._busy_seconds = 0.0
         self._running_seconds = 0.0
-        """Sum of the running times of all requests."""
+        """Sum of the running times of all requests, in seconds."""
         self._num_tokens = 0
         """Tokens that were computed in the busy seconds."""
         self._tokens_per_request = 0.0
         self._marks: deque[tuple[float, float, int]] = deque([(0.0, 0.0, 0)])
-        """Totals of busy seconds, running seconds and completions. One entry for each sample with
-        new completions.
+        """The totals of busy seconds, running seconds and completed requests at each sample with
+        new completions, oldest first.
         """
         self._num_completed = 0
         self._last: tuple[float, int, int] | None = None
         self.seconds_per_request = 0.0
-        """Delay that each waiting request causes to the requests behind it. 0 while unknown."""
+        """Delay, in seconds, that each waiting request causes to the requests behind it. 0 while
+        unknown.
+        """
         self.service_seconds = 0.0
-        """Time from a request's admission to its end. 0 while unknown."""
+        """Seconds from a request's admission to its end. 0 while unknown."""
 
     def sample(
         self,

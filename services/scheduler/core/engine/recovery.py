@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Counts losses of pool and workers. During a fault search, which finds a request whose steps
-    always fail, allows only the selected requests to be admitted.
+    """Counts losses of pool and workers, and reopens both. During a fault search, which finds a
+    request whose steps always fail, allows only the selected requests to be admitted.
 
-    `lock` is the lock of the engine loop, which is held while changes are applied during the
-    recovery. `wake` is the loop's event, which is set when there are changes.
+    `lock` is the lock of the engine loop. It is held while changes are applied during the recovery.
+    `wake` is the loop's event, which is set when there are changes.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Recovery:
 
     @property
     def is_trial_due(self) -> bool:
-        """Whether the fault search selects other requests than the requests that may be admitted
-        now.
+        """Whether the requests that the fault search selects are others than those that may be
+        admitted now.
         """
         return self._search.trial() != self._scheduler.queues.admitted_only
 
     def plan_of(self, keys: Collection[RequestKey]) -> SchedulerOutput:
-        """A plan in place of a step whose planning failed. It contains the next token of each
-        request in `keys`, the requests of the failed pool transaction.
+        """A plan that stands for a step whose planning failed in a pool transaction. `keys` are the
+        requests of that transaction. The plan contains the next token of each.
         """
         requests = [one for one in self._scheduler.requests if one.key in set(keys)] if keys else []
         computed = [request.num_computed_tokens for request in requests]

@@ -37,7 +37,7 @@ class ReplicaState:
         self.num_preemptions = 0
         """Number of preemptions since the process started."""
         self.failed: dict[Request, str] = {}
-        """Waiting requests that were found unable to ever run, each with its error."""
+        """Maps waiting requests that can never run to the errors with which they will end."""
 
     @property
     def num_free_places(self) -> int:
@@ -82,16 +82,16 @@ class ReplicaState:
         request.forget_blocks()
 
     def remove(self, request: Request) -> None:
-        """Removes a request that has ended, and frees its resources. A waiting request can end too,
-        because a token may arrive that was in flight at its preemption.
+        """Removes a request that has ended, and frees its resources. A preempted request can end
+        while it waits, by a token that was in flight at its preemption.
         """
         self.take_out(request)
         self.free(request)
 
 
 class BatchRows:
-    """Allocates the rows of the batch, and lists rows that the workers must clear. The row that was
-    freed last is allocated first.
+    """Allocates the rows of the workers' batch, and lists the rows that the workers must clear. The
+    row that was freed last is allocated first.
     """
 
     def __init__(self, num_rows: int) -> None:

@@ -9,7 +9,7 @@ MIN_STEPS = 8
 MIN_PROMPT_TOKENS = 16
 """A step with fewer prompt tokens is not used to estimate the cost of prompts."""
 MIN_COMPUTED_TOKENS = 128
-"""Total of prompt tokens in recent steps from which the cost of prompts is estimated."""
+"""Number of prompt tokens that recent steps must have computed before their cost is estimated."""
 
 
 class StepCosts:
@@ -62,11 +62,11 @@ class StepCosts:
         return beyond / num_tokens
 
     def seconds_of_prompt(self, num_tokens: float, num_requests: int, token_budget: int) -> float:
-        """Seconds to compute `num_tokens` tokens of a prompt. `num_requests` requests decode in the
-        same steps, and prompts use the rest of each step's token budget. 0 while unknown.
+        """Seconds to compute `num_tokens` tokens of a prompt while `num_requests` requests decode.
+        The prompt uses the rest of each step's token budget. 0 while unknown.
 
-        While the cost of a prompt token is unknown, as with very short prompts, the cost of a
-        decoding request is used instead.
+        If the cost of a prompt token is unknown, for example because all prompts are very short,
+        the cost of a decoding request is used instead.
         """
         each_step, each_decode = self._fit()
         seconds_per_token = self.seconds_per_prompt_token or each_decode

@@ -64,8 +64,8 @@ class StepUpdate:
         output: ModelRunnerOutput,
         taken: list[Sequence[int] | None],
     ) -> tuple[int, list[Request], dict[Request, TurnEnd]]:
-        """Appends the sampled tokens to the requests. Stores the appended tokens in `taken`. The
-        entry of a request that had already ended is None.
+        """Appends the sampled tokens to the requests. Stores each request's appended tokens in
+        `taken`, or None if the request had already ended.
 
         Returns the number of appended tokens, the requests that end, and the sessions whose turn
         ends.
@@ -149,8 +149,8 @@ class StepUpdate:
         return sorted(affected, key=lambda request: request.key)
 
     def _take_off_fast_path(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Removes requests with NaN logits or refused tokens from the fast path. In a pause also
-        removes requests whose number of steps on the fast path has passed. Otherwise planning
+        """Removes requests with NaN logits or refused tokens from the fast path. In a pause, also
+        removes requests whose number of steps on the fast path has passed, because no planning
         removes them.
         """
         if self._state.pause_mode is not None:
@@ -159,8 +159,8 @@ class StepUpdate:
             self._running.leave_fast_path(plan.requests[index])
 
     def _computed_inputs(self, plan: SchedulerOutput) -> dict[Request, int]:
-        """Maps each request of a step that uses encoder items to its number of computed tokens.
-        Tokens that are removed if a draft is rejected do not count.
+        """Maps each request of a step that uses encoder items to its number of computed tokens,
+        without tokens that are removed if a draft is rejected.
 
         Requests whose output is dropped are left out, so that their items stay in use.
         """
@@ -205,10 +205,10 @@ class StepUpdate:
         """Ends the turn of a session. The session begins its next turn if its input has arrived,
         otherwise it waits for input.
 
-        Tokens that steps in flight sample for the session lie after the end of the turn and are
-        dropped. With state-space layers these steps overwrite the session's state, and with drafts
-        only the workers know the state's position. In both cases the blocks of the session are
-        freed, and the next turn begins at the cached prefix.
+        Tokens that steps in flight sample for the session are dropped, because they follow the end
+        of the turn. In models with state-space layers, steps in flight overwrite the session's
+        state. If such a model uses drafts, only the workers know the position of the state. In both
+        cases the session's blocks are freed, and the next turn begins with a prefix hit.
         """
         state = self._state
         is_in_flight = any(session in plan.requests for plan in state.steps.in_flight)
@@ -226,9 +226,9 @@ class StepUpdate:
 
 
 def _end_if_refused(request: Request, output: ModelRunnerOutput, index: int, num_kept: int) -> None:
-    """Ends the request at `index` in a step whose output has a refused token for it. Does nothing
-    if the request ended before the refused token. `num_kept` is the number of the step's tokens
-    that were appended to the request.
+    """Ends the request at `index` of a step if its grammar refused a token in the step's output.
+    Does nothing if the request ended before the refused token. `num_kept` is the number of the
+    step's tokens that were appended to the request.
     """
     first = output.refused_tokens[index]
     if first > num_kept or (first == num_kept and request.finish_reason is not None):

@@ -12,9 +12,9 @@ def max_request_tokens(config: SchedulerConfig) -> int:
     `max_model_len`.
 
     All KV-cache groups allocate from the same pool. Full attention needs blocks for all tokens.
-    Sliding windows and states need the blocks that they hold at one time in the worst case. In that
-    case as many of the largest steps as possible are in flight, or drafts are verified while the
-    drafts of the step before may still be rejected.
+    Sliding windows and states need the largest number of blocks that a request can hold at one
+    time. This happens when as many of the largest steps as possible are in flight, or when drafts
+    are verified while the drafts of the previous step may still be rejected.
     """
     num_tokens_in_flight = max(config.max_in_flight_tokens, 1 + 2 * config.num_speculative_tokens)
     num_tokens_in_flight += config.num_lookahead_tokens

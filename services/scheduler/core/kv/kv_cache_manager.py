@@ -31,8 +31,8 @@ from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
 
 _Filling = tuple[int, int, Request]
-"""Describes a request whose blocks a step fills, by admission number, number of known tokens that
-are computed after the step, and request.
+"""A request whose blocks a step fills: its admission number, its number of known tokens that are
+computed after the step, and the request.
 """
 
 
@@ -91,13 +91,14 @@ class KVCacheManager:
         step fills, and looks up cached prefixes of waiting requests. Sends nothing if there are no
         operations.
 
-        `leaving` are the requests for which this step is the last on the fast path. Only they, and
-        requests that are not on the fast path, fill blocks. Blocks are published after all blocks
-        are allocated, so that no block of a preempted request is published.
+        `leaving` are the requests for which this step is the last on the fast path. Other requests
+        on the fast path fill no block in this step. Blocks are published after all blocks are
+        allocated, so that no block of a preempted request is published. `steps` are the earlier
+        steps.
 
         Returns None if all blocks were allocated, otherwise the stop at the request that lacks
-        blocks. Then the requests before it have their blocks, and nothing was published or looked
-        up. `steps` are the earlier steps.
+        blocks. In that case the requests before it have their blocks, and nothing was published or
+        looked up.
         """
         operations: list[Operation] = []
         growth = self._grow(builder, growing, steps) if growing else None
@@ -310,9 +311,9 @@ class KVCacheManager:
         builder.prefixes.divergent_hits.update(zip(looked_up, outcome.divergent_hits, strict=False))
 
     def _unsent_hashes(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
-        """The hashes of all full blocks, or of the first `num_blocks` blocks, that were not sent to
-        the pool. A Commit contains only hashes that it publishes, because the last token of a
-        session may still be removed.
+        """The hashes that were not sent to the pool, of all full blocks or of the first
+        `num_blocks` blocks. A Commit must not contain hashes that it does not publish, because the
+        last token of a session may still be removed.
         """
         request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
         return request.block_hashes[request.num_hashes_sent : num_blocks]

@@ -1,4 +1,4 @@
-"""Pool operations that wait for the next transaction. None can fail, as none needs free blocks."""
+"""Pool operations that wait for the next transaction. None needs free blocks, so none can fail."""
 
 from collections.abc import Sequence
 
@@ -49,8 +49,8 @@ class PendingOperations:
         self.give_back_in_order(RemoveSkippedBlocks([key], [num_computed_tokens]))
 
     def give_back_in_order(self, operation: Operation) -> None:
-        """Adds an operation that frees blocks. It follows the releases so far, and precedes later
-        ones.
+        """Adds an operation that frees blocks. The pool applies it after all releases that were
+        added before, and before all later releases.
         """
         if self._releases:
             self._early_releases.append(Release(tuple(self._releases)))

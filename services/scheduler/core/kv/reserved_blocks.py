@@ -52,9 +52,9 @@ class ReservedBlocks:
     def _lacking_in(
         self, group: KVCacheGroup, most: int | None, num_held: int | None, num_tokens: int
     ) -> int:
-        """Number of blocks that a request still needs in one group. `most` limits the number in
-        groups with sliding windows. A group that caches states needs one block, and further blocks
-        for drafts only if the request holds no block yet.
+        """Number of blocks that a request still needs in one group. In groups with sliding windows,
+        `most` limits the number. A group that caches states needs one block. If the request holds
+        no block yet, it also needs blocks for drafts.
         """
         size, num_drafts = group.block_size, group.num_speculative_blocks
         if group.aligns_states:

@@ -10,10 +10,10 @@ class WindowClock:
     """Computes the token counts at which a KV-cache group allocates or frees a block. A token count
     is the number of computed tokens before a step.
 
-    A group allocates a block when the tokens, lookahead tokens included, fill whole blocks. It
-    frees a block when its window or state has advanced by a block of stored tokens. The number of
-    stored tokens lags behind the computed tokens by the steps in flight, whose number varies. All
-    possible lags are included, so that no change is missed.
+    A group allocates a block when the tokens, lookahead tokens included, fill the present blocks. A
+    group frees a block when its window or state has advanced by one block of stored tokens. Tokens
+    of steps in flight count as computed but are not stored yet, and the number of these steps
+    varies. The counts for every possible number are included, so that no change is missed.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -35,7 +35,9 @@ class WindowClock:
 
 
 def _phases(group: KVCacheGroup, num_lookahead_tokens: int, lags: Iterable[int]) -> list[int]:
-    """The counts, modulo the block size, at which a group allocates or frees a block."""
+    """The token counts, modulo the block size, at which a group allocates or frees a block. `lags`
+    are the possible numbers of tokens in flight.
+    """
     match group.attention_type:
         case AttentionType.FULL:
             return [-num_lookahead_tokens]

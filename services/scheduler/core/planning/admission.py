@@ -24,14 +24,14 @@ class PlannedAdmission:
     request: Request
     terms: Admission
     num_new_tokens: int
-    """Number of tokens that the request's first step computes, without drafts. Other requests can
-    hit the first `num_commit_tokens` tokens of the request at once. They can hit its further tokens
-    after a Commit has published them.
+    """Number of tokens that the request's first step computes, without drafts. The admission
+    publishes the full blocks of the first `num_commit_tokens` tokens, so that other requests can
+    hit them at once. A later Commit publishes further blocks.
     """
     num_asked: int
     """Number of tokens that the step would compute without the encoder's limits."""
     num_drafts: int
-    """Number of empty draft tokens that pad the first step. The slots in the terms include them."""
+    """Number of empty draft tokens that pad the first step. `terms.num_slots` includes them."""
 
     @property
     def num_tokens(self) -> int:
@@ -47,7 +47,9 @@ class PassedOver:
     reason: WaitReason
     num_computed_tokens: int = 0
     num_asked: int = 0
-    """Tokens that would be computed if the encoder had budget and space. 0 with other reasons."""
+    """Number of tokens that the step would compute if the encoder had budget and cache space for
+    them. 0 if the reason is not ENCODER.
+    """
     error: str = ""
     """Why the request can never run. Empty if it may run later."""
 
@@ -57,8 +59,8 @@ class AdmissionPlan:
     """Planned admissions of waiting requests."""
 
     decisions: list[PlannedAdmission | PassedOver] = field(default_factory=list)
-    """One decision for each request, in the order of the queue. A decision is only valid if all
-    admissions before it succeed.
+    """One decision for each request that was examined, in the order of the queue. A decision is
+    only valid if all earlier admissions of the plan succeed.
     """
     admissions: list[PlannedAdmission] = field(default_factory=list)
     """The admissions in `decisions`."""
@@ -79,7 +81,8 @@ class AdmissionPlan:
     def stop(self, reason: WaitReason, *, hit_is_old: bool = False) -> "AdmissionPlan":
         """Ends the plan before a request that waits for `reason`, and returns the plan.
 
-        If the request's hit may have changed, the plan records that instead of the reason.
+        With `hit_is_old`, sets `has_old_hits` instead of the reason, because the request's hit may
+        have changed.
         """
         if hit_is_old:
             self.has_old_hits = True
@@ -119,11 +122,11 @@ class AdmissionPlanner:
         """Plans admissions of the candidates in order, until rows of the batch or token budget are
         used up.
 
-        The prefix hit of a candidate is the pool's last answer. If hits can be computed here
-        (`foretells_hits`), blocks that earlier admissions of the step publish extend the hit.
-        Otherwise the plan stops at a candidate whose hit may have changed, because only the pool
-        can compute it. If the blocks of the first candidate certainly do not fit, nothing is
-        planned. This saves a transaction in every step until they fit.
+        The prefix hit of a candidate is the pool's last answer. If the configuration allows to
+        compute hits here (`foretells_hits`), blocks that earlier admissions of the step publish
+        extend the hit. Otherwise only the pool can compute changed hits, so the plan stops at a
+        candidate whose hit may have changed. If the blocks of the first candidate certainly do not
+        fit, nothing is planned. This saves a transaction in every step until its blocks fit.
         """
         prefixes = builder.prefixes
         trial = _Trial(builder.token_budget, set(prefixes.published), builder.passing_over.copy())
@@ -167,9 +170,9 @@ class AdmissionPlanner:
     def _hit(
         self, builder: StepBuilder, trial: _Trial, request: Request, *, is_first: bool
     ) -> tuple[int, bool]:
-        """The number of tokens of a request's hit, and whether an earlier admission may have
-        changed it. If hits can be computed here, the number includes blocks that earlier admissions
-        publish. Admissions do not change the hit of a request that already holds blocks.
+        """The length of a request's hit in tokens, and whether an earlier admission of the plan may
+        have changed the hit. If hits can be computed here, the length includes blocks that earlier
+        admissions publish. The hit of a request that already holds blocks never changes.
         """
         hit, foretells_hits = builder.prefixes.hits[request], self.config.foretells_hits
         if request.holds_blocks:
@@ -267,7 +270,8 @@ class AdmissionPlanner:
         """The number of empty drafts that are scheduled for a request that has one token to
         compute.
 
-        With the drafts all decoding requests of a step have equally many tokens. The number is 0 if
+        The drafts give this request as many tokens in the step as each decoding request has. The
+        number is 0 if
 
         * the number of drafts depends on the number of requests;
         * the step computes a further chunk of a prompt;
@@ -275,8 +279,8 @@ class AdmissionPlanner:
         * the drafts exceed the model's length, the step's whole budget, or the limit of tokens of
           one request in the step.
 
-        The limit of tokens of one request is not applied if the drafts exceed `budget`, the number
-        of tokens left in the step. Then the request waits.
+        If the drafts exceed `budget`, the number of tokens left in the step, the limit of tokens of
+        one request is not applied. The request then waits for a later step.
         """
         if self.config.num_speculative_rows:
             return 0

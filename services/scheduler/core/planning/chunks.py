@@ -12,9 +12,9 @@ def aligned_chunk(config: SchedulerConfig, request: Request, start: int, num_tok
     step ends where a state can be cached. Returns 0 if the tokens do not reach such a position. For
     a decoding request it returns `num_tokens`.
 
-    1. A step that does not reach the end of the prompt ends on a block boundary. If a block is
-       larger than any step, the step may end inside the block.
-    2. The step ends earlier if a position of `_stops` lies inside it.
+    1. A step that does not reach the end of the prompt ends at a block boundary. If a block is
+       larger than any step, the step may end inside a block.
+    2. If a position of `_stops` lies inside the step, the step ends there.
 
     As in vLLM's "align" mode.
     """
@@ -34,8 +34,10 @@ def _stops(config: SchedulerConfig, request: Request, start: int, end: int) -> I
     """Positions at which a step must end instead of crossing them:
 
     * the end of a block that an earlier step left unfinished;
-    * the last block boundary at which a hit of another request can end;
-    * if hits may end inside a block, the last position in the prompt at which a hit can end;
+    * the last block boundary in the request's tokens from which another request with the same
+      tokens can continue;
+    * if hits may end inside a block, the same for the prompt alone, in units of the hash block
+      size;
     * the last block boundary in a prefix that another request shares.
     """
     size, drops_last = config.block_size, config.drop_last_hit_block

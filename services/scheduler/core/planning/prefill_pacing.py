@@ -8,10 +8,10 @@ class PrefillPacing:
     """Limits how often a step contains prompts while requests decode, as vLLM's
     prefill_schedule_interval does.
 
-    A step with prompts takes longer than one without and delays every decoding request. With an
-    interval of n, n - 1 decode-only steps lie between two steps with prompts. The interval is
-    ignored if the last step that could admit prompts left requests waiting, because then prompts
-    arrive faster than the interval allows.
+    A step with prompts takes longer than a decode-only step and delays every decoding request. With
+    an interval of n, n - 1 decode-only steps lie between two steps with prompts. If the last step
+    that could admit prompts left requests waiting, prompts arrive faster than the interval allows.
+    The interval is then ignored.
     """
 
     def __init__(self, interval: int) -> None:

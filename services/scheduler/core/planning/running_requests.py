@@ -1,10 +1,10 @@
 """The running requests, and which of them the next step must examine.
 
 Most running requests decode, and each step computes one more token of each. While nothing else
-about a request changes, it is on the fast path, and no step updates it. Its number of computed
-tokens is the sum of an origin, which each request has, and a clock, which all requests on the fast
-path share. Planning a step advances the clock, and so all these counts. Other modules read and set
-`num_computed_tokens` and do not depend on this representation.
+about a request changes, it is on the fast path, and no step updates its attributes. Its number of
+computed tokens is the sum of the request's own origin and a clock that all requests on the fast
+path share. Planning a step advances the clock, which increases the counts of all these requests.
+Other modules read and set `num_computed_tokens` and do not depend on this representation.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class ComputedTokens:
     """The number of computed tokens of one request. The base class of `Request`."""
 
     is_on_fast_path: bool = field(init=False, default=False)
-    """Whether each step computes exactly one more token of the request and needs no further block.
-    The only reason for which such a step can end the request is the token that it samples.
+    """Whether each step computes exactly one more token of the request, without a further block.
+    Such a step can end the request only by the token that it samples.
     """
     origin: int = field(init=False, default=0)
     clock: StepClock = field(init=False, default=_STOPPED)

@@ -111,9 +111,9 @@ class RunningScheduler:
         request runs and the first waiting request lacks blocks.
 
         Without this, two sessions could deadlock if the next turn of each needs blocks that the
-        other holds. A session that holds all blocks could wait for itself, because with state-space
-        layers it frees no block before its next turn is admitted. So the first request itself is
-        preempted if it is the only one with blocks and no session is between two turns.
+        other holds. If the first request is the only one with blocks and no session is between two
+        turns, the first request itself is preempted. Otherwise a session with state-space layers
+        that holds all blocks would wait forever, because it frees none before its next turn.
 
         Sessions between two turns keep their blocks. Nothing is preempted while transfers, steps
         in flight or pending operations are about to free blocks.
@@ -141,13 +141,14 @@ class RunningScheduler:
         """Schedules tokens of the running requests from index `begin` on, until the budget is used
         up. Returns the requests that need further blocks for their tokens.
 
-        Only requests off the fast path are examined. The requests between two examined requests
-        form a run, which is scheduled together with one token for each request. An examined request
-        joins the run if it needs one token and the budget suffices for all later requests.
+        Only requests off the fast path are examined. Requests that need one token each and follow
+        each other form a run, which is scheduled as a whole. An examined request is part of a run
+        if it needs one token, needs no encoder items, and the budget suffices for one token of each
+        later request.
 
         `num_decided` is set after a preemption. It is the number of tokens that were scheduled for
-        the request at `begin` before the preemption, and as in vLLM the request gets no more. The
-        budget that the victim frees is available to later requests.
+        the request at `begin` before the preemption. As in vLLM, the request gets no more tokens,
+        and the budget that the victim frees is available to later requests.
         """
         running = self._running
         growing: list[Request] = []
@@ -225,7 +226,8 @@ class RunningScheduler:
         num_tokens = len(request.token_ids)
         num_new = num_tokens - num_computed
         if num_new <= 0:
-            # The next token is in flight. It may be the last, even if every draft is rejected.
+            # The next token is in flight. Even if every draft is rejected, that token may be the
+            # request's last.
             if not self._feeds_forward or num_tokens + 1 >= request.max_num_tokens:
                 return 0
             num_new = 1
@@ -235,8 +237,8 @@ class RunningScheduler:
         return min(builder.cap(num_new), longest) if num_new > 1 or longest < 1 else 1
 
     def _fast_path_end(self, request: Request) -> int:
-        """The number of computed tokens at which a decoding request must leave the fast path,
-        because it then needs a block, reaches its maximum length, or has filled a block. 0 if the
+        """The number of computed tokens at which a decoding request must leave the fast path. At
+        that number it needs a block, reaches its maximum length, or has filled a block. 0 if the
         request cannot use the fast path.
         """
         if request.sampling.repetition_detection is not None:
@@ -321,8 +323,8 @@ class RunningScheduler:
 
 
 def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
-    """The requests with more than one token in this step or in the steps in flight. In each of the
-    next steps their sliding windows move by more than one token, and drafts may be rejected.
+    """The requests with more than one token in this step or in the steps in flight together. Their
+    sliding windows may move by more than one token in a step, and drafts may be rejected.
 
     `scheduled` maps each request of the step to its number of computed tokens after the step.
     """

@@ -1,6 +1,7 @@
-"""The state of a step while it is planned. It consists of the remaining budget, the tokens
-scheduled so far, the prefixes of waiting requests, and the requests that are skipped. Also the
-steps in flight.
+"""The state of a step while it is planned, and the list of the steps in flight.
+
+The state consists of the remaining budget, the tokens scheduled so far, the prefix hits of waiting
+requests, and the requests that are skipped.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -52,8 +53,8 @@ class PlannedSteps:
         return any(request in plan.dropped for plan in self.in_flight)
 
     def last_awaited(self, request: Request) -> int | None:
-        """Number of the last step in flight that computes tokens of a request and whose output for
-        the request is not dropped. None if there is no such step.
+        """Number of the last step in flight that computes tokens of a request, if the output of
+        that step for the request is not dropped. None if there is no such step.
         """
         for plan in reversed(self.in_flight):
             if request in plan.requests and request not in plan.dropped:
@@ -86,8 +87,8 @@ class WaitingPrefixes:
     diverging: set[Request] = field(default_factory=set)
     """Requests whose hit counts the tokens cached for full-attention layers only."""
     num_stored: dict[Request, int] = field(default_factory=dict)
-    """Number of tokens from which the sliding windows of a request are computed. Only for requests
-    where this number is less than the number of computed tokens.
+    """Maps a request to the number of tokens after which its sliding windows begin. Only requests
+    for which this is less than the number of computed tokens have an entry.
     """
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish. Later admissions of the step can hit them."""
@@ -100,7 +101,9 @@ class WaitingPrefixes:
         request.shared_prefix_boundary = shared_prefix_boundary
 
     def cut_hit(self, request: Request, num_tokens: int) -> None:
-        """Cuts a hit to whole blocks. The connector loads the tokens after them, and the states."""
+        """Cuts a request's hit to whole blocks with `num_tokens` tokens. The connector loads the
+        tokens after these blocks, and the states of state-space layers.
+        """
         self.hits[request] = num_tokens
         self.diverging.add(request)
         self._cut_hits[request] = num_tokens
@@ -119,9 +122,9 @@ class WaitingPrefixes:
     def go_on(self, request: Request, steps: PlannedSteps) -> None:
         """Records the computed tokens of a request that holds blocks as its hit.
 
-        Steps of a session's last turn may still be in flight. Their tokens are dropped, but they
-        read the blocks of the sliding windows. Then the windows are computed from fewer tokens, so
-        that these blocks are not freed.
+        Steps of a session's last turn may still be in flight. Their tokens are dropped, but these
+        steps still read blocks in earlier sliding windows. To keep these blocks, `num_stored` then
+        excludes the tokens in flight.
         """
         self.hits[request] = request.num_computed_tokens
         if any(request in plan.requests for plan in steps.in_flight):
@@ -133,11 +136,11 @@ class PassingOver:
     """Decides for one step which waiting requests are passed over (skipped), while its admissions
     are planned.
 
-    A request is passed over if it cannot be admitted now for a reason that concerns no other
-    request. It keeps its position in the queue, and requests behind it may be admitted. It stays
-    passed over in the step, because admissions free no resources. A request that lacks blocks or
-    budget is not passed over. It stops admission, because requests behind it would use up those
-    resources.
+    A request is passed over if it cannot be admitted now for a reason that concerns this request
+    alone. It keeps its position in the queue, and requests behind it may be admitted. It cannot be
+    admitted later in the same step, because admissions free no resources. A request that lacks
+    blocks or budget is not passed over. Instead, admission stops at that request, because requests
+    behind it would use up the blocks or the budget.
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class PassingOver:
     ) -> None:
         self._max_loras = max_loras
         self._last_updated_step = last_updated_step
-        """The last step whose output was applied."""
+        """Number of the last step whose output was applied."""
         self._adapters: set[bytes] = set()
         """Digests of the adapters of all running requests. Requests that this step does not
         schedule count too, because the next step may schedule them.
@@ -184,8 +187,8 @@ class PassingOver:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """The decisions of a step so far. `plan` is the result. The other attributes are state on which
-    later decisions depend.
+    """The decisions of a step so far. `plan` is the result. Later decisions depend on the other
+    attributes.
     """
 
     plan: SchedulerOutput
@@ -224,7 +227,9 @@ class StepBuilder:
 
     @property
     def encoder(self) -> StepEncoder:
-        """The budget of the encoder of prompt items in this step, and its decisions."""
+        """The encoder of prompt items (such as images): its remaining budget in this step, and the
+        decisions which items it computes.
+        """
         if self._encoder is None:
             self._encoder = self.make_encoder()
         return self._encoder

@@ -15,11 +15,12 @@ class EncoderDecision:
     """Which tokens and items of a request a step computes."""
 
     num_tokens: int
-    """Number of tokens that the step computes. It is `num_asked` if the encoder can compute all
-    items. Otherwise the tokens end before the first item that it cannot compute in this step.
+    """Number of tokens that the step computes. Equals `num_asked` if the encoder can compute all
+    items that overlap these tokens. Otherwise the tokens end before the first item that the encoder
+    cannot compute in this step.
     """
     budget: int
-    """The encoder's remaining budget after the items, in embeddings."""
+    """The encoder's remaining budget after computing `inputs`, in embeddings."""
     num_asked: int
     """Number of tokens that the step would compute without the encoder's limits."""
     inputs: list[int] = field(default_factory=list)
@@ -27,8 +28,8 @@ class EncoderDecision:
     repeated: list[int] = field(default_factory=list)
     """Indexes of items that equal an earlier item in `inputs` and share its output."""
     mismatch: str = ""
-    """Identifier of an item whose cached output has another size. Empty if there is no such item.
-    Otherwise `num_tokens` is 0.
+    """Identifier of an item whose size differs from the size of its cached output. `num_tokens` is
+    0 then. Empty if there is no such item.
     """
 
 
@@ -47,12 +48,12 @@ class StepEncoder:
     request. They are used again when planning resumes at these requests.
     """
     _marks: list[tuple[Request, int, EncoderCacheManager]] = field(default_factory=list)
-    """A request, and the budget and cache before the decision for it. One entry for each decision
-    for a running request, in the order of the decisions.
+    """One entry for each decision for a running request, in the order of the decisions: the
+    request, and the budget and the cache before the decision.
     """
 
     def copy(self) -> "StepEncoder":
-        """A copy of the state, on which admissions are planned that may fail."""
+        """A copy of budget and cache, to plan admissions that may fail."""
         return StepEncoder(self.config, self.cache.copy(), self.budget)
 
     def decide(self, request: Request, start: int, num_tokens: int) -> EncoderDecision:
@@ -123,8 +124,8 @@ class StepEncoder:
         return decision
 
     def take_back_from(self, request: Request) -> None:
-        """Undoes the decisions for a running request that lacks blocks and for all requests
-        admitted after it. Outputs that were evicted for the request itself stay evicted.
+        """Undoes the decisions for a running request that lacks blocks and for all running requests
+        that were admitted after it. Outputs evicted for the first of these requests stay evicted.
         """
         number = request.admission_number
         later = [mark for mark in self._marks if mark[0].admission_number >= number]
@@ -143,8 +144,8 @@ class StepEncoder:
             self._mark(request)
 
     def refuse(self, request: Request, start: int, num_tokens: int) -> None:
-        """Decides the items of a waiting request that lacks blocks, and ends their use. Outputs
-        that were evicted for the request stay evicted.
+        """Evicts the outputs that a waiting request would evict if it did not lack blocks. None of
+        the request's items stays in use.
         """
         if start < request.num_encoded_tokens:
             self.decide(request, start, num_tokens)

@@ -14,9 +14,9 @@ from services.scheduler.core.request import Request, RequestStatus
 class WaitingRequests:
     """The queues of a replica. The policy orders the requests in each queue.
 
-    Requests that hold blocks are in `kv_waiting`. They are tried before the requests in `waiting`.
-    A request that could not be admitted even if all resources were free is passed over (skipped).
-    It keeps its position.
+    Requests that hold blocks are in `kv_waiting`. A step tries to admit them before the requests in
+    `waiting`. A request that could not be admitted even if all resources were free is passed over
+    (skipped), and keeps its position in the queue.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -33,7 +33,7 @@ class WaitingRequests:
         """
         self.passed_over: dict[Request, WaitReason] = {}
         """Maps waiting requests to the most recent reason for which they were passed over. A
-        request that arrives with a grammar is added at once.
+        request whose grammar or adapter is not ready has an entry from its arrival on.
         """
         self._lost_blocks: dict[Request, None] = {}
         """Requests in `kv_waiting` that lost their blocks because their load filled no block with
@@ -54,7 +54,7 @@ class WaitingRequests:
 
     @property
     def ready(self) -> Iterator[Request]:
-        """The queued requests that were not passed over (skipped), and so wait for resources."""
+        """The queued requests that were not passed over (skipped). They wait for resources."""
         return (request for request in self.queued if request not in self.passed_over)
 
     @property
@@ -149,7 +149,7 @@ class WaitingRequests:
             self._lost_blocks.pop(request, None)
 
     def put_in_order(self) -> None:
-        """Sorts the queues. The last input of a session may have changed its rank."""
+        """Sorts the queues, because a session's last input may have changed the session's rank."""
         self.kv_waiting.put_in_order()
         self.waiting.put_in_order()
 

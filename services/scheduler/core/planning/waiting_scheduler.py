@@ -68,8 +68,8 @@ class WaitingScheduler:
 
     def _batches(self, builder: StepBuilder) -> Iterator[list[Request]]:
         """Yields the candidates whose admissions are planned together. With a connector, each
-        request is planned alone and only once, because the tokens that the connector can load for
-        it depend on all earlier admissions.
+        request is planned alone and only once, because earlier admissions change how many of its
+        tokens the connector can load.
         """
         if self._external_hits is None:
             while candidates := self._candidates(builder):
@@ -111,7 +111,7 @@ class WaitingScheduler:
         return self._not_looked_up(builder, self._candidates(builder))
 
     def _why_others_wait(self, builder: StepBuilder) -> WaitReason | None:
-        """Why requests still wait although no candidate for admission is left."""
+        """The reason why requests still wait although no candidate for admission is left."""
         first = next(self._queues.queued, None)
         if first is None:
             return WaitReason.HELD_BACK if self._queues.held_back else None
@@ -190,8 +190,8 @@ class WaitingScheduler:
             builder.failed[request] = passed.error
 
     def _refuse(self, builder: StepBuilder, refused: PlannedAdmission | None) -> None:
-        """Decides which encoder items a request that lacks blocks would need. As in vLLM, cached
-        items that this evicts stay evicted, because vLLM decides items before it allocates blocks.
+        """Evicts the cached encoder items that a request that lacks blocks would have evicted. vLLM
+        decides on items before it allocates blocks, and does not undo these evictions.
         """
         if refused is not None:
             start = refused.terms.num_computed_tokens

@@ -1,8 +1,8 @@
 """The entries of the step log: the calls of a scheduler and its decisions.
 
-An entry is a JSON object. `call` is the name of the called method. The other fields are its
-arguments and results. A scheduler is a deterministic function of its calls, so a log of all calls,
-in order, can be replayed.
+An entry is a JSON object. `call` is the name of the called method. The other fields are the
+method's arguments and results. A scheduler's decisions depend only on its calls, so a log of all
+calls, in order, can be replayed.
 
     add                  the request: key, id, tokens (prompt, earlier output), num_prompt_tokens,
                          max_tokens, eos_token_ids, stop_token_ids, repetition_detection (longest
@@ -45,15 +45,15 @@ in order, can be replayed.
     reset_encoder_cache
     end                  the last entry; a log without it was cut short
 
-If a connector was called during a call, the entry has its answers, in order, as `connector`. An
-answer is one of three: the number of tokens that can be loaded and whether they are loaded between
-steps (null if not known yet); whether blocks of an ended request are still read; whether transfers
-will free blocks.
+If the scheduler queried a connector during a call, the field `connector` of the entry has the
+connector's answers in order. There are three kinds of answers: the number of tokens that can be
+loaded and whether they are loaded between steps (null if not known yet); whether blocks of an ended
+request are still read; whether transfers will free blocks.
 
 Requests are identified by their key. A block table is a list of block ids for each group. A pause
-calls `abort` and `flush`, and the entries of these calls follow the entry of the pause. A reset
-that preempts requests is recorded as preempt_all and reset_prefix_cache. VERSION increases with
-every change that makes older logs unreadable.
+calls `abort` and `flush`. The entries of these calls follow the entry of the pause. A reset that
+preempts requests is recorded as preempt_all and reset_prefix_cache. VERSION increases with every
+change that makes older logs unreadable.
 """
 
 from collections.abc import Mapping, Sequence

@@ -32,12 +32,12 @@ from services.scheduler.core.transfers.kv_connector import KVConnector
 
 
 class RecordingScheduler(Scheduler):
-    """A scheduler that calls `record` with an entry for each of its calls.
+    """A scheduler that calls `record` with an entry for each call of its methods.
 
-    Some calls, such as `add` and `admit_only`, are recorded before they change anything, the other
-    calls afterwards. If a call failed because the pool was lost, its entry has a field
-    `lost_after`, the number of transactions that the pool had answered during the call. If the
-    connector was called, the entry has a field `connector`.
+    Some calls, such as `add` and `admit_only`, are recorded before they change anything, all others
+    afterwards. If a call failed because the pool was lost, its entry has a field `lost_after`, the
+    number of transactions that the pool had answered during the call. If the connector was queried
+    during a call, its entry has a field `connector`.
     """
 
     def __init__(

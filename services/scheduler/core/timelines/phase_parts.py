@@ -13,11 +13,11 @@ from services.common.telemetry.time_parts import TimePart, part_of_reason
 MAX_WAITS = 16
 """Limit on the number of waits in a phase. If there are more, neighbouring waits are merged."""
 MAX_CHUNKS = 32
-"""Neighbouring chunks of a phase are merged when it has twice this number of parts."""
+"""When a phase has twice this number of parts, neighbouring chunks of the phase are merged."""
 
 
 class ReasonStart(NamedTuple):
-    """The time from which a request waits for a reason. It applies until the next start."""
+    """The time from which a request waits for a reason. The reason applies until the next start."""
 
     start: int
     reason: str
@@ -37,8 +37,8 @@ class Wait:
     """Maps reasons to nanoseconds. There are several reasons if waits were merged."""
     step: int | None = None
     holder: str = ""
-    """`step` and `holder` have the meaning of ReasonStart. After merging they describe the longest
-    wait.
+    """`step` and `holder` have the same meaning as in ReasonStart. If waits were merged, both
+    describe the longest wait.
     """
 
     @property
@@ -78,9 +78,9 @@ class Chunk:
     num_steps: int
     num_tokens: int
     num_step_tokens: int
-    """Number of tokens of all requests in the step. Merging sums these numbers."""
+    """Number of tokens of all requests in the step. For merged chunks, the sum over their steps."""
     num_requests: int
-    """Number of requests in the step. Merging takes the maximum."""
+    """Number of requests in the step. For merged chunks, the largest number of a step."""
     compute_nanos: int
     """Compute time of the workers for the whole step."""
     wait_nanos: int = 0

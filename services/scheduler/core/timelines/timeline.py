@@ -1,8 +1,9 @@
-"""The timeline of a request at a replica. It consists of phases that follow each other without a
+"""The timeline of a request at a replica, which consists of phases that follow each other without a
 gap.
 
-A timeline has a few numbers for each phase. Every request has a timeline. Spans are made from it
-only if the request is traced. Times are nanoseconds since the epoch, which callers pass in.
+Every request has a timeline, because a timeline stores only a few numbers for each phase. Spans are
+made from the timeline only if the request is traced. Times are nanoseconds since the epoch, which
+callers pass in.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,9 @@ class PhaseKind(Enum):
     QUEUE = "queue"
     """The request waits for its first admission."""
     PREFILL = "prefill"
-    """Tokens are computed until a token can be sampled. It occurs again after an interruption."""
+    """Tokens are computed until a token can be sampled. After an interruption there is another
+    prefill.
+    """
     DECODE = "decode"
     """Output tokens are sampled."""
     PREEMPTED = "preempted"
@@ -62,7 +65,7 @@ _UNEXPLAINED = {
     PhaseKind.PAUSE: "pause",
     PhaseKind.SEVERAL: "other",
 }
-"""Maps the kind of a phase to the name of its time part. Waits have other names."""
+"""Maps the kind of a phase to the name of the time part for the time outside waits."""
 
 
 class StepTotals(NamedTuple):
@@ -70,8 +73,8 @@ class StepTotals(NamedTuple):
 
     num_steps: int = 0
     nanos: int = 0
-    """Time until the tokens of the step arrived. It starts at the end of the step before, or at the
-    planning if the planning was later.
+    """Duration of the steps. A step lasts from the end of the previous step, or from its own
+    planning if that was later, until its tokens arrive.
     """
     compute_nanos: int = 0
     """The part of `nanos` in which the workers computed."""
@@ -126,17 +129,17 @@ class Phase:
     that arrived in the phase.
     """
     totals: StepTotals = NO_STEPS
-    """While the phase is open, the totals at its start. Afterwards, the sums over the phase's steps
-    that contained the request.
+    """While the phase is open, the totals at its start. Afterwards, the sums over all steps during
+    the phase.
     """
     behind: StepTotals = NO_STEPS
-    """While the phase is open, the corresponding totals at its start. Afterwards, the sums over the
-    phase's steps that did not contain the request.
-    """
+    """The sums over the steps during the phase that did not contain the request."""
     max_requests: int = 0
     """The largest number of requests in a step of the phase."""
     merged: dict[PhaseKind, int] | None = None
-    """Maps the kinds of the merged phases to nanoseconds. None if no phases were merged."""
+    """Maps the kinds of the merged phases to their total durations in nanoseconds. None if no
+    phases were merged.
+    """
     merged_parts: Sequence[TimePart] = ()
     """The time parts of the merged phases."""
 
@@ -167,8 +170,8 @@ class Phase:
 
 
 class RequestTimes(NamedTuple):
-    """The parts of a request's total time. The first three fields, which have vLLM's meaning, add
-    up to the total time.
+    """The parts of a request's total time. The first three fields are parts with vLLM's meaning and
+    add up to the total time.
     """
 
     queue_nanos: int

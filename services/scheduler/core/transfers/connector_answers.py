@@ -1,4 +1,4 @@
-"""Records the answers of a connector as JSON for the step log, because decisions depend on them."""
+"""Records a connector's answers as JSON for the step log, because scheduling depends on them."""
 
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.request import Request

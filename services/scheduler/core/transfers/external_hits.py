@@ -14,16 +14,16 @@ from services.scheduler.core.transfers.kv_transfers import KVTransfers
 
 LOOKUP_BATCH = 8
 """Number of further waiting requests whose prefixes are looked up in the same transaction. It is
-small because each admission invalidates the hits of the requests behind it.
+small because the hits of all waiting requests become invalid with each admission.
 """
 
 
 class ExternalHits:
-    """Asks the connector, before a request is admitted, for the tokens after its local hit.
+    """Queries the connector, before a request is admitted, for the tokens after its local hit.
 
-    The tokens are loaded within the step, or asynchronously between steps. For an asynchronous
-    load, blocks are allocated at once, and the request waits in `kv_waiting` without using budget
-    or a row of the batch. After the load it is admitted like other requests.
+    These tokens are loaded either within the request's first step, or asynchronously between steps.
+    For an asynchronous load, blocks are allocated at once, and the request waits in `kv_waiting`
+    without using budget or a row of the batch. After the load it is admitted like other requests.
     """
 
     def __init__(self, state: ReplicaState, transfers: KVTransfers) -> None:
@@ -41,9 +41,9 @@ class ExternalHits:
     async def plan(
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> AdmissionPlan | None:
-        """Passes over (skips) a request, or begins its asynchronous load. Returns None if neither
-        is necessary. Then the request may be admitted now, and the number of tokens to load is in
-        `prefixes.external`.
+        """Passes over (skips) a request, or begins its asynchronous load. Returns None if the
+        request may be admitted now. In that case `prefixes.external` has the number of tokens to
+        load within the step.
         """
         plan = AdmissionPlan()
         reason = self._own_reason(builder, request)
@@ -67,14 +67,13 @@ class ExternalHits:
         return plan
 
     def _match(self, builder: StepBuilder, request: Request) -> ExternalMatch | None:
-        """The tokens that the connector can load after the local hit. None if the connector does
-        not know them yet and must be asked later. If the connector supplies states, the local hit
+        """The tokens that the connector can load after the local hit. None if the connector cannot
+        answer yet and must be queried again later. If the connector supplies states, the local hit
         may change to a hit that counts full-attention layers only.
 
-        If the hit ends inside a block, the connector is asked for the tokens after the last whole
-        block, as in vLLM. If it has more tokens than the hit has in the partial block, its tokens
-        are loaded and replace the partial hit, so that no block is copied. Otherwise nothing is
-        loaded.
+        If the hit ends inside a block, the connector is queried for the tokens after the last whole
+        block, as in vLLM. If the connector has more tokens than the hit's part of that block, they
+        are loaded and replace this part, so that no block is copied. Otherwise nothing is loaded.
 
         If all layers are state-space layers, a prompt of one token needs no load, because the state
         before the first token is empty.
@@ -97,8 +96,8 @@ class ExternalHits:
         return match
 
     def _own_reason(self, builder: StepBuilder, request: Request) -> WaitReason | None:
-        """Returns why a request must be passed over, or None. If the load of the request has ended,
-        it is completed first.
+        """Returns why a request must be passed over, or None. First completes the request's load,
+        if the load has ended.
         """
         is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_loading and self._transfers.promote(request):
@@ -138,8 +137,8 @@ class ExternalHits:
         up to the end of the loaded tokens, and publishes nothing.
 
         If the whole prompt is loaded, its last token is computed again afterwards. With sliding
-        windows, the blocks to which this token attends are kept. vLLM may free one of them, because
-        it keeps the blocks to which the token after the prompt attends.
+        windows, the blocks to which the last token attends are kept. vLLM keeps the blocks to which
+        the token after the prompt attends, and so may free one of the former.
         """
         prefixes = builder.prefixes
         hit, num_external = prefixes.hits[request], prefixes.external[request]

@@ -25,16 +25,16 @@ def set_back(
     invalid: Collection[BlockId],
     scheduled: Mapping[Request, int],
 ) -> tuple[set[Request], list[BlockId]]:
-    """Resets the computed tokens of requests to the start of their first invalid block. For models
-    with one KV-cache group.
+    """Resets the computed tokens of requests to the start of their first invalid block. Only for
+    models with one KV-cache group.
 
-    As in vLLM, if several requests share an invalid block, only the first request computes it
-    again, and the others count it as computed. `scheduled` maps a request to the number of its
-    tokens that count as computed but are not. Blocks outside the sliding window are skipped,
-    because another request may own them now.
+    As in vLLM, if several requests share an invalid block, only the first request computes the
+    block again, and the block counts as computed for the others. `scheduled` maps a request to its
+    number of tokens in flight, which count as computed but are not. Blocks outside the sliding
+    window are skipped, because another request may own them now.
 
-    Returns the requests that have an invalid block, and a list of the blocks from their first
-    invalid block on.
+    Returns the requests that have an invalid block, and a list of all their blocks from the first
+    invalid one on.
     """
     affected: set[Request] = set()
     recomputed: set[BlockId] = set()

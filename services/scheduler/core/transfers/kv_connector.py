@@ -18,9 +18,8 @@ from services.scheduler.core.transfers.tier_index import TierBlockId
 
 @dataclass(frozen=True, slots=True)
 class ExternalMatch:
-    """How many tokens after a local hit can be loaded. If `is_async` is true, they are loaded
-    between steps, while the request waits. Otherwise they are loaded within the step that needs
-    them.
+    """How many tokens after a local hit can be loaded. If `is_async` is true, the tokens are loaded
+    between steps, while the request waits. Otherwise the request's first step loads them.
     """
 
     num_tokens: int
@@ -29,7 +28,9 @@ class ExternalMatch:
 
 @dataclass(frozen=True, slots=True)
 class KVLoad:
-    """A load of the last `num_tokens` of a request's computed tokens into its blocks."""
+    """A load of keys and values, for the last `num_tokens` of a request's computed tokens, into the
+    request's blocks.
+    """
 
     request: Request
     num_tokens: int
@@ -42,9 +43,8 @@ class KVLoad:
 class KVTransferResults:
     """Results of transfers, which the workers report with the output of each step.
 
-    The end of a transfer is reported once. Requests in `failed_recving` are also in
-    `finished_recving`, because a failed load has ended too. Blocks are invalid if their load
-    failed.
+    The end of each transfer is reported once. `finished_recving` includes the requests in
+    `failed_recving`, because a failed load has ended too. Blocks are invalid if their load failed.
     """
 
     finished_recving: Sequence[RequestKey] = ()
@@ -98,16 +98,17 @@ class KVConnector(Protocol):
     def update_state_after_alloc(
         self, request: Request, blocks: BlockTables, num_external_tokens: int
     ) -> None:
-        """Called when a request's blocks are allocated. `num_external_tokens` are loaded into them
-        from this step on.
+        """Called when a request's blocks are allocated. Keys and values of `num_external_tokens`
+        tokens are loaded into the blocks from this step on.
 
-        For state-space layers, the state after these tokens is loaded. If they end with the
-        request's last token, the state before that token is loaded instead.
+        For state-space layers, the state after these tokens is loaded. If the request's last token
+        is one of them, the state before the last token is loaded instead.
         """
 
     def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
         """Called when another block of a request is full, and before the request's blocks are
-        freed. The first `num_tokens` tokens are known, and earlier steps compute them.
+        freed. The first `num_tokens` tokens of the request are known, and steps planned earlier
+        compute them.
         """
 
     def blocks_released(self, request: Request) -> None:
@@ -129,11 +130,11 @@ class KVConnector(Protocol):
 
     def request_finished(self, request: Request, blocks: BlockTables) -> bool:
         """Called when a request has ended. `blocks` contain its computed keys and values. Returns
-        True if the blocks are still read. Then they are freed only after a step's output has listed
-        the request in `finished_sending`.
+        True if a transfer still reads the blocks. In that case they are freed only after the output
+        of a step has listed the request in `finished_sending`.
         """
 
     def has_pending_block_frees(self) -> bool:
-        """Whether the end of transfers will free blocks. Then a running request that lacks blocks
-        should wait, and no request should be preempted.
+        """Whether the end of a transfer will free blocks. If so, a running request that lacks
+        blocks waits for them instead of preempting another request.
         """

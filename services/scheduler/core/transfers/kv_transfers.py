@@ -24,9 +24,10 @@ class KVTransfers:
     """The state of all transfers through a connector to another tier or replica.
 
     A request whose tokens are loaded between steps keeps its blocks while it waits. The blocks of
-    an ended request are freed only when no transfer uses them. As in vLLM, if loads are not ordered
-    with the steps in flight, the blocks are not freed while such a step may write them. Otherwise a
-    load for a new owner could fill a block before a step of the old owner overwrites it.
+    an ended request are freed only when no transfer uses them. If loads are not ordered with the
+    steps in flight, the blocks are not freed while a step in flight may write them, as in vLLM.
+    Otherwise a load could fill a block for its new owner, and a step of the old owner could then
+    overwrite the block.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class KVTransfers:
         self.deferred_frees = DeferredFrees(kv_cache_manager)
         self._config = config
         self._cuts_loads = config.only_grows and len(config.all_groups) == 1
-        """Whether a request whose load failed can use the blocks before the first invalid block.
-        With sliding windows or states, nothing of a failed load is used.
+        """Whether a request whose load failed uses the loaded blocks before the first invalid one.
+        With sliding windows or states, it uses no block of a failed load.
         """
         self._kv_cache_manager = kv_cache_manager
         self._block_tables: dict[Request, BlockTables] = {}
@@ -50,15 +51,15 @@ class KVTransfers:
         self._num_local: dict[Request, int] = {}
         """Number of tokens in the local prefix hit of each request in `_loading`."""
         self._finished_recving: set[Request] = set()
-        """Requests whose load has ended, until `promote` is called."""
+        """Requests whose load has ended but for which `promote` was not called yet."""
         self._first_invalid: dict[Request, int] = {}
         """Maps requests whose load within a step failed to the first block to compute again."""
         self._leaving: dict[RequestKey, tuple[Request, BlockTables]] = {}
         """Ended requests whose blocks a transfer still uses."""
         self._filled: list[Request] = []
-        """Requests that recent steps admitted, or of which recent steps filled a block. Their
-        blocks are offered to the connector, so that it can store them before sliding windows free
-        them.
+        """Requests that were admitted, or had a block filled, by recent steps. Before the next step
+        the connector is called with their blocks, so that it can store a block before a sliding
+        window frees it.
         """
         self._prefills: set[Request] = set()
         """Requests that are being loaded or whose prompt is partly computed. Blocks are reserved
@@ -92,7 +93,8 @@ class KVTransfers:
 
     def begin_step(self) -> None:
         """Called before a step is planned. Calls the connector with the blocks that earlier steps
-        filled. Blocks whose tokens are not known yet follow before a later step.
+        filled. If some tokens of a block are not known yet, the connector is called before a later
+        step.
         """
         filled, self._filled = self._filled, []
         size = self._config.block_size
@@ -109,15 +111,15 @@ class KVTransfers:
     def num_reserved_blocks(
         self, appended_blocks: Mapping[Request, BlockTables], *, is_alone: bool
     ) -> int:
-        """Number of blocks that a load must leave free. These are the blocks that prefills in
-        progress still need, and the blocks for the first drafts of the loading request itself. The
-        reason is that a load cannot be preempted to free blocks for a prefill. `appended_blocks`
-        are the blocks that the planned step has allocated so far.
+        """Number of blocks that a load must leave free, because it cannot be preempted to free
+        blocks for a prefill. These are the blocks that prefills in progress still need, and the
+        blocks for the first drafts of the loading request. `appended_blocks` are the blocks that
+        the planned step has allocated so far.
 
-        As in vLLM, a request whose load filled no valid block counts as a prefill, even if it is
-        the request that is loaded now. `is_alone` means that no other request runs or is being
-        loaded. Then drafts, and requests without blocks, do not count. Otherwise the request could
-        wait for itself, or two requests for each other.
+        As in vLLM, a request whose load filled no valid block counts as a prefill, even if that
+        request is to be loaded now. `is_alone` means that no request runs and no transfer is in
+        progress. Drafts and requests without blocks do not count then, because the request could
+        otherwise wait for itself, or two requests for each other.
         """
         num_of_drafts = 0 if is_alone else self._reserved.num_of_drafts
         return num_of_drafts + sum(
@@ -150,8 +152,8 @@ class KVTransfers:
 
     def promote(self, request: Request) -> bool:
         """Makes a request ready for admission after its load, and publishes the valid blocks. If no
-        block is valid, frees all blocks of the request. Before the end of the load, does nothing
-        and returns False.
+        block is valid, frees all blocks of the request. Does nothing and returns False if the load
+        has not ended.
         """
         if request not in self._finished_recving:
             return False
@@ -161,8 +163,8 @@ class KVTransfers:
         num_local = self._num_local.pop(request)
         request.num_external_tokens = max(0, request.num_computed_tokens - num_local)
         if request.num_computed_tokens:
-            # The last known token is computed again, to sample the next token from it. A state that
-            # was loaded with the whole prompt is the state before that token.
+            # The last known token is computed again, to sample the next token. If the whole prompt
+            # was loaded, the loaded state is the state before its last token.
             longest = request.num_tokens - 1
             num_tokens = request.num_computed_tokens
             if self._config.holds_states:
@@ -261,8 +263,9 @@ class KVTransfers:
         """Resets the computed tokens of requests to the start of the first block whose load failed.
 
         `plans` are the step whose output has arrived and the steps in flight. They were planned as
-        if all loads had succeeded. Returns the requests whose output of these steps is invalid.
-        With the policy FAIL, returns all requests that have a block whose load failed.
+        if all loads had succeeded. With the policy RECOMPUTE, returns the requests whose output of
+        these steps is invalid. With the policy FAIL, returns all requests that have a block whose
+        load failed.
         """
         recomputes = self._config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE
         failed: set[Request] = set()
@@ -292,8 +295,8 @@ class KVTransfers:
         return failed | failed_loads | failed_running
 
     def finished(self, results: KVTransferResults, in_flight: Sequence[SchedulerOutput]) -> None:
-        """Records which transfers have ended. Frees blocks of ended requests that no transfer uses,
-        as soon as no step in flight writes them.
+        """Records which transfers have ended. Frees the blocks of ended requests that no transfer
+        uses any more. If steps in flight write the blocks, frees them after these steps.
         """
         for key in results.finished_recving:
             if (request := self._loading.get(key)) is not None:
@@ -325,8 +328,8 @@ class KVTransfers:
         ]
 
     def _evict_invalid(self, request: Request) -> None:
-        """Unpublishes blocks whose load failed and that the request has not computed again. In vLLM
-        such blocks stay published.
+        """Removes the hashes of blocks whose load failed and that the request has not computed
+        again. In vLLM these hashes stay in the prefix index.
         """
         if (first := self._first_invalid.pop(request, None)) is not None:
             (table,) = self._block_tables[request]
@@ -343,9 +346,9 @@ class KVTransfers:
     def _remove_skipped_blocks(
         self, request: Request, blocks: BlockTables, in_flight: Iterable[SchedulerOutput]
     ) -> None:
-        """Frees the blocks that lie outside the sliding windows of later queries and of steps in
-        flight. Replaces them in `blocks` by the null block. Must be called before the connector is
-        called with the blocks.
+        """Frees the blocks outside the sliding windows of later queries and of steps in flight, and
+        replaces them in `blocks` by the null block. Must be called before the connector is called
+        with `blocks`.
         """
         num_computed = request.num_computed_tokens - sum(
             plan.num_scheduled_tokens[plan.requests.index(request)]

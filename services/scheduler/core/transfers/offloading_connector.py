@@ -2,10 +2,10 @@
 evicted them. Named after vLLM's OffloadingConnector.
 
 The scheduler decides which blocks are in the tier, and the workers copy them. A full block of a
-request is stored with the first step that is planned after its tokens are known and computed. The
-workers copy the block before that step writes anything. Blocks of the tier that follow a local hit
-are loaded between steps. A reset of the pool does not change the tier and its index. With new
-workers both are empty.
+request is copied to the tier with the first step that is planned after the block's tokens are known
+and computed. The workers make the copy before that step writes anything. Blocks of the tier that
+follow a local hit are loaded between steps. A reset of the pool does not change the tier and its
+index. New workers begin with an empty tier, so the index is then cleared.
 """
 
 from collections import deque
@@ -29,10 +29,10 @@ from services.scheduler.core.transfers.tier_index import TierBlockId, TierIndex,
 
 @dataclass(slots=True)
 class TierStats:
-    """Totals since the start. Only tokens of admitted requests count, as in vLLM's metrics."""
+    """Totals since the process started. As in vLLM, only tokens of admitted requests count."""
 
     num_query_tokens: int = 0
-    """Number of tokens after the local prefix hits, which the tier was asked for."""
+    """Number of tokens after local prefix hits that were looked up in the tier."""
     num_hit_tokens: int = 0
     """Number of these tokens that were loaded from the tier."""
     num_stored_blocks: int = 0
@@ -179,9 +179,8 @@ class OffloadingConnector:
             self.index.unpin(transfer.tier_block)
 
     def _longest(self, request: Request, begin: int) -> int:
-        """The position after the last block that the tier has for all full-attention layers,
-        without a gap from position `begin` on. As with every hit, at least one token remains to be
-        computed.
+        """The end of the longest run of blocks from position `begin` on that the tier has for all
+        full-attention layers. As with every hit, at least one token remains to be computed.
         """
         hashes = request.block_hashes
         most = min((request.num_tokens - 1) // self._size, len(hashes))
@@ -191,9 +190,9 @@ class OffloadingConnector:
         return max(begin, most)
 
     def _has_windows(self, request: Request, begin: int, end: int) -> bool:
-        """Whether a request can continue at block position `end`. For that, the tier must have all
-        blocks from position `begin` on in the sliding windows of the next query, and the state
-        before that query.
+        """Whether a request can continue at block position `end`. The tier must have all blocks
+        from position `begin` on that the next query's sliding windows contain, and the state before
+        that query.
         """
         hashes = request.block_hashes
         return all(

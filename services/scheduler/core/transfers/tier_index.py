@@ -12,17 +12,17 @@ TierBlockId = NewType("TierBlockId", int)
 
 
 def tier_key(block_hash: BlockHash, group: int) -> bytes:
-    """The key of a block of the tier, as in vLLM's offloading. It contains the KV-cache group
-    beside the hash of the tokens, because each group has other layers.
+    """The key of a block of the tier, as in vLLM's offloading. The key consists of the hash of the
+    tokens and the KV-cache group, because the groups store different layers of the same tokens.
     """
     return block_hash + group.to_bytes(4, "big")
 
 
 class TierIndex:
-    """Maps keys to blocks of the tier. The keys are in the order of their last use.
+    """Maps keys to blocks of the tier, in the order of the keys' last use.
 
-    A block is pinned while a load reads it, and a pinned block is not evicted. All ranks have the
-    same blocks in the same positions, so one index is enough.
+    A block is pinned while a load reads it. Pinned blocks are not evicted. The tiers of all ranks
+    have the same keys in the same blocks, so one index is enough.
     """
 
     def __init__(self, num_blocks: int) -> None:
