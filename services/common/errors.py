@@ -27,7 +27,7 @@ class StepwellError(Exception):
 
     reason: ClassVar[str] = "UNKNOWN"
     http_status: ClassVar[int | None] = None
-    """The HTTP status, if it is not the status of the kind."""
+    """The HTTP status of this error. None selects the status of the error's kind."""
     may_retry: bool | None = None
     """Whether a retry of the same request may succeed. If None, the gRPC status decides."""
 

@@ -55,7 +55,9 @@ if TYPE_CHECKING:
 
 SERVICE = "scheduler"
 LAST_STEP_SECONDS = 1.0
-"""Time after the drain in which the last step can end, so that its trace is complete."""
+"""Limit on the time that the process waits, after the drain, for the end of the last step, whose
+trace is complete then.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +258,8 @@ class SchedulerService:
     async def _drain(self) -> None:
         """Refuses new requests, waits up to the drain time until running requests have ended, and
         waits for the last step. If no step can run any more, for example because the whole replica
-        stops, ends the sessions at once. Their gateways then send the requests to other replicas.
+        stops, ends the gateways' sessions at once. The gateways then send their requests to other
+        replicas.
         """
         self.parts.readiness.drain()
         self.parts.submitter.drain()

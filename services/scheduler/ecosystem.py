@@ -32,8 +32,8 @@ VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 
 class Ecosystem:
     """The interfaces for other projects. Must be created before the pool is opened, because
-    `recorder` records all changes of the pool. `recorder` is None if no interface needs these
-    changes.
+    `recorder` must receive all changes of the prefix index. `recorder` is None if no interface
+    needs these changes.
     """
 
     def __init__(self, settings: SchedulerSettings, tls: "Tls | None" = None) -> None:

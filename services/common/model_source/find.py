@@ -22,7 +22,7 @@ def find_model(text: str) -> Path:
 
 
 def find_model_files(text: str) -> Path:
-    """Returns the directory of a model whose weights are not needed. Raises ModelSourceError."""
+    """Returns the directory of a model, which may lack the weights. Raises ModelSourceError."""
     return _find(text, with_weights=False)
 
 

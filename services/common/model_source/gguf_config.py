@@ -167,8 +167,8 @@ def _original_length(factor: float, divisor: float, wave: float) -> int | None:
 
 
 def _dtype(tensors: list[GgufTensor]) -> str:
-    """The data type for computation. float32 or float16 if all matrices have it, otherwise
-    bfloat16.
+    """The data type for computation: float32 if all matrices are float32, float16 if all are
+    float16, otherwise bfloat16.
     """
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
     if kinds == {_F32}:
@@ -177,5 +177,5 @@ def _dtype(tensors: list[GgufTensor]) -> str:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal number that has the same 32-bit float."""
+    """Rounds a 32-bit float to 7 significant digits. Further digits are not accurate."""
     return float(f"{value:.7g}")

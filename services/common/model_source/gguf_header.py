@@ -25,7 +25,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Describes a tensor by its name, shape, type number, and the offset of its first byte."""
+    """A tensor's name, shape, type number, and the offset of its first byte in the file."""
 
     name: str
     shape: tuple[int, ...]

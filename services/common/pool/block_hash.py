@@ -4,11 +4,11 @@ hashes.
     hash(block) = SHA-256( parent digest | token ids, int32 little-endian | extra keys )
 
 The chain starts with the model's fingerprint, so that equal tokens of two models have different
-hashes. Extra keys are everything besides the tokens that changes keys and values. The cache salt
-and the digest of an adapter are part of the first block only, since later blocks inherit them
-through the parent digest. Items of the prompt, such as images, are part of each block that they
-overlap, since their tokens are placeholders. Chained block hashes are vLLM's automatic prefix
-caching. A canonical encoding instead of pickle makes them portable.
+hashes. Extra keys are all inputs besides the tokens on which keys and values depend. The cache salt
+and the digest of an adapter are hashed with the first block only, since later hashes depend on them
+through the parent digest. An item of the prompt, such as an image, is hashed with each block that
+it overlaps, since its tokens are placeholders. Chained block hashes are from vLLM's automatic
+prefix caching. A canonical encoding instead of pickle makes them portable.
 """
 
 import struct

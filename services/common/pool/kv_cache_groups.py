@@ -56,7 +56,7 @@ class KVCacheGroup:
 
     @property
     def overwrites_states(self) -> bool:
-        """Whether the group keeps one state per request, in a block that covers all its tokens."""
+        """Whether the group keeps one state per request, in one block for all its tokens."""
         return (
             self.attention_type is AttentionType.STATE_SPACE
             and self.mamba_cache_mode is MambaCacheMode.NONE
@@ -83,9 +83,9 @@ class KVCacheGroup:
         """Upper bound of the number of blocks that a request with `num_slots` token slots has at
         one time.
 
-        `max_in_flight_tokens` is the number of tokens in steps that are planned but not processed.
-        A sliding window may begin inside a block and then needs one block more. In a state-space
-        group, each step in flight may store one state.
+        `max_in_flight_tokens` limits the number of tokens in steps that are planned but not
+        processed. A sliding window that begins inside a block needs one block more. In a
+        state-space group, each step in flight may store one state.
         """
         num_blocks = -(-num_slots // self.block_size)
         match self.attention_type:
@@ -100,10 +100,11 @@ class KVCacheGroup:
                 return min(1 + num_steps_in_flight, num_blocks) + self.num_speculative_blocks
 
     def max_admission_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """Limit on the blocks that an admission counts for a request. None means no limit.
+        """Limit on the number of free blocks that an admission requires for a whole sequence. None
+        means no limit.
 
         A window frees blocks only after a step has been processed. The limit therefore includes
-        the tokens of all batches in flight. As in vLLM, it does not depend on the request.
+        the tokens of all steps in flight. As in vLLM, the limit does not depend on the request.
         """
         match self.attention_type:
             case AttentionType.SLIDING_WINDOW:
@@ -173,8 +174,8 @@ def has_partial_hits(groups: Sequence[KVCacheGroup], hash_size: int) -> bool:
 def last_state_position(num_tokens: int, unit: int, *, drops_last: bool) -> int:
     """The last multiple of `unit` at which a sequence can continue from a state.
 
-    After it, at least one token must be left to compute, or a whole unit if a hit's last block is
-    dropped.
+    After that position, at least one token must be left to compute. If a hit's last block is
+    dropped, a whole unit must be left.
     """
     if drops_last:
         return max(0, num_tokens // unit * unit - unit)

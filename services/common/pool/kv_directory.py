@@ -44,7 +44,9 @@ def node_name(replica: str, started_unix_nanos: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Number and XOR of the keys in a set. Different sets have equal digests only by chance."""
+    """The number of keys in a set and the XOR of all keys. Different sets have different digests,
+    except by chance.
+    """
 
     count: int = 0
     xor: int = 0
@@ -58,14 +60,12 @@ def digest_of(keys: Iterable[int]) -> Digest:
 
 @dataclass(frozen=True, slots=True)
 class KeyBatch:
-    """A log entry, with the keys added to and removed from a node's index since the entry
-    before.
-    """
+    """A log entry: the keys added to and removed from a node's index since the previous entry."""
 
     epoch: int
     sequence: int
-    """The entry's number in its epoch. Entry 0 begins the epoch. If its digest is not empty, a
-    snapshot has the keys that the node had at that time.
+    """The entry's number in its epoch. Entry 0 begins the epoch. If the node had keys at that time,
+    entry 0 has a digest that is not empty, and a snapshot has these keys.
     """
     added: Sequence[int] = ()
     removed: Sequence[int] = ()

@@ -32,11 +32,11 @@ class Lease:
     """Grants a worker or a pool to one holder at a time. `what` is its name in error messages.
 
     A lease lasts from `take` until `grace_seconds` after the last `release`, so that its holder can
-    reopen a stream. A process of the same name that started later takes over the lease at once,
-    because it replaces the first process, whose connection may not have ended yet. From then on the
-    first process is refused, even if it appears to have started later because the clock was set
-    back. Leases are Gray and Cheriton's (1989). The generation in each step is the fencing token,
-    by which requests of a replaced holder are recognized.
+    reopen a stream. A holder with the same name that started later takes over the lease at once: it
+    is the restarted scheduler, and the connection of the old process may not have ended yet. After
+    that the old process is refused, even if its start time is later because the clock was set back.
+    Leases are Gray and Cheriton's (1989). The generation in each step is the fencing token, by
+    which requests of a replaced holder are recognized.
     """
 
     def __init__(self, what: str, grace_seconds: float, clock: Callable[[], float]) -> None:

@@ -1,9 +1,9 @@
 """The operations of a pool transaction and their outcome, shared by scheduler and kvpool.
 
 An operation covers several requests. Its fields are parallel sequences with one item for each
-request. An item *fits* if enough blocks are free for it and its planned prefix hit is still the
-current one. stepwell.kvpool.v1 specifies the fields. Types with an instance per step or per request
-are not frozen, since creating a frozen instance takes three times as long.
+request. An item *fits* if enough blocks are free for it and the planned prefix hit has not changed.
+stepwell.kvpool.v1 specifies the fields. Types with an instance per step or per request are not
+frozen, since creating a frozen instance takes three times as long.
 """
 
 import enum
@@ -49,8 +49,8 @@ class ReleaseCopies:
 class Release:
     """Frees all blocks of the requests and removes the requests from the pool. Always fits.
 
-    Unknown requests are ignored. Groups are freed one after the other. With `as_one_list` all
-    blocks of a request enter the free queue together, the last group's blocks first.
+    Unknown requests are ignored. By default the blocks of one group after the other enter the free
+    queue. With `as_one_list`, all blocks of a request enter it together, the last group's first.
     """
 
     requests: Sequence[RequestKey]
@@ -78,8 +78,8 @@ class Grow:
     requests: Sequence[RequestKey]
     num_computed_tokens: Sequence[int]
     """For each request, the number of tokens that are stored at the start of the step and will not
-    be recomputed. Blocks that no later query can see are freed before new blocks are allocated.
-    They stay free even if the request does not fit.
+    be recomputed. Blocks that no query after these tokens can see are freed before new blocks are
+    allocated. The freed blocks stay free even if the request does not fit.
     """
     num_slots: Sequence[int]
     num_tokens: Sequence[int] = ()
@@ -134,9 +134,9 @@ class Admission:
     num_commit_tokens: int
     """Blocks that end at or before this number of tokens are published."""
     num_reserve_slots: int
-    """The admission fits only if enough blocks for this number of token slots, hits included, are
-    free in addition to `num_watermark_blocks`. With 0 only `num_slots` counts. If the request has
-    blocks already, free blocks are counted before the blocks outside its windows are freed.
+    """The admission fits only if there are enough hit and free blocks for this number of token
+    slots, and `num_watermark_blocks` more free blocks. With 0, only `num_slots` counts. If the
+    request has blocks already, free blocks are counted before blocks outside its windows are freed.
     """
     num_watermark_blocks: int = 0
     new_hashes: Sequence[BlockHash] = ()
@@ -145,13 +145,13 @@ class Admission:
     resumed: bool = False
     """Whether the request was preempted before. Hit statistics exclude resumed requests."""
     num_external_tokens: int = 0
-    """Number of tokens after the hit that are loaded from elsewhere. They need blocks and count as
-    computed. If no slots follow them, they are loaded between steps, and their blocks must not be
-    zeroed.
+    """Number of tokens after the hit that are loaded from elsewhere. These tokens need blocks and
+    count as computed. If no slots follow them, they are loaded between steps, and their blocks must
+    not be zeroed.
     """
     num_blocks_kept_free: int = 0
-    """Number of blocks that must stay free after the blocks for `num_slots` are allocated. They are
-    not added to the blocks for `num_reserve_slots`.
+    """Number of blocks that must stay free after the blocks for `num_slots` are allocated. The
+    check of `num_reserve_slots` does not include them.
     """
     holds_blocks: bool = False
     """Whether the request already has blocks, because it waited for a load from elsewhere. Then it
@@ -166,13 +166,13 @@ class Admission:
     counts as changed, except if `diverges` is set.
     """
     diverges: bool = False
-    """Whether the hit is a hit of the full-attention groups alone. The other groups load the blocks
-    that they lack.
+    """Whether the hit is a hit of the full-attention groups alone. Blocks that other groups lack
+    are loaded from elsewhere.
     """
     num_stored_tokens: int | None = None
-    """Windows free the blocks that no query after this number of tokens can see. None if it equals
-    the number of computed tokens. It is less if the other tokens are computed again, or if steps in
-    flight still read earlier tokens.
+    """Blocks that no query after this number of tokens can see are freed. None if it equals the
+    number of computed tokens. It is less if the remaining tokens are computed again, or if steps in
+    flight still read earlier blocks.
     """
 
     @property
@@ -243,15 +243,15 @@ class GrowResult:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """The number of cached tokens of each request's prompt. The lists are parallel."""
+    """The look-up results. Each list has one item for each request that was looked up."""
 
     num_hit_tokens: list[int]
     shared_prefix_boundaries: list[int]
     """Length of a longer prefix that some group has cached, in tokens. 0 if there is none."""
     num_divergent_hit_tokens: list[int] = field(default_factory=list)
-    """Divergent hits, if they were requested. A divergent hit is the number of tokens of the
-    full-attention hit. If another group has a longer hit, it is the number of tokens of the common
-    hit.
+    """Number of tokens of each request's divergent hit, which is the hit of the full-attention
+    groups alone. If another group has a longer hit, the hit of all groups is used instead. Empty if
+    divergent hits were not requested.
     """
 
 
@@ -342,8 +342,8 @@ class Outcome:
 
     @property
     def divergent_hits(self) -> list[int]:
-        """The divergent hits, in tokens, of the requests that were looked up, if they were
-        requested.
+        """The divergent hits, in tokens, of the requests that were looked up. Empty if the look-up
+        did not request divergent hits.
         """
         return [
             num_tokens

@@ -1,9 +1,10 @@
 """Packs block keys into bytes. A sequence takes 6 bytes for each key, a set fewer.
 
-Keys have 48 bits. The keys of a set are sorted. The first bytes of all keys are replaced by 256
-counts, one for each value of a byte. The second byte becomes the difference from the previous key,
-which is small and compresses well. The other four bytes stay unchanged. In a set of twenty thousand
-keys each key takes 4.5 bytes. Numbers are little-endian.
+Keys have 48 bits. The keys of a set are sorted. Instead of the first bytes of all keys, 256 counts
+are stored, one for each value of the first byte. The second byte of each key is replaced by its
+difference from the second byte of the previous key, which is small and compresses well. The other
+four bytes stay unchanged. In a set of twenty thousand keys each key takes 4.5 bytes. Numbers are
+little-endian.
 """
 
 import struct
@@ -83,7 +84,9 @@ def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
 
 
 def unpack_key_set(packed: bytes) -> Iterator[list[int]]:
-    """The inverse of `pack_key_set`. Yields parts of the set. The call raises DamagedKeys."""
+    """The inverse of `pack_key_set`. Returns an iterator over parts of the set. Raises DamagedKeys
+    before the iteration begins.
+    """
     try:
         num_keys, num_compressed = _LENGTHS.unpack_from(packed)
         begin = _LENGTHS.size + num_compressed

@@ -17,9 +17,9 @@ def prefix_depth(
 ) -> int:
     """The number of blocks in the longest prefix that every group can use.
 
-    `is_cached` is parallel to `groups`. A block of the chain has `chain_block_size` tokens. A block
-    of a group has this number of tokens or a multiple of it. Each group in turn shortens the prefix
-    to its own longest hit, until all groups agree.
+    `is_cached[i]` belongs to `groups[i]`. A block of the chain has `chain_block_size` tokens, and a
+    block of a group has a multiple of this number. Each group in turn shortens the prefix to the
+    group's longest hit, until no group shortens it further.
     """
     size = chain_block_size(groups)
     scales = [max(1, group.block_size // size) for group in groups]

@@ -50,8 +50,8 @@ class RedisConnection:
     """Calls Redis and connects when necessary. Calls may overlap."""
 
     def __init__(self, url: str, *, blocking: bool = False) -> None:
-        """`blocking` permits commands that wait at the server. Only a whole call has a time limit
-        then.
+        """`blocking` permits commands that wait at the server. Then only whole calls have a time
+        limit, and single socket operations have none.
 
         Raises SettingError if a file that the URL names is missing.
         """

@@ -1,5 +1,4 @@
-"""The schemas of the directory of cached prefixes in Redis. They are the names of keys, and the
-encoding of values.
+"""The schemas of the directory of cached prefixes in Redis: names of keys, and encodings of values.
 
 `kvd:{fp}:log`            stream; each entry has one field, `b`, with a batch of keys
 `kvd:{fp}:epoch`          counter; a new epoch of any node takes the next number
@@ -77,8 +76,8 @@ class DirectoryKeys:
         return f"{self.prefix}:lease:{node}"
 
     def snapshot(self, node: str, epoch: int) -> str:
-        """The name of an epoch's snapshot. It differs for each epoch, so no other epoch can
-        overwrite it.
+        """The name of an epoch's snapshot. Each epoch has another name, so no epoch overwrites the
+        snapshot of another one.
         """
         return f"{self.prefix}:snap:{node}:{epoch}"
 
@@ -139,7 +138,9 @@ def snapshot_to_bytes(snapshot: NodeSnapshot, keys: Sequence[int]) -> Generator[
 
 
 def snapshot_from_bytes(value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]]:
-    """The inverse of `snapshot_to_bytes`, with the keys in parts. Raises DamagedValue at once."""
+    """The inverse of `snapshot_to_bytes`. Returns the header and an iterator over parts of the
+    keys. Raises DamagedValue before the iteration begins.
+    """
     body = _unseal(value, _SNAPSHOT.size)
     version, epoch, sequence, id_length = _SNAPSHOT.unpack_from(body)
     _require(version == _VERSION, "a version that is not known")

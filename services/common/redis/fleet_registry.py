@@ -1,5 +1,4 @@
-"""The registry of a fleet in Redis. It contains the addresses of the schedulers that currently
-serve a model.
+"""The registry of a fleet in Redis: the addresses of the schedulers that currently serve a model.
 
 `fleet:{NAME}:replicas`   sorted set: the record of each replica, in JSON. The score is the end of
                           its lease, in milliseconds of Redis's clock

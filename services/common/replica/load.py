@@ -14,8 +14,11 @@ class ReplicaLoad:
     num_requests: int
     """The number of running and waiting requests."""
     num_uncomputed_tokens: int
-    """Number of their tokens that must still be computed or found in the prefix cache."""
+    """Number of tokens of these requests that must still be computed or found in the prefix cache.
+    """
     seconds_per_prompt_token: float = 0.0
     seconds_per_decode: float = 0.0
     num_other_requests: int = 0
-    """How many of `num_requests` other gateways than the receiver of this report have sent."""
+    """How many of the `num_requests` requests were sent by gateways other than the receiver of this
+    report.
+    """

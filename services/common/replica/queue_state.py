@@ -29,8 +29,8 @@ class QueueState:
     max_queue_seconds: float
     """Limit on the time that a request without output waits to be scheduled. 0 means no limit."""
     seconds_per_request: float = 0.0
-    """Seconds that each waiting request adds to the wait of later requests, if it must wait for the
-    end of another request. 0 if unknown.
+    """Seconds that a waiting request, except the first `num_free`, adds to the wait of each request
+    behind it. 0 if unknown.
     """
     service_seconds: float = 0.0
     """Seconds from a request's admission to its end. 0 if unknown."""
@@ -39,9 +39,12 @@ class QueueState:
     """Whether requests wait because the last step had no free blocks or no token budget for them.
     """
     num_free: int = 0
-    """The number of waiting requests for which slots and blocks are already free."""
+    """The number of requests at the head of the queue for which slots and blocks are already free.
+    """
     seconds_per_prompt: float = 0.0
-    """Seconds that the prompt of each of the `num_free` requests adds. 0 if unknown."""
+    """Seconds that each of the first `num_free` requests adds to the wait of each request behind
+    it, because its prompt must be computed. 0 if unknown.
+    """
 
     def expected_wait(self, num_waiting: int) -> float:
         """Seconds until a request with `num_waiting` requests ahead of it is scheduled."""

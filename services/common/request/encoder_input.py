@@ -8,7 +8,7 @@ class EncoderInput:
     """An item that occupies `length` prompt tokens from position `offset` on.
 
     `embeds` lists the positions within the item, counted from 0, at which an embedding replaces the
-    token. None means all of them.
+    token. None means all positions of the item.
     """
 
     identifier: str

@@ -23,9 +23,9 @@ class Finish:
 def ending_token_ids(sampling: SamplingParams) -> frozenset[int]:
     """Tokens that end a sequence, which are EOS tokens and the client's stop tokens.
 
-    Requests with equal tokens share one set object. Each step looks up the new tokens of each
-    request in its set. With a thousand set objects, most look-ups would miss the processor's
-    caches.
+    Requests with equal ending tokens share one set object. Each step looks up each request's new
+    tokens in the request's set. If each of a thousand requests had its own set object, most
+    look-ups would miss the processor's caches.
     """
     return _token_set((*sampling.eos_token_ids, *sampling.stop_token_ids))
 

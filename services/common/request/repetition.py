@@ -25,8 +25,8 @@ class RepetitionDetection:
     def of(
         cls, max_pattern_size: int, min_pattern_size: int, min_count: int
     ) -> "RepetitionDetection | None":
-        """Creates a rule from a client's values. None if both sizes are 0. A minimum of 0 means
-        1.
+        """Creates a rule from a client's values. Returns None if both sizes are 0. A minimum size
+        of 0 means 1.
         """
         if max_pattern_size == min_pattern_size == 0:
             return None
@@ -48,9 +48,9 @@ class RepetitionDetection:
             raise _invalid("min_count", f"is {self.min_count}, not in [2, {MAX_COUNT}]")
 
     def found_at_end(self, token_ids: Sequence[int], start: int) -> bool:
-        """Whether the tokens from `start` on end with such a repetition.
+        """Whether the tokens from `start` on end with a repetition that this rule detects.
 
-        Comparing only the last token excludes most pattern sizes.
+        A comparison of the last token alone excludes most pattern sizes.
         """
         num_output = len(token_ids) - start
         longest = min(self.max_pattern_size, num_output // self.min_count)

@@ -23,7 +23,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, MAX_INT32),
     "min_tokens": (0, MAX_INT32),
 }
-"""Maps each numeric parameter that has both to its minimum and maximum."""
+"""Maps the name of each numeric parameter with two limits to its minimum and its maximum."""
 
 
 @dataclass(frozen=True, slots=True)

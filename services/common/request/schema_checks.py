@@ -7,8 +7,8 @@ from services.common.request.schema_refs import find_ref, with_encoded_refs
 from services.common.request.structured_outputs import invalid
 
 _MAX_PARTS = 10_000
-"""Limit on the schema parts that are examined to find out whether an instance exists. Above the
-limit, it is assumed to exist.
+"""Limit on the schema parts that are examined to find out whether an instance exists. If the limit
+is reached, an instance is assumed to exist.
 """
 _ALTERNATIVES = ("anyOf", "oneOf")
 

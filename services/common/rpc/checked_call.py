@@ -13,7 +13,7 @@ UNDECODABLE = object()
 def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     """Wraps a deserializer so that it returns UNDECODABLE instead of raising an error.
 
-    Without it grpc.aio would log the error with its traceback and use None as the message.
+    If a deserializer raises an error, grpc.aio logs its traceback and uses None as the message.
     """
     if deserialize is None:
         return None

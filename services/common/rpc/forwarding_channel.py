@@ -9,7 +9,7 @@ from services.common.rpc.checked_call import CheckedCall, lenient
 
 
 class ForwardingChannel(grpc.aio.Channel):
-    """Connects as its underlying channel does. Its calls are CheckedCalls."""
+    """Forwards each call to an underlying channel and returns it as a CheckedCall."""
 
     @abstractmethod
     def current(self) -> grpc.aio.Channel:
@@ -19,9 +19,9 @@ class ForwardingChannel(grpc.aio.Channel):
     def renew(self) -> None:
         """Makes the next call use a new connection.
 
-        A broken connection may seem intact while its packets are lost. Running calls continue.
-        Without running calls the old connection is closed at once, which also ends grpc's attempts
-        to establish it.
+        A broken connection may seem intact while its packets are lost. Running calls continue on
+        the old connection. If there are none, the old connection is closed at once, which also ends
+        grpc's attempts to establish it.
         """
 
     def began(self, call: grpc.aio.Call) -> None:

@@ -15,9 +15,9 @@ def tune_grpc(environ: MutableMapping[str, str]) -> None:
     Values in the environment take precedence. With grpc's event engine each message passes through
     an additional thread on each side. With the older poller a message and its answer on a stream
     between two processes take 0.6 of the time and of the processor time (grpcio 1.85.1, 2 kB, Unix
-    socket). A later grpc without these experiments logs one line. With fork support grpc logs a
-    line for each started process. At levels below error, grpc logs each failed TLS handshake, and
-    strangers can cause many of these.
+    socket). A later version of grpc that lacks the experiments in OLDER_POLLER logs one line. With
+    fork support grpc logs a line for each started process. At levels below error, grpc logs each
+    failed TLS handshake, and strangers can cause many of these.
     """
     environ.setdefault(EXPERIMENTS, OLDER_POLLER)
     environ.setdefault(FORK_SUPPORT, "0")

@@ -18,8 +18,8 @@ class LocalChannel(ForwardingChannel):
 
     A method with streams in both directions that is called without arguments uses a connection to
     PATH.streams, if a server listens there (`LocalStream`). All other calls use gRPC. If a server
-    listens at PATH.streams, these calls wait until gRPC has connected. Without this wait gRPC would
-    fail them for up to a quarter of a second after a server's restart, while streams already work.
+    listens at PATH.streams, gRPC calls wait until gRPC has connected. Without this wait they would
+    fail for up to a quarter of a second after a server's restart, while streams already work.
     """
 
     def __init__(self, channel: ForwardingChannel, path: str, lookahead_bytes: int) -> None:

@@ -44,8 +44,8 @@ _CONNECTION_ENDS = (
     (r"Connection reset", "closed the connection"),
     (r"Socket closed", "closed the connection"),
 )
-"""Patterns of grpc's messages about connections, each with the meaning of the message. The first
-pattern that matches counts.
+"""Pairs of a pattern for grpc's messages about connections, and the meaning of such a message. The
+first pattern that matches is used.
 """
 _WRITE_FAILED = "Internal error from Core"
 """grpc.aio's message, with the status INTERNAL, for a connection that ended during a write."""

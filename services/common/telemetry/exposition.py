@@ -21,8 +21,8 @@ _HEADER = b"# HELP "
 class Exposition:
     """The metrics of one process. `render` reads them and may be called from any thread.
 
-    `own` are metrics of the service. `shared` are metrics that every service has, and get the label
-    `service`. Metrics of the process itself are added to the shared ones.
+    `own` are metrics of this service alone. `shared` are metrics that every service has. The shared
+    metrics and the metrics of the process itself get the label `service`.
     """
 
     def __init__(
@@ -149,7 +149,9 @@ def _head(metric: Metric) -> str:
 
 
 def _line(sample: Sample, added: Mapping[str, str], *, exemplars: bool) -> str | None:
-    """Formats a sample with the added labels. None if one of them has another value already."""
+    """Formats a sample with the added labels. None if the sample has one of these labels with
+    another value.
+    """
     labels = {**added, **sample.labels}
     if any(labels[name] != value for name, value in added.items()):
         return None

@@ -19,9 +19,8 @@ from services.common.telemetry.span_sender import NotTaken
 
 
 class OtlpExporter(OTLPSpanExporter):
-    """The SDK's exporter with a faster encoder. A failed export raises an error with the reason.
-
-    The SDK's exporter only logs the reason.
+    """The SDK's exporter with a faster encoder. If an export fails, it raises an error with the
+    reason, which the SDK's exporter only logs.
     """
 
     def __init__(self, endpoint: str) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a request's total time, which add up to it. Names, explains and formats them."""
+"""Names, explains and formats the parts of a request's total time, whose sum is that time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,9 +68,10 @@ class TimePart:
     name: str
     nanos: int
     request_id: str = ""
-    """The request that blocked this one in the longest wait. Empty if there is none."""
+    """Id of the request that blocked this one in the part's longest wait. Empty if there is none.
+    """
     step: int | None = None
-    """The step in which the longest wait began."""
+    """Number of the step in which the part's longest wait began. None if there is none."""
 
     @property
     def seconds(self) -> float:

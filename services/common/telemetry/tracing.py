@@ -175,7 +175,7 @@ class Tracing:
         links: Sequence[Link] = (),
         events: Sequence[Event] = (),
     ) -> None:
-        """Records a span that has already ended. A flag of its context shows whether it is
+        """Records a span that has already ended. The flags of the span's context show whether it is
         sampled.
         """
         if self.provider is None or self.processor is None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class TlsCollector(Collector):
     """Exports the certificates of a service, read at each scrape.
 
-    The argument of a certificate that is not used is None, and there are no metrics of it.
+    An argument is None if that certificate is not used, and no metrics are exported for it.
     """
 
     def __init__(self, *each: "Tls | None") -> None:

@@ -26,15 +26,15 @@ FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 0.25
 QUIET_SECONDS = 5.0
 _MAY_END = (Taken.reason, OtherProtocol.reason)
-"""Reasons of refusals that may be temporary, because the present owner of a pool or worker may
-leave, or because another process may replace a peer with another protocol.
+"""Reasons of refusals that may be temporary: the owner of the pool or worker may end, or a process
+with another protocol may be replaced.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShape:
-    """The model and the number of blocks of a replica. The description of the first rank is valid
-    for all ranks. The number of blocks is the smallest number of any rank.
+    """The model and the number of blocks of a replica. The model's description is taken from the
+    first rank, since all ranks agree. The number of blocks is the smallest of all ranks.
     """
 
     description: worker_pb2.DescribeResponse
@@ -42,8 +42,8 @@ class ReplicaShape:
 
     @property
     def block_size(self) -> int:
-        """Number of tokens in a block. Groups of states that each step overwrites have other
-        blocks.
+        """Number of tokens in a block. In KV-cache groups whose states each step overwrites, blocks
+        have another size.
         """
         return self.description.groups[0].block_size
 
@@ -73,9 +73,9 @@ class ReplicaClient:
     """A `PoolAndWorkers` over pool and workers.
 
     The model and its KV cache must not change while this process runs, because arriving requests
-    are checked against them. `open` raises FailedPrecondition if they changed, and InvalidArgument
-    if the pool refuses permanently. Both are raised only if the same error occurs twice in a row,
-    so that a single wrong message does not end the process.
+    are checked against them. `open` raises FailedPrecondition if model or cache changed, and
+    InvalidArgument if the pool refuses its configuration permanently. Both errors are raised only
+    if they occur twice in a row, so that a single wrong message does not end the process.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class ReplicaClient:
         """
 
     async def open(self) -> ReplicaShape:
-        """Waits for pool and workers without a time limit, and opens both. Pool and workers are
-        empty then.
+        """Waits for pool and workers without a time limit, and opens both. Afterwards both are
+        empty.
 
-        Logs why it waits. It logs at once if they belong to another scheduler or have another
-        protocol, otherwise after `QUIET_SECONDS`, in which they usually start.
+        Logs the reason for waiting. If a pool or worker belongs to another scheduler or has another
+        protocol, logs at once. Otherwise logs after `QUIET_SECONDS`, in which they usually start.
         """
         delay, logged, refused = FIRST_RETRY_SECONDS, "", ""
         loop = asyncio.get_running_loop()
@@ -130,9 +130,7 @@ class ReplicaClient:
         return self._workers.were_ended
 
     def watch(self, on_lost: Callable[[PoolLost | WorkersLost], None]) -> None:
-        """Sets a callback for losses of pool or workers. Losses are detected without a call,
-        too.
-        """
+        """Sets a callback for losses of pool or workers, including losses between two calls."""
         self._pool.on_lost = on_lost
         self._workers.on_lost = on_lost
 

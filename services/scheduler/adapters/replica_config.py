@@ -63,9 +63,9 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
 
 
 def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaShape) -> None:
-    """Raises FailedPrecondition if a setting cannot work with this replica. For example, the
-    shortest sequence may not fit in the pool, a sequence may exceed the step that must contain all
-    of it, or offloaded blocks could not be found.
+    """Raises FailedPrecondition if a setting cannot work with this replica. For example, even the
+    shortest sequence does not fit in the pool, the longest sequence does not fit in a step although
+    chunked prefill is disabled, or offloaded blocks could not be found.
     """
     has_tier = shape.description.num_tier_blocks > 0
     if config.max_model_len < SHORTEST_SEQUENCE:

@@ -4,17 +4,17 @@ On a machine with more runnable threads than processors, threads wait for a proc
 can answer. A fixed timeout would treat a starved process as hung. Silence therefore counts only
 time in which the watched process and its watcher could both run:
 
-1. Time in which a thread of the watched process waited for a processor does not count. The same
-   holds for waiting for the disk while the machine stalls on memory or input and output. An endless
-   loop, a deadlock and a stopped process wait for neither, so their time counts in full.
-2. Time in which the watcher waited for a processor, or read later than planned, does not count
-   either. An answer may have arrived that nothing read.
+1. Time in which a thread of the watched process waited for a processor does not count, nor does
+   waiting for the disk while the machine stalls on memory or input and output. A process in an
+   endless loop, in a deadlock or stopped waits for neither, so its time counts in full.
+2. Time in which the watcher waited for a processor, or read later than planned, does not count. An
+   answer may have arrived in that time that the watcher had not read yet.
 3. If the watched process is unknown or not on this machine, the machine's run queue is used
    instead. With more than two runnable threads per processor, time is multiplied by two and the
    number of processors, and divided by the number of runnable threads.
 
-Readings are counters, and two readings form an interval. The time between the last answer and the
-first reading is scaled like the first interval between two readings.
+A reading consists of counters, and two readings measure an interval. Of the time between the last
+answer and the first reading, the same fraction counts as of the first interval.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,7 +71,7 @@ class MachineTimes:
 
     @property
     def share(self) -> float:
-        """The fraction of time that counts. It is 1, or less with too many runnable threads."""
+        """The fraction of time that counts. Below 1 if there are too many runnable threads."""
         quiet = _THREADS_PER_PROCESSOR * self.num_processors
         return min(1.0, quiet / max(1, self.num_runnable))
 
@@ -92,9 +92,9 @@ class Reading:
 class Silence:
     """The silence of a process since time `began`. `seconds` is the time that counts as silence.
 
-    If two readings are more than `longest_turn_seconds` apart, the excess is the watcher's delay
-    and does not count. If the first reading is more than `longest_first_seconds` after `began`, the
-    excess does not count either.
+    Of the time between two readings, at most `longest_turn_seconds` count, because a watcher that
+    reads later is itself delayed. Of the time from `began` to the first reading, at most
+    `longest_first_seconds` count.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
-"""Collects the deltas (new tokens and ends) for one gateway until they are sent. A message contains
-the deltas of one step, or of several steps if the gateway reads more slowly than steps run. The
-deltas cannot grow without limit, because the lengths of requests are limited.
+"""Collects the deltas (new tokens and ends of requests) for one gateway until they are sent.
+
+A message contains the deltas of one step, or of several steps if the gateway reads more slowly than
+steps run. The collected deltas are bounded, because the lengths of requests are limited.
 """
 
 import asyncio
@@ -26,10 +27,12 @@ _MESSAGES = {
 
 
 class Outbox:
-    """Deltas of one session. Writers never wait. One reader waits for deltas and takes all of them.
+    """The collected deltas of one session. Adding never waits. One reader waits for deltas and
+    takes all of them.
 
-    Tokens of a step are stored in lists parallel to their handles. They are merged by handle only
-    if the tokens of the next step arrive before the reader has taken them.
+    The tokens of the last step are stored as lists parallel to the requests' handles. If the next
+    step's tokens arrive before the reader has taken these lists, they are merged into one list of
+    tokens for each handle.
     """
 
     def __init__(self) -> None:
@@ -117,21 +120,22 @@ class Outbox:
         self._woken.set()
 
     def note_queue(self, queue: scheduler_pb2.QueueState) -> None:
-        """Sets the queue state to send. Replaces an earlier queue state that was not taken. It is
+        """Sets the queue state to send, and replaces one that was not taken. The queue state is
         sent with the next deltas, or when `report` has made it due.
         """
         self._queue = queue
 
     def note_load(self, load: scheduler_pb2.ReplicaLoad) -> None:
-        """Sets the load to send. Replaces an earlier load that was not taken. It is sent with the
+        """Sets the load to send, and replaces one that was not taken. The load is sent with the
         next deltas, or when `report` has made it due.
         """
         self._load = load
 
     def report(self, *, may_wait: bool) -> None:
-        """Makes the queue state and the load due if they were set. If `may_wait` is true, they
-        first wait for the next deltas, because a separate message costs as much as a step's
-        message. If no deltas were taken before the next call of `report`, that call makes them due.
+        """Makes queue state and load due, which means that they are sent even without deltas.
+
+        If `may_wait` is true, only the second call in a row without deltas taken in between makes
+        them due. Deltas usually follow soon, and a separate message costs as much as a step's.
         """
         if self._queue is None and self._load is None:
             return
@@ -157,9 +161,8 @@ class Outbox:
         self._woken.clear()
 
     def take_announced(self) -> scheduler_pb2.SessionResponse | None:
-        """Takes the state, if there is one. Otherwise takes queue state and load, if they are due
-        and no deltas are collected with which they could be sent. Returns None if there is nothing
-        to send.
+        """Takes the state, if there is one. Otherwise takes the queue state or the load, if they
+        are due and there are no deltas to send them with. Returns None if there is nothing to take.
         """
         response = None
         if self._state is not None:

@@ -1,4 +1,4 @@
-"""Measures how fast the queue moves, reports it to gateways, and ends requests that wait too
+"""Measures how fast the queue moves, reports the speed to gateways, and ends requests that wait too
 long.
 """
 
@@ -70,8 +70,8 @@ class QueueWatch:
         )
 
     def _num_free(self, num_waiting: int) -> int:
-        """How many further requests could run if each needs as many blocks as a running request.
-        Clients' sessions that wait for input count as running requests and keep their blocks.
+        """How many further requests could run, if each needs as many blocks as a running request
+        has on average. Clients' sessions that wait for input count as running requests.
         """
         if num_waiting and self._counts.wait_reasons.current is WaitReason.NO_BLOCKS:
             return 0

@@ -11,9 +11,9 @@ LOOK_SECONDS = 0.5
 
 
 class ReplicaReadiness:
-    """A `Readiness` that sends each change of its state to every session. If nothing was sent to a
-    session for a second, the state is sent again. `set_ready` is called at each change, to update
-    the health service.
+    """A `Readiness` that sends each change of its state to every gateway. If a gateway was sent
+    nothing for a second, the state is sent to it again. `set_ready` is called at each change, to
+    update the health service.
     """
 
     def __init__(self, sessions: Sessions, set_ready: Callable[[bool], Awaitable[None]]) -> None:
@@ -38,12 +38,12 @@ class ReplicaReadiness:
         self._changed.set()
 
     def drain(self) -> None:
-        """Announces that new requests are refused."""
+        """Announces that new requests are refused because this process is stopping."""
         self._is_draining = True
         self._changed.set()
 
     def set_drained(self, drained: bool) -> None:
-        """Announces whether new requests are refused by an operator's command."""
+        """Announces whether new requests are refused because an operator drained the replica."""
         self._is_drained = drained
         self._changed.set()
 

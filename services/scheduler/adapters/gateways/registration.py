@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 class Registration(Collector):
-    """The record of this scheduler in the registry, which exists from `run` to `leave`. Serving
-    does not wait for Redis. A failed registration is tried again a second later.
+    """Keeps this scheduler's record in the registry from `run` to `leave`. Serving requests does
+    not wait for Redis. A failed registration is tried again a second later.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:

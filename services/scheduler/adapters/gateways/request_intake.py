@@ -133,7 +133,8 @@ class RequestIntake:
 
     def _pooling(self, message: scheduler_pb2.AddRequest, num_tokens: int) -> PoolingParams | None:
         """How a vector is computed from the prompt. None if the model generates tokens. Raises
-        InvalidArgument if the request does not match the kind of model.
+        InvalidArgument if the request asks for a vector and the model generates tokens, or the
+        other way round.
         """
         if message.HasField("pooling") != (self.pooler is not None):
             raise InvalidArgument(
@@ -158,8 +159,9 @@ class RequestIntake:
         return params
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
-        """The latest time at which the request may be scheduled first. None if there is no limit.
-        Raises ResourceExhausted if the queue is full, or if the expected wait exceeds the limit.
+        """The latest time at which the request may be scheduled for the first time. None if there
+        is no limit. Raises ResourceExhausted if the queue is full, or if the request is expected to
+        wait longer than that.
         """
         queue, has_output = self.queue_at_arrival(), bool(message.output_token_ids)
         timeout = message.timeout_millis / 1000 if message.timeout_millis else None

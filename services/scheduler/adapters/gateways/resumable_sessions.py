@@ -1,8 +1,9 @@
 """Clients' sessions, which are requests that stay open and keep resources between turns.
 
-A client's session differs from a gateway's session, which is the stream on which all requests
-arrive. A client's session keeps blocks, and counts as a running request, only to save computation.
-If it was ended here, the gateway sends its tokens again as a new request.
+A client's session differs from a gateway's session, which is the stream on which all requests of
+the gateway arrive. Between turns, a client's session keeps its blocks and counts as a running
+request, only to save computation. If the scheduler ends a session to free its blocks, the gateway
+later sends the session's tokens again as a new request.
 """
 
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -48,8 +49,8 @@ class ResumableSessions:
         return len(self.open) < self._max_num_sessions
 
     def find(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> Request:
-        """The session that a chunk continues. Raises Unavailable if it does not wait for input, or
-        if its number of tokens differs from the number that the gateway expects.
+        """The session that a chunk continues. Raises Unavailable if the session does not wait for
+        input, or if it has another number of tokens than the gateway expects.
         """
         request = session.requests.get(message.handle)
         if request is None or request.status is not RequestStatus.WAITING_FOR_CHUNK:
@@ -76,12 +77,12 @@ class ResumableSessions:
             self._engine.add_chunk(request, None)
 
     def end_for_waiting(self, reason: WaitReason | None, now: float) -> None:
-        """Ends one session if other requests wait for resources that it could free. `reason` is the
-        reason for which they wait.
+        """Ends one session if other requests wait for resources that sessions occupy. `reason` is
+        the reason for which these requests wait.
 
-        The victim is the session that has waited longest for input, if it has waited for
-        KEPT_SECONDS. If no session waits for input and nothing runs, sessions with input wait for
-        each other's blocks. Then the session that was opened last is ended.
+        If sessions wait for input, the one that has waited longest is ended, after KEPT_SECONDS. If
+        no session waits for input and no request runs, sessions with input wait for each other's
+        blocks. In that case the session that was opened last is ended.
         """
         scheduler, since = self._engine.scheduler, self._waits_since
         between_turns = scheduler.queues.between_turns

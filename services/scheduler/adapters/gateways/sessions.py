@@ -90,7 +90,9 @@ class _Owner:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """The requests of a step that belong to one session, as indexes in the step and as handles."""
+    """The requests of a step that belong to one session: their indexes in the step's plan, and
+    their handles.
+    """
 
     session: GatewaySession
     indexes: list[int] = field(default_factory=list)
@@ -98,11 +100,11 @@ class _Share:
 
 
 class Sessions:
-    """All sessions of a scheduler. As a `Delivery`, it distributes the outputs of steps among the
-    sessions.
+    """All sessions of a scheduler. Implements `Delivery` by distributing the outputs of steps among
+    the sessions.
 
-    Most steps have the same requests as the step before. The assignment of requests to sessions is
-    computed again only when the requests change.
+    Most steps have the same requests as the previous step. Which session each request belongs to is
+    looked up again only when the requests change.
     """
 
     def __init__(self) -> None:
@@ -170,11 +172,12 @@ class Sessions:
     def report(
         self, queue: QueueState, seconds_per_prompt_token: float, seconds_per_decode: float
     ) -> None:
-        """Sends the queue state and the load to every gateway, if they changed. They are sent with
-        the gateway's next deltas. If there are no deltas before the next call, they are sent alone.
+        """Sends the queue state and the load to every gateway, if they changed. Both are sent with
+        the gateway's next deltas. If there are no deltas before the next call, that call sends them
+        in a separate message.
 
-        Counts the uncomputed prompt tokens again. Between two calls, the count is only updated from
-        the steps, and does not include tokens that must be computed again.
+        Each call counts all uncomputed prompt tokens. Between two calls, the count is only updated
+        with the tokens of each step, and misses tokens that must be computed again.
         """
         for session in self._gateways:
             if session.queue_announced != queue:
@@ -204,15 +207,15 @@ class Sessions:
                 session.outbox.note_load(replica_load_to_proto(load))
 
     def _send_load_if_changed(self) -> None:
-        """Sends the load if the number of requests or of uncomputed tokens has changed. In most
-        steps neither has changed, and only two numbers are compared.
+        """Sends the load if the number of requests or the number of uncomputed tokens has changed.
+        In most steps neither has changed, and only these numbers are compared.
         """
         if self._num_sent != (len(self._owners), self._num_uncomputed):
             self._send_load()
 
     def _count_computed(self, plan: SchedulerOutput) -> None:
-        """Updates the numbers of uncomputed prompt tokens. Subtracts tokens that a step computes or
-        found in the prefix cache.
+        """Subtracts, from the numbers of uncomputed prompt tokens, the tokens that a step computes
+        or that are prefix hits.
         """
         begun = {*plan.new}
         counts = zip(
@@ -284,8 +287,8 @@ class Sessions:
             session.outbox.flush()
 
     def _deliver_admissions(self, plan: SchedulerOutput) -> None:
-        """Sends each request's first admission. If the step of that admission was lost, the first
-        admission that is delivered is a resumption.
+        """Sends each request's first admission. If the step of the first admission was lost, the
+        next admission, a resumption, is sent in its place.
         """
         for request in chain(plan.new, plan.resumed):
             owner, num_cached = self._owners.get(request), request.num_cached_tokens
@@ -363,7 +366,7 @@ class Sessions:
 
 def _num_output_tokens(update: EngineCoreOutputs) -> list[int]:
     """Number of output tokens of each request of a step, including the new tokens. For a session
-    whose turn ends, the number of output tokens of that turn.
+    whose turn ends with the step, only the output tokens of that turn.
     """
     requests, turns = update.plan.requests, update.turns
     if turns:
@@ -374,9 +377,11 @@ def _num_output_tokens(update: EngineCoreOutputs) -> list[int]:
 def _unsent(
     owner: _Owner, item: worker_pb2.RequestLogprobs, num_computed: int
 ) -> worker_pb2.RequestLogprobs:
-    """Removes prompt rows that were already sent before a preemption and computed again after it.
+    """Removes rows of prompt log-probabilities that were sent before a preemption and computed
+    again after it.
 
-    The first row of a chunk that starts at `num_computed` belongs to the prompt token after it.
+    The first row of a chunk that starts at position `num_computed` is for the prompt token after
+    that position.
     """
     if not item.HasField("prompt"):
         return item

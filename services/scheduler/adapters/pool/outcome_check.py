@@ -154,8 +154,8 @@ def _stopped(stop: ops.Stop, count: int, *reasons: ops.StopReason) -> int:
 
 
 def _check_change(stop: ops.Stop, admission: ops.Admission) -> None:
-    """Raises WrongAnswer if a stop reports a changed hit that equals the planned hit. Otherwise the
-    same admission would be planned again and again.
+    """Raises WrongAnswer if a stop reports a changed hit that equals the planned hit. Without this
+    check the scheduler would plan the same admission again and again.
     """
     if stop.reason is not ops.StopReason.HIT_CHANGED:
         return

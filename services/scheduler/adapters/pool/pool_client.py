@@ -33,15 +33,15 @@ _TransactCall = grpc.aio.StreamStreamCall[kvpool_pb2.TransactRequest, kvpool_pb2
 
 RETRY_SECONDS = 0.05
 TRANSACTION_FLOOR_SECONDS = 2.0
-"""Smallest deadline of a transaction. It is not shorter because the machine may be busy."""
+"""The shortest deadline of a transaction. On a busy machine a transaction may take this long."""
 
 
 class PoolClient:
     """A `ports.KVPool` over a channel.
 
-    If the stream breaks, the client opens another one and sends the transaction again, under the
-    same sequence number. It tries this until the transaction is answered or its deadline has
-    passed. `Deadlines` computes the deadline, which is at most `timeout_seconds`.
+    If the stream breaks, the client opens another one and sends the transaction again, with the
+    same sequence number, until the transaction is answered or its deadline has passed. `Deadlines`
+    computes the deadline, which is at most `timeout_seconds`.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class PoolClient:
         address: str = "",
     ) -> None:
         """`recorder` is called with changes of the prefix index. Without a recorder the pool does
-        not report them. `address` is the address on which the pool listens. If the pool runs on
-        this machine, the address identifies its process.
+        not report changes. `address` is the address on which the pool listens. If the pool runs on
+        this machine, its process is found by this address.
         """
         self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
         """Called when the pool is lost outside a transaction."""
@@ -221,7 +221,7 @@ class PoolClient:
         return True
 
     def _give_up(self) -> None:
-        """Ends the stream, and cancels the task that waits for it. The task must be cancelled
+        """Ends the stream, and cancels the task that waits for it. Ending the stream is not enough,
         because a write never returns if its stream is cancelled before the headers were sent, for
         example while the connection is established.
         """

@@ -23,7 +23,7 @@ WATCHED_SECONDS = 5.0
 """Time for which steps are recorded after a client has requested them."""
 MAX_STEPS = 256
 MAX_REQUESTS = 256
-"""Limit on the running requests in one answer, and also on the waiting requests."""
+"""Limit on the number of running requests in one answer, and on the number of waiting requests."""
 MAX_REQUESTS_OF_STEP = 64
 
 MAX_CELLS = 65_536
@@ -154,8 +154,8 @@ def step_to_proto(plan: SchedulerOutput, begun_unix_nanos: int) -> scheduler_pb2
 def requests_to_proto(
     engine: EngineCore, reason: WaitReason | None
 ) -> Iterator[scheduler_pb2.RequestActivity]:
-    """The first running requests, and the first waiting requests with their wait reasons. Requests
-    that were passed over (skipped) have separate reasons. `reason` is the reason of all other
+    """Converts the first running requests, and the first waiting requests with their wait reasons.
+    A request that was passed over (skipped) has its own reason. `reason` is the reason of all other
     waiting requests.
     """
     scheduler = engine.scheduler

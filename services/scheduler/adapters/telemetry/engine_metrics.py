@@ -21,9 +21,7 @@ from services.scheduler.core.engine.engine_core import EngineCore, EngineState
 from services.scheduler.core.output import WaitReason
 
 _DEFERRED = frozenset({WaitReason.HELD_BACK, WaitReason.PAUSED, WaitReason.RECOVERY})
-"""Wait reasons that vLLM's metric calls "deferred", because more capacity would not end the
-wait.
-"""
+"""Wait reasons that count as "deferred" in vLLM's metric: more capacity would not end the wait."""
 
 
 class EngineCollector(Collector):

@@ -7,7 +7,7 @@ from services.scheduler.adapters.telemetry.request_spans import Attributes
 from services.scheduler.core.timelines.timeline import Timeline
 
 MAX_KEPT = 2048
-"""Limit on the number of stored timelines. A timeline has some kilobytes."""
+"""Limit on the number of stored timelines. A timeline takes some kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)

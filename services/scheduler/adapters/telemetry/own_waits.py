@@ -12,7 +12,7 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.timelines.phase_parts import ReasonStart
 
 MAX_WAITS = 256
-"""Number of waits that are stored for one request. Older waits are dropped."""
+"""Limit on the number of waits that are stored for one request. Older waits are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class OwnWaits:
         self._last = dict(passed_over)
 
     def interrupted(self, now: int) -> None:
-        """Ends all waits, because no step is planned for a while. During this time all requests
-        wait for the same reason.
+        """Ends all waits in which a request was passed over, because no step is planned for a
+        while. During that time all requests wait for the same reason.
         """
         self.planned({}, now)
 
@@ -90,8 +90,8 @@ class OwnWaits:
 
 def overlay(starts: Sequence[ReasonStart], own: Sequence[OwnWait]) -> Sequence[ReasonStart]:
     """The reasons for which a request waited, each with its start. `starts` are the reasons of the
-    whole queue. During a wait in `own`, in which the request was passed over, the reason of this
-    wait replaces them. Both arguments are in order of time.
+    whole queue, `own` the waits in which the request was passed over. During such a wait, its
+    reason replaces the reasons of the queue. Both arguments are in order of time.
     """
     if not own:
         return starts

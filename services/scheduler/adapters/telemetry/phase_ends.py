@@ -1,7 +1,8 @@
-"""Completes the open phase of a timeline at its end, or in a copy of the timeline before its end.
+"""Completes the open phase of a timeline when the phase ends. For a phase that continues, completes
+the phase in a copy of the timeline.
 
-Reasons are added to a waiting phase, the chunk that was cut short to a prefill, and numbers of
-steps to a decode phase. Only the given timeline is changed.
+A waiting phase gets wait reasons, a prefill gets the chunk that was cut short, and a decode phase
+gets the sums over its steps. Only the given timeline is changed.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Tracked:
 
 @dataclass(frozen=True, slots=True)
 class PhaseEnds:
-    """Completes phases with the sums over all steps and the wait reasons of the queue."""
+    """Completes phases from the sums over all steps and from the wait reasons of the queue."""
 
     sums: StepSums
     reasons: WaitReasons
@@ -67,8 +68,8 @@ class PhaseEnds:
 
 
 def _reason_starts(reasons: WaitReasons, waiting: WaitStart) -> Sequence[ReasonStart]:
-    """The reasons for which a request waited, each with its start. Before the first step that does
-    not admit the request, the reason is that it waits for the next step.
+    """The reasons for which a request waited, each with its start. Until the first step that does
+    not admit the request, the reason is WAIT_NEXT_STEP.
     """
     changes = reasons.changes_since(waiting)
     starts = [

@@ -1,7 +1,8 @@
 """vLLM's histograms and counters of requests, updated by calls of the engine.
 
-In most steps one token arrives for every request. If that was so in the step before too, the time
-since the last token is the same for all these requests. It is then computed once for all of them.
+In most steps one token arrives for each request. If that also holds for the previous step, the time
+since the last token is the same for all requests that are in both steps. That time is then computed
+only once.
 """
 
 import time
@@ -75,8 +76,8 @@ class RequestMetrics(Collector):
         self._unix_seconds = unix_seconds
         self._requests: dict[Request, _Times] = {}
         self._steady: Sequence[Request] = ()
-        """The unfinished requests of the last step, if the step had one new token for each of its
-        requests. Otherwise empty.
+        """The unfinished requests of the last step, if each request of the step had one new token.
+        Otherwise empty.
         """
         self._steady_at = 0.0
         self._histograms = {name: Histogram(name) for name in _HISTOGRAMS}
@@ -250,5 +251,5 @@ def _trace_id(request: Request) -> str:
 
 
 def _num_cached(request: Request) -> int:
-    """Number of cached prompt tokens. The hit can exceed the prompt if the request has output."""
+    """Number of cached prompt tokens. A hit can include earlier output after the prompt."""
     return min(request.num_cached_tokens or 0, request.num_prompt_tokens)

@@ -1,9 +1,9 @@
-"""Converts timelines of requests to spans. There is a span for a request, for its phases, and for
-the parts of phases.
+"""Converts timelines of requests to spans. Each request, each of its phases, and each part of a
+phase has a span.
 
-Phases and parts cover their parent span without a gap, so that durations add up. Spans are made
-when a request has ended, because their contents are not known before. The spans of a running
-request up to now are made on demand.
+The spans of phases and parts cover their parent span without a gap, so that durations add up. Spans
+are made when a request has ended, because their contents are not known before. For a running
+request, spans up to now are made on demand.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ from services.scheduler.core.timelines.phase_parts import Chunk, Wait
 from services.scheduler.core.timelines.timeline import Phase, PhaseKind, Timeline
 
 MAX_STEP_LINKS = 128
-"""Limit on the number of links from a phase to steps. Half of them link to its first steps."""
+"""Limit on the number of links from a phase to steps. Half of the links are to its first steps."""
 
 Attributes = dict[str, str | int | float | bool | Sequence[str]]
 StepLinks = Callable[[int], Link | None]
@@ -202,7 +202,9 @@ class RequestSpans:
         )
 
     def _links(self, steps: range) -> tuple[list[Link], int]:
-        """Links to the sampled steps among `steps`, and how many steps the limit left out."""
+        """Links to the sampled steps among `steps`, and the number of steps left out because of
+        MAX_STEP_LINKS.
+        """
         chosen: Iterable[int] = steps
         num_left_out = max(0, len(steps) - MAX_STEP_LINKS)
         if num_left_out:

@@ -1,8 +1,8 @@
 """Maintains the timeline of every request, from the engine's calls of its observer.
 
-The cost of a step depends on its changes, such as prompt chunks, admissions and ends. Decoding
-requests are not updated in each step. At the end of a decode phase, the sums of the phase are
-computed as differences of totals over all steps.
+A step is recorded in time proportional to its changes, such as prompt chunks, admissions and ends.
+Requests that only decode are not updated in each step. At the end of a decode phase, the sums of
+the phase are computed as differences of totals over all steps.
 """
 
 from collections import Counter
@@ -56,8 +56,8 @@ class StepRecord:
     only_decodes: bool = False
     """Whether the step contains all running requests and each of them decodes."""
     chunks: Sequence[tuple[int, Tracked, Phase, int]] = ()
-    """The requests in the prefill phase. For each, its index in the plan, its timeline, its phase,
-    and its number of tokens.
+    """One entry for each request in the prefill phase: its index in the plan, its timeline, its
+    phase, and its number of tokens in the step.
     """
     left_out: Sequence[Phase] = ()
     """Decode phases of running requests that the step does not contain."""
@@ -67,7 +67,9 @@ class RequestTimelines:
     """The timelines of unfinished requests."""
 
     def __init__(self, reasons: WaitReasons, wait_nanos: Counter[str]) -> None:
-        """`wait_nanos` maps a reason to nanoseconds. The times of ended waits are added to it."""
+        """The durations of ended waits are added to `wait_nanos`, which maps a reason to the total
+        nanoseconds.
+        """
         self._wait_nanos = wait_nanos
         self.sums = StepSums()
         self._reasons = reasons
@@ -210,8 +212,8 @@ class RequestTimelines:
             self._paused_at = now
 
     def resumed(self, now: int, *, stood_still: bool) -> None:
-        """Records that steps are planned again, so that running requests continue. `stood_still` is
-        false if steps are still in flight. Then the pause did not delay running requests.
+        """Records that steps are planned again. `stood_still` is false if steps are still in
+        flight, which means that the pause did not delay running requests.
         """
         running = self._running.values() if self._paused_at is not None and stood_still else ()
         for tracked in running:
@@ -255,7 +257,7 @@ class RequestTimelines:
             return
         timeline, end = tracked.timeline, now
         if interruption.kind is PhaseKind.RECOVERY:
-            # The work of a lost step does not count, so the phase ends when the last tokens
+            # A lost step computed nothing that counts, so the phase ended when the last tokens
             # arrived.
             end = min(now, max(timeline.covered_until, self.sums.last_done_nanos))
         self._leave_phase(tracked, now if self._paused_at is not None else end)

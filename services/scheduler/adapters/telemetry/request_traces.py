@@ -91,8 +91,7 @@ class RequestTraces:
         self, request: Request, timeline: Timeline, parent: SpanContext, tracing: Tracing
     ) -> None:
         """Records the spans of an unfinished request with `tracing`. If the request is not sampled,
-        the parent of the spans is `parent`. Otherwise it is the parent with which the request was
-        sampled.
+        the parent span is `parent`, otherwise the parent with which the request was sampled.
         """
         sampled = self._sampled.get(request)
         context = child_of(parent) if sampled is None else sampled.context

@@ -11,8 +11,8 @@ from services.scheduler.core.output import EngineCoreOutputs
 
 
 class SpeculationMetrics(Collector):
-    """Counts draft tokens. Has no metrics if the workers propose no drafts. An accepted draft after
-    the end of its request counts as rejected.
+    """Counts draft tokens. Exports no metrics if the workers propose no drafts. If a request ends,
+    later drafts of the step count as rejected even if they were accepted.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:

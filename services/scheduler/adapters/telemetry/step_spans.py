@@ -12,7 +12,7 @@ from services.common.telemetry.tracing import MAX_LINKS, Tracing
 from services.scheduler.core.output import SchedulerOutput
 
 MAX_REMEMBERED = 8192
-"""Number of stored recent sampled steps. Requests link to them when they end."""
+"""Number of recent sampled steps that are stored, so that ended requests can link to them."""
 
 Attributes = dict[str, str | int | float | bool | Sequence[str]]
 

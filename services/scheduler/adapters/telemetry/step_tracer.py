@@ -1,12 +1,14 @@
 """Counts and traces steps and requests, from the engine's calls of its observer.
 
 Every request has a timeline (`request_timelines`). When a sampled request ends, its timeline is
-converted to spans (`request_spans`). A step is a candidate for sampling if a sampled request runs
-or may be admitted in it. Other steps become candidates at random, with the sample ratio of traces.
-The sample ratio of steps applies to all candidates.
+converted to spans (`request_spans`).
 
-Most steps only decode. Such steps are collected and counted together, at the latest before any
-other event is counted. So counts may lag by MAX_UNCOUNTED_STEPS.
+A step is a candidate for sampling if a sampled request runs or may be admitted in it. Other steps
+become candidates at random, with the sample ratio of traces. The sample ratio of steps then decides
+which candidates are sampled.
+
+Most steps only decode. Such steps are collected and counted together, before any other event is
+counted. Therefore counts may lag by up to MAX_UNCOUNTED_STEPS steps.
 """
 
 import random
@@ -35,8 +37,8 @@ class StepTracer:
     """A `StepObserver` that counts and times all steps and requests, and traces the sampled ones.
 
     `candidates` returns the waiting requests that the next step may admit. `end_execution` records
-    the span of a step's execution by the workers, if the span was not recorded yet. Its second
-    argument is an error, if the workers did not answer.
+    the span of a step's execution by the workers, if that span was not recorded yet. The second
+    argument of `end_execution` is an error, or None if the workers answered.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class TracedPool:
     def transact(
         self, operations: Sequence[Operation], traceparent: str = ""
     ) -> Coroutine[Any, Any, Outcome]:
-        # Most steps are not traced. Then the pool's own coroutine is returned.
+        # For a step that is not traced, as most are, the pool's own coroutine is returned.
         parent = sampled_parent(traceparent) if traceparent else None
         if parent is None:
             return self._pool.transact(operations)
@@ -90,9 +90,9 @@ class TracedExecutor:
         return answer
 
     def end(self, step: int, error: str | None = None) -> None:
-        """Records the span of a step's execution, if it was not recorded yet. Code that completes
-        the span of the step calls this method first, because the callback of the answer's future
-        may run later.
+        """Records the span of a step's execution, if this span was not recorded yet. Must be called
+        before the span of the step is completed, because the callback that usually records the
+        execution may run later.
         """
         call = self._open.pop(step, None)
         if call is not None:

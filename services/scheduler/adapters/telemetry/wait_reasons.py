@@ -1,9 +1,9 @@
 """Records why requests wait. In each step there is one reason for the whole queue.
 
-The reason is the wait reason of the first request that is not passed over (skipped). Requests that
-are passed over have separate reasons, which `OwnWaits` records. When a request leaves the queue,
-the number of steps for each reason is the difference of two counts. Changes of the reason are also
-stored. Times are nanoseconds since the epoch.
+This is the wait reason of the first request that is not passed over (skipped). A request that is
+passed over has its own reason, which `OwnWaits` records. For each reason, the steps with it are
+counted. How many of them a request waited is the difference of the counts at its end and at its
+start of waiting. Changes of the reason are also stored. Times are nanoseconds since the epoch.
 """
 
 from collections import Counter, deque
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from services.scheduler.core.output import OWN_REASONS, SchedulerOutput, WaitReason
 
 MAX_CHANGES = 256
-"""Number of changes of the reason that are stored. Older changes are dropped."""
+"""Limit on the number of changes of the reason that are stored. Older changes are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class WaitReasons:
 
     def __init__(self) -> None:
         self.current: WaitReason | None = None
-        """The reason of the last step, or of a later pause or recovery. None if no request
-        waited.
+        """The wait reason of the last step, or PAUSED or RECOVERY if a pause or a recovery followed
+        the step. None if no request waited.
         """
         self.num_steps: Counter[WaitReason] = Counter()
-        """Maps a reason to the number of steps after which requests still waited for it. No steps
-        are counted for a pause or a recovery.
+        """Maps a reason to the number of steps that had it. A pause or a recovery has no steps, so
+        its reason is not counted.
         """
         self.passed_over: Counter[WaitReason] = Counter()
         """Maps a reason to the number of requests that the last step passed over for it."""
@@ -62,7 +62,7 @@ class WaitReasons:
         self._changes: deque[tuple[int, ReasonChange]] = deque(maxlen=MAX_CHANGES)
 
     def planned(self, plan: SchedulerOutput, now: int) -> None:
-        """Records the reason of a planned step. The planning may have begun before a pause."""
+        """Records the reason of a planned step, whose planning may have begun before a pause."""
         step, reason = plan.step, plan.wait_reason
         if reason is not self.current:
             self._change(step, reason, now, holder_of(plan))
@@ -135,7 +135,7 @@ class WaitReasons:
     def _lasted(
         self, waiting: WaitStart, reason: WaitReason, changes: Sequence[ReasonChange]
     ) -> bool:
-        """Whether `reason`, which the queue had when a request began to wait, applied to it too."""
+        """Whether a request waited for `reason`, the queue's reason when its wait began."""
         if reason in (WaitReason.PAUSED, WaitReason.RECOVERY):
             return True
         if reason in OWN_REASONS:
@@ -154,9 +154,9 @@ class WaitReasons:
 
 
 def holder_of(plan: SchedulerOutput) -> str:
-    """Id of the request in a step that holds most of the resource that waiting requests lack. It
-    has the most computed tokens if blocks are missing, and the most tokens in the step if budget is
-    missing. For MAX_SEQS it is the request that was admitted first. Empty for other wait reasons.
+    """Id of the request in a step that holds most of the resource that waiting requests lack. For
+    NO_BLOCKS this is the request with the most computed tokens, for BUDGET the request with the
+    most tokens in the step, and for MAX_SEQS the step's first request. Empty for other reasons.
     """
     if not plan.requests:
         return ""

@@ -1,6 +1,6 @@
 """`vllm.grpc.engine.VllmEngine` over the engine, for gateways that are made for vLLM, such as smg.
 
-The messages are defined by the package smg-grpc-proto. Requests are converted to the requests that
-Stepwell's gateways send, and are then handled in the same way. Input and output are tokens, because
-the client of this service tokenizes and detokenizes.
+The package smg-grpc-proto defines the messages. Requests are converted to the requests that
+Stepwell's gateways send, and then handled like these. Input and output are tokens, because the
+clients of this service tokenize and detokenize.
 """

@@ -24,13 +24,15 @@ _VLLM_WORDS: dict[FinishReason | None, str] = {
 
 @dataclass(slots=True)
 class _Answer:
-    """The tokens of one answer, and its log-probabilities that were not sent yet."""
+    """The tokens of one answer, and those log-probabilities that were not sent yet."""
 
     index: int
     num_cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     output_logprobs: vllm_engine_pb2.OutputLogProbs | None = None
-    """Log-probabilities for the next chunk if the call streams, otherwise for the whole answer."""
+    """Unsent log-probabilities of the next chunk if the call streams, otherwise of the answer so
+    far.
+    """
     input_logprobs: vllm_engine_pb2.InputLogProbs | None = None
 
 

@@ -31,11 +31,11 @@ _HEARTBEAT_SECONDS = 1.0
 
 
 class EventStream:
-    """Makes the messages for subscribers. They are first a snapshot, or the batches from a number
-    on, and then all later batches.
+    """Makes the messages for a subscriber: first a snapshot, or the batches from a given number on,
+    and then all later batches.
 
     Each message has the replica's load. If the load changes without an event, and at least every
-    second, it is sent in a separate message, which has the sequence number of the message before.
+    second, the load is sent in a separate message with the sequence number of the previous message.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class EventStream:
         return []
 
     def _snapshot(self) -> Iterator[common_pb2.KvEventBatch]:
-        """The blocks that are published after the newest batch, in messages with consecutive
-        numbers. The last message has the number of the newest batch. Because no number is negative,
-        there are at most `newest + 1` messages.
+        """All blocks that are published after the newest batch, in messages with consecutive
+        sequence numbers. The last message has the number of the newest batch. There are at most
+        `newest + 1` messages, so that no number is negative.
         """
         newest, stored = self._log.newest, self._log.snapshot()
         num_blocks = sum(len(event.block_hashes) for event in stored)

@@ -75,8 +75,8 @@ class GenerateConverter:
     def _prompt(
         self, message: vllm_engine_pb2.GenerateRequest, sampling: VllmSampling
     ) -> list[int]:
-        """The input's tokens. Only the last `truncate_prompt_tokens` tokens are kept. For the value
-        -1, this limit is the longest prompt after which one token can be generated.
+        """The input's tokens, truncated to the last `truncate_prompt_tokens` tokens. With -1, they
+        are truncated to the longest prompt after which one token can be generated.
         """
         prompt = list(message.tokenized.input_ids)
         if not prompt:

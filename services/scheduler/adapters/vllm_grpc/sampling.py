@@ -1,5 +1,5 @@
-"""Converts sampling parameters of vllm.grpc.engine. Fields that are not supported are refused by
-name.
+"""Converts sampling parameters of vllm.grpc.engine. If a field that is not supported is set, an
+error names the field.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ _HONOURED: dict[str, Callable[[Any], dict[str, Any]]] = {
         "logit_bias_values": tuple(biases.values()),
     },
 }
-"""Maps a field to a function that converts its value to sampling parameters. A field without
-presence that is 0 is not converted, because 0 means the default.
+"""Maps a field to a function that converts the field's value to sampling parameters. If a field has
+no presence (proto3), the value 0 means the default and is not converted.
 """
 
 _ELSEWHERE = frozenset({"n", "ignore_eos", "truncate_prompt_tokens", "stop"})
@@ -78,7 +78,7 @@ def vllm_sampling_from_proto(
     client_stops: bool,
 ) -> VllmSampling:
     """Converts the parameters of a message. Raises InvalidArgument with the name of a field that is
-    out of range or not supported. All grammars, and fields of later versions, are not supported.
+    out of range or not supported. Grammars and unknown fields of later versions are not supported.
 
     If `client_stops` is true, stop strings are accepted, because the client ends the answer at them
     itself.
@@ -116,8 +116,8 @@ def _truncation(message: vllm_engine_pb2.SamplingParams) -> int | None:
 
 
 def _with_valid_seed(params: SamplingParams) -> SamplingParams:
-    """The parameters without their seed, so that they can be checked. A negative seed is valid,
-    because the seeds of the answers are computed modulo 2**64.
+    """Removes the seed, because validation would reject negative seeds. These are valid here, since
+    the seeds of the answers are computed modulo 2**64.
     """
     return replace(params, seed=None)
 

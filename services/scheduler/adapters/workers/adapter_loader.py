@@ -1,9 +1,9 @@
 """Decides which adapters the workers load and unload.
 
-An adapter is loaded when the first request that needs it arrives. The request waits meanwhile, and
-other requests may overtake it. After a restart of workers, adapters are loaded again. An adapter is
-unloaded only if another adapter needs its slot. Of the adapters that no running or admissible
-request uses, the least recently requested one is unloaded.
+An adapter is loaded when the first request that needs it arrives. Until the adapter is loaded, the
+request waits, and other requests may overtake it. After a restart of workers, adapters are loaded
+again. An adapter is unloaded only if another adapter needs its slot. Among the adapters that no
+running or admissible request uses, the least recently requested one is unloaded.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ class AdapterLoader:
         unfinished: Callable[[], Iterable[Request]],
         failed: Callable[[Request, str], None],
     ) -> None:
-        """`failed` is called with each request whose adapter cannot be loaded by workers that
-        replace others, and with the reason.
+        """If new workers cannot load an adapter that the replaced workers had, `failed` is called
+        with each request that uses the adapter, and with the reason.
         """
         self._workers = workers
         self._max_cpu_loras = max_cpu_loras
@@ -53,16 +53,16 @@ class AdapterLoader:
         self._loaded: OrderedDict[bytes, Adapter] = OrderedDict()
         """Maps digests to loaded adapters. The least recently requested adapter is first."""
         self._loading: dict[bytes, Adapter] = {}
-        """The adapter that is being loaded, by its digest. `reload` also loads it on new workers,
-        because only the replaced workers may have loaded it.
+        """Maps the digest of the adapter that is being loaded to the adapter. `reload` loads this
+        adapter on new workers too, because perhaps only the replaced workers have loaded it.
         """
         self._claims: Counter[bytes] = Counter()
         """Maps the digest of an adapter to the number of requests that wait for it."""
         self._turn = asyncio.Lock()
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """A lock for each digest. If several requests need the same adapter, one of them loads it,
-        and the others wait for this lock. They must not wait for `_turn`, because its holder may
-        wait for a slot that cannot be freed before they continue.
+        """Maps a digest to a lock. If several requests need the same adapter, one of them loads it,
+        and the others wait for this lock. They do not wait for `_turn`, because the task that holds
+        `_turn` may wait for a slot that is only freed after these requests have run.
         """
 
     def is_loaded(self, digest: bytes) -> bool:
@@ -98,8 +98,8 @@ class AdapterLoader:
         await self._load(adapter, lambda: False)
 
     async def reload(self) -> None:
-        """Loads all present adapters on new workers. Raises StepwellError if a worker is lost. Then
-        `reload` must be called again.
+        """Loads on new workers all adapters that the replaced workers had. Raises StepwellError if
+        a worker is lost. In that case `reload` must be called again.
         """
         for adapter in [*self._loaded.values(), *self._loading.values()]:
             kept = [*self._loaded, *self._loading]

@@ -11,16 +11,16 @@ _SHORTEST_SECONDS = 0.02
 
 
 class Alarm:
-    """Calls `ring` when the time that was set last has passed and `stop` was not called. `read`
-    returns measurements of the processes that do the work. If it is set, `Silence` computes from
-    them the time that counts.
+    """Calls `ring` when the time that was set last has passed, except if `stop` was called before.
+    `read`, if given, returns measurements of the processes that do the work. From these, `Silence`
+    computes how much of the time counts.
 
     If the event loop runs the timer late, an answer may have arrived that the loop has not read
-    yet. Then the timer runs for another second.
+    yet. The alarm then waits for another second.
 
-    Work that is done in time needs no new timer of the event loop and no measurement. The timer of
-    earlier work keeps running. It is restarted only if it ends before the deadline of the present
-    work.
+    Usually `set` starts no timer, because the event loop's timer for earlier work is still running.
+    When that timer ends, it is started again for the deadline of the present work. Work that is
+    done in time is not measured.
     """
 
     __slots__ = (

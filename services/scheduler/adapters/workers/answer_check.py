@@ -15,9 +15,9 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 
 LONGEST_NANOS = 86_400 * 10**9
-"""A day in nanoseconds. A longer step time or wait is not plausible."""
+"""One day in nanoseconds. An answer with a longer compute time or wait is rejected."""
 _LARGEST_LOGPROB = 1e-3
-"""The largest plausible log-probability, which is 0 plus rounding errors."""
+"""Limit on a log-probability in an answer: 0 plus rounding errors."""
 _FLOAT_BYTES = 4
 
 
@@ -79,8 +79,9 @@ class ExpectedAnswer:
             _require(0 <= place <= num_tokens[index], "refused_tokens", f"token {place}")
 
     def _check_counts(self, num_tokens: Sequence[int], num_drafts: Sequence[int]) -> None:
-        """Raises WrongAnswer if the number of tokens of a request is wrong. It must be one token
-        more than the accepted drafts, or no token if the prompt is not complete.
+        """Raises WrongAnswer if a request has a wrong number of tokens. A request whose prompt is
+        complete must have at least one token and at most one for each draft in addition. Other
+        requests must have none.
         """
         plan = self._plan
         given = num_drafts or [0] * len(num_tokens)

@@ -1,5 +1,5 @@
-"""Prepares new requests on the workers, which compile grammars and load adapters. Requests wait
-meanwhile, and other requests may overtake them.
+"""Prepares new requests on the workers, which compile grammars and load adapters. A request waits
+until it is prepared, and other requests may overtake it.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ class GrammarPreparation:
         compiled: Callable[[Request, str, FinishReason], None],
     ) -> None:
         """`compiled` is called with a prepared request, an error, and the finish reason for that
-        error. The error is empty if the preparation succeeded. A grammar that workers refuse is an
-        error of the client, like a grammar that the gateway refuses.
+        error. The error is empty if the preparation succeeded. If workers refuse a grammar, the
+        finish reason is a client error, because the gateway reports refused grammars in this way.
         """
         self._adapters = adapters
         self._workers = workers

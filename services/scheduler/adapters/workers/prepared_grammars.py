@@ -5,9 +5,9 @@ from collections import OrderedDict
 from services.common.request.structured_outputs import KEPT_GRAMMARS, StructuredOutputs
 
 MAX_KNOWN = KEPT_GRAMMARS // 2
-"""Limit on the number of recorded grammars. Workers store more, because their order of last use
-differs from the order here when preempted requests are admitted again. If a worker has dropped a
-recorded grammar anyway, it compiles the grammar when the request runs.
+"""Limit on the number of recorded grammars. Workers store twice as many, because they may use
+grammars in another order, for example when preempted requests are admitted again. If a worker has
+dropped a recorded grammar anyway, it compiles the grammar again when the request runs.
 """
 
 

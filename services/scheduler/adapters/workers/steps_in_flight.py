@@ -23,10 +23,10 @@ from services.scheduler.core.ports import WorkersLost
 
 
 class SentStep:
-    """A step that was sent. When every rank has answered, the answer of the last rank becomes the
-    result of the future `output`. The last rank is in the last pipeline stage, whose ranks must
-    sample equal tokens. If a rank is lost or late, or if an answer is wrong, `output` raises an
-    error.
+    """A step that was sent to all ranks. When every rank has answered, the answer of the last rank
+    becomes the result of the future `output`. The last rank is in the last pipeline stage, whose
+    ranks must sample equal tokens. If a rank is lost or late, or if an answer is wrong, `output`
+    raises WorkersLost.
     """
 
     __slots__ = (
@@ -56,13 +56,13 @@ class SentStep:
         """Sum of the compute times of all ranks except the last rank, in nanoseconds."""
         self._slack_nanos: int | None = None
         """The smallest slack of all ranks except the last rank, in nanoseconds. Slack is the time
-        from when a step is ready to run until the step before it ends.
+        from when a step is ready to run until the previous step ends.
         """
         self._tokens: tuple[bytes, bytes] | None = None
         """The tokens that the last stage sampled, from the first of its ranks that answered."""
 
     def answered(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Records the answer of a rank. Raises WrongAnswer if it belongs to another step, or
+        """Records the answer of a rank. Raises WrongAnswer if the answer belongs to another step or
         contradicts this step.
         """
         try:
@@ -148,8 +148,8 @@ class SentStep:
 
 
 class StepsInFlight:
-    """The steps in flight, oldest first. The steps run one after another, so the time allowed for a
-    step begins when the step before it is completed.
+    """The steps in flight, oldest first. Steps run one after another, so the time allowed for a
+    step begins when the previous step is completed.
 
     `num_stages` is the number of pipeline stages. The compute time of a step is the sum of the
     compute times of the stages. `num_speculative_tokens` is the largest number of drafts that the

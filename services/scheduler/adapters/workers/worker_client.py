@@ -38,25 +38,27 @@ from services.scheduler.core.ports import WorkersLost
 _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 DESCRIBE_TIMEOUT_SECONDS = 3.0
-"""A lost question or answer delays a recovery by this time. A recovery takes at most 5 s."""
+"""Time limit of a Describe call. If the call or its answer is lost, a recovery, which should take
+at most 5 s, is delayed by this time.
+"""
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
 REASON_SECONDS = 1.0
-"""Time to wait for the reason why a stream cannot be written to."""
+"""Limit on the time to wait, after a failed write to a stream, for the reason why it ended."""
 _SILENT_CHECKS = 2
 _TOLD_TO_STOP = ("DRAINING", "RANK_STOPPED")
 """Reasons with which a worker ends its stream after a signal has stopped it or another rank."""
 STEP_FLOOR_SECONDS = 2.0
-"""Smallest deadline of a step. It is not shorter because the machine may be busy."""
+"""The shortest deadline of a step. On a busy machine a step may take this long."""
 
 
 class Rank:
     """One worker and its stream of steps. If the stream ends, WorkersLost is raised for the steps
     without an answer.
 
-    An idle worker is probed periodically. After two unanswered probes in a row its stream is ended.
-    A single unanswered probe may be due to a stall of this process. A probe does not count if the
-    worker had no processor meanwhile.
+    An idle worker is probed periodically. Its stream is ended after two unanswered probes in a row,
+    because one unanswered probe may be due to a stall of this process. A probe during which the
+    worker had no processor does not count.
     """
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
@@ -69,7 +71,7 @@ class Rank:
         self._reader: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._has_answered = False
-        """Whether a step was answered since the watch last set this attribute to False."""
+        """Whether a step was answered since the task that probes the worker last reset this."""
         self._unanswered: deque[SentStep] = deque()
         self._why_lost = f"the worker at {address} went away"
         self._pid = 0
@@ -253,8 +255,8 @@ class WorkerGroup:
         an empty step. Raises WorkersLost.
 
         The empty step detects a worker that hangs in a step but still answers Describe. It also
-        ends a step that was sent to only some ranks, because ranks that wait for others in that
-        step are notified by these.
+        ends an earlier step that was sent to only some ranks: when the other ranks receive the
+        empty step, they notify the ranks that wait for them.
         """
         self._generation = generation
         self._is_open = False

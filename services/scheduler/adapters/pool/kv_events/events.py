@@ -7,9 +7,8 @@ from services.common.pool.block_hash import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class CacheNamespace:
-    """The inputs of a sequence's block hashes besides its tokens. They are the salt, which is
-    hashed with the first block, and the adapter. A field is empty if the sequence has no such
-    input.
+    """What is hashed with a sequence's first block besides its tokens: the cache salt and the
+    adapter. A field is empty if the sequence has no salt or no adapter.
     """
 
     cache_salt: str = ""
@@ -46,8 +45,8 @@ class BlockStored:
 
     @property
     def extra_keys(self) -> list[tuple[str, ...] | None]:
-        """The inputs of each block's hash besides its tokens, in vLLM's format. They are the
-        adapter's name and, in the first block of a sequence, the salt.
+        """For each block, the adapter's name and, in the first block of a sequence, the cache salt.
+        This is vLLM's format for the inputs of a block's hash besides its tokens.
         """
         adapter = (self.namespace.lora_name,) if self.namespace.lora_name else ()
         keys: list[tuple[str, ...] | None] = [adapter or None] * len(self.block_hashes)

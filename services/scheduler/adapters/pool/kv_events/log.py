@@ -18,7 +18,7 @@ from services.scheduler.adapters.pool.kv_events.events import (
 )
 
 MAX_KEPT_BLOCKS = 500_000
-"""Limit on the total number of blocks in the stored batches. These many blocks take about 70 MB."""
+"""Limit on the total number of blocks in the stored batches. That many blocks take about 70 MB."""
 
 
 class Trimmed(OutOfRange):
@@ -39,12 +39,11 @@ _Key = tuple[int, BlockHash]
 
 
 class KVEventLog:
-    """Numbers batches from 0. Stores the last `num_batches` batches, and the blocks that are
-    published after the newest batch. Stores fewer batches if they would contain more than
-    `max_blocks` blocks.
+    """Numbers batches from 0. Stores the last `num_batches` batches, or fewer if these contain more
+    than `max_blocks` blocks. Also stores all blocks that are published after the newest batch.
 
-    Each reader has its own cursor. A slow reader does not make the log grow. An error is raised for
-    a reader whose next batch was dropped.
+    Each reader passes the number of the batch that it needs next. If that batch was dropped because
+    the reader is slow, the reader receives an error.
     """
 
     def __init__(
@@ -128,8 +127,8 @@ class KVEventLog:
                 self._blocks.clear()
 
     def _unlisted(self, key: _Key, listed: dict[_Key, None]) -> Iterator[_Key]:
-        """A block and its ancestors, up to but not including the first ancestor that is already
-        listed or not published.
+        """A block and its ancestors. Stops before the first ancestor that is already listed or not
+        published.
         """
         group = key[0]
         while key in self._blocks and key not in listed:

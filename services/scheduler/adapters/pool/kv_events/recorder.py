@@ -39,9 +39,9 @@ class KVEventRecorder:
     """Appends the events of each transaction to a log.
 
     A request is looked up in the queues when an operation first names it, and is stored until its
-    release. The chain of a request has a hash for each `hash_block_size` tokens. A block can
-    contain several hashes, and its name is the last of them. As in vLLM, a published hash inside a
-    block is reported as a block that contains only the tokens of this hash.
+    release. The chain of a request has a hash for each `hash_block_size` tokens. A larger block
+    covers several of these hashes, and is identified by the last one. As in vLLM, if a hash inside
+    a block is published, it is reported as a block that contains only the tokens up to that hash.
     """
 
     def __init__(self, log: KVEventLog) -> None:
@@ -51,9 +51,9 @@ class KVEventRecorder:
         self._hash_block_size = 1
         self._hashes_per_block: tuple[int, ...] = ()
         self._hashes_per_hit = 1
-        """Number of hashes between two positions at which the blocks of all groups end. If groups
-        have different block sizes, blocks after the last such position may be published later than
-        they are committed.
+        """Number of hashes between two positions at which blocks of all groups end. If groups have
+        different block sizes, the pool may publish the blocks after a request's last such position
+        later than a Commit contains their hashes.
         """
 
     def watch(
