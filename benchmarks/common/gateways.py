@@ -59,8 +59,8 @@ class GatewayProgram:
 
 @asynccontextmanager
 async def running(gateway: GatewayProgram, log: Path) -> AsyncIterator[None]:
-    """Runs a gateway without a supervisor. The context is entered when it serves. Its output is
-    written to `log`.
+    """Runs a gateway without a supervisor. The context is entered when it serves. The gateway's
+    output is written to `log`.
     """
     process = spawn(gateway.spec.command, gateway.spec.environ, log)
     try:

@@ -25,9 +25,9 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Starts a program. Must be called from the main thread.
 
-    Its working directory is `directory`, if given. Its output is written to `log`. If `pipes` is
-    true, its standard input and output are pipes. `niceness` is added to this process's niceness.
-    The kernel ends the program if this process is killed.
+    The program's working directory is `directory`, if given. Its output is written to `log`. If
+    `pipes` is true, its standard input and output are pipes. `niceness` is added to this process's
+    niceness. The kernel ends the program if this process is killed.
     """
     launch = (sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), str(niceness))
     with log.open("wb") as output:

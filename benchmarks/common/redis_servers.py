@@ -77,7 +77,9 @@ class RedisServer:
             self._process = None
 
     def stop(self) -> None:
-        """Stops the process with a signal. Its connections stay open, but it does not answer."""
+        """Stops the process with a signal. The server's connections stay open, but the server does
+        not answer.
+        """
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:

@@ -16,7 +16,7 @@ class Fault:
     begin: Callable[[], Awaitable[object]]
     end: Callable[[], Awaitable[object]]
     is_held: bool = True
-    """Whether the fault lasts until `end` is called. If not, it is over at once."""
+    """Whether the fault lasts until `end` is called. If not, the fault is over at once."""
 
 
 async def _nothing() -> None:

@@ -15,10 +15,10 @@
   log-probabilities with transformers', and tokens per second with transformers' continuous
   batching. It also measures the bytes that a decode step reads.
 
-It needs torch, numpy, xFormers and Triton (`stepwell[gpu]`), and transformers for the last part. It
-needs no other package, no generated contracts and no service. If a case raises an error, its row
-shows the error, and the next case runs. The exit status is 1 if a case is wrong or failed, or if
-there is no GPU.
+The program needs torch, numpy, xFormers and Triton (`stepwell[gpu]`), and transformers for the last
+part. It needs no other package, no generated contracts and no service. If a case raises an error,
+its row shows the error, and the next case runs. The exit status is 1 if a case is wrong or failed,
+or if there is no GPU.
 """
 
 from __future__ import annotations

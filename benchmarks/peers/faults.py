@@ -109,8 +109,8 @@ class Injection:
         return wrong
 
     def _wrong(self, message: bytes) -> list[bytes] | None:
-        """The messages to send instead of `message`. It is None if the fault does not apply to
-        it.
+        """The messages to send instead of `message`. The result is None if the fault does not apply
+        to `message`.
         """
         match None if self.fault.path else self.fault.change:
             case "dropped" | "after the next":

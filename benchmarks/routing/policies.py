@@ -64,8 +64,8 @@ async def measure_policies(
 ) -> list[PolicyFigures]:
     """Starts replicas, and runs every policy with every load.
 
-    Each run has a new gateway, and its own salt, so that it finds no cached blocks of earlier runs.
-    The order of the policies is rotated by one from round to round.
+    Each run has a new gateway, and its own salt, so that the run finds no cached blocks of earlier
+    runs. The order of the policies is rotated by one from round to round.
     """
     settings = UpSettings(
         model=model,

@@ -35,7 +35,7 @@ class Schedule:
     concurrencies: tuple[int, ...]
     num_rounds: int
     requests_each: int
-    """Number of requests of a run. Concurrent clients send equal parts of it."""
+    """Number of requests of a run. Concurrent clients send equal numbers of them."""
     prompt_tokens: int
     output_tokens: int
     level_seconds: float = 60.0

@@ -4,8 +4,8 @@
                                               --requests 32
 
 Runs the services' tracing code around a decode step that does nothing. Prints, as JSON, each
-service's processor microseconds per step. They include creating the spans, and encoding and sending
-them in the background. Without an endpoint the cost of disabled tracing is measured.
+service's processor microseconds per step. The figures include creating the spans, and encoding and
+sending them in the background. Without an endpoint the cost of disabled tracing is measured.
 """
 
 import argparse

@@ -167,7 +167,7 @@ class _Sampler:
 
     async def settle(self) -> str:
         """Waits until no request runs and every block is free. If that takes too long, returns a
-        description of the requests and blocks that are left; otherwise an empty text.
+        description of the requests and blocks that are left. Otherwise returns an empty text.
         """
         return await settle(self._http, self._stack.http, SETTLE_SECONDS)
 

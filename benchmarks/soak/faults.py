@@ -3,9 +3,9 @@
     python -m benchmarks.soak faults [--faults 50] [--replicas 2] [--dtype bfloat16] [--seed 1]
 
 First each request is sent alone. Then all streams run concurrently and without end
-(benchmarks/soak/checked_streams.py) while services get signals; the supervisor of `stepwell up`
-restarts them. Each answer must have the same tokens, text and log-probabilities as the answer to
-the same request when it was sent alone.
+(benchmarks/soak/checked_streams.py) while services get signals. The supervisor of `stepwell up`
+restarts the services. Each answer must have the same tokens, text and log-probabilities as the
+answer to the same request when it was sent alone.
 
 * By default, faults are separated by recoveries: one, two or three services get SIGKILL, SIGSTOP or
   SIGTERM, at once or within a second. The next fault is injected when all services are ready again
@@ -15,9 +15,9 @@ the same request when it was sent alone.
   without waiting for the recovery of earlier victims. The supervisor's delays before restarts grow
   as usual. At the end every block must be free again.
 
-Tables go to standard output, progress to standard error; the exit status is 1 if an answer failed,
+Tables go to standard output, progress to standard error. The exit status is 1 if an answer failed,
 changed or stopped, or if a block or request was left. With --gateway the gateways are among the
-victims; answers that end with a gateway are counted separately.
+victims. Answers that end with a gateway are counted separately.
 """
 
 import asyncio

@@ -3,8 +3,8 @@
     python -m benchmarks.soak idle --minutes 5 [--model DIR]
 
 A prompt is sent twice, so that its prefix is found in the cache the second time. After the given
-time it is sent once more. The exit status is 1 if the last answer or its number of cached prompt
-tokens differs from the second answer's, or if a service logged a warning or an error.
+time the prompt is sent once more. The exit status is 1 if the last answer or its number of cached
+prompt tokens differs from the second answer's, or if a service logged a warning or an error.
 """
 
 import asyncio

@@ -12,8 +12,8 @@
    then evicted before their first step are counted separately.
 
 Services and clients share one machine and its processors. Arguments after `--` are flags of
-`stepwell up`, such as `-- --num-threads 1 --worker-niceness 5`; they apply to every part. With
-`--tenants 2` one of two tenants sends the overload: `benchmarks.soak.overload_tenants`
+`stepwell up`, such as `-- --num-threads 1 --worker-niceness 5`. These flags apply to every part.
+With `--tenants 2` one of two tenants sends the overload: `benchmarks.soak.overload_tenants`
 describes what is measured, and the exit status is 1 if a figure misses its goal.
 """
 

@@ -43,7 +43,7 @@ FORM = StructuredOutputs(
 )
 NUM_PREFIX = 128
 _READ_BYTES = 2**26
-"""Bytes read to clear a core's caches. It exceeds their size."""
+"""Number of bytes that are read to clear a core's caches. It exceeds the size of the caches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ first token of a prompt of 1,024 tokens that runs alone. It is measured with not
 all full blocks in the tier, and with all full blocks in the prefix cache. The second table shows
 the times of loads of new prompts, which never hit a cache. Runs with and without the tier
 alternate. The price is the median over rounds of the ratio of the two runs' times. It is given in
-wall time and in processor time, since other work on the machine disturbs processor time less. These
-loads also store blocks in the tier, and replace stored blocks once it is full.
+wall time and in processor time, since other work on the machine disturbs processor time less. The
+loads of new prompts also store blocks in the tier, and replace stored blocks once it is full.
 
 Tables go to standard output, progress to standard error.
 """

@@ -15,10 +15,10 @@ and its result is their median time. The speed-up is the ratio of the time with 
 the time with quantized weights, as the median over rounds. On a machine with other load, use
 --processor-time with one thread, which excludes the other programs' time.
 
-If an interpreter with llama-cpp-python and gguf is given, llama.cpp alternates with the runners. It
-uses the same weights in bfloat16, in Q8_0, and in Q4_0 with embeddings and head in Q8_0. It runs
-the loads of benchmarks.worker.loads: decodes of 64 tokens after prompts of 128 tokens, and a prompt
-of 512 tokens.
+If an interpreter with llama-cpp-python and gguf is given, llama.cpp alternates with the runners.
+llama.cpp uses the same weights in bfloat16, in Q8_0, and in Q4_0 with embeddings and head in Q8_0.
+It runs the loads of benchmarks.worker.loads: decodes of 64 tokens after prompts of 128 tokens, and
+a prompt of 512 tokens.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def why_it_stopped(reason: str | None, num_tokens: int | None, asked: int | None) -> str | None:
-    """The line printed below an answer that was cut off. None if the answer ended by itself.
+    """The line printed below an answer that was cut off. It is None if the answer ended by itself.
     `asked` is the request's max_tokens, or None.
     """
     if reason != "length":

@@ -44,8 +44,8 @@ class NoAnswer(Exception):
 
 
 async def why_not_live(channel: grpc.aio.Channel, address: str) -> str:
-    """The reason why the service at the address is not live. Empty if it is live. Waits for the
-    answer without a time limit. Raises NoAnswer if the call fails.
+    """The reason why the service at the address is not live. The text is empty if the service is
+    live. Waits for the answer without a time limit. Raises NoAnswer if the call fails.
     """
     try:
         request = health_pb2.HealthCheckRequest(service=LIVENESS)

@@ -1,4 +1,4 @@
-"""Shared parts of the commands' plots. They are colours, and the writing of a figure to a file."""
+"""Shared parts of the commands' plots: colours, and a function that writes a figure to a file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -127,8 +127,8 @@ def _build_whole(
 
 
 def make_grammars(model: Path, parts: RunnerParts) -> Grammars | None:
-    """The grammars of a rank. They are None if it does not sample. `model`: the directory with the
-    tokenizer.
+    """The grammars of a rank. They are None if the rank does not sample. `model`: the directory
+    with the tokenizer.
     """
     if parts.pooler is not None or not (parts.stage is None or parts.stage.is_last):
         return None

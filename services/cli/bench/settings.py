@@ -47,7 +47,7 @@ class BenchSettings:
 
     @property
     def rate(self) -> RequestRate | None:
-        """The rate of an open loop. None for a closed loop or a trace."""
+        """The rate of an open loop. It is None for a closed loop or a trace."""
         return RequestRate.parse(self.request_rate) if self.request_rate else None
 
     @property
@@ -57,7 +57,9 @@ class BenchSettings:
 
     @property
     def num_expected(self) -> int | None:
-        """The number of requests to send, warm-up included. None if it is not limited."""
+        """The number of requests to send, warm-up included. The number is None if it is not
+        limited.
+        """
         return None if self.num_requests is None else self.num_warmups + self.num_requests
 
     @property

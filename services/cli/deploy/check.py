@@ -3,7 +3,8 @@
 For each fault and each role of a container:
 
 1. Streams begin. The same streams have run once before all faults, undisturbed.
-2. A container of that role is broken. It is in the replica that serves most of the streams.
+2. A container of that role is broken. The container is in the replica that serves most of the
+   streams.
 3. If the fault does not end by itself, it is undone after a while.
 4. The streams end. Each must have the text of its stream in the undisturbed run.
 5. All containers must become healthy, and as many replicas must be ready as before.

@@ -57,14 +57,15 @@ class Addresses:
     run_directory: Path
     """The directory of the sockets."""
     master_ports: tuple[int, ...] = ()
-    """For each replica, the port where the ranks of its model connect. Empty if there are no ranks.
+    """For each replica, the port where the ranks of its model connect. The tuple is empty if there
+    are no ranks.
     """
     vllm_grpc_ports: tuple[int, ...] = ()
-    """For each replica, the port where its scheduler serves vllm.grpc.engine. Empty if schedulers
-    do not serve it.
+    """For each replica, the port where its scheduler serves vllm.grpc.engine. The tuple is empty if
+    schedulers do not serve vllm.grpc.engine.
     """
     admin_port: int | None = None
-    """The loopback port of operator calls. None if they are not served."""
+    """The loopback port of operator calls. It is None if operator calls are not served."""
 
     def socket(self, service: str) -> str:
         """The internal address of a service. The gateway answers only health checks there."""
@@ -77,7 +78,7 @@ class Addresses:
 
     @property
     def admin(self) -> str | None:
-        """The address of operator calls, host:port. None if they are not served."""
+        """The address of operator calls, host:port. It is None if operator calls are not served."""
         return None if self.admin_port is None else join_host_port(_LOOPBACK, self.admin_port)
 
     @property

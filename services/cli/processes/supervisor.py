@@ -35,8 +35,8 @@ class Stage:
 class RestartPolicy:
     """Delays before a child is restarted.
 
-    The delay grows with each consecutive death. It is reset by a run in which the whole team was
-    ready for `steady_seconds`. After the end of one child, the others of its team have
+    The delay grows with each consecutive death. The delay is reset by a run in which the whole team
+    was ready for `steady_seconds`. After the end of one child, the others of its team have
     `team_end_seconds` to end by themselves.
     """
 

@@ -47,7 +47,7 @@ class StepLogFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cut_line: int | None = None
-        """The number of the incomplete line at the end of the file. None if the last line is
+        """The number of the incomplete line at the end of the file. It is None if the last line is
         complete, or if the file has not been read to its end.
         """
         self._lines = self._parsed_lines()

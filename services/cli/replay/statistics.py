@@ -157,8 +157,8 @@ class RunStatistics:
 
 
 def percentile(values: Sequence[int], share: float) -> int | None:
-    """The smallest value that at least the fraction `share` of the values do not exceed. None if
-    there are no values.
+    """The smallest value that at least the fraction `share` of the values do not exceed. It is None
+    if there are no values.
     """
     if not values:
         return None
@@ -166,5 +166,5 @@ def percentile(values: Sequence[int], share: float) -> int | None:
 
 
 def middle(values: Sequence[int]) -> float | None:
-    """The median. None if there are no values."""
+    """The median. It is None if there are no values."""
     return median(values) if values else None

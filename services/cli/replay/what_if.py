@@ -148,7 +148,9 @@ class WhatIf(SchedulerRun):
         return not self._next_tokens(request)
 
     def _tokens(self, plan: SchedulerOutput, index: int) -> list[int]:
-        """The tokens that a step samples for a request. Empty until all its tokens are computed."""
+        """The tokens that a step samples for a request. The list is empty until all tokens of the
+        request are computed.
+        """
         request = plan.requests[index]
         num_drafts = len(plan.draft_token_ids.get(request, ()))
         end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index] - num_drafts

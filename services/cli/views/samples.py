@@ -47,7 +47,8 @@ class Sample:
     def rates(self, replica: Document, before: "Sample | None") -> dict[str, float]:
         """Maps each total of a replica to its growth per second since an earlier sample.
 
-        Empty without an earlier sample, and after a restart, because totals restart at 0.
+        The map is empty without an earlier sample, and after a restart, because totals restart at
+        0.
         """
         earlier = () if before is None else before.answer["replicas"]
         old = next((one["stats"] for one in earlier if one["address"] == replica["address"]), None)

@@ -72,7 +72,7 @@ class Tokenizer(Protocol):
     special_ids: frozenset[int]
     """Ids of the special tokens, which are not text, such as end of sequence, roles and padding."""
     eos_token_id: int | None
-    """The tokenizer's end-of-sequence token. It is None if it has no such token."""
+    """The tokenizer's end-of-sequence token. It is None if the tokenizer has no such token."""
     max_token_bytes: int
     """Number of bytes of the longest token."""
     has_chat_template: bool

@@ -1,9 +1,9 @@
 """The fingerprint of a model, the root of block hashes. Workers with equal fingerprints have
 interchangeable KV blocks.
 
-It is a hash of configuration, weights, tokenizer, block size, the cache's data type, a draft model
-and the version of the block hash. The path is not part of it, so a copy of a model has the same
-fingerprint.
+The fingerprint is a hash of configuration, weights, tokenizer, block size, the cache's data type, a
+draft model and the version of the block hash. The path is not part of it, so a copy of a model has
+the same fingerprint.
 """
 
 import json

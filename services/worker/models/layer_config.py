@@ -85,7 +85,7 @@ def _sliding_layers(reader: JsonReader, traits: Traits, num_layers: int) -> list
 
 
 def _listed(reader: JsonReader, num_layers: int) -> list[bool] | None:
-    """Whether each layer has a window, according to `layer_types`. It is None if the key is
+    """Whether each layer has a window, according to `layer_types`. Returns None if the key is
     absent.
     """
     types = reader.raw("layer_types")

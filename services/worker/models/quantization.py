@@ -1,4 +1,4 @@
-"""Reads the weights of projections. They are read as stored, or are quantized while they are
+"""Reads the weights of projections. Weights are read as stored, or are quantized while they are
 loaded.
 """
 

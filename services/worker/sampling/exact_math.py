@@ -1,8 +1,8 @@
 """Exponentials and logarithms with the same bits on every processor.
 
-NumPy's own functions depend on the processor's instructions. These use only operations that IEEE
-754 rounds correctly, in a fixed order. So seeded outputs do not depend on the machine, and
-backends/native/cpp/exact_math.h gives the same results.
+NumPy's own functions depend on the processor's instructions. The functions here use only operations
+that IEEE 754 rounds correctly, in a fixed order. So seeded outputs do not depend on the machine,
+and backends/native/cpp/exact_math.h gives the same results.
 """
 
 import numpy as np
@@ -46,7 +46,8 @@ def logarithm(x: Float64Array) -> Float64Array:
     """The natural logarithm of normal numbers above 0, within 2 units in the last place.
 
     The mantissa m is between the square roots of 1/2 and 2. Its logarithm is twice the inverse
-    hyperbolic tangent of (m - 1) / (m + 1). This function is a series of odd powers.
+    hyperbolic tangent of (m - 1) / (m + 1). The inverse hyperbolic tangent is a series of odd
+    powers.
     """
     bits = x.view(np.uint64)
     biased = (bits + np.uint64(_ONE - _ROOT_OF_HALF)) >> np.uint64(_MANTISSA_BITS)

@@ -5,10 +5,10 @@ order. So ties do not depend on a sorting algorithm, and top-k of 1 is greedy. E
 determines how many tokens the prefix has. No filter sorts the vocabulary. Top-k selects the largest
 logits, and top-p sorts only the logits of tokens that are probable enough to be kept.
 
-A token's weight is proportional to its probability, in float32. The largest weight is 1. Its mass
-is its weight, rounded to a multiple of a power of two. This power is so large that the masses of
-the whole vocabulary add up without rounding. Therefore the result does not depend on the order in
-which masses are added, and backends/native/cpp/token_filters.h keeps the same tokens by another
+A token's weight is proportional to its probability, in float32. The largest weight is 1. A token's
+mass is its weight, rounded to a multiple of a power of two. This power is so large that the masses
+of the whole vocabulary add up without rounding. Therefore the result does not depend on the order
+in which masses are added, and backends/native/cpp/token_filters.h keeps the same tokens by another
 algorithm.
 """
 

@@ -162,7 +162,7 @@ class GrammarMask:
 
     def forced_tokens(self) -> list[int]:
         """The next tokens, if the grammar allows only one text to follow. They are the tokenizer's
-        encoding of that text. It is empty if several texts may follow.
+        encoding of that text. The list is empty if several texts may follow.
         """
         if self._matcher is None or self._matcher.is_stopped() or self._matcher.is_error():
             return []

@@ -52,7 +52,7 @@ class GrammarRows:
         self._unmasked.discard(batch_row)
 
     def get(self, batch_row: int) -> GrammarMask | None:
-        """The grammar of a row. It is None if it has none."""
+        """The grammar of a row. It is None if the row has none."""
         return self._of.get(batch_row)
 
     def have_masks(self, batch_rows: np.ndarray) -> BoolArray:

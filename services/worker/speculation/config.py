@@ -108,7 +108,9 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def speculative_config_problem(text: str) -> str | None:
-    """The problem of an invalid `speculative_config`. It is None if it is valid."""
+    """The problem of an invalid `speculative_config`. The problem is None if the setting is
+    valid.
+    """
     try:
         parse_speculative_config(text)
     except ValueError as error:

@@ -2,9 +2,9 @@
 
 A stream of tokens arrives in many small chunks. The client's work for each chunk limits the tokens
 per second that one process can measure. httptools is a thin binding of llhttp, the parser of
-Node.js; uvicorn and this project's gateway use it too. Together with an asyncio protocol it needs
-no task, queue or timer for each chunk. benchmarks/results/bench.md compares the cost with httpx and
-aiohttp.
+Node.js. uvicorn and this project's gateway use httptools, too. Together with an asyncio protocol it
+needs no task, queue or timer for each chunk. benchmarks/results/bench.md compares the cost with
+httpx and aiohttp.
 """
 
 import asyncio

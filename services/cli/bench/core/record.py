@@ -81,7 +81,7 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each output token after the first. None for fewer than two tokens."""
+        """Seconds for each output token after the first. It is None for fewer than two tokens."""
         if not self.token_times or self.ended is None or self.output_tokens < 2:
             return None
         return (self.ended - self.token_times[0]) / (self.output_tokens - 1)

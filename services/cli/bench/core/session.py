@@ -29,7 +29,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation. `arrival_seconds` counts from the start of the load. None if not given."""
+    """A conversation. `arrival_seconds` counts from the start of the load. It is None if the load
+    does not set it.
+    """
 
     number: int
     turns: Sequence[Turn]

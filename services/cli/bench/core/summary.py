@@ -45,14 +45,14 @@ class Summary:
     total_output_len: int
     """Number of output tokens that the completed requests asked for."""
     total_cached_tokens: int | None
-    """Number of prompt tokens that were found in a prefix cache. None if the server does not report
-    it.
+    """Number of prompt tokens that were found in a prefix cache. The number is None if the server
+    does not report it.
     """
     request_throughput: float
     output_throughput: float
     total_token_throughput: float
     request_goodput: float | None
-    """Requests per second that met all objectives. None without objectives."""
+    """Requests per second that met all objectives. The rate is None without objectives."""
     max_concurrent_requests: int
     output_tokens_by_usage: bool
     """Whether output tokens are from the server's `usage`. If not, events are counted."""

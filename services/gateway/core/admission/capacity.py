@@ -15,8 +15,8 @@ class ReplicaCapacity(Protocol):
 
     @property
     def num_places(self) -> int | None:
-        """The limit on the number of sequences at this replica. It is None while its `max_num_seqs`
-        is not known.
+        """The limit on the number of sequences at this replica. It is None while the replica's
+        `max_num_seqs` is not known.
         """
 
     @property
@@ -38,11 +38,11 @@ class Capacity:
     num_free: int
     """Number of free places. It is negative while sequences wait at the replicas."""
     seconds_per_request: float = 0.0
-    """Mean seconds between the ends of two requests while all places are occupied. It is 0 if it is
-    not known.
+    """Mean seconds between the ends of two requests while all places are occupied. It is 0 if the
+    mean is not known.
     """
     service_seconds: float = 0.0
-    """Mean seconds from a request's admission to its end. It is 0 if it is not known."""
+    """Mean seconds from a request's admission to its end. It is 0 if the mean is not known."""
 
 
 def capacity_of(replicas: Sequence[ReplicaCapacity]) -> Capacity | None:

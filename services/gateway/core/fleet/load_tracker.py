@@ -69,7 +69,9 @@ class _Sent:
     num_cached_tokens: int
     """Number of tokens that were expected to be cached."""
     cached_key: int | None
-    """The key of the last block that was expected to be cached. It is None if there was none."""
+    """The key of the last block that was expected to be cached. It is None if no block was expected
+    to be cached.
+    """
 
 
 class LoadTracker:
@@ -105,7 +107,7 @@ class LoadTracker:
         self._num_other_requests = 0
         self._num_other_tokens = 0
         self.speeds: Speeds | None = None
-        """Speeds that the scheduler measured. They are None until it reports them."""
+        """Speeds that the scheduler measured. They are None until the scheduler reports them."""
         self.recent_tokens = 0.0
         """Number of tokens of this gateway's prompts that were recently computed at the replica."""
 

@@ -112,7 +112,7 @@ class Replica:
 
     @property
     def reason(self) -> str:
-        """Why the replica is not ready. It is empty if it is ready."""
+        """Why the replica is not ready. It is empty if the replica is ready."""
         if not self.is_connected:
             return self._why_disconnected
         return self.refusal or self._state.reason

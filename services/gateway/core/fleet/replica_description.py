@@ -40,6 +40,8 @@ class ReplicaState:
 
     ready: bool
     reason: str = ""
-    """Why the scheduler cannot run a step, in one sentence. It is empty if it can."""
+    """Why the scheduler cannot run a step, in one sentence. It is empty if the scheduler can run a
+    step.
+    """
     draining: bool = False
     """Whether the scheduler accepts no more requests and finishes its present ones."""

@@ -82,8 +82,8 @@ class SlotChange(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One request's change to its tenant's levels and slots. It is applied completely or not at
-    all. Negative numbers return amounts that were taken earlier.
+    """One request's change to its tenant's levels and slots. The change is applied completely or
+    not at all. Negative numbers return amounts that were taken earlier.
 
     If `must_fit` is true, the change is refused if a level is too low, no slot is free, or no token
     is left. The last rule also applies to changes that take no tokens. If `must_fit` is false, the

@@ -72,7 +72,9 @@ class ClientRequest:
     pooling: PoolingParams | None = None
     """How a vector of each prompt is computed. It is None if text is generated."""
     session: ClientSession | None = None
-    """The client's session of which the request is a turn. It is None if it is not in a session."""
+    """The client's session of which the request is a turn. It is None if the request is not in a
+    session.
+    """
     turn: int = 0
     """The turn's number, from 0."""
     output_form: OutputForm | None = None

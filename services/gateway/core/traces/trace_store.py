@@ -41,7 +41,7 @@ class StoredTrace:
     spans: list[StoredSpan] = field(default_factory=list)
     num_bytes: int = 0
     root: StoredSpan | None = None
-    """The span of the client's request. It is None until it is received, which is after the
+    """The span of the client's request. It is None until the span is received, which is after the
     request's end. A trace that is made from a running request has this span, too.
     """
     encoded: set[bytes] = field(default_factory=set)

@@ -1,6 +1,6 @@
 """The operations in C++, for processors with AVX2 (float32) or AVX-512 BF16 (bfloat16).
 
-A weight is packed into panels. They are read sequentially for any number of rows, so rows are not
+A weight is packed into panels. Panels are read sequentially for any number of rows, so rows are not
 padded. Small work stays in the calling thread: see cpp/threads.h. The bits of a row's result do not
 depend on the other rows in the batch or on the number of threads.
 """

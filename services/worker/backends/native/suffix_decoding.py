@@ -71,8 +71,8 @@ class NativeSuffixDecoding:
         return self._drafts[:found]
 
     def _known(self, token_ids: Int32Array, num_tokens: Int32Array) -> tuple[int, int, int]:
-        """Addresses and row length of the arrays, for the library's functions. They are cached
-        while the arrays are the same, since computing them takes as long as a call.
+        """Addresses and row length of the arrays, for the library's functions. The results are
+        cached while the arrays are the same, since computing the addresses takes as long as a call.
         """
         before = self._arrays
         if before is None or before[0] is not token_ids or before[1] is not num_tokens:

@@ -69,8 +69,8 @@ class EmbeddedPrompts:
         self._embeds |= entering
 
     def of_step(self, tokens: StepTokens, token_ids: torch.Tensor) -> torch.Tensor | None:
-        """The input embeddings [num_tokens, hidden_size] of a step. They are None if it needs only
-        token ids.
+        """The input embeddings [num_tokens, hidden_size] of a step. They are None if the step needs
+        only token ids.
         """
         embedded: torch.Tensor | None = None
         if not self._embeds or self._model is None:

@@ -19,7 +19,9 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDemand:
-    """The sequences that must fit in the cache. They determine its maximum number of blocks."""
+    """The sequences that must fit in the cache. They determine the cache's maximum number of
+    blocks.
+    """
 
     bytes_per_block: int
     """Bytes of a block, over all its pages."""

@@ -25,7 +25,7 @@ STACKED_DOWN = "mlp.experts.down_proj"
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """The names of a layer's norms. They are None if the layer lacks the norm.
+    """The names of a layer's norms. A name is None if the layer lacks the norm.
 
     `post_attention_layernorm` names different norms in Gemma and Llama.
     """

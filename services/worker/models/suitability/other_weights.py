@@ -53,7 +53,9 @@ def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError
 
 
 def no_configuration(directory: Path) -> ModelFileError | UnsupportedModel:
-    """The error for a directory without config.json. It names what the directory is."""
+    """The error for a directory without config.json. Its message names what kind of directory this
+    is, if it is recognized.
+    """
     names = {path.name for path in directory.iterdir()}
     if _ADAPTER in names:
         return UnsupportedModel(directory, _about_adapters(directory))

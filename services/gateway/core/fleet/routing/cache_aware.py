@@ -212,5 +212,5 @@ class SessionReplicas:
             self._replicas.popitem(last=False)
 
     def replica_of(self, session_id: str) -> str | None:
-        """The address of the session's last replica. It is None if it is not known."""
+        """The address of the session's last replica. It is None if the replica is not known."""
         return self._replicas.get(session_id)

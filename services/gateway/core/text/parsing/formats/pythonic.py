@@ -104,7 +104,9 @@ def _nested(reader: Reader, take: Take) -> Reading[None]:
 
 
 def _to_json(arguments: str) -> str:
-    """Converts the keyword arguments of a call to JSON. Their values must be literals."""
+    """Converts the keyword arguments of a call to JSON. The values of the arguments must be
+    literals.
+    """
     try:
         call = ast.parse("f" + arguments, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
