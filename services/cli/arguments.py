@@ -56,7 +56,7 @@ def add_interval(parser: argparse.ArgumentParser) -> None:
 
 
 def interval_of(arguments: argparse.Namespace) -> float:
-    """The value of --interval-seconds. Raises CommandError if it is not above 0."""
+    """The value of --interval-seconds. Raises CommandError if the value is not above 0."""
     seconds: float = arguments.interval_seconds
     if not seconds > 0:
         raise CommandError("--interval-seconds must be above 0", exit_status=2)

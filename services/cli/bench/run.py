@@ -172,7 +172,7 @@ class BenchRun:
 
 
 async def _until_interrupted(sending: Coroutine[Any, Any, None]) -> bool:
-    """Awaits the load. Returns True if SIGINT or SIGTERM interrupted it."""
+    """Awaits the load. Returns True if SIGINT or SIGTERM interrupted the load."""
     loop = asyncio.get_running_loop()
     task = asyncio.create_task(sending)
     signals = (signal.SIGINT, signal.SIGTERM)

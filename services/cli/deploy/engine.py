@@ -50,7 +50,7 @@ class ComposeProject:
         return sorted(map(_container, self._list()), key=lambda container: container.name)
 
     def url(self) -> str:
-        """The published URL of the gateway's HTTP API. Raises CommandError if it is not
+        """The published URL of the gateway's HTTP API. Raises CommandError if the API is not
         published.
         """
         for found in self._list(f"{ROLE_LABEL}=gateway"):
@@ -99,7 +99,7 @@ def _require_listener(url: str) -> None:
 
 
 def _apply(victim: Any, fault: Fault, networks: Any) -> Any:
-    """Applies a fault to a container of the SDK. Returns the function that undoes it."""
+    """Applies a fault to a container of the SDK. Returns the function that undoes the fault."""
     if fault is Fault.KILL:
         result = victim.exec_run(["sh", "-c", _KILL])
         # The shell that runs `kill` may end together with its container.

@@ -96,7 +96,7 @@ class _Watch:
         self._has_answered = True
 
     def why_too_silent(self) -> str:
-        """Measures the silence until now. Returns the reason if it is too long, or an
+        """Measures the silence until now. Returns the reason if the silence is too long, or an
         empty text.
         """
         reading = self._read(self._now())

@@ -19,8 +19,8 @@ def claim_port(host: str, port: int, flag: str) -> int:
     """Returns `port` if a server can listen there, or a free port for port 0. The port is closed
     again before this returns. Raises CommandError, naming `flag`, if no server can listen there.
 
-    A free port lies below the kernel's ephemeral range. The kernel could otherwise assign it to an
-    outgoing connection, or to a server on port 0, before its server listens.
+    A free port lies below the kernel's ephemeral range. Otherwise the kernel could assign the port
+    to an outgoing connection, or to a server on port 0, before its own server listens.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(

@@ -105,7 +105,9 @@ def _open_file(path: Path) -> IO[bytes]:
 
 
 def _decompressed_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file, compressed or not. Raises ValueError if it cannot be decompressed."""
+    """The lines of a file, compressed or not. Raises ValueError if the file cannot be
+    decompressed.
+    """
     magic = file.read(len(_ZSTD_MAGIC))
     file.seek(0)
     if magic != _ZSTD_MAGIC:

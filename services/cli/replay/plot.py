@@ -40,7 +40,7 @@ class Columns:
 def draw(run: RunStatistics, title: str, path: Path) -> None:
     """Draws the plot and writes it to `path`, in the format of the file's suffix.
 
-    Raises CommandError if it cannot be drawn or written.
+    Raises CommandError if the plot cannot be drawn or written.
     """
     if not run.samples:
         raise CommandError("there is no step to draw")

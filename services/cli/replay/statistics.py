@@ -33,8 +33,8 @@ class StepSample:
 
 @dataclass(slots=True)
 class RequestAccount:
-    """One request. Steps are counted from its arrival: step 0 is the first step that could serve
-    it.
+    """One request. Steps are counted from the request's arrival. Step 0 is the first step that
+    could serve the request.
     """
 
     arrived: int

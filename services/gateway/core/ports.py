@@ -126,7 +126,7 @@ class Tokenizer(Protocol):
         """Renders a conversation with the model's chat template. The content of a message is a
         text, or a list of the texts of its parts.
 
-        Raises InvalidArgument if the template does not accept it.
+        Raises InvalidArgument if the template does not accept the conversation.
         """
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:

@@ -207,8 +207,8 @@ class _PendingStep:
 class _StepStream:
     """The steps of one stream, over a batch that is initially empty.
 
-    One task reads steps. The task that runs the stream answers them. Every event wakes this task,
-    which then checks the oldest step. So a step needs only one wake-up and no new task. This
+    One task reads steps. The task that runs the stream answers the steps. Every event wakes this
+    task, which then checks the oldest step. So a step needs only one wake-up and no new task. This
     matters because this thread and the compute thread share the interpreter's lock.
     """
 

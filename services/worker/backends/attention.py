@@ -144,9 +144,9 @@ class PagedAttention(Protocol):
 class AttentionLayer:
     """Attention parameters of one layer.
 
-    Scores are multiplied by `scale`. With a `softcap` c they are then replaced by c * tanh(score /
-    c). A token attends to itself and to all earlier tokens. With a `window` w, it attends to itself
-    and to the w - 1 tokens before it.
+    Scores are multiplied by `scale`. With a `softcap` c the scores are then replaced by c *
+    tanh(score / c). A token attends to itself and to all earlier tokens. With a `window` w, it
+    attends to itself and to the w - 1 tokens before it.
     """
 
     num_heads: int

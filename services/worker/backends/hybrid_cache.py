@@ -95,7 +95,7 @@ class HybridCache:
 
     def copy_blocks(self, sources: Int32Array, targets: Int32Array) -> None:
         """Copies whole blocks in order, `sources[i]` to `targets[i]`. Must be called before the
-        step that needs them begins.
+        step that uses the blocks begins.
         """
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             for plane in (plane for planes in self._planes for plane in planes):

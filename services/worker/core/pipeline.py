@@ -33,7 +33,9 @@ class Link(Protocol):
     """Connects neighbouring stages. Tensors arrive in the order in which they were sent."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Begins to send a tensor to the next stage. The caller must not change it afterwards."""
+        """Begins to send a tensor to the next stage. The caller must not change the tensor
+        afterwards.
+        """
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Waits for the next tensor from the previous stage and copies it into `tensor`."""

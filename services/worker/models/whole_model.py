@@ -67,8 +67,8 @@ class WholeModel:
 
 
 def load_whole_model(checkpoint: Checkpoint, options: LoadOptions) -> WholeModel:
-    """The model of a directory, on the checkpoint's device. Raises ModelError if it cannot be
-    served.
+    """The model of a directory, on the checkpoint's device. Raises ModelError if the model cannot
+    be served.
     """
     if options.pooling is None:
         raise AssertionError("a model that generates is not computed whole")

@@ -21,8 +21,8 @@ def load_draft_model(setup: RankSetup, parts: RunnerParts, directory: Path) -> D
 
     It is divided among the ranks like the target model, and the same setting determines its data
     type. Its maximum sequence length is the target model's limit or its own limit, whichever is
-    shorter. Raises NoSpeculation if it cannot draft for the model of `parts`, ModelError and
-    NotEnoughMemory.
+    shorter. Raises NoSpeculation if the draft model cannot draft for the model of `parts`,
+    ModelError and NotEnoughMemory.
     """
     refuse_draft_model(setup, parts, directory)
     checkpoint = open_checkpoint(directory, setup.platform.torch_device)

@@ -98,7 +98,7 @@ class Sampler:
 
     One call of a RowSampler computes all rows, including masks of grammars. Rows with other edits
     are copied with their mask applied, and are edited one by one. A second call computes the later
-    stages for them.
+    stages for these rows.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ class NgramIndex:
 
 class NgramProposer:
     """A Proposer with an index for each request, built when it first proposes for the request. An
-    index needs about 100 bytes for each token. For repetitive text it needs about 100 bytes for
-    each token and each n.
+    index needs about 100 bytes for each token. For repetitive text an index needs about 100 bytes
+    for each token and each n.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:

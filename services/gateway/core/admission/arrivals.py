@@ -17,8 +17,8 @@ class Arrival:
         counts[tenant.tenant_id] += 1
 
     def end(self) -> None:
-        """Stops counting the request. Call this when its sequences are queued or it is refused.
-        Idempotent.
+        """Stops counting the request. Call this when the request's sequences are queued or the
+        request is refused. Idempotent.
         """
         if self._tenant_id is None:
             return

@@ -34,7 +34,8 @@ class FairQueue(Generic[T]):
     cannot save up service for later. When a tenant without waiting items adds one, its counter is
     raised to the counter of the tenant served last, minus a credit. The counters are from Sheng et
     al., "Fairness in Serving Large Language Models" (OSDI 2024). The credit is an addition. With
-    it, a tenant with few requests is served first even if some of its requests arrive together.
+    the credit, a tenant with few requests is served first even if some of its requests arrive
+    together.
     """
 
     def __init__(self) -> None:

@@ -86,8 +86,8 @@ class FairShares:
     3. The number of places that a tenant needs varies by the square root of its mean (Halfin and
        Whitt, 1981). So a tenant whose `lag` is at least the square root of its share, counted in
        mean answers, may have that many places in addition to its share. No other tenant is
-       preempted for additional places. A tenant does not lose them by preemption while its `lag` is
-       above 0.
+       preempted for additional places. A tenant does not lose its additional places by preemption
+       while its `lag` is above 0.
     4. Only a few sequences of a tenant may be starting at the same time. Otherwise all prompts of a
        burst would be computed before the prompts of requests that arrive later. If answers are
        short, as many sequences may start as end meanwhile. Otherwise places would stay free.
@@ -169,7 +169,7 @@ class Places:
         return iter(self._usages.values())
 
     def usage(self, tenant: Tenant) -> TenantUsage:
-        """Returns the usage of a tenant, which the caller may modify. Creates it for a new
+        """Returns the usage of a tenant, which the caller may modify. Creates the usage of a new
         tenant.
         """
         usage = self._usages.get(tenant.tenant_id)

@@ -208,7 +208,9 @@ class TenantQueues:
             self.admit()
 
     def _end_start(self, inflight: Inflight) -> bool:
-        """Stops counting a sequence as starting. Returns whether it was counted before."""
+        """Stops counting a sequence as starting. Returns whether the sequence was counted
+        before.
+        """
         if inflight not in self._starting:
             return False
         self._starting.discard(inflight)

@@ -213,7 +213,7 @@ class Fleet:
         self._update()
 
     def request_rejected(self, inflight: Inflight, error: StepwellError, replica: Replica) -> None:
-        """Sends the sequence to another replica. If all replicas refuse it:
+        """Sends the sequence to another replica. If all replicas refuse the sequence:
 
         * a new request fails if the queues are full, and waits if the schedulers drain;
         * a request that was accepted before waits.
@@ -267,7 +267,7 @@ class Fleet:
 
     def _continue(self, inflight: Inflight) -> bool:
         """Sends a turn of a session to the replica that keeps the session. Returns False if no
-        replica keeps it or that replica is not ready.
+        replica keeps the session or if that replica is not ready.
         """
         session = inflight.request.session
         held = None if session is None else session.take_held()

@@ -107,7 +107,7 @@ class Replica:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be sent to the replica, and it can run steps."""
+        """Whether requests can be sent to the replica, and the replica can run steps."""
         return self.is_connected and self._state.ready and not self.refusal
 
     @property

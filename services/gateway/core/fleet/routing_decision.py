@@ -26,7 +26,7 @@ class RoutingReason(enum.Enum):
     """The replica served the session before, and its cost is close to the lowest cost."""
     SPREAD = "spread"
     """The replica with the lowest cost has cached a prefix of the prompt that many requests share,
-    but it has at least twice the load of the chosen replica.
+    but this replica has at least twice the load of the chosen replica.
     """
 
 

@@ -1,5 +1,5 @@
 """Counts tenants' requests and tokens in this process. Used if Redis is not configured, and while
-it is unavailable.
+Redis is unavailable.
 """
 
 import asyncio

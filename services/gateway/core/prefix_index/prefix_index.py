@@ -135,8 +135,8 @@ class PrefixIndex:
             self._retire(view)
 
     def apply(self, batch: KeyBatch) -> Applied:
-        """Applies the next batch of an epoch. If the result is DONE or DRIFTED, the batch was
-        applied. Otherwise it was not.
+        """Applies the next batch of an epoch. The batch was applied if the result is DONE or
+        DRIFTED, and not if it is any other result.
         """
         view = self._by_epoch.get(batch.epoch)
         if view is None:

@@ -81,7 +81,7 @@ class Engine(Source, Protocol):
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
         """Raises ResourceExhausted if a request of the tenant would be refused now, and
-        DeadlineExceeded if it would not end by its deadline.
+        DeadlineExceeded if the request would not end by its deadline.
 
         The result is an estimate. The scheduler decides after `start`.
         """

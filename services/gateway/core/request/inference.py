@@ -88,7 +88,7 @@ class Inference:
 
     def check_model(self, name: str | None, tenant: Tenant = ANYONE) -> None:
         """Raises NotFound if `name` is given and is the name of neither the model nor an adapter.
-        Raises PermissionDenied if the tenant may not use it.
+        Raises PermissionDenied if the tenant may not use this model or adapter.
         """
         if (adapter := self.adapters.find(name)) is not None:
             tenant.check_model(adapter.name)
@@ -171,8 +171,8 @@ class Inference:
         deadline: float | None = None,
     ) -> Generation:
         """Checks a request and makes its generation. Raises InvalidArgument or OutOfRange if the
-        request is invalid. If it has many tokens, other work of the event loop runs between the
-        checks.
+        request is invalid. If the request has many tokens, other work of the event loop runs
+        between the checks.
         """
         limits = self.limits()
         request = in_session(self._defaults.bounded(request))

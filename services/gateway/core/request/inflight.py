@@ -64,7 +64,9 @@ def _nothing() -> None:
 
 @dataclass(slots=True, eq=False)
 class Inflight:
-    """One unfinished sequence. A replica can continue it from its request and its tokens so far."""
+    """One unfinished sequence. A replica can continue the sequence from its request and its tokens
+    so far.
+    """
 
     request: EngineRequest
     index: int
@@ -124,8 +126,8 @@ class Inflight:
         self._num_prompt_rows = progress.num_prompt_rows
 
     def sent(self, release: Callable[[], None], route: RoutingDecision) -> None:
-        """Records that the sequence was sent to a replica. `release` aborts it there. The replica
-        sends all log-probabilities of the prompt, including those already delivered.
+        """Records that the sequence was sent to a replica. `release` aborts the sequence there. The
+        replica sends all log-probabilities of the prompt, including those already delivered.
         """
         self.release = release
         self.was_sent = True
@@ -216,8 +218,8 @@ class Inflight:
 
 
 def ended(inflight: Inflight) -> Finish | None:
-    """Determines from a sequence's tokens how it ended. Returns None if it has not ended. Used if a
-    replica was lost before it reported the end.
+    """Determines from a sequence's tokens how it ended. Returns None if the sequence has not ended.
+    Used if a replica was lost before it reported the end.
     """
     tokens, sampling = inflight.output_token_ids, inflight.request.sampling
     if not tokens:

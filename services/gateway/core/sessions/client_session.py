@@ -109,7 +109,7 @@ class ClientSession:
 
     def take_held(self) -> HeldSession | None:
         """Returns the session that a replica keeps, and sets it to None here. The caller must
-        continue or release it.
+        continue or release the session.
         """
         held, self.held = self.held, None
         return held

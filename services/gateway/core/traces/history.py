@@ -123,8 +123,8 @@ class History:
         self._statuses = dict(statuses)
 
     def _bin(self, now: float) -> Bin:
-        """Returns the current bin. Adds it and missing bins before it. Until the next sample, new
-        bins have the last numbers of queues and pools.
+        """Returns the current bin. Adds this bin and missing bins before it. Until the next sample,
+        new bins have the last numbers of queues and pools.
         """
         began = int(now // BIN_SECONDS) * BIN_SECONDS
         if not self._bins or began - self._bins[-1].began > MAX_BINS * BIN_SECONDS:

@@ -73,8 +73,8 @@ def _sequence_parts(
 def _stay_parts(
     trace: SequenceTrace, start: int, end: int, so_far: Sequence[TimePart]
 ) -> list[TimePart]:
-    """Returns the parts of the last stay at a replica. If the replica has not reported them, they
-    are estimated from what the gateway observed.
+    """Returns the parts of the last stay at a replica. If the replica has not reported these parts,
+    they are estimated from what the gateway observed.
     """
     reported = so_far if trace.times is None else trace.times.parts
     if not reported:

@@ -20,7 +20,7 @@ from services.common.redis.connection import (
 from services.gateway.options.idempotency.core.journal import Append, Appended, News, Position
 
 CALL_SECONDS = 0.25
-"""The time limit of a call in seconds. Requests with a key wait for it."""
+"""The time limit of a call in seconds. Requests with a key wait for the call."""
 _FIELD = b"b"
 _NOT_ABOVE = "equal or smaller"
 
@@ -91,8 +91,8 @@ class RedisJournal:
         return Appended.FENCED
 
     async def _is_last(self, append: Append) -> bool:
-        """Whether the log ends with exactly this entry. If so, an earlier call appended it, though
-        it seemed to fail.
+        """Whether the log ends with exactly this entry. If so, an earlier call appended the entry,
+        although that call seemed to fail.
         """
         [found] = await self._execute([("XREVRANGE", _log(append.scope), "+", "-", "COUNT", 1)])
         return _entries(found) == [(append.position, append.value)]

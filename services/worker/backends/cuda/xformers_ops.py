@@ -29,8 +29,8 @@ FLASH_HEAD_DIMS = (64, 128, 256)
 
 _LARGEST_TILE = 64
 _TILE_ELEMENTS = 16384
-"""Elements in a tile of keys. With a tile of values it fits into the 99 KiB of shared memory that
-some GPUs have.
+"""Elements in a tile of keys. Together with a tile of values, such a tile fits into the 99 KiB of
+shared memory that some GPUs have.
 """
 
 

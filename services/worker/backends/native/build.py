@@ -48,7 +48,7 @@ def built(
 
 
 def _run(commands: Sequence[Sequence[str]], checkpoint_reached: Callable[[], None]) -> None:
-    """Runs commands in parallel. If it raises, running commands are killed."""
+    """Runs commands in parallel. If this function raises, running commands are killed."""
     with ExitStack() as scope:
         running = [scope.enter_context(_started(command)) for command in commands]
         for process in running:

@@ -45,7 +45,8 @@ def default_cache_directory() -> Path:
 
 def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
     """Loads the prebuilt library. If there is none, loads the cached library. If that does not
-    exist either, compiles it. Raises NotCompiled, and any error that `checkpoint_reached` raises.
+    exist either, compiles the library. Raises NotCompiled, and any error that `checkpoint_reached`
+    raises.
     """
     features = processor_features()
     if not features >= _NEEDED_FEATURES:

@@ -95,8 +95,8 @@ class Layout(ctypes.Structure):
 
 
 class Heads(ctypes.Structure):
-    """Queries, keys and values of a step's tokens, and their rotation. If `half` is 0, they are not
-    rotated.
+    """Queries, keys and values of a step's tokens, and their rotation. If `half` is 0, queries and
+    keys are not rotated.
     """
 
     _fields_ = _fields(

@@ -1,8 +1,8 @@
 """A tier of offloaded blocks, of keys and values or of states, in the machine's memory.
 
 The tier consists of blocks that are as large as blocks of the KV cache. The scheduler decides what
-they contain. A step names the blocks to store in the tier and the blocks to load back. The contents
-of the tier remain valid in later generations, even if the pool is reset.
+the tier's blocks contain. A step names the blocks to store in the tier and the blocks to load back.
+The contents of the tier remain valid in later generations, even if the pool is reset.
 
 Stores run before a step writes anything, so that a block that is about to be reused still has the
 results of earlier steps. A separate thread runs loads while steps run. No step uses the target

@@ -8,7 +8,7 @@ from services.worker.models.errors import ModelConfigError, ModelFileError
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in `path`. Raises ModelFileError if it is missing or not a JSON object."""
+    """The object in `path`. Raises ModelFileError if the file is missing or not a JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

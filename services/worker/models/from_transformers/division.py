@@ -128,7 +128,9 @@ class Division:
             )
 
     def _part(self, parent: nn.Module, name: str, width: int) -> slice:
-        """This rank's part of a layer's columns. In attention layers it consists of whole heads."""
+        """This rank's part of a layer's columns. In attention layers the part consists of whole
+        heads.
+        """
         if not isinstance(getattr(parent, "layer_idx", None), int):
             return self.shard.of(width)
         check_divisible(self._num_heads, self._num_kv_heads, self.shard.size, self._directory)

@@ -1,8 +1,8 @@
 """The plan by which a model of transformers is divided over ranks. The model's class defines it.
 
 A plan maps layer names to styles. If a layer is divided by columns, its output is a part of the
-whole output. If it is divided by rows, its input is a part, and the outputs are summed over the
-ranks. Two further styles gather the output, or select the part of a whole input. This is
+whole output. If a layer is divided by rows, its input is a part, and the outputs are summed over
+the ranks. Two further styles gather the output, or select the part of a whole input. This is
 Megatron-LM's division, as in backends/ranks.py.
 """
 

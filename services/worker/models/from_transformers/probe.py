@@ -40,7 +40,7 @@ class Probe:
     def layers(self, num_layers: int, recurrent: Collection[int] = ()) -> dict[int, AttentionLayer]:
         """Maps layer numbers to attention layers, in ascending order. Raises Refused unless each of
         `num_layers` layers has called attention exactly once. Layers in `recurrent` need not call
-        it.
+        attention.
         """
         if not self._layers:
             raise Refused("does not attend through transformers' attention interface")

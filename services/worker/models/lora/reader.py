@@ -1,8 +1,8 @@
 """Reads this rank's part of LoRA adapters in PEFT's format, for a native decoder.
 
-If a projection is divided by columns, a rank has all of A and its own rows of B. If it is divided
-by rows, a rank has its own columns of A and all of B. The result is summed over the ranks together
-with the projection's product.
+If a projection is divided by columns, a rank has all of A and its own rows of B. If the projection
+is divided by rows, a rank has its own columns of A and all of B. The result is summed over the
+ranks together with the projection's product.
 """
 
 import re

@@ -36,7 +36,7 @@ def check_configuration(
     runner: RunnerSetting = RunnerSetting.AUTO,
 ) -> None:
     """Raises ModelError if the configuration is wrong, if the architecture is not supported, or if
-    it cannot be divided into `num_ranks` for tensor parallelism or into `num_stages`.
+    the model cannot be divided into `num_ranks` for tensor parallelism or into `num_stages`.
     """
     name, pooling = read_architecture(directory), read_pooling(directory, runner)
     path = directory / "config.json"

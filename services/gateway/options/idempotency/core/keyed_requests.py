@@ -51,7 +51,7 @@ class KeyedRequests:
     """Stores answers. Each is identified by the scope of its key.
 
     1. The first request with a key starts the answer. Requests with the same key and content read
-       it from its beginning. Requests with other content are refused.
+       this answer from its beginning. Requests with other content are refused.
     2. After its last reader has left, the answer continues for `linger_seconds`, then stops. A
        stopped answer is resumed when a request asks for it.
     3. An answer that ended without an error is stored. After an error, the next request starts the
@@ -289,7 +289,7 @@ class KeyedRequests:
         self._make_room()
 
     def _remove(self, request: KeyedRequest) -> None:
-        """Removes an answer. Does nothing if it has been removed."""
+        """Removes an answer. Does nothing if the answer has been removed."""
         request.stop_timer()
         self._detached.pop(request, None)
         if self._table.get(request.scope) is request:

@@ -145,8 +145,8 @@ class Sharing:
             owned.leave()
 
     def forget(self, request: KeyedRequest, *, everywhere: bool) -> None:
-        """Removes an answer here. With `everywhere` it is also removed from the journal, if this
-        gateway made the log's last entry.
+        """Removes an answer here. With `everywhere` the answer is also removed from the journal, if
+        this gateway made the log's last entry.
         """
         self._unfollow(request)
         self._owned.drop(request)

@@ -76,8 +76,8 @@ def _read_call(names: Container[str] | None, reader: Reader, sink: Sink) -> Read
 
 
 def _nested(reader: Reader, take: Take) -> Reading[None]:
-    """Reads a parenthesized text and passes it to `take`. Raises Malformed if it is
-    too long or not closed.
+    """Reads a parenthesized text and passes it to `take`. Raises Malformed if the text is too long
+    or not closed.
     """
     depth, size = 0, 0
 
