@@ -70,6 +70,7 @@ UNDETECTABLE_BELOW: dict[str, str] = {
         )
     },
     "Transact request: operations.lookup.requests": _REQUEST,
+    "Transact request: operations.lookup.num_new_hashes: reversed": _HASH,
     "Transact request: operations.admit.admissions: reversed": _REQUEST,
     "OpenPool request: fingerprint": _SHAPE,
     "OpenPool request: drop_last_hit_block": _SHAPE,
