@@ -43,7 +43,9 @@ SHARE_IN_HASHES = 5
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """All measured figures."""
+    """The figures of both layouts in Redis, of a gateway's index, and of the time until the index
+    shows an event.
+    """
 
     log: LogFigures
     hashes: HashFigures

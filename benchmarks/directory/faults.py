@@ -67,7 +67,7 @@ _SHOWN_FAILURES = 10
 
 @dataclass(frozen=True, slots=True)
 class FaultRow:
-    """The effects of one fault."""
+    """The effects of one fault on the index and on the event loop."""
 
     name: str
     states: str

@@ -33,7 +33,7 @@ _START_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class IndexFigures:
-    """The costs of the index in a gateway."""
+    """The costs of a gateway's index: loading all blocks, memory, and look-ups."""
 
     num_keys: int
     cold_start_seconds: float

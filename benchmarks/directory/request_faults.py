@@ -49,7 +49,7 @@ class Times:
 
 @dataclass(slots=True)
 class FaultFigures:
-    """The results of the windows of one fault."""
+    """The requests sent in windows without the fault (`calm`) and with the fault (`hit`)."""
 
     name: str
     calm: list[Asked] = field(default_factory=list)

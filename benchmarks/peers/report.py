@@ -13,7 +13,7 @@ _MOST_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The effects of one fault."""
+    """The effects of one fault on processes, answers, logs and the link."""
 
     fault: Fault
     ended: tuple[str, ...] = ()

@@ -54,7 +54,9 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class TurnFigures:
-    """The figures of one request."""
+    """The numbers of prompt tokens and cached prompt tokens of one request, and the seconds to its
+    first token.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int

@@ -29,7 +29,9 @@ COUNT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
-    """The figures of a policy with `at_once` concurrent requests."""
+    """Cache hits, times to the first token, and balance of load with one policy and `at_once`
+    concurrent requests.
+    """
 
     policy: str
     at_once: int
@@ -46,7 +48,7 @@ class PolicyFigures:
 
 @dataclass(slots=True)
 class _Taken:
-    """The results of the runs of one policy and load."""
+    """The requests of all runs with one policy and one load."""
 
     turns: list[TurnFigures] = field(default_factory=list)
     num_requests: dict[str, int] = field(default_factory=dict)

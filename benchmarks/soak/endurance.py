@@ -92,7 +92,9 @@ class Callers:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The results of a run."""
+    """The results of a run: the growth of each process, the numbers of answers and of errors, and
+    what is left at the end.
+    """
 
     findings: tuple[Finding, ...]
     done: Counter[str]

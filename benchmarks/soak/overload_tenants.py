@@ -82,7 +82,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The results of one round, or the combined results of several rounds."""
+    """The outcomes of all parts of one round, or of several rounds together."""
 
     peak: Sent
     peak_beside_flood: Sent

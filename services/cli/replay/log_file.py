@@ -30,7 +30,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line after the header."""
+    """A line after the header: its number in the file, and its parsed JSON."""
 
     number: int
     entry: Field

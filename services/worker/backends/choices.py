@@ -12,7 +12,9 @@ class DeviceSetting(enum.Enum):
 
 
 class KernelsSetting(enum.Enum):
-    """The kernels of a worker."""
+    """The kernels of a worker on the CPU: compiled (NATIVE), torch's (TORCH), or compiled kernels
+    if there are any and otherwise torch's (AUTO).
+    """
 
     AUTO = "auto"
     NATIVE = "native"

@@ -28,7 +28,9 @@ class DraftModelParts:
 
     loaded: LoadedModel
     shape: AttentionShape
-    """The shape of its cache, which has as many blocks as the target model's cache."""
+    """The shape of the draft model's cache, which has as many blocks as the target model's
+    cache.
+    """
     group: int
     """The target model's KV-cache group whose block tables the draft model uses."""
     fingerprint: bytes
@@ -83,7 +85,7 @@ class RunnerParts:
 
 
 class Platform(Protocol):
-    """A kind of device."""
+    """A kind of device that a worker computes on."""
 
     @property
     def torch_device(self) -> torch.device:

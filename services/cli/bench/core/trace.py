@@ -27,7 +27,7 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TraceLine:
-    """One request of a trace."""
+    """One request of a trace. Lengths are in tokens."""
 
     timestamp: float
     """Milliseconds after the start of the trace."""

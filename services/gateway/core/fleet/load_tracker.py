@@ -59,7 +59,7 @@ def mean_speeds(loads: Iterable["LoadTracker"]) -> Speeds:
 
 @dataclass(slots=True)
 class _Sent:
-    """A sequence that this gateway sent."""
+    """A sequence that this gateway sent, and the estimates that were made when it was sent."""
 
     inflight: Inflight
     num_output_tokens: int

@@ -87,7 +87,7 @@ class AttentionLayer(ctypes.Structure):
 
 
 class Layout(ctypes.Structure):
-    """A StepLayout."""
+    """The arrays of a StepLayout."""
 
     _fields_ = _fields(
         {"num_requests": _INT, "query_starts seq_lens rows tables": _ADDRESS, "table_width": _COUNT}

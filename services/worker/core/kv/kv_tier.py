@@ -45,7 +45,7 @@ def tier_memory(num_blocks: int, bytes_per_block: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The contents of a block of the tier."""
+    """The key of the contents of a tier block, and the checksum of its bytes."""
 
     key: bytes
     checksum: int

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class KeyCounts:
-    """Counts since the start of the gateway."""
+    """Counts of requests with a key and of their answers, since the start of the gateway."""
 
     begun: int = 0
     """The number of requests for which this gateway started an answer."""
@@ -27,7 +27,7 @@ class KeyCounts:
 
 @dataclass(slots=True)
 class SharingCounts:
-    """Counts since the start of the gateway."""
+    """Counts of the logs of shared answers, since the start of the gateway."""
 
     entries: int = 0
     """The number of entries that were appended to logs."""

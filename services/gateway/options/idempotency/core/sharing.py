@@ -45,7 +45,9 @@ the rest.
 
 
 class Role(enum.Enum):
-    """What a gateway has to do for the answer of a key."""
+    """How a gateway gets the answer of a key: it begins or resumes the answer, follows another
+    gateway's log, or has the whole answer.
+    """
 
     BEGINS = "begins"
     RESUMES = "resumes"

@@ -49,7 +49,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
 
 
 class TokenRoutes:
-    """The handler of the route."""
+    """The handler of /inference/v1/generate."""
 
     def __init__(self, generation: GenerationRoutes) -> None:
         self._generation = generation
@@ -74,7 +74,7 @@ class TokenRoutes:
 
 
 class RenderRoutes:
-    """The handlers of the routes."""
+    """The handlers of the /render and /derender routes."""
 
     def __init__(self, inference: Inference, gate: Gate, bodies: BodyReader) -> None:
         self._inference = inference
