@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
 SERVICE = "scheduler"
 LAST_STEP_SECONDS = 1.0
-"""Limit on the time that the process waits, after the drain, for the end of the last step, whose
-trace is complete then.
+"""Limit on the time that the process waits, after the drain, for the end of the last step. Without
+this wait the step's trace would be incomplete.
 """
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ class MalformedTransaction(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class BeginStep:
-    """Starts a step. Blocks published earlier have their contents when the step runs. Always fits.
+    """Starts a step. Blocks published by earlier steps can be read in this step. Always fits.
 
     Only pools with state-space groups need this operation, because an admission does not fit if its
     hit is a state that was published in the current step.

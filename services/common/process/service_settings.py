@@ -1,5 +1,5 @@
-"""Settings that every service has. They concern addresses, the certificate with which it connects
-to other services, traces, logs, and the drain time.
+"""Settings that every service has: addresses, the certificate for connections to other services,
+traces, logs, and the drain time.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Compiles structured outputs for one vocabulary with llguidance.
 
-The gateway compiles a grammar to check it. Workers compile it to enforce it. Both get the same
-result.
+The gateway compiles grammars to check them, and workers compile them to enforce them. Both accept
+the same grammars.
 """
 
 import json

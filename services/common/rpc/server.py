@@ -73,7 +73,7 @@ class GrpcServer:
         tls: "Tls | None" = None,
         has_local_streams: bool = False,
     ) -> None:
-        """With `tls`, network clients must use TLS, and only the allowed ones are served.
+        """With `tls`, network clients must use TLS, and only clients that `tls` allows are served.
 
         With `has_local_streams`, a server at unix:PATH also serves bidirectional streams at
         PATH.streams (`LocalStream`). These calls bypass `interceptors`.

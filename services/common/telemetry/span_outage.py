@@ -23,8 +23,8 @@ class DropReason(Enum):
 class SpanOutage:
     """Compares the number of dropped spans before and after each export.
 
-    An outage may span many exports. The log has its cause at the first drop and the number of drops
-    at its end.
+    An outage may span many exports. Its cause is logged at the first drop, and the number of
+    dropped spans at its end.
     """
 
     def __init__(self) -> None:

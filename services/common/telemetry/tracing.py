@@ -212,9 +212,9 @@ def configure_tracing(
 ) -> Tracing:
     """Creates the tracing of a service.
 
-    `endpoint` is an OTLP/gRPC URL such as http://host:4317, a comma-separated list of URLs that all
-    receive every span, or empty. An `exporter` receives every span when it ends. A `root_sampler`
-    replaces the ratio.
+    `endpoint` is an OTLP/gRPC URL such as http://host:4317, a comma-separated list of such URLs, or
+    empty. Every span is sent to all URLs. If given, `exporter` receives every span when it ends,
+    and `root_sampler` replaces the ratio.
     """
     # This logger would log every invalid `tracestate` of a client.
     logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)

@@ -43,9 +43,9 @@ INTERNAL = TlsFields(
 
 @contextmanager
 def tls_of(settings: Any, fields: TlsFields = INTERNAL) -> "Iterator[Tls | None]":
-    """Yields TLS according to the settings, with a certificate that is kept up to date.
+    """Yields the Tls of these settings, with a certificate that is kept up to date.
 
-    Yields None if no setting is given. Raises SettingError.
+    Yields None if none of the settings is given. Raises SettingError.
     """
     values = {
         name: getattr(settings, name, None) or None

@@ -65,8 +65,8 @@ class EventFeed:
 
 
 class _Watcher:
-    """The unread batches of one reader. If there are too many, they are dropped, and `_lagging` is
-    set.
+    """The unread batches of one reader. If the batches have too many hashes, they are dropped and
+    `_lagging` is set.
     """
 
     def __init__(self, max_hashes: int) -> None:

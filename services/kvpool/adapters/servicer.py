@@ -27,9 +27,8 @@ from services.kvpool.core.pool_host import HostedPool, PoolHost
 from services.kvpool.core.ports import Directory
 
 LEASE_GRACE_SECONDS = 2.0
-"""After opening a pool, its scheduler must open a stream of transactions within this time. When the
-stream ends, it must open another one within the same time. Otherwise another scheduler may take
-over the pool.
+"""Time after the opening of a pool, or after the end of its stream of transactions, in which the
+pool's scheduler must open a stream. Otherwise another scheduler may take over the pool.
 """
 MAX_CELLS = 65_536
 """Limit on the number of cells in a block map. GetBlocks rejects larger values."""

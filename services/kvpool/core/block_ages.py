@@ -10,10 +10,10 @@ from services.common.pool.ids import BlockId
 
 
 class BlockAges:
-    """Sums over the time since the pool was opened.
+    """Sums of block ages since the pool was opened.
 
-    The owner adds 1 to `now` in each transaction. It adds 1 to `num_resets` when it clears the
-    whole prefix index. Cleared blocks do not count as evicted.
+    The owner of this object must add 1 to `now` in each transaction, and 1 to `num_resets` when the
+    whole prefix index is cleared. Cleared blocks do not count as evicted.
     """
 
     __slots__ = (

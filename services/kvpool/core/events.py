@@ -39,8 +39,8 @@ Event = BlocksStored | BlocksRemoved | AllBlocksCleared
 class EventBatch:
     """Consecutive changes in one generation of a pool.
 
-    `sequence` grows by one with each batch of a generation. A snapshot replaces all batches
-    before it. The `sequence` of a snapshot is the number of the last batch it contains.
+    `sequence` grows by one with each batch of a generation. A snapshot replaces all earlier
+    batches, and its `sequence` is the number of the last of them.
     """
 
     generation: int

@@ -32,9 +32,10 @@ from services.kvpool.core.validation import TransactionValidator
 
 
 class KVPool:
-    """One generation of a pool. It allocates blocks but decides no priorities. Not thread-safe.
+    """One generation of a pool. Allocates blocks, but does not decide which requests get them.
 
-    Only `transact` changes the pool. The rules are those of vLLM V1's KV-cache manager.
+    Only `transact` changes the pool. The rules are those of vLLM V1's KV-cache manager. Not
+    thread-safe.
     """
 
     def __init__(self, config: PoolConfig) -> None:
@@ -117,8 +118,8 @@ class KVPool:
         """For each group, the number of leading blocks that all requests with blocks share.
 
         The value is 0 without requests, without prefix caching, and for groups that free blocks
-        early. It is a statistic that recorded scenarios compare. No attention kernel uses it (there
-        is no cascade attention here).
+        early. It is computed only for comparison with recorded scenarios. No attention kernel uses
+        it, because there is no cascade attention here.
         """
         tables = next(iter(self._tables.values()), None)
         if tables is None or not self.config.enable_prefix_caching:

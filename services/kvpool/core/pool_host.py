@@ -36,9 +36,9 @@ class PoolHost(Generic[Answer]):
     """Opens pools and publishes their events. Each block takes about a hundred bytes of memory.
 
     `clock_micros` returns wall-clock time in microseconds. The number of a new generation is at
-    least this time, so that numbers increase when the process is restarted, although nothing is
-    stored. They increase even if the clock was set back, because the number is also greater than
-    the newest generation that the scheduler has seen.
+    least this time, so that numbers increase across restarts of the process although nothing is
+    stored. The number is also greater than the newest generation that the scheduler has seen, so
+    that numbers increase even if the clock was set back.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class PoolHost(Generic[Answer]):
         *,
         reports_events: bool = False,
     ) -> HostedPool[Answer]:
-        """Opens a pool with a generation greater than `seen_generation`. It replaces an older
-        generation.
+        """Opens a generation of a pool, with a number greater than `seen_generation`. The new
+        generation replaces an older one.
 
-        Raises InvalidPool, UnsupportedGroup or TooManyPools. Then an existing pool stays open.
+        If InvalidPool, UnsupportedGroup or TooManyPools is raised, an older generation stays open.
         """
         if not pool_id:
             raise InvalidPool("a pool has a name", field="pool_id")

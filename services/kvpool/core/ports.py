@@ -37,10 +37,11 @@ class Directory(EventSink, Protocol):
     """Stores which prefixes each pool has cached. It may lag, since no result depends on it."""
 
     async def match(self, hashes: Sequence[BlockHash]) -> list[PoolMatch]:
-        """Returns the hit length of a chain in each pool, ordered by pool, without zeros.
+        """Returns the hit length of a chain in each pool, ordered by pool. Pools without a hit are
+        left out.
 
-        The hit is the longest prefix that every group can use. Depending on the group, this needs
-        the whole prefix, its last window, or the state at its end.
+        The hit is the longest prefix that every group can use. Depending on its attention type, a
+        group must have cached the whole prefix, the prefix's last window, or the state at its end.
         """
 
     def drop(self, pool_id: PoolId, generation: int) -> None:

@@ -72,8 +72,8 @@ class PoolAndWorkers(Protocol):
 
     @property
     def workers_were_ended(self) -> bool:
-        """Whether a worker of the last generation was stopped by a signal or by its supervisor.
-        Then no step caused the loss.
+        """Whether a worker of the last generation was stopped by a signal or by its supervisor, so
+        that no step caused the loss.
         """
 
     async def open(self) -> object:

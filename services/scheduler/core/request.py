@@ -146,8 +146,8 @@ class Request(ComputedTokens):
     ending_token_ids: frozenset[int] = field(init=False, default=frozenset())
     """Tokens that end the request, which are the end-of-sequence tokens and stop tokens."""
     fast_path_end: int = 0
-    """Number of the step before which the request leaves the fast path, on which steps schedule it
-    without examining it. Only valid on the fast path.
+    """The request leaves the fast path (on which it is scheduled without being examined) before the
+    step with this number. Only valid while the request is on the fast path.
     """
     admission_number: int = 0
     """Increases with each admission, and orders the running requests."""

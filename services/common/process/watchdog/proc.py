@@ -50,9 +50,10 @@ def watch_self() -> Callable[[float], Reading]:
 
 
 def processor_times(pid: int) -> ProcessTimes:
-    """The threads of a process. The result is empty if the process has ended or outside Linux.
+    """The times of a process's threads. Empty if the process has ended, and on systems other than
+    Linux.
 
-    The reading thread itself always runs during a reading. It is reported as sleeping.
+    The thread that makes the reading is reported as sleeping, because it runs only to read.
     """
     threads: dict[int, ThreadTimes] = {}
     with suppress(OSError):

@@ -78,7 +78,7 @@ class MachineTimes:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A reading at one time of the watcher, the watched processes, and the machine.
+    """The counters of the watcher, the watched processes and the machine, read at one time.
 
     `watched` is empty if the watched processes are unknown.
     """

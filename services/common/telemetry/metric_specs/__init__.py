@@ -28,8 +28,8 @@ ValueFamily: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
 
 def value_family(metric: str | MetricSpec) -> ValueFamily:
-    """Creates an empty gauge or counter family of a listed name, or of a specification that is not
-    listed here. Raises KeyError for an unlisted name.
+    """Creates an empty gauge or counter family, for a name in SPECS or for any specification.
+    Raises KeyError if the name is not in SPECS.
     """
     spec = SPECS[metric] if isinstance(metric, str) else metric
     if spec.kind is Kind.COUNTER:

@@ -1,7 +1,8 @@
 """Collects the deltas (new tokens and ends of requests) for one gateway until they are sent.
 
-A message contains the deltas of one step, or of several steps if the gateway reads more slowly than
-steps run. The collected deltas are bounded, because the lengths of requests are limited.
+A message contains the deltas of one step. If the gateway reads more slowly than steps run, a
+message contains the deltas of several steps. The collected deltas cannot grow without limit,
+because the lengths of requests are limited.
 """
 
 import asyncio

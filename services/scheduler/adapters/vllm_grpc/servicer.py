@@ -30,8 +30,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Serves each Generate call with a separate session, which ends with the call. If the client
-    disconnects, its requests are aborted. If the client reads slowly, a chunk contains the tokens
-    of several steps.
+    disconnects, the call's requests are aborted. If the client reads slowly, a chunk contains the
+    tokens of several steps.
     """
 
     def __init__(

@@ -157,8 +157,8 @@ class RequestsWithLogprobs:
         self.requests: set[Request] = set()
 
     def in_step(self, plan: SchedulerOutput) -> Mapping[int, _WantedLogprobs]:
-        """Maps the index of a request in a step to the log-probabilities that it needs. Adds the
-        requests that the step admits to `requests`.
+        """Maps the indexes of a step's requests that need log-probabilities to what they need. Also
+        adds such requests to `requests` if the step admits them.
         """
         for request in plan.block_tables:
             sampling = request.sampling

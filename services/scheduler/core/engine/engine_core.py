@@ -261,8 +261,8 @@ class EngineCore:
         return bool(self._changes) and not (self._pauses.is_on or self._lock.is_held)
 
     async def _complete(self) -> None:
-        """Waits for the output of the oldest step and applies it. Its tokens are delivered later,
-        while the loop waits for pool or workers, so that delivery does not delay the next step.
+        """Waits for the output of the oldest step and applies it. The step's tokens are delivered
+        later, while the loop waits for pool or workers, so that delivery delays no step.
         """
         plan, output = await self._batch_queue.take_answer()
         self._changes.apply()

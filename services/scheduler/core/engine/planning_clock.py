@@ -17,8 +17,8 @@ _OUTLIERS = 16
 
 
 class PlanningClock:
-    """Delays the planning of a step while the step before it runs, so that requests that arrive
-    meanwhile are part of it. Planning starts early enough that the workers do not wait.
+    """Delays the planning of a step while the previous step runs, so that requests that arrive
+    during the delay are part of the step. Planning starts early enough that workers do not wait.
 
     Workers report the slack of each step: the time from when the step was ready to run until the
     end of the previous step. Slack is negative if the step arrived late. The slack of a step plus

@@ -98,8 +98,8 @@ class QueueEstimate:
         return self._num_completed < MIN_COMPLETIONS
 
     def _window(self) -> tuple[float, float, float]:
-        """Busy seconds, running seconds, and the number of requests completed in this time. All 0
-        if unknown.
+        """The busy seconds and running seconds of the recent time from which the rates are
+        estimated, and the number of requests completed in it. All 0 if unknown.
         """
         if self.counts_tokens:
             if self._busy_seconds < MIN_BUSY_SECONDS or not self._tokens_per_request:
@@ -115,9 +115,9 @@ class QueueEstimate:
 
 
 def expected_tokens(num_prompt_tokens: int, num_output_tokens: int, max_num_tokens: int) -> int:
-    """Tokens, prompt and output, that a running request is expected to have at its end.
+    """Number of prompt and output tokens that a running request is expected to have at its end.
 
-    The answer is expected to become twice as long as it is now. Only its present length is known,
-    and by Lindy's law the expected remaining length equals the present length (Eliazar, 2017).
+    By Lindy's law, the expected remaining length of an answer equals its present length, if nothing
+    else is known (Eliazar, 2017). So the answer is expected to become twice as long as it is now.
     """
     return min(num_prompt_tokens + 2 * num_output_tokens, max_num_tokens)

@@ -73,8 +73,8 @@ class Recovery:
             self._changes.end({culprit: FinishReason.STEP_FAILED})
 
     def step_done(self, plan: SchedulerOutput) -> None:
-        """Records a successful step after a loss. If there are no suspects, the next loss counts as
-        the first in a row.
+        """Records a successful step after a loss. If no suspects are left, later losses no longer
+        count as in a row with earlier ones.
         """
         if self._search.is_active:
             self._search.step_done(plan)

@@ -18,7 +18,7 @@ class ReservedBlocks:
             group.max_admission_blocks(config.max_in_flight_tokens, config.max_model_len)
             for group in config.all_groups
         ]
-        """Limits on the number of blocks that are counted for one request, one for each group. None
+        """For each group, the limit on the number of blocks that are counted for one request. None
         means that there is no limit.
         """
         self._num_step_tokens = 0

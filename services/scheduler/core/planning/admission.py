@@ -122,11 +122,11 @@ class AdmissionPlanner:
         """Plans admissions of the candidates in order, until rows of the batch or token budget are
         used up.
 
-        The prefix hit of a candidate is the pool's last answer. If the configuration allows to
-        compute hits here (`foretells_hits`), blocks that earlier admissions of the step publish
-        extend the hit. Otherwise only the pool can compute changed hits, so the plan stops at a
-        candidate whose hit may have changed. If the blocks of the first candidate certainly do not
-        fit, nothing is planned. This saves a transaction in every step until its blocks fit.
+        The prefix hit of a candidate is the pool's last answer. If hits can be computed here
+        (`foretells_hits`), blocks that earlier admissions of the step publish extend the hit.
+        Otherwise only the pool can compute a changed hit, so the plan stops at a candidate whose
+        hit may have changed. If the blocks of the first candidate certainly do not fit, nothing is
+        planned, which saves a transaction in every step until they fit.
         """
         prefixes = builder.prefixes
         trial = _Trial(builder.token_budget, set(prefixes.published), builder.passing_over.copy())
@@ -306,8 +306,8 @@ class AdmissionPlanner:
         """A lower bound on the number of blocks that an admission needs. It counts only the groups
         of full-attention layers.
 
-        0 for a request that holds blocks if groups free blocks while requests run, because then
-        only the pool knows how many blocks the request has.
+        If groups free blocks while requests run, only the pool knows how many blocks a request
+        holds. In that case the bound for a request that holds blocks is 0.
         """
         terms = planned.terms
         if terms.holds_blocks and not self.config.only_grows:

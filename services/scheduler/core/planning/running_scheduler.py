@@ -40,8 +40,8 @@ class RunningScheduler:
         self._may_drop_drafts = self._has_drafts and config.num_speculative_rows > 0
         self._max_prompt_len = config.max_prompt_len
         self._feeds_forward = config.async_scheduling or config.pipeline_parallel_size == 1
-        """Whether a token can be planned while the token before it is still in flight. Workers feed
-        their own sampled tokens into the next step.
+        """Whether a token can be planned while the previous token is still in flight, because
+        workers feed their own sampled tokens into the next step.
         """
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> None:
@@ -278,8 +278,8 @@ class RunningScheduler:
         )
 
     async def _end(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
-        """Ends the plan before a request. No tokens are scheduled for it and for the requests
-        admitted after it.
+        """Ends the plan before a request: no tokens are scheduled for this request and for running
+        requests that were admitted after it.
         """
         builder.unschedule_from(request)
         builder.encoder.take_back_from(request)

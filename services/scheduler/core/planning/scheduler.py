@@ -27,10 +27,10 @@ from services.scheduler.core.transfers.kv_connector import KVConnector
 
 
 class Scheduler(ReplicaState):
-    """Plans the steps of one replica. The base class stores its running and waiting requests.
+    """Plans the steps of one replica. The base class stores the running and waiting requests.
 
-    Its decisions equal the decisions of vLLM V1's scheduler. Blocks are allocated in transactions
-    with the pool. Not safe for concurrent calls: one engine loop drives it.
+    The decisions equal the decisions of vLLM V1's scheduler. Blocks are allocated in transactions
+    with the pool. Calls must not overlap, so only one engine loop may use a scheduler.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Scheduler(ReplicaState):
 
     @property
     def only_frees(self) -> bool:
-        """Whether a step would only free blocks of ended requests. That is so if no request runs or
+        """Whether a step would only free blocks of ended requests, because no request runs or
         waits, no block must be published, and no transfer is in progress.
         """
         has_commits = bool(self.kv_cache_manager.pending.commits)
@@ -111,9 +111,9 @@ class Scheduler(ReplicaState):
             self.queues.begin_turn(session, chunk, self.config.max_model_len)
 
     def is_held_up_by_sessions(self, plan: SchedulerOutput) -> bool:
-        """Whether planning again would result in the same empty step as `plan`. That is so if
-        requests wait because idle sessions occupy blocks or count as running requests, and no
-        pending operation could change that.
+        """Whether planning again would result in the same empty step as `plan`, because all
+        requests wait for blocks or slots that idle sessions occupy, and no pending operation could
+        free any.
         """
         return (
             bool(self.queues.between_turns or self.queues.kv_waiting)

@@ -53,8 +53,8 @@ class PlannedSteps:
         return any(request in plan.dropped for plan in self.in_flight)
 
     def last_awaited(self, request: Request) -> int | None:
-        """Number of the last step in flight that computes tokens of a request, if the output of
-        that step for the request is not dropped. None if there is no such step.
+        """Number of the last step in flight whose output for a request is not dropped. None if
+        there is no such step.
         """
         for plan in reversed(self.in_flight):
             if request in plan.requests and request not in plan.dropped:

@@ -33,7 +33,7 @@ class WaitingRequests:
         """
         self.passed_over: dict[Request, WaitReason] = {}
         """Maps waiting requests to the most recent reason for which they were passed over. A
-        request whose grammar or adapter is not ready has an entry from its arrival on.
+        request whose grammar or adapter must be prepared has an entry from its arrival on.
         """
         self._lost_blocks: dict[Request, None] = {}
         """Requests in `kv_waiting` that lost their blocks because their load filled no block with

@@ -76,8 +76,8 @@ class ConnectorLoad:
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorMetadata:
-    """Transfers that begin with a step. Stores are complete before the step writes anything. Loads
-    begin after the stores, and may continue while later steps run.
+    """Transfers that begin with a step. Stores (copies out of the KV cache) are complete before the
+    step writes anything. Loads begin after the stores, and may continue while later steps run.
     """
 
     stores: Sequence[BlockTransfer]
