@@ -120,7 +120,9 @@ class KVCacheManager:
             self._note_growth(builder, growing, growth, outcome)
         if outcome.stop is None:
             for _, end, request in filling:
-                self._note_published(request, end // self._hash_block_size)
+                num_full = end // self._hash_block_size
+                request.num_committed_blocks = num_full
+                request.num_hashes_sent = max(request.num_hashes_sent, num_full)
             if looked_up:
                 self._note_hits(builder, looked_up, outcome)
         return outcome.stop
@@ -180,12 +182,8 @@ class KVCacheManager:
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
             hashes = self._unsent_hashes(request, num_full)
             self.pending.commit(request.key, num_tokens, hashes)
-            self._note_published(request, num_full)
-
-    @staticmethod
-    def _note_published(request: Request, num_full: int) -> None:
-        request.num_committed_blocks = num_full
-        request.num_hashes_sent = max(request.num_hashes_sent, num_full)
+            request.num_committed_blocks = num_full
+            request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def release(self, request: Request) -> None:
         """Makes the next transaction free the blocks of a request, if it has any."""
@@ -247,15 +245,16 @@ class KVCacheManager:
     ) -> None:
         """Records the new blocks of `growing`. Raises PoolLost if their number is wrong."""
         size, appended = self._config.block_size, builder.plan.appended_blocks
+        only_grows = self._only_grows
         for request, blocks, needed in zip(growing, outcome.grown, growth.num_slots, strict=False):
-            request.num_slots += len(blocks[0]) * size
-            if self._only_grows and not needed <= request.num_slots < needed + size:
+            num_slots = request.num_slots + len(blocks[0]) * size
+            if only_grows and not needed <= num_slots < needed + size:
                 raise PoolLost(
-                    f"the kvpool was lost: it gave a request {request.num_slots} slots, "
-                    f"not {needed}",
+                    f"the kvpool was lost: it gave a request {num_slots} slots, not {needed}",
                     suspects=[request.key],
                 )
-            if self._only_grows or any(blocks):
+            request.num_slots = num_slots
+            if only_grows or any(blocks):
                 appended[request] = blocks
 
     def _filling(self, builder: StepBuilder, leaving: Collection[Request]) -> list[_Filling]:
