@@ -44,7 +44,7 @@ class CudaPlatform:
     """The Platform of CUDA. Raises UnsuitableDevice if the machine lacks something.
 
     `batch_invariant`: a request's results do not depend on the other requests in its steps (see
-    docs/performance.md). `num_sharers`: replicas with a worker on this device.
+    docs/cuda.md). `num_sharers`: replicas with a worker on this device.
     """
 
     default_block_size = 64

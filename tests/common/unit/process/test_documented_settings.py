@@ -21,6 +21,7 @@ PAGES = (
     "kubernetes.md",
     "scaling.md",
     "performance.md",
+    "cuda.md",
     "security.md",
 )
 SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
