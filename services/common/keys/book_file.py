@@ -36,9 +36,9 @@ def version_of(path: Path) -> tuple[int, int, int] | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Locks the file itself, and creates it if it is missing.
+    """Locks the book's own file, and creates the file if it is missing.
 
-    If the file is replaced while this process waits for the lock, the new file is locked.
+    If the file is replaced while this process waits for the lock, locks the new file instead.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

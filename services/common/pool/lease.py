@@ -29,7 +29,8 @@ class Holder:
 
 
 class Lease:
-    """Grants a worker or a pool to one holder at a time. `what` is its name in error messages.
+    """Grants a worker or a pool to one holder at a time. `what` names the worker or the pool in
+    error messages.
 
     A lease lasts from `take` until `grace_seconds` after the last `release`, so that its holder can
     reopen a stream. A holder with the same name that started later takes over the lease at once: it

@@ -71,8 +71,8 @@ class QueueState:
         has_output: bool = False,
         num_waiting: int | None = None,
     ) -> ResourceExhausted | None:
-        """Returns the error that rejects another request while `num_waiting` requests wait, or
-        None.
+        """Returns the error that rejects another request while `num_waiting` requests wait. None if
+        the request may be queued.
         """
         longest = self.longest_wait(timeout_seconds, has_output=has_output)
         return self.refusal_within(longest, num_waiting)
@@ -80,9 +80,10 @@ class QueueState:
     def refusal_within(
         self, longest: float | None, num_waiting: int | None = None
     ) -> ResourceExhausted | None:
-        """Returns the error that rejects a request that may wait for `longest` seconds, or None.
+        """Returns the error that rejects a request that may wait for at most `longest` seconds.
+        None if the request may be queued.
 
-        `longest` is a result of `longest_wait`; None means no limit.
+        `longest` is a result of the method `longest_wait`. None means no limit.
         """
         if num_waiting is None:
             num_waiting = self.num_waiting

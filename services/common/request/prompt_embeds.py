@@ -1,7 +1,7 @@
 """A prompt that a client gives as token embeddings instead of tokens.
 
 Services without tensor libraries store the numbers as bytes, check their count, and add their
-digest to the cache salt. Where token ids are required, such a prompt has the token id 0 throughout.
+digest to the cache salt. Where token ids are required, each row of such a prompt has the id 0.
 """
 
 import enum

@@ -19,9 +19,9 @@ def answer_seed(given: int | None, drawn: int, prompt: int, child: int, n: int) 
 def child_seed(seed: int, child: int) -> int:
     """The seed of answer number `child` among the answers that share a seed.
 
-    The first answer has the seed itself, so that n = 1 and the first of n agree. The other seeds
-    are outputs of SplitMix64 (Steele, Lea and Flood, 2014), which never coincide for one seed. vLLM
-    instead adds the child's number to the seed, so that neighbouring seeds share answers.
+    The first answer has the seed itself, so that it does not depend on n. The other seeds are
+    outputs of SplitMix64 (Steele, Lea and Flood, 2014), which differ for all answers of one seed.
+    vLLM adds the child's number to the seed instead, so that neighbouring seeds share answers.
     """
     if child == 0:
         return seed & _MASK

@@ -30,7 +30,7 @@ def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
 class UndecodableAnswer(grpc.aio.AioRpcError):
     """The error of a call whose answer cannot be decoded.
 
-    Its status is INTERNAL, as in grpc for other languages.
+    The error's status is INTERNAL, as in grpc for other languages.
     """
 
     def __init__(self, method: str) -> None:

@@ -243,10 +243,11 @@ def _why_not(address: str) -> str:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Converts a StepwellError of any handler to its status, and any other error to INTERNAL.
 
-    It first rejects callers that `tls` does not allow, and messages that cannot be decoded, which
-    grpc would treat as a defect of the server. Streaming handlers are async generators, or
-    coroutines that write their responses. Cancellation is not converted. A method's handler is
-    created at its first call and cached, so later calls do not invoke the following interceptors.
+    Before a call, rejects callers that `tls` does not allow. Also rejects messages that cannot be
+    decoded, because grpc would report a defect of the server. Streaming handlers are async
+    generators, or coroutines that write their responses. Cancellation is not converted. A method's
+    handler is created at its first call and cached, so later calls do not invoke the following
+    interceptors.
     """
 
     def __init__(self, tls: "Tls | None" = None) -> None:

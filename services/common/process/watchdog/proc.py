@@ -34,7 +34,7 @@ def watch_pids(pids: Sequence[int]) -> Callable[[float], Reading]:
 def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float], Reading]:
     """Returns a function that reads the processes listening at host:port or unix:PATH.
 
-    If any of the addresses is not a Unix socket of this machine, the reading has no process.
+    If any of the addresses is not a Unix socket of this machine, readings contain no process.
     """
 
     def read(now: float) -> Reading:

@@ -81,7 +81,7 @@ class _Owner:
     num_uncomputed_tokens: int = 0
     """Number of prompt tokens that are not computed yet, after the last step."""
     is_admitted: bool = False
-    """Whether the admission of its current turn was sent."""
+    """Whether the admission of the request, or of the session's current turn, was sent."""
     num_prompt_rows: int = 0
     """Number of rows of prompt log-probabilities that were sent. If the prompt is computed again,
     these rows are not sent again.

@@ -32,8 +32,8 @@ class ReplicaMetrics:
         self._loop = asyncio.get_running_loop()
 
     async def collect(self, labels: Mapping[str, str], exemplars: bool) -> bytes:
-        """The metrics as text. `labels` are added to all series. `exemplars` selects whether the
-        text includes exemplars.
+        """The metrics as text, with `labels` added to all series. The text includes exemplars if
+        `exemplars` is true.
         """
         added = dict(labels)
         own, *others = await asyncio.gather(

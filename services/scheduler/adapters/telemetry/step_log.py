@@ -45,8 +45,9 @@ MAX_WAITING_BYTES = 64 * 2**20
 class StepLog:
     """A log file that a thread writes every `FLUSH_SECONDS`. Only one thread may call `write`.
 
-    `write` never waits for the disk. If the disk fails, or is so slow that too many bytes wait, the
-    log ends with a warning. The entries that were written until then can be replayed.
+    `write` never waits for the disk. If the disk fails, or is so slow that more than
+    MAX_WAITING_BYTES wait, a warning is logged and the log ends. The entries that were written
+    until then can be replayed.
     """
 
     def __init__(self, file: BinaryIO, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:

@@ -93,8 +93,8 @@ class KVTransfers:
 
     def begin_step(self) -> None:
         """Called before a step is planned. Calls the connector with the blocks that earlier steps
-        filled. If some tokens of a block are not known yet, the connector is called before a later
-        step.
+        filled. If some tokens of a block are not known yet, the connector is called with the block
+        before a later step.
         """
         filled, self._filled = self._filled, []
         size = self._config.block_size
