@@ -119,7 +119,8 @@ def _lags(taken: RequestTimes, trace_id: bytes, steps: Sequence[SpanRecord]) -> 
 
     Some of the request's steps yield no token: its first steps may be prompt chunks, and its last
     step may have been planned before its end was known. Therefore tokens are assigned to
-    consecutive steps, as late as possible without a token that arrives before its step ends.
+    consecutive steps. The steps are the latest possible ones such that no token arrives before its
+    step ends.
     """
     ends = [step.end for step in steps if trace_id in step.links]
     arrivals = [arrived for arrived, count in taken.arrivals for _ in range(count)]

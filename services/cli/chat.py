@@ -133,7 +133,9 @@ def _answer(conversation: Conversation, message: str) -> None:
 
 
 def _read_message() -> str | None:
-    """Returns a line of input. The line is empty after Ctrl-C and None at the end of the input."""
+    """Returns a line of input. The result is an empty line after Ctrl-C, and None at the end of the
+    input.
+    """
     try:
         return input(_PROMPT).strip()
     except KeyboardInterrupt:

@@ -27,9 +27,9 @@ _OF_ONE_REPLICA = {
 
 
 def metrics_of(service: str, replica: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The metrics address of a replica's scheduler or pool, as a variable. The port of the
-    configured variable is used for replica 0, and increases by one for each further replica. Port 0
-    stays 0. The result is empty if the variable is not set.
+    """The metrics address of a replica's scheduler or pool, as an environment variable. The port of
+    the configured variable is used for replica 0, and increases by one for each further replica.
+    Port 0 stays 0. The result is empty if the variable is not set.
     """
     address = environ.get(_metrics_variable(service), "")
     if not address or is_host_port(address) is not None:

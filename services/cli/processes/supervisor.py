@@ -36,7 +36,7 @@ class RestartPolicy:
     """Delays before a child is restarted.
 
     The delay grows with each consecutive death. The delay is reset by a run in which the whole team
-    was ready for `steady_seconds`. After the end of one child, the others of its team have
+    was ready for `steady_seconds`. After the end of one child, the other children of its team have
     `team_end_seconds` to end by themselves.
     """
 
@@ -83,8 +83,8 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a run. It has the exit in words, the seconds for which the program was ready, and
-    whether it was killed because it hung.
+    """The end of a run. It has the exit status in words, the seconds for which the program was
+    ready, and whether it was killed because it hung.
     """
 
     status: str

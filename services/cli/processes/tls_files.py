@@ -33,8 +33,8 @@ _TLS_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files for https, with the trusted authorities, and with a client certificate and its
-    key.
+    """PEM files for https: the trusted authorities, a client certificate, and the key of this
+    certificate.
     """
 
     ca_file: str | None = None

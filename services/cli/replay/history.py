@@ -70,8 +70,9 @@ class History:
         before that step.
         """
         self.num_drafts: dict[RequestKey, dict[int, int]] = defaultdict(dict)
-        """For each request, maps its number of tokens to the number of draft tokens proposed at
-        that time. What-if runs use this mapping only for requests that are not sessions.
+        """For each request, maps a number of tokens to the number of draft tokens that were
+        proposed when the request had this number of tokens. What-if runs use this mapping only for
+        requests that are not sessions.
         """
         self.turns: dict[RequestKey, list[list[int]]] = {}
         """The output tokens of each turn of a session, including the last token of the turn."""

@@ -45,8 +45,8 @@ class Linear(Protocol):
         """
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32. If the implementation can, it does not round to x's data type
-        first.
+        """The product in float32. Implementations that can do so do not round the product to x's
+        data type first.
         """
 
 

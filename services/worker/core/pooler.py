@@ -51,7 +51,8 @@ class VectorEnd:
 
 def vector_end(config: PoolingConfig, hidden_size: int, *, takes_whole_prompts: bool) -> VectorEnd:
     """The last operations on the vectors of a model of this width. If the model's directory does
-    not set a pooling type, it is LAST, or CLS for models that process whole prompts, as in vLLM.
+    not set a pooling type, the type is LAST, or CLS for models that process whole prompts, as in
+    vLLM.
     """
     default = PoolingType.CLS if takes_whole_prompts else PoolingType.LAST
     pooler = Pooler(

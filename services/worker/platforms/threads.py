@@ -4,7 +4,8 @@ Measured on two processors that run all four services, with a model of 135 milli
 and 32 requests at once:
 
 * One thread reaches 0.70 and 0.60 of the tokens per second of two threads, although it leaves a
-  processor to the other services. If another process keeps a processor busy, both are equal.
+  processor to the other services. If another process keeps a processor busy, one thread and two
+  threads are equally fast.
 * A team waits for its last thread, so a process that occasionally uses a processor slows all n
   threads. Using one thread less costs 1/n of the speed, which is the smaller loss from
   ENOUGH_TO_SPARE processors on. If the cores in use have idle hyperthreads, other services run on

@@ -83,9 +83,9 @@ def _numbers(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tor
 def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` best tokens of each row, best first, int64 [R, count].
 
-    topk may return any of several equal numbers, so all numbers are made distinct. The high word is
-    the logit's bits, converted to an integer with the same order. The low word is the distance of
-    the token id from the vocabulary's end.
+    topk may return any of several equal numbers, so each logit is converted to a distinct 64-bit
+    integer. Its high word is the logit's bits, converted to an integer with the same order. Its low
+    word is the distance of the token id from the vocabulary's end.
     """
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # makes -0.0 equal 0.0

@@ -76,7 +76,9 @@ class GrammarRows:
         return [index for index, (row, token) in drawn if not self._conforms(row, token)]
 
     def errors(self, batch_rows: np.ndarray, indexes: Int32Array) -> dict[int, str]:
-        """Maps each of `indexes` whose row's grammar failed to the error."""
+        """The errors of failed grammars. Keys are the entries of `indexes` whose rows have a failed
+        grammar.
+        """
         rows = zip(indexes.tolist(), batch_rows[indexes].tolist(), strict=True)
         return {index: self._of[row].error for index, row in rows if self._of[row].error}
 

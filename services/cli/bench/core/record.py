@@ -24,10 +24,10 @@ INTERRUPTED = Failure("interrupted", "the run was ended before the answer")
 class RequestRecord:
     """The measurements of one request. Times are in seconds after the start of the load.
 
-    `intended` is the time at which the load should send the request. In an open loop this is its
-    arrival time. In a conversation it is the end of the previous answer plus the think time.
-    Latencies start at `intended`, so that delays of the server or the load generator are not hidden
-    (G. Tene's coordinated omission).
+    `intended` is the time at which the load should send the request. In an open loop, `intended` is
+    the request's arrival time. In a conversation, it is the end of the previous answer plus the
+    think time. Latencies start at `intended`, so that delays of the server or the load generator
+    are not hidden (G. Tene's coordinated omission).
     """
 
     number: int

@@ -6,7 +6,7 @@ send an empty first event before they have computed anything.
 
 * TTFT: from the intended time to the first event with output.
 * TPOT: from the first event with output to the end, divided by the number of output tokens after
-  the first. Only requests with at least two tokens have it (guidellm calls it the inter-token
+  the first. Only requests with at least two tokens have a TPOT (guidellm calls it the inter-token
   latency).
 * ITL: the gaps between consecutive events with output, over all requests. All tokens of one event
   count as one gap.

@@ -79,13 +79,13 @@ class FairShares:
     1. A tenant's share is its fraction of all places by weight, rounded down, and at least 1. A
        tenant below its share may take any free place. If no place is free, a sequence of the tenant
        furthest above its share is preempted.
-    2. A tenant above its share may take a free place only if enough other places are free. These
-       are reserved: one for each waiting sequence of the tenants below their shares, and one more
-       for each of those tenants. Reserved places make preemptions rare (trunk reservation; Kelly,
-       "Loss networks", 1991).
+    2. A tenant above its share may take a free place only if enough other places are free. One
+       place is reserved for each waiting sequence of the tenants below their shares, and one more
+       for each tenant that would then still be below its share. Reserved places make preemptions
+       rare (trunk reservation; Kelly, "Loss networks", 1991).
     3. The number of places that a tenant needs varies by the square root of its mean (Halfin and
-       Whitt, 1981). So a tenant whose `lag` is at least the square root of its share, counted in
-       mean answers, may have that many places in addition to its share. No other tenant is
+       Whitt, 1981). So a tenant may have the square root of its share as additional places if its
+       `lag`, counted in answers of mean length, is at least this number. No other tenant is
        preempted for additional places. A tenant does not lose its additional places by preemption
        while its `lag` is above 0.
     4. Only a few sequences of a tenant may be starting at the same time. Otherwise all prompts of a

@@ -66,7 +66,8 @@ class Fleet:
        tenant occupies all replicas. A gateway without tenants does not use these queues.
 
     Migration by token replay is from NVIDIA Dynamo. Here the continued sequence is the same as
-    without migration, since a sampled token depends only on seed and position.
+    without migration, since the draw of a token depends only on the seed, the position and the
+    logits.
     """
 
     def __init__(

@@ -12,17 +12,18 @@ from services.gateway.core.request.inflight import Inflight
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
 """The assumed mean output length at a replica before any sequence has ended there."""
 OWN_TOKENS_COUNT = 2
-"""The factor of a sequence's own uncomputed tokens in its cost. It is 2 because the sequence waits
-for these tokens, and so do the requests behind it.
+"""In the cost of a sequence, its own uncomputed tokens are multiplied by this factor. The factor is
+2 because the sequence and the requests behind it wait for these tokens.
 """
 EVICTED_TOKENS_COUNT = 4
-"""An additional factor of a sequence's own uncomputed tokens, at a replica with mean eviction
-pressure. In a full pool, the blocks of these tokens evict as many blocks that would have been hits.
-The pressure grows with the number of tokens computed at the replica (Preble's eviction cost).
+"""OWN_TOKENS_COUNT is increased by this number at a replica with mean eviction pressure, and in
+proportion to the pressure at other replicas. In a full pool, the blocks of a sequence's own tokens
+evict as many blocks that would have been hits. The pressure grows with the number of tokens
+computed at the replica (Preble's eviction cost).
 
-Without this factor, small differences in measured speeds would send most new conversations to the
-same pools. In simulations (tests/gateway/simulated_fleet.py), these two factors have the best hit
-rates and times to first token.
+Without this number, small differences in measured speeds would send most new conversations to the
+same pools. In simulations (tests/gateway/simulated_fleet.py), OWN_TOKENS_COUNT and
+EVICTED_TOKENS_COUNT have the values with the best hit rates and times to first token.
 """
 RECENT_SECONDS = 30.0
 """Half-life of the number of tokens computed at a replica, in seconds."""

@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 class ServedModel:
     """The fingerprint of the model in use. Replicas with a different fingerprint are refused.
 
-    The first connected replica sets the fingerprint. It is replaced only when no connected replica
-    has it, and either all replicas are connected or `patience_seconds` have passed. This has two
-    effects. After a crash of the last good replica, its streams are not continued by a
-    misconfigured model. And the model can be replaced on all replicas without a restart of the
-    gateway. A replica that left without draining counts as not connected.
+    The first connected replica sets the fingerprint. The fingerprint is replaced only when no
+    connected replica has it, and either all replicas are connected or `patience_seconds` have
+    passed. This has two effects. After a crash of the last good replica, its streams are not
+    continued by a misconfigured model. And the model can be replaced on all replicas without a
+    restart of the gateway. A replica that left without draining counts as not connected.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ from services.gateway.core.tenant import Tenant
 
 UNITS = 60_000
 MAX_ELAPSED_MILLIS = 3_600_000
-"""Upper bound on the time between two changes. It keeps products below 2**53, the limit for exact
-integers in doubles, which Redis uses.
+"""A longer time between two changes counts as this time. This keeps products below 2**53, the limit
+for exact integers in doubles, which Redis uses.
 """
 
 

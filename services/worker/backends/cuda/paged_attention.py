@@ -7,8 +7,8 @@ for all layers of a group with equal attention parameters:
 
 * Decodes are one call with one query in each lane. The kernel is compiled for the call's shape. So
   lanes without keys are appended until the number of lanes is a power of two, and block tables are
-  as wide as for the longest sequence. The inputs of a call of one size are at the same addresses in
-  every step, so that a recorded call can be replayed with other lengths and tables.
+  as wide as for the longest sequence. Calls of the same size have their inputs at the same
+  addresses in every step, so that a recorded call can be replayed with other lengths and tables.
 * Chunks are cut into lanes of 16 queries (`sub_chunks`), in one call. If FlashAttention 3 can be
   used, it computes them in one call without cutting.
 * With a sliding window, each lane has a range of keys. In a lane of several queries this is the

@@ -78,7 +78,7 @@ class PagedOps:
         lengths: Sequence[int],
         block_tables: torch.Tensor,
     ) -> Bias:
-        """Like `padded_bias`, over the keys [starts[i], starts[i] + lengths[i]).
+        """Like `padded_bias`, but lane i attends to the keys [starts[i], starts[i] + lengths[i]).
 
         The bias is constructed field by field, for two reasons. The class's own `from_seqlens`
         cannot be called, and `make_paged` numbers the keys of all lanes consecutively, which

@@ -1,8 +1,9 @@
 """Memory in large pages, for weights and caches.
 
 The processor translates the address of every page that it reads. With pages of 2 MiB instead of 4
-KiB it reads a model's weights up to a tenth faster. The operating system allocates a large page
-only inside a single mapping, so tensors are placed one after the other in large mappings.
+KiB the processor reads a model's weights up to a tenth faster. The operating system allocates a
+large page only inside a single mapping, so tensors are placed one after the other in large
+mappings.
 """
 
 import errno

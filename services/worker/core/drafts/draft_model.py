@@ -8,8 +8,8 @@ blocks works for both: prefix hits, resumption after a preemption, the tier of o
 In a step that begins with n known tokens of a request:
 
 1. The draft model computes the known tokens that it has not computed. For a prompt these are the
-   step's own chunk. For a decoding request it is the last token. It is the last two tokens if all
-   drafts of the previous step were accepted, since the last draft of a step is never an input.
+   step's own chunk. For a decoding request it is the last token. These are the last two tokens if
+   all drafts of the previous step were accepted, since the last draft of a step is never an input.
 2. The most probable next token is the first draft. Each further draft takes a run of the draft
    model over one token of each request. With k drafts, these runs write slots n to n + k - 2. The
    step has these slots, since the target model verifies k drafts in them.

@@ -23,8 +23,8 @@ _OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "random_
 
 
 def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError | UnsupportedModel:
-    """The error for a directory that has no file `single`, no index, and not exactly one GGUF
-    file.
+    """The error for a directory without the file `single`, without an index, and with no GGUF file
+    or several.
     """
     names = sorted(path.name for path in directory.iterdir())
     gguf = [name for name in names if name.endswith(".gguf")]
@@ -54,7 +54,7 @@ def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError
 
 def no_configuration(directory: Path) -> ModelFileError | UnsupportedModel:
     """The error for a directory without config.json. Its message names what kind of directory this
-    is, if it is recognized.
+    is, if the kind is recognized.
     """
     names = {path.name for path in directory.iterdir()}
     if _ADAPTER in names:

@@ -32,8 +32,8 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """The text that a format writes around the arguments of a call, which are JSON. `begin` is the
-    text before them and contains {name} for the tool's name. `trigger` is the start of `begin`, the
-    same for all tools.
+    text before the arguments, and contains {name} for the tool's name. `trigger` is the start of
+    `begin`, the same for all tools.
     """
 
     trigger: str

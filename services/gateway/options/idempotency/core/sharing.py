@@ -1,16 +1,16 @@
 """Shares answers between gateways through a journal. Each gateway, and the journal, may fail at any
 time.
 
-1. The gateway that acquires the lease of a key's log generates the answer. It appends the output of
-   all its answers to their logs every `flush_seconds`, which also renews the leases.
+1. The gateway that acquires the lease of a key's log generates the answer. This gateway appends the
+   output of all its answers to their logs every `flush_seconds`, which also renews the leases.
 2. Another gateway with a client for that key follows the log. When the lease has expired, this
    gateway acquires the lease, appends an entry with the next fence (the number of a log's owner),
    and resumes generation from the log's state. With the same request id, seed and tokens so far,
    the remaining output is the same.
-3. If the former owner was only slow, it is fenced: its next append fails. It stops writing, and
-   continues to generate for its own clients. Their tokens are the same.
-4. Without the journal, an answer is not shared. It is written once the journal is available again.
-   No token waits for the journal. Only the start of a request with a key waits, for at most
+3. If the former owner was only slow, it is fenced: its next append fails. The former owner then
+   stops writing, and continues to generate for its own clients. Its clients get the same tokens.
+4. Without the journal, an answer is not shared. The answer is written once the journal is available
+   again. No token waits for the journal. Only the start of a request with a key waits, for at most
    `open_seconds`, and not at all while the journal is known to be unavailable.
 
 Fencing by the position in the log is as in Apache BookKeeper, and in Kafka's producer epochs.
