@@ -86,8 +86,8 @@ class Child:
         return self._process.returncode is not None
 
     async def wait(self) -> int:
-        """Returns the exit status, or minus the number of the signal that killed the process. Waits
-        until its output is read, at most one second after its end.
+        """Returns the exit status, or the negative number of the signal that killed the process.
+        Waits until its output is read, at most one second after its end.
         """
         status = await self._process.wait()
         with suppress(TimeoutError):

@@ -16,7 +16,7 @@ from services.common.rpc.channel import open_channel
 @dataclass(frozen=True, slots=True)
 class LivenessPolicy:
     """Limits on a child's silence, in seconds. Only time in which the child could have answered
-    counts as silence (`Silence`). Silence has no limit before the child's first answer to a
+    counts as silence (see `Silence`). Silence has no limit before the child's first answer to a
     liveness or readiness check.
     """
 

@@ -19,7 +19,7 @@ from services.scheduler.core.request import Request
 
 @dataclass(slots=True)
 class StepSample:
-    """One step. Has the state after planning, and the number of scheduled tokens of each kind."""
+    """One step: the state after planning, and the number of scheduled tokens of each kind."""
 
     num_running: int
     num_waiting: int

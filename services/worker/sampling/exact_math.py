@@ -11,7 +11,9 @@ from services.worker.sampling.arrays import Float32Array, Float64Array
 
 _LOG2_OF_E = np.float32(1.44269504)
 _ROUNDER = np.float32(1.5 * 2**23)
-"""Added to a small number, it rounds the number to an integer, stored in the lowest bits."""
+"""Adding this number to a small number rounds the latter to an integer, in the sum's lowest
+bits.
+"""
 _LN2_HIGH32, _LN2_LOW32 = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _LEAST = np.float32(-87)
 _INVERSE_FACTORIALS = tuple(np.float32(1) / np.float32(n) for n in (720, 120, 24, 6, 2, 1, 1))

@@ -7,7 +7,9 @@ itself is likely to continue without repetition.
 """
 
 _MOST_EMPTY = 2
-"""Consecutive verifications without an accepted draft after which the number is reduced."""
+"""The number of drafts is reduced after this many consecutive verifications without an accepted
+draft.
+"""
 _FIRST_REST, _LONGEST_REST = 8, 64
 """The lengths of the first and of the longest pause, in steps."""
 

@@ -28,8 +28,8 @@ from services.worker.backends.torch.paged_attention import TorchPagedAttention, 
 class TorchKernels:
     """Kernels in torch.
 
-    `batch_invariant`: on the CPU a token's results have the same bits for any other tokens in the
-    step. This makes decode steps slower.
+    `batch_invariant`: on the CPU a token's results have the same bits, whatever other tokens are in
+    the step. This makes decode steps slower.
     """
 
     def __init__(self, *, batch_invariant: bool = True) -> None:

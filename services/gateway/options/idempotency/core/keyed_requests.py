@@ -234,8 +234,8 @@ class KeyedRequests:
             self._at(_FIRST_READER_SECONDS, request, self._reader_left)
 
     def _reader_left(self, request: KeyedRequest) -> None:
-        """Decides what happens to an answer without readers, because its last reader has left or
-        its first reader did not connect.
+        """Handles an answer without readers. Either its last reader has left, or its first reader
+        did not connect.
         """
         if request.readers:
             return
