@@ -180,8 +180,8 @@ class Kernels(Protocol):
         """
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
-        """Whether one grouped product of all experts (see GroupedExperts) is faster than a
-        projection for each expert, for this data type and inner width.
+        """Whether, for this data type and inner width, one grouped product of all experts (see
+        GroupedExperts) is faster than a projection for each expert.
         """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -39,10 +39,10 @@ from services.worker.models.model import Model
 class DraftModel:
     """A DraftSource, on the CPU.
 
-    `attention` has as many blocks as the target model's attention, with as many tokens. `group`:
-    the KV-cache group of the target model whose block tables are used. It must keep the blocks of
-    all tokens. `max_model_len`: limit on the draft model's sequences, in tokens. Longer requests
-    get no drafts.
+    `attention` has as many blocks as the target model's attention, with as many tokens in each
+    block. `group`: the KV-cache group of the target model whose block tables are used. It must keep
+    the blocks of all tokens. `max_model_len`: limit on the draft model's sequences, in tokens.
+    Longer requests get no drafts.
     """
 
     def __init__(

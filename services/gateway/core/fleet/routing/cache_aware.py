@@ -31,8 +31,8 @@ has it cached, too (Preble's rule). Sequences with a prefix that fewer requests 
 prefix of a conversation, are sent to the cheapest replica as usual.
 """
 FEW_TOKENS = 2048
-"""Added to the number of recently computed tokens of each replica before the numbers are compared,
-since few tokens evict few blocks.
+"""This number is added to each replica's number of recently computed tokens before the replicas are
+compared. So small numbers hardly differ, since few tokens evict few blocks.
 """
 
 
