@@ -74,8 +74,8 @@ class TraceReport:
     counts: Counter[str] = field(default_factory=Counter)
     """Maps span names to numbers of spans, and causes of interruptions to their numbers."""
     num_lost: int = 0
-    """Number of spans without their parent, plus number of stays at a replica without the replica's
-    span. A killed service does not export its last spans.
+    """Number of spans whose parent was lost with a killed service, plus number of stays at a
+    replica whose replica's span was lost with a killed service.
     """
     faults: list[str] = field(default_factory=list)
 

@@ -22,8 +22,8 @@ from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.quantization_config import QuantizationSetting
 
 WHOLE_FILE_BYTES = 64 * 2**20
-"""Weights up to this total size are hashed whole. If they are larger, only a sample of each tensor
-is hashed.
+"""Weight files up to this total size are hashed whole. If the files are larger together, only a
+sample of each tensor is hashed.
 """
 
 _SAMPLE_BYTES = 4096

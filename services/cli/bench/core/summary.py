@@ -8,8 +8,8 @@ send an empty first event before they have computed anything.
 * TPOT: from the first event with output to the end, divided by the number of output tokens after
   the first. Only requests with at least two tokens have a TPOT (guidellm calls it the inter-token
   latency).
-* ITL: the gaps between consecutive events with output, over all requests. All tokens of one event
-  count as one gap.
+* ITL: the gaps between consecutive events with output, over all requests. Several tokens that
+  arrive in one event add only one gap.
 * E2EL: from the intended time to the last event of the answer.
 * Throughput: successful requests, divided by the time from the first measured request's intended
   time to the end of the last answer.

@@ -1,4 +1,5 @@
-"""The plan by which a model of transformers is divided over ranks. The model's class defines it.
+"""The plan by which a model of transformers is divided over ranks. The model's class defines it,
+except for OPT and OLMo 2.
 
 A plan maps layer names to styles. If a layer is divided by columns, its output is a part of the
 whole output. If a layer is divided by rows, its input is a part, and the outputs are summed over
