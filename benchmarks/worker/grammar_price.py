@@ -1,4 +1,4 @@
-"""Measures the cost of requests with a schema on the CPU: steps with and without them.
+"""Measures by how much requests with a schema lengthen the worker's steps on the CPU.
 
     python -m benchmarks.worker.grammar_price --model models/demo --rows 8,32 --rounds 9
 

@@ -40,8 +40,9 @@ class ChildSpec:
     prepare: Callable[[], object] = lambda: None
     """Called before each start."""
     until_drained: Callable[[], Awaitable[None]] | None = None
-    """For a program that, at the first SIGTERM, finishes its own work but continues to serve
-    children of later stages until the second SIGTERM. Returns once its own work is finished.
+    """For a program that finishes its own work at the first SIGTERM, but serves the children that
+    are stopped after it until the second SIGTERM. Returns once its own work is finished. None for
+    other programs.
     """
 
 

@@ -38,8 +38,8 @@ _TOKENS_CHECKED_AT_A_TIME = 65_536
 _MAX_NAMES = 8
 """Limit on the number of models that an error lists."""
 _ANSWERS_AT_A_TIME = 32
-"""If a request has more answers than this, each stage of its preparation runs in another iteration
-of the event loop.
+"""If a request has more answers than this, the event loop can do other work between the stages of
+its preparation.
 """
 
 

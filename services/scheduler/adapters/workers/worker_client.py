@@ -44,7 +44,7 @@ at most 5 s, is delayed by this time.
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
 REASON_SECONDS = 1.0
-"""Limit on the time to wait, after a failed write to a stream, for the reason why it ended."""
+"""If a write to a stream fails, the longest wait for the reason why the stream ended."""
 _SILENT_CHECKS = 2
 _TOLD_TO_STOP = ("DRAINING", "RANK_STOPPED")
 """Reasons with which a worker ends its stream after a signal has stopped it or another rank."""

@@ -175,8 +175,8 @@ class KVCacheManager:
         return block_ids
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Publishes the full blocks of the first `num_tokens` tokens, which are known and computed,
-        with the next transaction.
+        """With the next transaction, publishes the full blocks among the first `num_tokens` tokens.
+        These tokens must have known ids and must be computed.
         """
         num_full = num_tokens // self._hash_block_size
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:

@@ -133,7 +133,8 @@ class WaitingScheduler:
         suffice.
 
         Requests that were passed over (skipped) in this step are left out. Requests that are about
-        to be passed over are included, but no row is counted for them.
+        to be passed over are included, so that the plan notes why. They do not count toward the
+        maximum number of candidates, because they take no row and no budget.
         """
         candidates: list[Request] = []
         if not self._queues.has_queued:

@@ -54,11 +54,11 @@ def attend(
 
 @functools.cache
 def row_multiple(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """The multiple to which the queries of a call on the CPU are padded, so that a row does not
-    depend on the number of queries.
+    """With `batch_invariant` on the CPU, the number of queries of each call is padded to a multiple
+    of this number. A query's result then does not depend on how many queries its call has.
 
-    It is determined by trial computations. If their rows depend on the number of queries, all calls
-    are padded to the number of rows that torch's kernel computes at once.
+    The number is determined by trial computations. If their rows depend on the number of queries,
+    it is the number of rows that torch's kernel computes at once.
     """
     random = torch.Generator().manual_seed(0)
 

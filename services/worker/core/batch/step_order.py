@@ -4,9 +4,10 @@ from services.worker.core.errors import InvalidStep
 
 
 class StepOrder:
-    """Checks that the steps of one stream are of one generation and their numbers rise.
+    """Checks that all steps of one stream have the same generation of the pool, and that their
+    numbers rise.
 
-    An empty step with number 0 opens the generation. A second step with number 0 may follow it.
+    An empty step with number 0 may open the generation. A second step with number 0 may follow it.
     """
 
     def __init__(self) -> None:

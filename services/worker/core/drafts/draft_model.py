@@ -115,8 +115,9 @@ class DraftModel:
 
     def _settle(self, rows: Int32Array, num_computed: Int32Array, batch: InputBatch) -> None:
         """Counts accepted drafts that were computed, and forgets rejected drafts. The target model
-        has computed `num_computed` tokens. Of these tokens, the draft model has also computed the
-        tokens in full blocks.
+        has computed `num_computed` tokens. If more tokens than these count as computed in a row,
+        the count becomes the number of these tokens in full blocks, because every full block has
+        the keys and values of both models.
         """
         own, places = self._num_computed[rows], np.arange(self._guesses.shape[1])
         at = np.minimum(own[:, None] + places, batch.token_ids.shape[1] - 1)

@@ -69,11 +69,12 @@ class KVCacheDemand:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Memory that the cache may use: the fraction `utilization` of `of_bytes`, minus the bytes in
-    use and the bytes of activations.
+    """Memory that the cache may use: `of_bytes` times `utilization`, minus `used_bytes` and
+    `activation_bytes`.
     """
 
     of_bytes: int
+    """This rank's share of the memory that was available after loading, or of the GPU's memory."""
     utilization: float
     activation_bytes: int
     """Bytes that the largest step needs in addition to weights and cache."""

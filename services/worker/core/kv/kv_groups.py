@@ -48,7 +48,8 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share a block table, in order. `window` is None for full attention.
+    """Layers that share a block table. `layers` has their numbers in ascending order, and `window`
+    is None for full attention.
 
     A group of recurrent layers has a `mamba_cache_mode`. Recurrent layers are numbered separately
     from attention layers. `block_scale`: the tokens of the group's blocks as a multiple of the
