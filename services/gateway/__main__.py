@@ -49,8 +49,8 @@ _NEW_OBJECTS_BEFORE_COLLECTION = 2_000
 _LAST_ANSWERS_SECONDS = 1.0
 """Time limit for sending the last answers after all requests have ended."""
 _SCRAPE_SECONDS = 10.0
-"""Time limit for collecting the metrics of all replicas. Replicas that do not respond use most of
-it.
+"""Time limit for collecting the metrics of all replicas. It includes the wait for replicas that do
+not respond.
 """
 
 logger = logging.getLogger(__name__)
@@ -84,9 +84,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         tokenizer = load_tokenizer(settings.model, chat_template)
         gateway = Gateway(settings, tokenizer, tracing, tls, internal_tls, meter, traces)
         addresses = await gateway.start()
-        # Objects loaded so far live until the process ends. A full collection over them would block
-        # the event loop. So would a full collection over all requests, which form no reference
-        # cycles.
+        # A full collection over all objects would block the event loop. Objects loaded so far live
+        # until the process ends, so they are frozen. Requests form no reference cycles, so they
+        # need no full collection.
         gc.collect()
         gc.freeze()
         gc.set_threshold(_NEW_OBJECTS_BEFORE_COLLECTION)
@@ -116,8 +116,8 @@ class Addresses:
     traces: str | None
     """The address that receives spans of the other services. It is None if traces are not kept."""
     metrics: str | None
-    """The address of Prometheus' metrics. It is None if it is not set. It is separate from the
-    clients' API.
+    """The address of Prometheus' metrics, which is separate from the clients' API. It is None if no
+    such address is set.
     """
 
 
@@ -191,8 +191,8 @@ class Gateway:
         return Addresses(http_address, grpc_address, admin_address, trace_address, metrics_address)
 
     def _render_metrics(self, exemplars: bool) -> bytes:
-        """Returns the metrics of the gateway and its replicas. Must be called in another thread
-        than the event loop's.
+        """Returns the metrics of the gateway and its replicas. Blocks until the event loop has
+        collected them, so it must be called in another thread than the event loop's.
         """
         collecting = self.parts.fleet_metrics.collect(shows_tenants=True, exemplars=exemplars)
         return asyncio.run_coroutine_threadsafe(collecting, self._loop).result(_SCRAPE_SECONDS)

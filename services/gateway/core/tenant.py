@@ -9,8 +9,8 @@ from services.common.errors import PermissionDenied
 class Tenant:
     """The owner of one or more API keys. A limit of None means no limit.
 
-    If requests of several tenants compete, the tenants' shares are proportional to `weight`. Tokens
-    per minute are the uncached prompt tokens plus the generated tokens.
+    If requests of several tenants compete, the tenants' shares are proportional to `weight`. The
+    limit on tokens per minute counts uncached prompt tokens and generated tokens.
     """
 
     tenant_id: str

@@ -62,9 +62,10 @@ class Option:
         record: RequestRecord,  # noqa: ARG002
         api: str,  # noqa: ARG002
     ) -> Generation:
-        """Called for a checked request before its sequences are queued, within its deadline.
-        Returns the generation to deliver, which is this one or another one. Either of them may have
-        its own `source`. `api` is the kind of answer, such as a chat completion.
+        """Called for a checked request before its sequences are queued. If the request's deadline
+        passes, the call is cancelled. Returns the generation to deliver, which is this one or
+        another one. Either of them may have its own `source`. `api` is the kind of answer, such as
+        a chat completion.
         """
         return generation
 

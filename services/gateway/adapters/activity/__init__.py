@@ -1,3 +1,1 @@
-"""The replicas' current activity for displays. It is queried from the schedulers and formatted as
-JSON.
-"""
+"""Queries the replicas' current activity from schedulers, and formats it as JSON for displays."""

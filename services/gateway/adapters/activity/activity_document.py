@@ -30,7 +30,9 @@ def stats_document(stats: scheduler_pb2.GetStatsResponse) -> Document:
 
 
 def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) -> Document:
-    """Describes a running or waiting request. `unix_nanos` is the current time."""
+    """Describes a running or waiting request. `unix_nanos` is the current time in nanoseconds since
+    1970.
+    """
     state = scheduler_pb2.RequestState.Name(request.state).removeprefix(_REQUEST_STATE).lower()
     return {
         "key": request.key,
@@ -71,7 +73,9 @@ def step_documents(
 
 
 def blocks_document(blocks: common_pb2.BlockMap) -> Document:
-    """Describes a map of blocks. Each state is one digit, numbered as in the .proto."""
+    """Describes a map of blocks. `states` has one digit for the state of each cell, as in the
+    .proto.
+    """
     return {
         "blocks_per_cell": blocks.blocks_per_cell,
         "states": "".join(map(str, blocks.states)),
@@ -84,7 +88,9 @@ def blocks_document(blocks: common_pb2.BlockMap) -> Document:
 
 
 def _reason(number: int) -> str | None:
-    """Returns the name of a wait reason. Returns None if there is no such reason."""
+    """Returns the name of the wait reason with this number. Returns None if the number stands for
+    no reason.
+    """
     if number not in scheduler_pb2.WaitReason.values():
         return None
     name = scheduler_pb2.WaitReason.Name(scheduler_pb2.WaitReason.ValueType(number))

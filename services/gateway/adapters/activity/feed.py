@@ -45,7 +45,8 @@ class ReplicaSample:
     num_unfinished_here: int = 0
     cached_tokens: int | None = None
     """Number of tokens in the pool's cached blocks, according to the directory. If the pool is not
-    in the directory, only free cached blocks are counted.
+    in the directory, only free cached blocks are counted, because the block map has only their
+    number.
     """
     directory: str = ""
     """State of the directory's view of this pool. It is empty if the pool is not in the

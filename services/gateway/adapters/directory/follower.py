@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 Replicas = Callable[[], Iterable[Replica]]
 _SWEEP_IDLE_SECONDS = 0.1
 _SWEEP_PART_SECONDS = 0.002
-"""Pauses of `sweep` if the index has no void entries, and between two parts."""
+"""Pauses of `sweep`, in seconds. The first is used while the index has no invalid entries, and the
+second between two parts of a sweep.
+"""
 
 
 class Follower(Protocol):
@@ -126,8 +128,8 @@ def _served(replicas: Iterable[Replica]) -> Iterator[ReplicaDescription]:
 
 
 async def sweep(index: PrefixIndex) -> None:
-    """Removes void entries from the index until cancelled. A part takes about a millisecond in an
-    index of a million blocks.
+    """Removes invalid entries from the index, part by part, until cancelled. One part takes about a
+    millisecond in an index of a million blocks.
     """
     while True:
         more = index.sweep()

@@ -122,8 +122,8 @@ class PoolReader:
         self._epoch = 0
 
     async def apply(self, message: kvpool_pb2.WatchEventsResponse) -> None:
-        """Applies a message. If messages before it are missing, the node is degraded. To a reader
-        that is too slow, the pool sends a new snapshot.
+        """Applies a message. If messages before it are missing, the node is degraded. If a reader
+        is too slow, the pool sends it a new snapshot.
         """
         self._counts.entries += 1
         if message.snapshot:

@@ -8,9 +8,9 @@ records and leases of the nodes:
 2. A node is loaded from its snapshot if its epoch is new, its entries have a gap, or its digest
    differs. The log is then read again from the snapshot's position. Entries that are already
    applied to other nodes are skipped.
-3. After a failed call, the index is `degraded`. After the time in which leases expire, it is
-   `fallback`. The keys in the index are kept. If Redis can be reached again and has the same
-   epochs, reading continues.
+3. After a failed call, the index is `degraded`. If a call fails when the last contact was longer
+   ago than the duration of a lease, the index is `fallback`. The keys in the index are kept. If
+   Redis can be reached again and has the same epochs, reading continues.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class ReaderTimes:
     lease_seconds: float = 3.0
     """Seconds without contact after which leases may have expired."""
     watchdog_seconds: float = 0.5
-    """A read may take this number of seconds longer than its waiting time at the server."""
+    """Seconds by which a read of the log may exceed the time that Redis waits for new entries."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
 
@@ -70,7 +70,9 @@ class RedisReader:
         tail: RedisConnection,
         times: ReaderTimes | None = None,
     ) -> None:
-        """`tail` is a blocking connection that only reads the log."""
+        """`tail` is a second connection, which only reads the log. Its calls may block while they
+        wait for new entries.
+        """
         self.counts = ReaderCounts()
         self._index = index
         self._redis = redis

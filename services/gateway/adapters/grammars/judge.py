@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from services.common.request.grammar_compiler import GrammarCompiler
 
 MAX_COMPILE_SECONDS = 2.0
-"""Limit on the processor time of one compilation. Workers have no such limit: measured times vary,
-so a worker could refuse a grammar that the gateway accepted.
+"""Limit on the processor time of one compilation, in seconds. Workers have no such limit, because
+measured times vary, and a worker could refuse a grammar that the gateway accepted.
 """
 _MAX_WAITING = 64
 _MAX_KEPT = 256

@@ -48,8 +48,8 @@ async def forced_calls(
     *,
     parallel: bool,
 ) -> StructuredOutputs:
-    """Returns a grammar for a list of calls. The list has exactly one call, or at least one if
-    `parallel` is true.
+    """Returns a grammar for a list of calls. If `parallel` is true, the list has at least one call.
+    Otherwise it has exactly one.
     """
     lark = await make_lark(tokenizer, reasoning_literals(reasoning))
     calls = []

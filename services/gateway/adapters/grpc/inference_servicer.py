@@ -53,7 +53,8 @@ REQUEST_TYPES: dict[str, type[Message]] = {
     for method in gateway_pb2.DESCRIPTOR.services_by_name["Inference"].methods
     if not method.client_streaming
 }
-"""The request message of each method, by its full name. Methods with request streams are left out.
+"""Maps the full names of methods to the types of their requests. Methods with request streams are
+left out, because STREAM_TYPES has them.
 """
 
 

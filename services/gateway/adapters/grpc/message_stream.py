@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class MessageStream:
-    """Writes one message for each piece of an answer that is not empty. Pieces that arrive during a
-    write are merged.
+    """Writes one message for each non-empty piece of an answer. Pieces that arrive during a write
+    are merged.
     """
 
     def __init__(

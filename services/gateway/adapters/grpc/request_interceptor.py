@@ -35,8 +35,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class RequestInterceptor(grpc.aio.ServerInterceptor):
     """Authenticates each call, sets CALL_TENANT, and reads the request message itself.
 
-    By default grpc reads and parses a request before the handler is called. The health service
-    needs no API key. The number of other streams, such as reflection, is limited.
+    Otherwise grpc would read and parse the message before the handler could authenticate the call.
+    The health service needs no API key. The number of other streams, such as reflection, is
+    limited.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         max_items: int,
         message_timeout_seconds: float,
     ) -> None:
-        """The keys of all mappings are full names of methods. `request_types` has the request type
-        of each method with a single request, and `stream_types` the message type of each method
-        with a request stream.
+        """The keys of all mappings are full names of methods. `request_types` maps methods with a
+        single request to the type of the request. `stream_types` maps methods with a request stream
+        to the type of its messages.
 
         The functions in `admissions` and `arriving` are called before the message is read. They
         raise an error to refuse the call. Their results, an Allowance and an Arrival, are closed at
-        the end of the call. During the call, CALL_ARRIVAL is the arrival. `operations` has the
-        operation in traces and metrics of each method that generates.
+        the end of the call. During the call, CALL_ARRIVAL is the arrival. `operations` maps methods
+        that generate to their operations in traces and metrics.
         """
         self._keys = keys
         self._request_types = request_types

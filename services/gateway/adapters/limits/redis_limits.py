@@ -40,8 +40,9 @@ logger = logging.getLogger(__name__)
 class RedisLimits:
     """A LimitStore in Redis. It owns the connection and closes it at the end.
 
-    This gateway's slots (one for each concurrent request) are also in `local`. Their leases in
-    Redis are renewed from there. While Redis is unreachable, only the slots in `local` count.
+    This gateway's slots (one for each concurrent request) are also in `local`. This gateway renews
+    the leases in Redis of all slots in `local`. While Redis is unreachable, only the slots in
+    `local` count.
     """
 
     def __init__(

@@ -77,7 +77,8 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
     """Converts a sequence with all its output so far. The replica starts the sequence, or resumes
     it if it has output.
 
-    `now` is the time on the clock of the request's deadline.
+    `now` is the current time on the clock of the request's deadline. The timeout is computed from
+    it.
     """
     request = inflight.request
     sampling = sampling_to_proto(request.sampling)

@@ -299,8 +299,8 @@ class SchedulerLink:
 
     @property
     def _heard_at(self) -> float:
-        """Returns the time of the last received message. If a sent message has been unacknowledged
-        for longer, returns that earlier time.
+        """Returns the time of the last received message, or the time since which sent messages are
+        unacknowledged, if it is earlier.
         """
         if not self._numbering.has_untaken:
             return self._received_at
@@ -308,7 +308,8 @@ class SchedulerLink:
 
     async def _watch(self, alarm: asyncio.Timeout) -> None:
         """Makes `alarm` expire if no message was received, or no sent message acknowledged, for the
-        session's timeout. `Silence` measures the time, from the second half of the timeout on.
+        session's timeout. In the second half of the timeout, `Silence` measures the time, so that a
+        delay of this process does not count as the scheduler's silence.
         """
         loop, silence = asyncio.get_running_loop(), None
         interval, heard_at = self._session_timeout / _CHECKS_PER_TIMEOUT, self._heard_at
@@ -349,8 +350,9 @@ class SchedulerLink:
 
 
 def longest_backoff(away_seconds: float) -> float:
-    """Returns the seconds between two attempts to open a session, after `away_seconds` without one.
-    It is a tenth of that time, within bounds. An attempt costs a millisecond of processor time, and
-    a registry may list many dead schedulers.
+    """Returns the seconds between two attempts to open a session, if no session was open for
+    `away_seconds`. The result is a tenth of `away_seconds`, within bounds. Attempts become rarer
+    because each costs a millisecond of processor time, and a registry may list many dead
+    schedulers.
     """
     return min(max(_MAX_BACKOFF_SECONDS, away_seconds / 10), _MAX_AWAY_BACKOFF_SECONDS)

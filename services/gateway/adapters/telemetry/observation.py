@@ -47,7 +47,9 @@ class Observation:
     def watching(
         self, generation: Generation, sink: Sink, *, stream: bool
     ) -> Iterator["WatchedSink"]:
-        """A context with a sink that measures the times of pieces and forwards them to `sink`."""
+        """A context with a sink that measures when pieces arrive, and forwards the pieces to
+        `sink`.
+        """
         self._generation = self._record.generation = generation
         self._record.is_stream = stream
         self._record.enter(Part.GENERATE)

@@ -54,7 +54,7 @@ class KeptFor(enum.Enum):
     SLOWEST = "slowest"
     """The request was among the slowest requests of its minute."""
     WATCHED = "watched"
-    """Its trace was read or listed while it ran."""
+    """The request's trace was read or listed while the request ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,14 @@ class RequestRecord:
 
     call: Call
     headers: Mapping[str, str]
-    """The headers by their lower-case names. In gRPC they are the metadata."""
+    """Maps lower-case names of headers to values. In gRPC the headers are the call's metadata."""
     request_id: str
     origin: TraceOrigin
     """The trace id, the caller's span, and whether the trace is sampled."""
     timeline: Timeline
-    """Starts with the call's arrival."""
+    """The parts of the call's time, from the call's arrival on."""
     baggage: str = ""
-    """The client's baggage header, which is propagated."""
+    """The client's baggage header, which is sent to replicas with the sequences."""
     operation: str = ""
     """The GenAI operation. It is empty for calls that generate nothing, which have no spans."""
     tenant: Tenant = ANYONE
@@ -92,11 +92,11 @@ class RequestRecord:
     error_type: str = ""
     error_message: str = ""
     is_failure: bool = False
-    """Whether it ended with an error of the server. Errors of the client and refusals by a full
-    server are not counted as such.
+    """Whether the call ended with an error of the server. Errors of the client, and refusals by a
+    full server, do not count.
     """
     is_watched: bool = False
-    """Whether its trace was read or listed while it ran."""
+    """Whether the call's trace was read or listed while the call ran."""
     generation: Generation | None = None
     """The generation of the request. It is None before the request was parsed, and for calls that
     generate nothing.
@@ -107,11 +107,11 @@ class RequestRecord:
     directory_state: str = ""
     """The state of the directory when the request's processing began (see DirectoryState)."""
     first_token: int | None = None
-    """The time when the first token was ready for the client. It is None before."""
+    """The time when the first token was ready for the client. It is None before the first token."""
     write_nanos: int = 0
-    """Time for which writes to the client were blocked by the client's reading."""
+    """Total time for which writes waited until the client read, in nanoseconds."""
     unix_offset: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
-    """Offset from its times to nanoseconds since 1970."""
+    """Number that is added to the record's times to get nanoseconds since 1970."""
     root_span_id: int = field(default_factory=new_span_id)
     generate_span_id: int = field(default_factory=new_span_id)
 

@@ -3,7 +3,8 @@
     chat tiny                                    the call, from its arrival to the end of its answer
 
 Consecutive parts have no gap, so the sum of their durations is the call's duration. Each sequence
-has a quota of MAX_SPANS. If it has more parts, its last span extends to the sequence's end.
+has a quota, which is its part of MAX_SPANS. If a sequence has more parts than its quota, its last
+span extends to the sequence's end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +30,8 @@ from services.gateway.core.traces.time_parts import EngineParts
 from services.gateway.core.traces.timeline import Part, Stretch, Timeline
 
 MAX_SPANS = 1152
-"""Limit on the number of spans of one request, which is divided equally among its sequences. With
-256 sequences, the quota of a sequence suffices if it is sent to only one replica.
+"""Limit on the number of spans of one request. The limit is divided equally among the request's
+sequences. With 256 sequences, the quota of a sequence suffices if it is sent to only one replica.
 """
 _MAX_STOPS, _MAX_CHARACTERS = 16, 256
 """Limits on the number of stop strings in a span, and on the characters of each text from a
@@ -225,7 +226,7 @@ class RequestSpans:
 
 
 def stretches_of(timeline: Timeline, until: int) -> Iterator[tuple[Stretch, int]]:
-    """Yields each stretch with its end. The last one of a timeline that has not ended gets
+    """Yields each stretch with its end. If the timeline has not ended, the last stretch ends at
     `until`.
     """
     yield from ((one, following.began) for one, following in pairwise(timeline.stretches))

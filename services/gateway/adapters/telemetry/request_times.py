@@ -30,8 +30,8 @@ def engine_times(traces: Sequence[SequenceTrace]) -> EngineTimes | None:
 def parts_of(
     record: RequestRecord, until: int | None = None, so_far: EngineParts | None = None
 ) -> tuple[TimePart, ...]:
-    """Returns the parts of a call's time up to its end. If the call has not ended, up to `until`,
-    or to the current time if `until` is None.
+    """Returns the parts of a call's time up to its end. If the call has not ended, the parts end at
+    `until`. None means the current time.
     """
     end = record.timeline.now() if until is None else until
     return request_parts(record.timeline, traces_of(record.generation), end, so_far)
@@ -42,7 +42,7 @@ def metrics_body(record: RequestRecord) -> dict[str, Any]:
     statistics in milliseconds.
 
     The statistics are null if the replica did not report them, for example after a stop string.
-    They are also null for requests with several sequences.
+    They are also null for requests with several sequences, because they describe one sequence.
     """
     parts, traces = parts_of(record), traces_of(record.generation)
     body: dict[str, Any] = {

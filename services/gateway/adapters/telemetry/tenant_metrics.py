@@ -13,8 +13,8 @@ from services.gateway.core.admission.tenant_queues import TenantQueues
 from services.gateway.core.request.generation import Usage
 
 MAX_TENANTS = 256
-"""Limit on the number of tenants with series of their own. Counters have the first tenants, gauges
-the tenants with most sequences.
+"""Limit on the number of tenants with series of their own. Counters have series for the first
+tenants, and gauges for the tenants with the most sequences.
 """
 OTHERS = "(others)"
 """The label of all further tenants."""

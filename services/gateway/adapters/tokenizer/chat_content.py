@@ -20,8 +20,8 @@ def render_content(
     render: Callable[[Messages], str], messages: Messages, template: str, form: str
 ) -> str:
     """Renders messages with `render`. A message's content is a text, or a list of texts. `form` is
-    the format of contents that the template expects: string, openai (a list of parts), or auto,
-    which detects it.
+    the format that the template expects: string for a text, openai for a list of parts, or auto if
+    the format is derived from the template.
 
     As in vLLM, texts are joined with a line feed if the template expects a string. A template
     expects parts if it iterates over the content. If `form` is auto and the prompt lacks the last

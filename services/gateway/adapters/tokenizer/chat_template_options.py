@@ -21,9 +21,11 @@ class ChatTemplateOptions:
     template: str | None = None
     """The path of a file, or the text of a template. None selects the model's template."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Default variables, which a request may override."""
+    """Default variables of the template, which a request may override."""
     content_format: str = "auto"
-    """The format of messages' content that the template expects."""
+    """The format of messages' content that the template expects: string, openai (a list of parts),
+    or auto (derived from the template).
+    """
 
     def read_template(self) -> str | None:
         """Returns the text of the template. Returns None if it is the model's template.

@@ -29,7 +29,9 @@ _INLINE_CHARACTERS = 2048
 cost more.
 """
 _CHARACTERS_OF_MESSAGE = 128
-"""Rendering this number of characters takes about as long as rendering one more message."""
+"""Each message counts as this number of characters in addition to its text, because one more
+message takes about as long to render.
+"""
 _COUNTED_CHARACTERS_PER_TOKEN = 8
 """If a text has more characters per allowed token than this, its tokens are first counted in
 pieces.

@@ -17,8 +17,8 @@ _PACKAGES = ("transformers", "transformers.models")
 
 
 class _ListedLater(ModuleType):
-    """A placeholder in sys.modules for a package. The package itself is imported when an attribute
-    is used that is neither an imported module nor a tokenizer's class.
+    """A placeholder in sys.modules for a package. The package itself is imported when any other
+    attribute than an imported module or a tokenizer's class is used.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -54,9 +54,9 @@ class RunningTraces:
     def requests(
         self, may_see: Callable[[str], bool], limit: int, order: Order
     ) -> list[StoredTrace]:
-        """Returns a trace of each request, which has only the root span. `may_see` is called with
-        the id of the request's tenant. The traces of listed requests are stored when the requests
-        end, so that they can be read later.
+        """Returns at most `limit` traces, one for each request, with only the root span. `may_see`
+        is called with the id of the request's tenant. The traces of listed requests are stored when
+        the requests end, so that they can be read later.
         """
         records = [one for one in self._generating() if may_see(one.tenant.tenant_id)]
         if order is Order.NEWEST:
@@ -105,8 +105,8 @@ class RunningTraces:
     async def _ask(
         self, address: str, request: scheduler_pb2.GetRunningSpansRequest
     ) -> ExportTraceServiceRequest:
-        """Queries the spans of a scheduler. Returns none if it does not respond or its answer
-        cannot be decoded.
+        """Queries the spans of a scheduler. Returns no spans if the scheduler does not respond or
+        its answer cannot be decoded.
         """
         try:
             answer = await self._links[address].running_spans(request, _TIMEOUT_SECONDS)

@@ -1,4 +1,4 @@
-"""The gateway's tracing. Spans are exported to a collector, as in the other services, to the
+"""The gateway's tracing. Spans are exported to a collector as in the other services, or to the
 gateway's own store, or to both.
 """
 
@@ -17,8 +17,8 @@ from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 
 _MAX_STORED_BYTES = 16 * 2**20
-"""Limit on the total bytes of the spans in the store. The limit on traces is one for each 32
-KiB.
+"""Limit on the total bytes of the spans in the store. The store keeps at most one trace for each 32
+KiB of this limit.
 """
 
 

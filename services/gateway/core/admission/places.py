@@ -13,8 +13,8 @@ from services.gateway.core.tenant import Tenant
 ACTIVE_SECONDS = 10.0
 """Seconds after its last request for which an idle tenant still has a share."""
 _PLACES_PER_RESERVED = 16
-"""The total number of places is divided by this number. The quotient limits the places that are
-reserved for tenants below their shares.
+"""At most one of this many places is reserved for sequences that tenants below their shares may add
+later. Places for their waiting sequences are reserved without this limit.
 """
 _PLACES_PER_QUEUED = 16
 """If there is only one tenant, it may queue one sequence at the replicas for every 16 places. Then
@@ -76,9 +76,9 @@ class FairShares:
     """Determines which tenants may take a free place, and which tenant must return a place. The
     result is valid until a place is taken or freed.
 
-    1. A tenant's share is its fraction of all places by weight, rounded down, and at least 1. A
-       tenant below its share may take any free place. If no place is free, a sequence of the tenant
-       furthest above its share is preempted.
+    1. A tenant's share is the number of places in proportion to its weight, rounded down, but at
+       least 1. A tenant below its share may take any free place. If no place is free, a sequence of
+       the tenant furthest above its share is preempted.
     2. A tenant above its share may take a free place only if enough other places are free. One
        place is reserved for each waiting sequence of the tenants below their shares, and one more
        for each tenant that would then still be below its share. Reserved places make preemptions
@@ -183,8 +183,8 @@ class Places:
         return 0 if usage is None else usage.num_waiting
 
     def service_time(self, tenant: Tenant) -> ServiceTime:
-        """Returns the measured service time of a tenant's sequences. For a new tenant it is
-        empty.
+        """Returns the measured service time of a tenant's sequences. For a new tenant it has no
+        measurements.
         """
         usage = self._usages.get(tenant.tenant_id)
         return ServiceTime() if usage is None else usage.service_time

@@ -6,7 +6,7 @@ from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.request.inflight import Inflight
 
 OUTPUT_WEIGHT = 2.0
-"""A generated token costs as much as this number of prompt tokens (Sheng et al., 2024)."""
+"""A generated token is charged as this number of prompt tokens (Sheng et al., 2024)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ class ServiceTime:
     """The moving mean of running times and of their deviation, in seconds. Both are computed like
     round-trip times in Jacobson, "Congestion avoidance and control" (SIGCOMM 1988).
 
-    Under overload, a request may wait until the time before its deadline just suffices for running.
-    If the mean running time counted as sufficient, half of such requests would miss their
-    deadlines.
+    Under overload, a request may wait until the time left before its deadline is just enough to
+    run. If the mean running time counted as enough, half of such requests would miss their
+    deadlines. Therefore `longest_usual` adds two deviations to the mean.
     """
 
     mean: float = 0.0

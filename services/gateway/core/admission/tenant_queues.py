@@ -51,7 +51,7 @@ class _Waiter:
     apply.
     """
     has_to_wait: bool = False
-    """Whether the sequence was still waiting at the end of `add`."""
+    """Whether the sequence was not sent at once. If so, its wait is recorded when it is sent."""
 
 
 class TenantQueues:

@@ -16,26 +16,26 @@ OWN_TOKENS_COUNT = 2
 2 because the sequence and the requests behind it wait for these tokens.
 """
 EVICTED_TOKENS_COUNT = 4
-"""OWN_TOKENS_COUNT is increased by this number at a replica with mean eviction pressure, and in
-proportion to the pressure at other replicas. In a full pool, the blocks of a sequence's own tokens
-evict as many blocks that would have been hits. The pressure grows with the number of tokens
-computed at the replica (Preble's eviction cost).
+"""At a replica with mean eviction pressure, OWN_TOKENS_COUNT is increased by this number. At other
+replicas, the increase is proportional to the pressure. In a full pool, the blocks of a sequence's
+own tokens evict as many other blocks, which would have been hits. The pressure grows with the
+number of tokens computed at the replica (Preble's eviction cost).
 
 Without this number, small differences in measured speeds would send most new conversations to the
 same pools. In simulations (tests/gateway/simulated_fleet.py), OWN_TOKENS_COUNT and
 EVICTED_TOKENS_COUNT have the values with the best hit rates and times to first token.
 """
 RECENT_SECONDS = 30.0
-"""Half-life of the number of tokens computed at a replica, in seconds."""
+"""Half-life of `LoadTracker.recent_tokens`, in seconds."""
 REFRESH_SECONDS = 0.05
-"""`LoadTracker.refresh` does nothing if it was called less than this time ago."""
+"""`LoadTracker.refresh` does nothing if it was called less than this number of seconds ago."""
 _SHARE = 0.1
 """Weight of the newest value in moving means."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """The seconds by which each prompt token, and each decoding request, lengthens a step."""
+    """The seconds by which one prompt token and one decoding request lengthen a step."""
 
     seconds_per_prompt_token: float
     seconds_per_decode: float
@@ -110,7 +110,9 @@ class LoadTracker:
         self.speeds: Speeds | None = None
         """Speeds that the scheduler measured. They are None until the scheduler reports them."""
         self.recent_tokens = 0.0
-        """Number of tokens of this gateway's prompts that were recently computed at the replica."""
+        """Number of tokens of this gateway's prompts that were recently computed at the replica. It
+        decays with a half-life of RECENT_SECONDS.
+        """
 
     @property
     def num_requests(self) -> int:
@@ -155,7 +157,8 @@ class LoadTracker:
         The cost is the sum of three times. The first is the time for the tokens before the
         sequence. The second is several times the time for the sequence's own tokens. The third is
         the time by which the sequence and the other requests slow each other down while the
-        sequence decodes.
+        sequence decodes. The sequence is assumed to generate the mean number of output tokens, but
+        at most `max_output_tokens`. None means no limit.
 
         `fleet_speeds` are the mean speeds of all replicas. The cost uses the average of these and
         the replica's own speeds. With its own speeds only, most new conversations would be sent to

@@ -23,13 +23,13 @@ class ReplicaDescription:
     directory.
     """
     kvpool_address: str = ""
-    """The address at which the pool publishes its events, as the scheduler uses it."""
+    """The address by which the scheduler reaches the pool. The pool publishes its events there."""
     pool_id: str = ""
     """The pool's id at `kvpool_address`."""
     max_num_seqs: int = 0
     """The limit on the number of running sequences. It is 0 if it was not reported."""
     hash_block_size: int | None = None
-    """The number of tokens of a block hash, if it is smaller than the block size. Otherwise it is
+    """Number of tokens that one block hash covers, if it is smaller than the block size. Otherwise
     None.
     """
 

@@ -39,7 +39,7 @@ class EngineTimes:
     prefill: float
     decode: float
     interrupted: float
-    """The part of prefill and decode in which the sequence did not run."""
+    """Seconds of prefill and decode in which the sequence did not run."""
     queued_unix_nanos: int | None = None
     """Time when the sequence arrived at the replica, in nanoseconds since 1970 by the replica's
     clock.
@@ -70,9 +70,13 @@ class SequenceTrace:
     """Number of times that the sequence was sent to a replica."""
     times: EngineTimes | None = None
     admitted: int | None = None
-    """Time when the current replica scheduled the sequence. None before that."""
+    """Time when the current replica scheduled the sequence, on the clock `nanos`. It is None before
+    that.
+    """
     first_token: int | None = None
-    """Time when the first token from the current replica arrived. None before that."""
+    """Time when the first token from the current replica arrived, on the clock `nanos`. It is None
+    before that.
+    """
     stays: dict[str, int] = field(default_factory=dict)
     """Maps a replica's address to the span number of the last stay there."""
     timeline: Timeline = field(init=False)
@@ -82,8 +86,8 @@ class SequenceTrace:
 
     @property
     def span_number(self) -> int:
-        """The number, from 1, of the span of the sequence's last stay. It is unique within the
-        request.
+        """The span number of the sequence's last stay. Span numbers start at 1, and are unique
+        within the request.
         """
         return engine_span_number(self.index, self.num_sent)
 
@@ -113,7 +117,7 @@ class SequenceTrace:
 
 
 def engine_span_number(index: int, num_sent: int) -> int:
-    """Returns the span number, from 1, of a sequence's last stay. `index` is the sequence's index
-    in its request, and `num_sent` the number of its stays.
+    """Returns the span number of a sequence's last stay. Span numbers start at 1. `index` is the
+    sequence's index in its request, and `num_sent` the number of its stays.
     """
     return 1 + index * _SPANS + min(num_sent, _SPANS) - 1

@@ -10,9 +10,10 @@ from services.gateway.core.request.inflight import Inflight
 class WaitingQueue:
     """Keeps sequences until they are sent to a replica, for at most `timeout_seconds`.
 
-    The time of a sequence starts with its first `add` after it was lost or taken back. A refusal by
-    a replica does not restart the time. `on_retry` is called at a sequence's retry time, and
-    `on_expired` after its timeout. Before either call, the sequence is removed from the queue.
+    The timeout of a sequence starts with its first `add`, and again with its first `add` after it
+    was lost or taken back. A refusal by a replica does not restart the timeout. `on_retry` is
+    called at a sequence's retry time, and `on_expired` at the end of its timeout. Before either
+    call, the sequence is removed from the queue.
     """
 
     def __init__(

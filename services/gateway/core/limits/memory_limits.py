@@ -32,7 +32,7 @@ class _State:
 
 
 class MemoryLimits:
-    """A LimitStore in memory. A slot expires `lease_millis` after it was last taken or kept
+    """A LimitStore in memory. A slot expires `lease_millis` after it was last taken or renewed
     (HOLD).
     """
 

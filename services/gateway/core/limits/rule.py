@@ -73,7 +73,9 @@ class LimitSet:
 
 
 class SlotChange(enum.Enum):
-    """Whether a change takes, keeps or releases a slot of the concurrent requests."""
+    """How a change affects its slot of the concurrent requests. HOLD takes or renews the slot,
+    RELEASE frees it, and KEEP has no effect on it.
+    """
 
     KEEP = 0
     HOLD = 1
@@ -99,9 +101,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The levels of a tenant's buckets after a change or a refusal, in units. A level is 0 if there
-    is no limit. `wait_millis` is the time until a refused change would fit, or 0 if it is not
-    known.
+    """The levels of a tenant's buckets after a change or a refusal, in units of 1/60,000 of a
+    request or token. A level is 0 if there is no limit. `wait_millis` is the time until a refused
+    change would fit, or 0 if it is not known.
     """
 
     refused_by: Quota | None

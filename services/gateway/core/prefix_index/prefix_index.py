@@ -135,8 +135,8 @@ class PrefixIndex:
             self._retire(view)
 
     def apply(self, batch: KeyBatch) -> Applied:
-        """Applies the next batch of an epoch. The batch was applied if the result is DONE or
-        DRIFTED, and not if it is any other result.
+        """Applies the next batch of an epoch. The result DONE or DRIFTED means that the batch was
+        applied. Any other result means that it was not.
         """
         view = self._by_epoch.get(batch.epoch)
         if view is None:

@@ -41,16 +41,16 @@ class Delivery:
     delivery puts the next piece itself. The sink is then drained in the same iteration of the event
     loop. Output that arrives during a drain is merged.
 
-    If there are many tokens, for example after a long drain, they are put in several parts, each in
-    another iteration of the event loop.
+    If there are many tokens, for example after a long drain, they are put in several parts. The
+    event loop can do other work between two parts.
     """
 
     def __init__(
         self, generation: Generation, engine: Source, sink: Sink, min_tokens: int = 1
     ) -> None:
-        """After a sequence's first tokens, at least `min_tokens` tokens are put together, or fewer
-        if there is other output. If the request has stop strings, each token is put separately,
-        since it may be the last.
+        """The first tokens of a sequence are put at once. Later tokens are put when there are at
+        least `min_tokens`, or earlier together with other output. If the request has stop strings,
+        each token is put separately, since it may be the last.
         """
         self._min_tokens = 1 if generation.request.stop else min_tokens
         self._generation = generation

@@ -22,7 +22,7 @@ class DeltaSource(Protocol):
     waits: list[Wait]
     """The waits of sequences that were not sent to a replica at once, or were preempted."""
     traces: list[SequenceTrace]
-    """The trace of each sequence. It is empty if another gateway runs the sequences."""
+    """The trace of each sequence. The list is empty if another gateway runs the sequences."""
 
     def take(self) -> list[tuple[int, Delta]]:
         """Returns the output since the last call as pairs of a sequence's index and its delta. Each

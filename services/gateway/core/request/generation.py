@@ -32,7 +32,8 @@ class Generation:
     """A checked request with the state of its answers. If the request is a turn of a client's
     session, the session's tokens are updated at the end.
 
-    Answer i answers prompt i // num_candidates.
+    `request.num_candidates` answers are generated for each prompt. Answer i belongs to prompt i //
+    num_candidates.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Generation:
         self.sequences = sequences
         stops = StopPatterns(request.stop)
         self.mailbox: DeltaSource | None = None
-        """The output of the sequences at the engine. None before `start`."""
+        """The output of the sequences at the engine. It is None before `start` is called."""
         self.source: KeptSource | None = None
         """The source of an answer that several requests share. It is None if an engine generates
         the answer for this request.
@@ -56,7 +57,7 @@ class Generation:
         self.is_replay = False
         """Whether another request started the shared answer."""
         self._turn = Answer()
-        """The answer of a session's turn."""
+        """The whole answer. It is collected only if the request is a turn of a session."""
         self.was_taken = False
         """Whether a replica has scheduled one of the sequences. If false, the request is queued or
         was refused.

@@ -39,7 +39,7 @@ _MAX_NAMES = 8
 """Limit on the number of models that an error lists."""
 _ANSWERS_AT_A_TIME = 32
 """If a request has more answers than this, the event loop can do other work between the stages of
-its preparation.
+the request's preparation.
 """
 
 
@@ -171,8 +171,8 @@ class Inference:
         deadline: float | None = None,
     ) -> Generation:
         """Checks a request and makes its generation. Raises InvalidArgument or OutOfRange if the
-        request is invalid. If the request has many tokens, other work of the event loop runs
-        between the checks.
+        request is invalid. If the request has many tokens, the event loop can do other work between
+        the checks.
         """
         limits = self.limits()
         request = in_session(self._defaults.bounded(request))

@@ -16,7 +16,9 @@ from services.gateway.core.text.parsing.output_form import OutputForm
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
-"""The roles of messages over gRPC. These messages have no tool calls."""
+"""The roles of messages over gRPC. The role `tool` is left out, because these messages have no tool
+calls.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,8 @@ class EngineRequest:
     session_id: str = ""
     tenant: Tenant = ANYONE
     num_choices: int = 0
-    """In the first sequence of a prompt, the number of answers that the client requested. 0 in
-    other sequences.
+    """For metrics: in the first sequence of a prompt, the number of answers that the client
+    requested. It is 0 in other sequences.
     """
     pooling: PoolingParams | None = None
     """How the prompt's vector is computed. It is None if text is generated."""

@@ -59,7 +59,7 @@ class ClientSession:
         self.tenant = tenant
         self.created = created
         self.token_ids: list[int] = []
-        """The tokens before the next turn's prompt."""
+        """All tokens of the completed turns. The next turn's input follows them."""
         self.num_turns = 0
         """Number of completed turns."""
         self.is_in_turn = False

@@ -23,7 +23,7 @@ _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_OF_CHARACTER = 4
 """A character has at most four bytes, so it has at most four tokens."""
 _CONTEXT_TOKENS = 6
-"""Number of prompt tokens at the start of a window."""
+"""Number of prompt tokens in the first window of a sequence, as the context of the first output."""
 _MAX_SILENT_TOKENS = 24
 """If more than this number of consecutive tokens have no text, they are removed from the window."""
 _SPACE = 0x20

@@ -1,7 +1,7 @@
 """Records the last minutes: latencies, rates, queues and pools over time, and events.
 
-Its size is bounded by MAX_BINS bins of BIN_SECONDS seconds, MAX_VALUES latencies of each kind per
-bin, and MAX_EVENTS events. Times are in seconds since 1970.
+The size of a History is bounded by MAX_BINS bins of BIN_SECONDS seconds, MAX_VALUES latencies of
+each kind per bin, and MAX_EVENTS events. Times are in seconds since 1970.
 """
 
 from collections import deque

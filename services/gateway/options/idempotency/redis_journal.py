@@ -3,8 +3,9 @@
     `idem:{SCOPE}:log`      stream; an entry's id is its fence and its number, its one field `b`
     `idem:{SCOPE}:lease`    the gateway that makes the answer; expires
 
-A stream rejects an id that is not above its last id. This fences a replaced owner. Both keys of a
-scope are in one slot of Redis Cluster, and both expire.
+A fence is the number of a log's owner. A stream rejects an id that is not above its last id, so a
+former owner, whose fence is lower, cannot append. Both keys of a scope are in one slot of Redis
+Cluster, and both expire.
 """
 
 from collections.abc import Sequence
@@ -36,8 +37,8 @@ class RedisJournal:
         lease_seconds: float,
         retention_seconds: float,
     ) -> None:
-        """`gateway` is this gateway's name. It is the value of its leases, for
-        people who read them.
+        """`gateway` is this gateway's name. Leases have it as their value, so that people can see
+        which gateway has a lease.
         """
         self._redis = redis
         self._gateway = gateway

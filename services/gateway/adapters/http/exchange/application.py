@@ -31,7 +31,7 @@ class Application:
     """Runs the checks and the handler of each request's route. Also serves the OpenAPI document, as
     JSON and as HTML pages.
 
-    A request passes only the router and its endpoint.
+    Only the router and the route's endpoint lie between the application and a handler.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Described(NamedTuple):
 
     status: int
     kind: str
-    """OpenAI's error type. If a tenant exceeded a limit, the name of the limited quantity."""
+    """OpenAI's error type, or the name of the limited quantity if a tenant exceeded a limit."""
     message: str
     field: str | None
     code: str
@@ -80,7 +80,7 @@ class ErrorWriter(Hashable, Protocol):
 
 
 class OpenAiErrors:
-    """{"error": {message, type, param, code}}"""
+    """Writes errors in OpenAI's schema: {"error": {message, type, param, code}}."""
 
     def body(self, error: Described) -> dict[str, object]:
         return {
@@ -98,7 +98,9 @@ class OpenAiErrors:
 
 
 class AnthropicErrors:
-    """{"type": "error", "error": {type, message, details}}, with an error code in details."""
+    """Writes errors in Anthropic's schema: {"type": "error", "error": {type, message, details}}.
+    `details` contains the error code.
+    """
 
     def body(self, error: Described) -> dict[str, object]:
         """Returns the body of an error. Anthropic's schema has no key for the invalid field, so the

@@ -89,8 +89,8 @@ def _items(value: LongList) -> Iterator[str]:
 
 
 async def send_json(value: Any, send: Send) -> None:
-    """Sends a value as the JSON body of an answer. A long body is sent in chunks, each in another
-    iteration of the event loop.
+    """Sends a value as the JSON body of an answer. A long body is sent in chunks. The event loop
+    can do other work between two chunks.
     """
     pieces = json_pieces(value)
     headers = [(b"content-type", b"application/json")]

@@ -33,8 +33,9 @@ class BodyReader:
     """Reads bodies of at most `max_bytes` bytes and `max_values` JSON values. `budget` bounds the
     total bytes of the bodies that are read at the same time.
 
-    `unknown_fields` is IGNORE or REFUSE. The names of ignored fields, and of known fields that have
-    no effect, are stored in the request's record.
+    `unknown_fields` is IGNORE to ignore unknown fields, or REFUSE to treat them as errors. The
+    names of ignored fields, and of known fields that have no effect, are stored in the request's
+    record.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ def said(content: str | Sequence[TextPart] | None) -> list[str]:
 
 def read(content: str | Sequence[TextPart] | None) -> list[str]:
     """Returns the texts of all parts of a content. In turns of roles other than the assistant,
-    parts whose type is that of a thought are ordinary text.
+    parts with a thought's type are ordinary text.
     """
     return _texts(content, without=frozenset())
 

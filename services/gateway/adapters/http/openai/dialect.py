@@ -25,8 +25,8 @@ from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import ClientRequest
 
 _TEXT, _TOKEN_ID = "\0", "\1"
-"""Placeholders for the text and the token ids. In a chunk the text precedes the ids, which may be
-absent.
+"""Placeholders for the text and the token ids in the chunk from which a TextFrame is made. The text
+precedes the ids, which may be absent.
 """
 
 
@@ -63,8 +63,8 @@ class StreamingDialect(ABC):
 
     @abstractmethod
     def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
-        """Returns the last events of a complete answer. `metrics` are the request's times, if the
-        client requested them.
+        """Returns the last events of a complete answer. `metrics` contains the request's times. It
+        is None if the client did not request them.
         """
 
     @abstractmethod
@@ -111,7 +111,7 @@ class Dialect(StreamingDialect):
         """
 
     def opening(self, _usage: Usage) -> list[dict[str, Any]]:
-        """Returns one choice for each chunk before the first token."""
+        """Returns the choices that are sent before the first token, each in its own chunk."""
         return []
 
     @abstractmethod

@@ -61,8 +61,8 @@ class JsonSchemaFormat(Body):
 
 
 class StructuralTagFormat(Body):
-    """Constrains parts of the text. The constraint is either `format`, or `structures`, of which
-    each applies after one of the texts in `triggers`.
+    """Constrains parts of the text. The constraint is given by `format` or by `structures`. Each
+    structure applies after one of the texts in `triggers`.
     """
 
     type: Literal["structural_tag"]

@@ -111,8 +111,8 @@ class GenerationRoutes:
         sessions: ClientSessions,
         keep_alive: float,
     ) -> None:
-        """`keep_alive` is the longest time in seconds without an event in a stream. 0 means no
-        limit.
+        """A stream gets a keep-alive after `keep_alive` seconds without an event. 0 disables
+        keep-alives.
         """
         self._inference = inference
         self._options = options
@@ -228,8 +228,8 @@ class GenerationRoutes:
 
 
 def _request_id(prefix: str, body: AskingBody, record: RequestRecord) -> str:
-    """Returns the prefix and the request's id. The id is the client's, from the body or a header,
-    or else a new one.
+    """Returns the prefix and the request's id. The request's id is the client's id from the body or
+    a header. Without one, it is a new id.
     """
     if body.request_id is not None:
         check_request_id(body.request_id)

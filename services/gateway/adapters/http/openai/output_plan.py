@@ -33,8 +33,10 @@ NONE, AUTO, REQUIRED = "none", "auto", "required"
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request, and whether the model may or must call them. `choice` is none, auto
-    or required. `named`, if set, is the one tool that must be called, and `choice` is ignored.
+    """The tools of a request, and whether the model may or must call them. If `choice` is none, the
+    model must not call tools. If `choice` is auto, the model decides. If `choice` is required, the
+    model must call at least one tool. If `named` is set, the model must call this tool, and
+    `choice` is ignored.
     """
 
     tools: Sequence[CallableTool] = ()

@@ -119,7 +119,9 @@ def _answer(route: Route, needs_key: bool) -> dict[str, Any]:
 
 
 def _event(route: Route, model: type[BaseModel]) -> dict[str, Any]:
-    """Returns the schema of a server-sent event. It follows OpenAPI 3.2, in a document of 3.1."""
+    """Returns the schema of a server-sent event. The schema is written as in OpenAPI 3.2, although
+    the document's version is 3.1.
+    """
     schema = {"anyOf": [_reference(model), _reference(route.error)]}
     data: list[dict[str, Any]] = [{"contentMediaType": _JSON, "contentSchema": schema}]
     properties: dict[str, Any] = {"data": {"type": "string", "anyOf": data}}

@@ -14,7 +14,7 @@ _TEXT = {"type": "string"}
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
     """An error status: its name, its cause, and headers that the answer may have. X-Request-Id and
-    X-Trace-Id are not listed.
+    X-Trace-Id are not listed, because answers with any status have them.
     """
 
     name: str

@@ -104,8 +104,8 @@ class QueuedSequence(Answer):
 
 
 class ReplicaRequest(Answer):
-    """A sequence that runs or waits at a replica. The ids are empty if the sequence belongs to
-    another tenant.
+    """A sequence that runs or waits at a replica. `key` identifies it in steps and blocks. The ids
+    are empty if the sequence belongs to another tenant.
     """
 
     key: int
@@ -122,8 +122,8 @@ class ReplicaRequest(Answer):
 
 
 class ReplicaStep(Answer):
-    """A finished step: its token counts, and a map from the keys of its first requests to their
-    token counts.
+    """A finished step. `keys` has the keys of its first requests, and `num_tokens` has the token
+    counts of these requests in the same order.
     """
 
     step: int

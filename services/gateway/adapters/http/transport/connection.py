@@ -1,5 +1,5 @@
-"""An HTTP connection. It extends uvicorn's class by limits on the size and duration of what a
-client sends.
+"""An HTTP connection. It extends uvicorn's class by limits on the size of a client's input and on
+the time in which the input must arrive.
 
 uvicorn itself does not limit the size of headers or the time in which they arrive. It never closes
 connections that send no request. It drops the request of a client that closes its sending side.
@@ -38,8 +38,8 @@ MAX_HEADERS = 100
 _MAX_HEADER_BYTES = 64 * 1024
 MAX_PIPELINED = 8
 _KEY_HEADERS = (b"authorization", b"x-api-key")
-# After a refusal, the connection stays open for some seconds, so that the client can read the
-# answer. The second number limits the bytes that the client may send in this time.
+# After a refusal, the connection stays open for this number of seconds, so that the client can read
+# the answer. Meanwhile the client may send at most this number of bytes.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
 _IGNORED_BYTES = 64 * 2**20
 """Limit on the bytes beyond the allowed body size that a client may still send after its request
@@ -248,7 +248,7 @@ class GuardedConnection(SlicedProtocol):
         super().timeout_keep_alive_handler()
         self._time(CLOSING_SECONDS, self.end)
 
-    # Limits on size and time.
+    # Limits on the size and duration of requests.
 
     def parse(self, data: bytes) -> None:
         if self._stage is _Stage.END:

@@ -10,7 +10,7 @@ _MAX_KEY_LENGTH = 64
 
 
 class JsonMeter:
-    """Counts the commas, colons and brackets of a text. Those inside strings are not counted.
+    """Counts the commas, colons and brackets of a text. Characters inside strings are not counted.
 
     The meter does not check whether the text is JSON. The parser does that.
     """

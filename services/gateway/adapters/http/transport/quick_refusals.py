@@ -30,8 +30,8 @@ Header = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class QuickRefusals:
-    """Refuses POST requests to paths that generate while the server has no room for them. This
-    costs a fraction of a refusal by the application, because no body is read and no task is
+    """Refuses POST requests to paths that generate while the server has no room for them. Such a
+    refusal costs a fraction of a refusal by the application, because no body is read and no task is
     created. A request that is admitted is counted at once, so that a burst of requests cannot
     exceed the limits.
 

@@ -1,5 +1,5 @@
-"""Starts the requests that have arrived, a few in each iteration of the event loop. Clients take
-turns.
+"""Starts the requests that have arrived, a few in each iteration of the event loop. The clients are
+served in turn.
 """
 
 import asyncio

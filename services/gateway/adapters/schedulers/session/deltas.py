@@ -26,7 +26,7 @@ from services.gateway.core.request.model_limits import ModelLimits
 
 
 class SessionDeltas:
-    """Knows the sequences of one session, and delivers their results. A message is delivered only
+    """Keeps the sequences of one session, and delivers their results. A message is delivered only
     if all of it is valid.
     """
 

@@ -1,5 +1,5 @@
-"""The sequence numbers of a session's messages in both directions. By them, lost and repeated
-messages are detected.
+"""The sequence numbers of a session's messages in both directions. They reveal lost and repeated
+messages.
 """
 
 from collections import deque
@@ -16,13 +16,13 @@ class Numbering:
 
     def __init__(self) -> None:
         self.untaken_since = 0.0
-        """Time at which the oldest unacknowledged message was sent, or of the latest
-        acknowledgement if that is later.
+        """The time when the oldest unacknowledged message was sent, or the time of the latest
+        acknowledgement if it is later.
         """
         self._num_sent = self._num_received = 0
         self._untaken: deque[tuple[int, int]] = deque()
-        """The unacknowledged messages. Each item has the message's number and the number of
-        requests that were sent up to it.
+        """The unacknowledged messages. Each item has the message's number, and the number of
+        requests that were sent up to and including this message.
         """
         self._num_requests = self._taken_number = self._num_taken_requests = 0
 

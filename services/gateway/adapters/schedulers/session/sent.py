@@ -46,7 +46,9 @@ class Sent:
 
     @property
     def needs_more(self) -> bool:
-        """Whether its tokens need more checks than those of token counts and stop tokens."""
+        """Whether the sequence's tokens need further checks besides the checks of token counts and
+        stop tokens.
+        """
         return self.is_leaving or self.wants_rows or self.repetition is not None
 
     def check_admitted(self, num_cached_tokens: int) -> None:

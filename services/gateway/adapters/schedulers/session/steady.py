@@ -15,7 +15,7 @@ class SteadySteps:
     """
 
     def __init__(self, handles: list[int], totals: list[int], sent: Sequence[Sent]) -> None:
-        """`totals` are the requests' numbers of output tokens, including the step's."""
+        """`totals` are the requests' numbers of output tokens, including this step's tokens."""
         self._handles, self._totals = handles, totals
         self._ones = [1] * len(handles)
         self._num_left = min(

@@ -16,7 +16,9 @@ _MAX_SESSIONS = 65_536
 NEARLY_EQUAL = 1.05
 """A replica is chosen at random among those whose cost is at most this factor times the lowest."""
 AFFINITY = 0.9
-"""The cost of the replica that served the session last is multiplied by this factor."""
+"""The cost of the replica that served the session last is multiplied by this factor, which favors
+this replica.
+"""
 MIN_TRUST = 0.5
 """Predictions for a replica are ignored if less than this fraction of the predicted tokens was
 really cached.
@@ -32,7 +34,8 @@ prefix of a conversation, are sent to the cheapest replica as usual.
 """
 FEW_TOKENS = 2048
 """This number is added to each replica's number of recently computed tokens before the replicas are
-compared. So small numbers hardly differ, since few tokens evict few blocks.
+compared. Therefore replicas that computed few tokens hardly differ, since few tokens evict few
+blocks.
 """
 
 

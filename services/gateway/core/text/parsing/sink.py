@@ -11,7 +11,7 @@ from services.gateway.core.text.parsing.events import (
 
 
 class Sink:
-    """Makes events from what format readers report. White space between content, reasoning and
+    """Converts the reports of format readers to events. White space between content, reasoning and
     calls is part of the format, so it is dropped. Control characters in strings of arguments are
     escaped.
     """

@@ -82,7 +82,9 @@ class Journal(Protocol):
         """Appends one entry to each of several logs, and renews or releases their leases."""
 
     async def read(self, places: Sequence[tuple[str, Position]]) -> list[News]:
-        """Reads the entries of each log after a position."""
+        """Reads several logs. `places` has the scope of each log, and the position after which
+        entries are returned.
+        """
 
     async def release(self, scope: str) -> None:
         """Releases a lease."""

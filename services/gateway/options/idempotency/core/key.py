@@ -18,8 +18,9 @@ MAX_LENGTH = 255
 _KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_LENGTH}}}")
 _SCOPE_DIGITS = 32
 _NOT_COMPARED = frozenset({"request_id", "tenant", "prompts", "output_form"})
-"""Fields that are not compared. Answers have the id of the first request. Each tenant has its own
-keys. Prompts are compared separately, as tokens. The output format does not affect the tokens.
+"""Fields of requests that are not compared. Request ids may differ, because answers have the id of
+the first request. The tenant is the same, because each tenant has its own keys. Prompts are
+compared separately, as tokens. The output format does not affect the tokens.
 """
 
 
@@ -72,7 +73,7 @@ def fingerprint(api: str, request: ClientRequest) -> bytes:
     """A digest of everything that the answer depends on, with defaults applied: all parameters, and
     prompts as tokens or embeddings. `api` is the kind of answer, such as a chat completion.
 
-    The form of the response is not compared, such as streaming, usage, token ids and echo.
+    The form of the response (streaming, usage, token ids, echo) is not part of the digest.
     """
     digest = sha256()
     for part in _parts(api, request):

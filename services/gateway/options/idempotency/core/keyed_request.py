@@ -22,7 +22,7 @@ class Wanted:
     """A client's request with a key."""
 
     scope: str
-    """The id under which its answer is stored (see IdempotencyKey)."""
+    """The id under which the answer is stored (see IdempotencyKey.scope)."""
     fingerprint: bytes
     """A hash of the request's content. Different requests with the same key have different
     hashes.

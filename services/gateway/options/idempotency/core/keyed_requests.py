@@ -300,7 +300,9 @@ class KeyedRequests:
     def _at(
         self, seconds: float, request: KeyedRequest, call: Callable[[KeyedRequest], None]
     ) -> None:
-        """Schedules `call` with a request after a time. Replaces the previously scheduled call."""
+        """Calls `call` with a request after `seconds`. Replaces the request's previously scheduled
+        call.
+        """
         request.stop_timer()
         request.timer = self._clock.call_at(self._clock.time() + seconds, partial(call, request))
 

@@ -25,8 +25,8 @@ class OwnedLog:
         has_recording: bool,
     ) -> None:
         """`written` is the position of the log's last entry. Its fence, the number of the log's
-        owner, is 0 if the log is empty. If `begins`, the next entry is a Begin with the next fence.
-        If `has_recording`, the log already contains the current recording.
+        owner, is 0 if the log is empty. If `begins` is true, the next entry is a Begin with the
+        next fence. If `has_recording` is true, the log already contains the current recording.
         """
         self.request = request
         self._written = written

@@ -94,7 +94,7 @@ class Sharing:
         self.counts = SharingCounts()
         self.listener: SharingListener | None = None
         self.is_reachable = True
-        """Whether the last call succeeded. It is true before the first call."""
+        """Whether the last call of the journal succeeded. It is true before the first call."""
         self._was_reached = False
         self._journal = journal
         self._clock = clock
@@ -116,8 +116,9 @@ class Sharing:
     # Calls from KeyedRequests.
 
     async def open(self, request: KeyedRequest) -> Role:
-        """Determines which gateway generates an answer that this one neither generates nor follows,
-        and adopts the output so far. Raises KeyReused if the key belongs to a different request.
+        """Determines which gateway generates an answer, and adopts the output so far. This gateway
+        must neither generate nor follow the answer yet. Raises KeyReused if the key belongs to a
+        different request.
         """
         owned = self._owned.log_of(request)
         if owned is not None:

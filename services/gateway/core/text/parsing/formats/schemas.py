@@ -18,7 +18,9 @@ _IMPLIED: dict[str, frozenset[str]] = {
     "string": frozenset({"pattern", "minLength", "maxLength", "format"}),
     "number": frozenset({"minimum", "maximum", "multipleOf", "exclusiveMinimum"}),
 }
-"""Maps types to keywords. A schema that has no type but one of these keywords has that type."""
+"""Maps each type to the keywords that imply it. A schema without `type` that has one of these
+keywords allows only the implied type.
+"""
 _ANY = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _MAX_SCHEMAS = 256
