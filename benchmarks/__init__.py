@@ -1,3 +1,3 @@
-"""Measurements: every number that the project quotes is produced by a program in this package."""
+"""Programs for measurements. They produce every number that the project quotes."""
 
 import services  # noqa: F401 - before grpc, as in the services' own processes

@@ -33,8 +33,8 @@ class Figures:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The nearest-rank percentile: the smallest value that at least `percent` of all values do not
-    exceed. Raises ValueError if there are no values.
+    """The nearest-rank percentile, which is the smallest value that is at least as large as
+    `percent` percent of all values. Raises ValueError if there are no values.
     """
     ordered = sorted(values)
     if not ordered:
@@ -68,9 +68,9 @@ def percentile_interval(
 def percentile_ratio_interval(
     these: Iterable[float], those: Iterable[float], percent: float, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """The confidence interval of the ratio of a percentile of `these` to the percentile of `those`.
-    Its confidence is at least `confidence`, because it combines two intervals that each miss the
-    true value half as often (Bonferroni).
+    """The confidence interval of the ratio of a percentile of `these` to the same percentile of
+    `those`. Its confidence is at least `confidence`, because it combines two intervals that each
+    miss the true value half as often (Bonferroni).
     """
     each = 1 - (1 - confidence) / 2
     least, most = percentile_interval(these, percent, each)

@@ -117,8 +117,8 @@ def _deliveries(run: HopRun, steps: Sequence[SpanRecord]) -> list[int]:
 def _lags(taken: RequestTimes, trace_id: bytes, steps: Sequence[SpanRecord]) -> list[int]:
     """The nanoseconds from each step's end to the arrival of its token at a request's client.
 
-    Some of the request's steps yield no token: its first steps may be prompt chunks, and its last
-    step may have been planned before its end was known. Therefore tokens are assigned to
+    Some of the request's steps yield no token. The first steps may be prompt chunks, and the last
+    step may have been planned before the request's end was known. Therefore tokens are assigned to
     consecutive steps. The steps are the latest possible ones such that no token arrives before its
     step ends.
     """

@@ -1,4 +1,4 @@
-"""Runs everything in one process: the baseline of the services.
+"""Runs all services' code in one process, as a baseline for the separate services.
 
     python -m benchmarks.common.in_process --model models/demo --num-blocks 1000
 

@@ -3,8 +3,8 @@
     python -m benchmarks.common.random_model --size 135m --out models/random-135m
 
 Writes a Hugging Face directory of a Llama model with a byte-level tokenizer. Every service loads it
-like any other model. The model computes as long as a trained model of its shape, and its text is
-random. Equal sizes and seeds give equal bytes.
+like any other model. A step takes as long as with a trained model of the same shape. The generated
+text is random. Equal sizes and seeds give equal bytes.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def tensor_dims(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def write_tokenizer(vocab_size: int, directory: Path) -> None:
     """Writes a tokenizer with one token per byte of UTF-8. The rest of the vocabulary is only used
-    for decoding: token 256 ends the text, and the tokens after it are `<|extra_0|>`, `<|extra_1|>`
+    for decoding. Token 256 ends the text, and the tokens after it are `<|extra_0|>`, `<|extra_1|>`
     and so on.
     """
     vocabulary = [*sorted(ByteLevel.alphabet()), END_OF_TEXT]

@@ -21,8 +21,8 @@ class Chain:
 
 
 def make_chains(num_blocks: int) -> Iterator[Chain]:
-    """Chains of 512 blocks, about `num_blocks` in total. One node has a whole chain, and up to five
-    others a part, so that a block is cached on 1.4 nodes on average.
+    """Chains of 512 blocks, about `num_blocks` in total. One node has all blocks of a chain, and up
+    to five other nodes have some of its first blocks. On average a block is cached on 1.4 nodes.
     """
     rng = random.Random(_SEED)
     for _ in range(max(1, num_blocks // CHAIN_BLOCKS)):

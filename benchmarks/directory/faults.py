@@ -207,7 +207,7 @@ class Load:
             await asyncio.sleep(_LOAD_PAUSE_SECONDS)
 
     def _request(self, hosted: HostedPool[None], prompt: list[BlockHash]) -> None:
-        """Serves one request from admission to end, which caches its blocks and evicts others."""
+        """Serves one request to its end. This caches its blocks and evicts other blocks."""
         self._next_request += 1
         request, tokens = RequestKey(self._next_request), len(prompt) * _BLOCK_SIZE
         found = hosted.pool.transact([Lookup([request], [tokens - 1], [prompt])]).results[0]

@@ -82,7 +82,9 @@ async def measure(url: str, num_blocks: int) -> IndexFigures:
 
 
 def _look_up(index: PrefixIndex, num_blocks: int) -> tuple[list[float], list[float]]:
-    """Durations of look-ups in seconds: with given block keys, and from block hashes."""
+    """Durations of look-ups in seconds. The first list is for given block keys. The second list
+    includes computing the keys from block hashes.
+    """
     times, from_hashes = [], []
     for _ in range(_PASSES):
         for chain in make_chains(num_blocks):

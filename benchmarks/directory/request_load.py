@@ -35,7 +35,7 @@ class Asked:
 
 
 class RequestLoad:
-    """Sends requests at fixed times, whether or not earlier ones have ended (an open loop).
+    """Sends requests at fixed times, even if earlier requests have not ended (an open loop).
 
     Requests alternate between all gateways, and between gRPC and HTTP. Request number n is the same
     in each window. Greedy answers must equal the first answer to the same request.

@@ -40,8 +40,8 @@ UNDETECTABLE: dict[str, str] = {
         )
     },
 }
-"""Maps changes to the reason why no receiver can detect them. A key `Lane: path: change` is one
-change of a field. A key `Lane: path` is every change of the field.
+"""Maps changes to the reason why no receiver can detect them. A key `Lane: path: change` stands for
+one change of a field, and a key `Lane: path` for every change of the field.
 """
 
 

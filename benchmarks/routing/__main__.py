@@ -60,8 +60,8 @@ class Options:
     json_file: Path | None
 
     def workload(self) -> Workload:
-        """The conversations. They have at most 48 + 15 * 64 = 1008 tokens, since the demo model's
-        limit is 1024.
+        """The conversations. Each has 48 tokens of system prompt and 15 turns of 64 tokens, which
+        are 1008 tokens, since the demo model's limit is 1024. With --quick they are shorter.
         """
         return Workload(
             num_conversations=8 if self.quick else 96,

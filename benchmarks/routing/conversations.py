@@ -1,11 +1,11 @@
 """Conversations of several turns that share system prompts, sent over the gateway's gRPC API.
 
-All conversations are open at the same time and have had different numbers of turns. `at_once` of
-them have a running request. After an answer a conversation pauses while others run. The pause
-models a user who reads the answer and writes the next question, so it is the sum of two
-exponentially distributed times. Its unit is turns of other conversations, so that the load and the
-order of turns do not depend on the machine's speed. The prompt of a turn is the whole conversation
-as token ids. After its last turn a conversation is replaced by a new one.
+All conversations are open at the same time and have had different numbers of turns. At any time,
+`at_once` of them have a running request. After an answer a conversation pauses while other
+conversations run. The pause models a user who reads the answer and writes the next question, so it
+is the sum of two exponentially distributed times. Its unit is turns of other conversations, so that
+the load and the order of turns do not depend on the machine's speed. The prompt of a turn is the
+whole conversation as token ids. After its last turn a conversation is replaced by a new one.
 """
 
 import asyncio

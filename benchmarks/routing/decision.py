@@ -61,7 +61,8 @@ class DecisionFigures:
 def measure_decisions(
     num_replicas: int, num_blocks: int, num_decisions: int
 ) -> list[DecisionFigures]:
-    """Times decisions of each kind, with an index of `num_blocks` blocks on `num_replicas`.
+    """Times decisions of each kind, with an index of `num_blocks` blocks on `num_replicas`
+    replicas.
 
     * keys known: the keys of the prompt's blocks are passed in. Each decision is for another prompt
       whose blocks are in the index.
@@ -128,10 +129,10 @@ class _World:
         return inflight
 
     def fill(self, num_blocks: int, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Adds about `num_blocks` blocks to the index. First come the blocks of `prompts` without
-        the prompts' last turns, each prompt on one replica. The rest are blocks of other prompts.
-        Each of these is whole on one replica, and its first blocks may be on others too. Returns
-        the block keys of the other prompts.
+        """Adds about `num_blocks` blocks to the index. The first are blocks of `prompts`, without
+        the prompts' last turns. Each of these prompts is on one replica. The rest are blocks of
+        other prompts. One replica has all blocks of such a prompt, and other replicas may have its
+        first blocks. Returns the block keys of the other prompts.
         """
         held: list[list[Sequence[int]]] = [[] for _ in self.replicas]
         for number, tokens in enumerate(prompts):

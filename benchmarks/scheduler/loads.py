@@ -10,7 +10,7 @@ from collections.abc import Callable
 SIZES = (16, 64, 256, 1024)
 """Numbers of running requests."""
 CONTEXT = 512
-"""Approximate tokens of each request."""
+"""Approximate number of tokens of each running request."""
 BLOCK_SIZE = 16
 PROMPT = 8192
 """Length, in tokens, of the prompt that is hashed and found in the cache."""

@@ -28,14 +28,14 @@ MIN_ROUNDS = 2
 class Schedule:
     """The loads of a comparison and their number of rounds.
 
-    After MIN_ROUNDS rounds, a concurrency gets no more rounds once its rounds have taken
-    `level_seconds`.
+    Each concurrency has `num_rounds` rounds. If they take longer than `level_seconds`, no further
+    round begins after MIN_ROUNDS rounds.
     """
 
     concurrencies: tuple[int, ...]
     num_rounds: int
     requests_each: int
-    """Number of requests of a run. Concurrent clients send equal numbers of them."""
+    """Number of requests in a run. Each concurrent client sends an equal number of them."""
     prompt_tokens: int
     output_tokens: int
     level_seconds: float = 60.0

@@ -36,7 +36,7 @@ class InProcessChild:
             (sys.executable, "-m", "benchmarks.common.in_process", *self._flags),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # As in the worker's process: waiting compute threads do not spin.
+            # Waiting compute threads do not spin, as in the worker's process.
             env={"OMP_WAIT_POLICY": "passive", **os.environ},
         )
 

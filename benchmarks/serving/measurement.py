@@ -53,7 +53,7 @@ class Options:
     """Fractions of requests that are traced. Each fraction is measured with its own services."""
     json_file: Path | None
     baseline: Path | None
-    """Directory of another checkout. If it is given, only the comparison with it is run."""
+    """Directory of another checkout, or None. If given, only the comparison with it is run."""
     only: Part | None = None
 
     @property
@@ -64,14 +64,12 @@ class Options:
 
     @property
     def num_blocks(self) -> int:
-        """The number of KV-cache blocks: what the highest concurrency needs, and some spare
-        blocks.
-        """
+        """The number of KV-cache blocks that the highest concurrency needs, plus SPARE_BLOCKS."""
         each = -(-(self.schedule.prompt_tokens + self.schedule.output_tokens) // BLOCK_SIZE)
         return max(self.schedule.concurrencies) * each + SPARE_BLOCKS
 
     def load(self, model: Path, concurrency: int, seed: str) -> Load:
-        """A load for a measurement that is not a comparison."""
+        """One load of `schedule`, for a measurement that does not compare targets."""
         return self.schedule.load(concurrency, vocab_size(model), seed)
 
 

@@ -1,4 +1,4 @@
-"""Measures the cost of spans: the work of tracing one step, in each service, in isolation.
+"""Measures each service's cost of tracing a step, without the step's own work.
 
     python -m benchmarks.serving.tracing_cost --endpoint http://127.0.0.1:4317 --ratio 0.01
                                               --requests 32
@@ -65,8 +65,9 @@ class _IdleExecutor:
 
 
 def scheduler_steps(tracing: Tracing, num_requests: int) -> Step:
-    """A step of the scheduler. It creates the spans of the step, of its pool transaction and of its
-    execution, with links to its requests. When requests end, it creates their spans.
+    """Returns a function that runs a step of the scheduler. A step creates its own span and the
+    spans of its pool transaction and its execution, with links to its requests. When requests end,
+    their spans are created.
     """
     pool = TracedPool(_IdlePool(), tracing)
     executor = TracedExecutor(_IdleExecutor(), tracing)
@@ -95,7 +96,7 @@ def scheduler_steps(tracing: Tracing, num_requests: int) -> Step:
 
 
 def kvpool_steps(tracing: Tracing, num_requests: int) -> Step:
-    """A step of the pool: one transaction."""
+    """Returns a function that runs a step of the pool, which is one transaction."""
     answer = kvpool_pb2.TransactResponse(generation=1, num_free_blocks=1)
     apply = traced(lambda _hosted, _request: answer, tracing)
     sampler = _step_sampler(tracing, num_requests)
@@ -108,7 +109,7 @@ def kvpool_steps(tracing: Tracing, num_requests: int) -> Step:
 
 
 def worker_steps(tracing: Tracing, num_requests: int) -> Step:
-    """A step of the worker: one execution."""
+    """Returns a function that runs a step of the worker, which is one execution."""
     tracer, sampler = WorkerTracer(tracing, 0), _step_sampler(tracing, num_requests)
     ones, rows = np.ones(num_requests, np.int32), np.arange(num_requests, dtype=np.int32)
     now = time.time_ns()
@@ -154,7 +155,7 @@ def _request(row: int, traceparent: str) -> Request:
 
 
 def _draw_traceparent(tracing: Tracing) -> str:
-    """A random trace context. It is empty unless the tracer's sampler selects it."""
+    """A random trace context. It is empty if the trace is not sampled."""
     if tracing.provider is None:
         return ""
     trace_id = secrets.randbits(128) | 1

@@ -97,7 +97,7 @@ async def grpc_several(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def grpc_long(endpoint: Endpoint, draw: Random) -> None:
-    """Sends a long prompt, which is computed in chunks, with a short answer."""
+    """Sends a request with a long prompt, which is computed in chunks, and a short answer."""
     request = greedy_request(endpoint.prompt(draw, draw.uniform(0.4, 0.9)), 4)
     async with _calling(endpoint, request) as call:
         answers = [answer async for answer in call]
@@ -115,7 +115,7 @@ async def grpc_hang_up(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def grpc_bad(endpoint: Endpoint, draw: Random) -> None:
-    """A request that the gateway must refuse."""
+    """Sends a request that the gateway must refuse, and checks the refusal."""
     request = greedy_request(endpoint.prompt(draw), 4)
     if draw.random() < 0.5:
         request.sampling.top_p = 2
@@ -178,7 +178,7 @@ async def http_hang_up(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def http_bad(endpoint: Endpoint, draw: Random) -> None:
-    """A request that the gateway must refuse."""
+    """Sends a request that the gateway must refuse, and checks the refusal."""
     body: Any = draw.choice(
         (
             {"prompt": [3, 4], "temperature": -1},

@@ -9,7 +9,7 @@ few seconds. At the end no request runs, and every block must be free again. The
 standard output, progress to standard error. The exit status is 1 in these cases:
 
 * The memory of a process grows by more than GROWN_BYTES after the warm-up, and the 95 % confidence
-  interval of its growth rate lies above the given bound.
+  interval of its growth rate lies above --growth-mb-per-hour.
 * A process ends with over MORE_HANDLES more threads, or more files, than after the warm-up.
 * A block or a request is left, an answer is wrong, or a service ends.
 """
@@ -41,9 +41,9 @@ NUM_CLIENTS = 24
 LONGEST_TOKENS = 512
 BLOCK_SIZE = 16
 POOL_SEQUENCES = 3
-"""Size of the pool: the number of requests of maximum length that fit into it."""
+"""The pool's size, as the number of requests of maximum length that fit into it."""
 WARM_UP_SHARE, WARM_UP_SECONDS = 0.25, 120.0
-"""The length of the warm-up: a fraction of the run, but at most WARM_UP_SECONDS."""
+"""The warm-up takes the fraction WARM_UP_SHARE of the run, but at most WARM_UP_SECONDS."""
 SAMPLES, SAMPLE_SECONDS = 60, 5.0
 """The minimum number of samples, and the seconds between two samples. In a short run the interval
 is shorter, so that there are at least SAMPLES samples.

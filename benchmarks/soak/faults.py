@@ -7,13 +7,13 @@ First each request is sent alone. Then all streams run concurrently and without 
 restarts the services. Each answer must have the same tokens, text and log-probabilities as the
 answer to the same request when it was sent alone.
 
-* By default, faults are separated by recoveries: one, two or three services get SIGKILL, SIGSTOP or
-  SIGTERM, at once or within a second. The next fault is injected when all services are ready again
-  and each stream has received a token. The table shows the silence of each fault, which is the
-  longest time in which no stream received a token.
-* With --every, a random running service gets SIGKILL or SIGSTOP at this interval, for --seconds,
-  without waiting for the recovery of earlier victims. The supervisor's delays before restarts grow
-  as usual. At the end every block must be free again.
+* By default, faults are separated by recoveries. In a fault, one, two or three services get
+  SIGKILL, SIGSTOP or SIGTERM, at the same time or within a second. The next fault is injected when
+  all services are ready again and each stream has received a token. The table shows the silence of
+  each fault, which is the longest time in which no stream received a token.
+* With --every, a random running service gets SIGKILL or SIGSTOP every so many seconds, even if
+  earlier victims have not recovered. This continues for --seconds. The supervisor's delays before
+  restarts grow as usual. At the end every block must be free again.
 
 Tables go to standard output, progress to standard error. The exit status is 1 if an answer failed,
 changed or stopped, or if a block or request was left. With --gateway the gateways are among the
@@ -155,8 +155,8 @@ async def _inject(fault: Fault, replicas: Replicas, streams: Streams) -> Effect:
 async def _all_ready(hit: dict[str, tuple[int, int]], replicas: Replicas) -> bool:
     """Waits until all victims are ready again. Returns whether they were ready in time.
 
-    A victim that is not ready in time, and is still the same stopped process, is killed, so that
-    the campaign can continue.
+    A victim is killed if it is not ready in time and is still the same stopped process. The
+    campaign can then continue.
     """
     deadline = time.monotonic() + RECOVERY_SECONDS
     record = replicas.record

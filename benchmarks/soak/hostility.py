@@ -11,7 +11,7 @@ processor time from the services. Meanwhile one client streams one answer after 
 first measurement every block of the KV cache is used once, because the memory of a block becomes
 resident at its first use. The exit status is 1 in these cases:
 
-* A pause in the client's streams is longer than the longest pause before the attacks, by more than
+* A pause in the client's streams exceeds the longest pause before the attacks by more than
   MOST_PAUSE_SECONDS.
 * A process has grown by more than MOST_GROWTH_BYTES at the end.
 * Files are left open, or a server error was seen.

@@ -76,7 +76,7 @@ class Sent:
     """Number of requests that were done before sending ended. Goodput is computed from it."""
     first_token_millis: list[float] = field(default_factory=list)
     refusal_millis: list[float] = field(default_factory=list)
-    """Milliseconds from sending to the answer of each request that was refused before any work.
+    """For each request that was refused before any work, milliseconds from sending to the answer.
 
     Refusals have status 429, 503 or an immediate 504.
     """
@@ -133,7 +133,7 @@ class _Outcomes:
         self._connections, self._clock, self._seconds = connections, clock, seconds
 
     def run_of(self, request: bytes) -> Run:
-        """The run that sends a request. The measured time includes connecting."""
+        """Returns the function that sends a request. The measured time includes connecting."""
 
         async def run(_number: int, _intended: float) -> bool:
             sent, began, arrivals = self.sent, self._clock.now(), []

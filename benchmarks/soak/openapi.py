@@ -11,8 +11,8 @@ is 1 in these cases:
 * A request that the document forbids is accepted.
 * A request with an undocumented method is not refused with the status for a wrong method.
 
-A request that the document allows may be refused, since some rules are checked only at run time:
-combinations of fields, and limits that depend on the model. Therefore the check
+A request that the document allows may be refused, since some rules are checked only at run time.
+These are rules for combinations of fields, and limits that depend on the model. Therefore the check
 `positive_data_acceptance` is off.
 """
 

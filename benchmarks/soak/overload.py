@@ -13,8 +13,8 @@
 
 Services and clients share one machine and its processors. Arguments after `--` are flags of
 `stepwell up`, such as `-- --num-threads 1 --worker-niceness 5`. These flags apply to every part.
-With `--tenants 2` one of two tenants sends the overload: `benchmarks.soak.overload_tenants`
-describes what is measured, and the exit status is 1 if a figure misses its goal.
+With `--tenants 2` one of two tenants sends the overload. The parts of this measurement are
+described in `benchmarks.soak.overload_tenants`. Its exit status is 1 if a figure misses its goal.
 """
 
 import itertools

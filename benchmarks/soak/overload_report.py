@@ -57,7 +57,8 @@ def report(options: TenantOptions, lines: Sequence[Line]) -> str:
 
 
 def _goodput_lines(options: TenantOptions, result: Result) -> list[Line]:
-    """Compares goodput, in tokens per second of the answers that ended in time, with the peaks.
+    """Compares goodput with the peaks. Goodput counts tokens per second of answers that ended in
+    time.
 
     Each peak is measured for half as long as the flood.
     """

@@ -15,7 +15,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """A slope, and half of the width of its 95 % confidence interval."""
+    """A slope, and half of the width of the slope's 95 % confidence interval, in the same unit."""
 
     value: float
     margin: float

@@ -74,8 +74,8 @@ class TraceReport:
     counts: Counter[str] = field(default_factory=Counter)
     """Maps span names to numbers of spans, and causes of interruptions to their numbers."""
     num_lost: int = 0
-    """Number of spans whose parent was lost with a killed service, plus number of stays at a
-    replica whose replica's span was lost with a killed service.
+    """Number of spans that lack their parent, or the replica's span below them, because the service
+    with the missing span was killed.
     """
     faults: list[str] = field(default_factory=list)
 

@@ -44,7 +44,7 @@ class Console:
             self._write(_named(name, text) if self._raw else f"{self._prefix(name)}{text}")
 
     def note(self, text: str) -> None:
-        """Writes progress of the command itself, unless `quiet` is set."""
+        """Writes progress of the command itself. Writes nothing if `quiet` is set."""
         if not self._quiet:
             self._own(text, "info")
 

@@ -34,8 +34,9 @@ class Store(Protocol):
         tenant: TenantRecord | None,
         version: str,
     ) -> None:
-        """Replaces the record of a key (`before` is None for a new key) and, if `tenant` is set,
-        the record of its tenant. `version` is a text that was never used before.
+        """Replaces the record of a key. `before` is None for a new key. If `tenant` is set,
+        replaces the record of the key's tenant, too. `version` must be a text that was never used
+        before.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Settings of `stepwell up`. Some are its own, and some are forwarded to services."""
+"""Settings of `stepwell up`. The command uses some itself, and forwards some to services."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -114,8 +114,8 @@ class QuotaExceeded(ResourceExhausted):
 
 
 class FailedPrecondition(StepwellError):
-    """The current state forbids the call, for example because a generation is stale, a sequence
-    number is wrong, or blocks are in use.
+    """The current state forbids the call, for example because the caller's generation of the pool
+    is stale, a step is out of sequence, or blocks are in use.
     """
 
     reason = "FAILED_PRECONDITION"

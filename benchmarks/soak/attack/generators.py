@@ -14,7 +14,7 @@ _LINE_BYTES = 64 * 2**20
 
 
 async def generate(sendings: Sequence[Sending]) -> list[Sent]:
-    """Runs a load generator in a process for each of `sendings`. Returns the outcomes of each.
+    """For each of `sendings`, runs a load generator in its own process. Returns their outcomes.
 
     All load generators begin to send at the same time.
     """

@@ -28,7 +28,8 @@ class ChildSpec:
     until_ready: Callable[[], Awaitable[None]]
     """Returns once the program is ready."""
     team: str | None = None
-    """Children of one team start together. When one ends, the others are ended."""
+    """Children of one team start together. When one ends, the others are ended. None means no team.
+    """
     liveness_address: str | None = None
     """The address of liveness checks, host:port or unix:PATH. With None, the process is restarted
     only when it ends.
@@ -40,9 +41,9 @@ class ChildSpec:
     prepare: Callable[[], object] = lambda: None
     """Called before each start."""
     until_drained: Callable[[], Awaitable[None]] | None = None
-    """For a program that finishes its own work at the first SIGTERM, but serves the children that
-    are stopped after it until the second SIGTERM. Returns once its own work is finished. None for
-    other programs.
+    """Returns once the program has finished its own work. None for most programs. It is set for a
+    program that finishes its own work at the first SIGTERM, but serves children of later stages
+    until the second SIGTERM.
     """
 
 

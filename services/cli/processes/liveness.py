@@ -39,7 +39,7 @@ class LivenessPolicy:
 
     @property
     def longest_turn_seconds(self) -> float:
-        """Limit on the time between two measurements that counts as silence, in seconds."""
+        """At most this number of seconds between two measurements counts as silence."""
         return 2 * self.pause_seconds
 
     def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:
@@ -53,7 +53,9 @@ class LivenessPolicy:
 async def until_hung(
     child: Child, is_ready: Callable[[], bool], num_hangs: int, policy: LivenessPolicy
 ) -> str:
-    """Checks the liveness of a child until it hangs. Returns the reason."""
+    """Checks a child's liveness until it hangs. Returns the reason. `num_hangs` counts the
+    consecutive earlier runs that ended in a hang.
+    """
     address = child.spec.liveness_address
     assert address is not None
     watch = _Watch(child, is_ready, num_hangs, policy)

@@ -5,7 +5,7 @@ readiness, the supervisor ends too. A child that ends later is restarted with it
 hangs is killed and restarted in the same way. The first restart is immediate, and later restarts
 have growing delays. This follows Erlang's supervisors and systemd, except that the number of
 restarts is not limited. At the end of the run, the stages stop one after the other, each with its
-own time limit. After the last stage, drained children that still serve others are stopped.
+own time limit. After the last stage, drained children that still serve other children are stopped.
 Remaining children are killed.
 """
 

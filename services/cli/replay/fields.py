@@ -14,7 +14,7 @@ FieldPath = tuple[str | int, ...]
 
 _MAX_SHOWN = 40
 LARGEST = 2**31 - 1
-"""The largest number in logs, unless a field has another bound."""
+"""The largest number in logs. Some fields have another bound."""
 
 
 class FieldError(ValueError):

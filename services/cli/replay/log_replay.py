@@ -228,15 +228,15 @@ def _read_grammar(entry: Field) -> GrammarStatus | None:
 
 
 def _read_refused(entry: Field, token_ids: list[list[int]]) -> dict[int, int]:
-    """The position of the first token that a grammar refused, for requests by their index in the
-    step.
+    """Maps the index of a request in the step to the position of the first token that the request's
+    grammar refused.
     """
     refused = _by_index(entry.get("refused_tokens", {}), len(token_ids))
     return {index: of.integer(0, len(token_ids[index])) for index, of in refused.items()}
 
 
 def _by_index(entry: Field, num_requests: int) -> dict[int, Field]:
-    """The values of requests in an entry, by the request's index in the step."""
+    """Maps the index of a request in the step to the request's value in the entry."""
     found = {}
     for name in entry.members():
         index = int(name) if name.isdecimal() else num_requests

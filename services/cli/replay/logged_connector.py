@@ -17,7 +17,7 @@ class StorelessConnector:
     __slots__ = ()
 
     def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
-        """Does nothing: there is no storage."""
+        """Does nothing, because there is no storage."""
 
     def blocks_released(self, request: Request) -> None:
         """Does nothing, because no state is kept for a request."""
@@ -29,10 +29,10 @@ class StorelessConnector:
         """Does nothing."""
 
     def reset_cache(self) -> None:
-        """Does nothing: there is no storage."""
+        """Does nothing, because there is no storage."""
 
     def forget(self) -> None:
-        """Does nothing: there is no state."""
+        """Does nothing, because there is no state."""
 
 
 class LoggedConnector(StorelessConnector):

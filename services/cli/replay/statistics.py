@@ -43,7 +43,7 @@ class RequestAccount:
     """The largest number of computed tokens so far, without draft tokens."""
     queued_steps: int | None = None
     first_token_steps: int | None = None
-    """Number of steps until the first token was sampled, including that step."""
+    """Number of steps until the first token was sampled, including that step. None before that."""
 
 
 class RunStatistics:
@@ -82,12 +82,12 @@ class RunStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """The fraction of tokens at the first admission of requests that were prefix hits."""
+        """The fraction of the requests' tokens that were prefix hits at the first admission."""
         return self.num_hit_tokens / self.num_query_tokens if self.num_query_tokens else 0.0
 
     @property
     def queued_steps(self) -> list[int]:
-        """For each scheduled request, its number of steps in the queue."""
+        """For each request that was scheduled, its number of steps in the queue."""
         steps = (account.queued_steps for account in self.accounts.values())
         return [count for count in steps if count is not None]
 
@@ -157,8 +157,8 @@ class RunStatistics:
 
 
 def percentile(values: Sequence[int], share: float) -> int | None:
-    """The smallest value that at least the fraction `share` of the values do not exceed. It is None
-    if there are no values.
+    """The smallest value that is at least as large as the fraction `share` of the values. It is
+    None if there are no values.
     """
     if not values:
         return None

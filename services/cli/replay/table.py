@@ -25,7 +25,7 @@ class Row:
         return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
 
     def show_change(self, before: float | None, after: float | None) -> str:
-        """The change from `before` to `after`, as text."""
+        """The change from `before` to `after`, as text. It is a dash if a figure is missing."""
         if before is None or after is None:
             return "-"
         change = after - before
@@ -70,7 +70,7 @@ def comparison(logged: RunStatistics, what_if: RunStatistics) -> str:
 
 
 def figures(run: RunStatistics) -> dict[str, str]:
-    """The figures of one run, by row name."""
+    """Maps row names to the figures of one run."""
     return {row.name: row.show(row.measure(run)) for row in ROWS}
 
 

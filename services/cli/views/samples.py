@@ -64,8 +64,9 @@ class Sample:
 def samples(
     client: Client, path: str, interval_seconds: float
 ) -> Iterator[tuple[Sample | None, Sample | ServerAway]]:
-    """Yields samples without end, each with the sample before it. If a server that answered before
-    does not answer now, the error is yielded instead. An error of the first call is raised.
+    """Yields pairs of the previous sample (None at first) and a new sample, without end. If a
+    server that answered before does not answer now, yields None and the error. An error of the
+    first call is raised.
     """
     before = None
     while True:

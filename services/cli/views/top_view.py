@@ -131,7 +131,7 @@ def _capacities(replica: Document) -> Iterator[Row]:
 
 
 def _budget(steps: Sequence[Document], budget: int) -> tuple[str, float | None]:
-    """The average number of tokens of a step, and its ratio to the budget."""
+    """A text with the average number of tokens in a step, and this number's ratio to the budget."""
     if not steps:
         return f"no step of {budget} tokens", 0.0
     prefill = sum(step["num_prefill_tokens"] for step in steps) / len(steps)

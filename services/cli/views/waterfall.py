@@ -141,8 +141,8 @@ def _shown_attributes(
     attributes: Mapping[str, Any], known: str, *, every_attribute: bool
 ) -> list[str]:
     """Attributes without the common prefix of their names. By default only Stepwell's own
-    attributes are shown, without empty and zero values and without those that the span's name
-    contains.
+    attributes are shown. Attributes with empty or zero values, and attributes whose value the
+    span's name contains, are then omitted.
     """
     return [
         f"{name if every_attribute else _short(name)} {_value(value)}"

@@ -1,7 +1,7 @@
 """The format of API keys, and the stored records of keys and tenants.
 
 A key is `sk-<id>-<32 random bytes>`. Only its SHA-256 is stored. Keys are random, so no slower hash
-is needed. A record is found by the id, which is not secret.
+is needed. The id is not secret, and is used to look up the key's record.
 """
 
 import base64
@@ -72,7 +72,7 @@ class TenantRecord:
     """The tenant's weight when requests of several tenants compete for capacity."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Limit on the generated tokens plus the prompt tokens that are not cached."""
+    """Limit on the tokens per minute. Generated tokens and uncached prompt tokens count."""
     max_concurrent_requests: int | None = None
     priority_ceiling: int | None = None
     """The smallest `priority` that the tenant's requests can have. Smaller values run earlier."""

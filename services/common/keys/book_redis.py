@@ -108,7 +108,7 @@ async def change_key(
     tenant: TenantRecord | None,
     version: str,
 ) -> None:
-    """Replaces the record of a key and, if given, of its tenant. `before` is None for a new key.
+    """Replaces the record of a key, and of its tenant if given. `before` is None for a new key.
 
     `version` must be a text that was never used before. Raises RedisUnavailable, or
     ChangedMeanwhile if the stored record is not `before`.

@@ -53,6 +53,8 @@ def _find(text: str, *, with_weights: bool) -> Path:
 
 
 def _with_configuration(directory: Path) -> Path:
-    """Returns the directory. If it has only a GGUF file, returns that file's own directory."""
+    """Returns the directory. If its only model file is a GGUF file, returns the directory that is
+    generated for this file.
+    """
     file = single_gguf(directory)
     return directory if file is None else gguf_directory(file)

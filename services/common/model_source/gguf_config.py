@@ -100,8 +100,8 @@ class _Reader:
         self._architecture = architecture
 
     def optional(self, key: str) -> Any:
-        """Returns a value or None. A list of equal values, one for each layer, counts as one
-        value.
+        """Returns the value of a key, or None if it is missing. A list with an equal value for each
+        layer counts as one value.
         """
         value = self._metadata.get(f"{self._architecture}.{key}")
         if isinstance(value, list) and len(set(value)) == 1:

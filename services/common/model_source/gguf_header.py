@@ -44,7 +44,8 @@ class GgufHeader:
 def read_gguf_header(file: Path, *, with_arrays: bool = False) -> GgufHeader:
     """Reads a header. Raises GgufError.
 
-    Array values, such as a vocabulary, are None in the metadata unless `with_arrays` is set.
+    If `with_arrays` is set, the metadata contains arrays, such as a vocabulary. Otherwise arrays
+    are replaced by None.
     """
     try:
         with file.open("rb") as stream:

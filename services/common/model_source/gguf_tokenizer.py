@@ -44,7 +44,7 @@ _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 """Splitting rules that encode a word as one token, without merges, if the vocabulary has it."""
 _WITH_BOS = _WHOLE_WORDS | {"smaug-bpe"}
-"""Splitting rules that start each text with the BOS token, unless the file disables this token."""
+"""Splitting rules that by default start each text with the BOS token. A file can disable it."""
 _SPACE = "▁"
 
 
@@ -205,7 +205,7 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
 def _post_processor(
     metadata: Mapping[str, Any], special: Mapping[str, str], adds_bos: bool
 ) -> dict[str, Any] | None:
-    """Builds a post-processor that adds the BOS and EOS tokens that the file enables."""
+    """Builds a post-processor that adds BOS and EOS if the file enables them. None without both."""
     adds = {"bos": adds_bos, "eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
     ids = {
         special[f"{name}_token"]: metadata[f"tokenizer.ggml.{name}_token_id"]

@@ -4,11 +4,12 @@ hashes.
     hash(block) = SHA-256( parent digest | token ids, int32 little-endian | extra keys )
 
 The chain starts with the model's fingerprint, so that equal tokens of two models have different
-hashes. Extra keys are all inputs besides the tokens on which keys and values depend. The cache salt
-and the digest of an adapter are hashed with the first block only, since later hashes depend on them
-through the parent digest. An item of the prompt, such as an image, is hashed with each block that
-it overlaps, since its tokens are placeholders. Chained block hashes are from vLLM's automatic
-prefix caching. A canonical encoding instead of pickle makes them portable.
+hashes. Extra keys represent all inputs, besides the tokens, on which the attention's keys and
+values depend. The cache salt and the digest of an adapter are hashed with the first block only,
+since later hashes depend on them through the parent digest. An item of the prompt, such as an
+image, is hashed with each block that it overlaps, since its tokens are placeholders. Chained block
+hashes are from vLLM's automatic prefix caching. A canonical encoding instead of pickle makes them
+portable.
 """
 
 import struct
@@ -57,9 +58,9 @@ def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
 
 
 def cache_key(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
-    """Identifies requests that may share cached results.
+    """Returns a key that is equal for requests that may share cached results.
 
-    The key is the SHA-256 of the extra keys of the first block, or empty without extra keys.
+    The key is the SHA-256 of the first block's extra keys. It is empty without extra keys.
     """
     extra_keys = encode_extra_keys(cache_salt, adapter_digest)
     return sha256(extra_keys).digest() if extra_keys else b""
@@ -90,9 +91,9 @@ def hash_full_blocks(
     encoder_inputs: Sequence[EncoderInput] = (),
     known: Sequence[BlockHash] = (),
 ) -> list[BlockHash]:
-    """Hashes, in order, of the full blocks of `token_ids` whose hashes are not in `known` yet.
+    """Returns the hashes of the full blocks of `token_ids` that are not in `known` yet.
 
-    `root` is the model's fingerprint.
+    `root` is the model's fingerprint. `known` has the hashes of the first blocks.
     """
     parent: bytes = known[-1] if known else root
     extra_keys = b"" if known else encode_extra_keys(cache_salt, adapter_digest)
@@ -112,7 +113,7 @@ def hash_full_blocks(
 def _hash_with_items(
     parent: bytes, packed: bytes, block_size: int, extra_keys: bytes, of_items: Sequence[bytes]
 ) -> list[BlockHash]:
-    """Hashes of consecutive full blocks, with extra keys of items for each block."""
+    """Hashes of consecutive full blocks. `of_items` has each block's extra keys of prompt items."""
     hashes: list[BlockHash] = []
     for index, extra_keys_of_items in enumerate(of_items):
         block = packed[4 * block_size * index : 4 * block_size * (index + 1)]

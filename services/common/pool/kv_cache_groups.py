@@ -80,8 +80,8 @@ class KVCacheGroup:
     def max_held_blocks(
         self, num_slots: int, max_in_flight_tokens: int, num_steps_in_flight: int
     ) -> int:
-        """Upper bound of the number of blocks that a request with `num_slots` token slots has at
-        one time.
+        """An upper bound of the number of blocks that a request with `num_slots` token slots can
+        have at one time.
 
         `max_in_flight_tokens` limits the number of tokens in steps that are planned but not
         processed. A sliding window that begins inside a block needs one block more. In a
@@ -100,8 +100,8 @@ class KVCacheGroup:
                 return min(1 + num_steps_in_flight, num_blocks) + self.num_speculative_blocks
 
     def max_admission_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """Limit on the number of free blocks that an admission requires for a whole sequence. None
-        means no limit.
+        """An admission requires free blocks for the whole sequence, but at most this number of
+        blocks. None means no limit.
 
         A window frees blocks only after a step has been processed. The limit therefore includes
         the tokens of all steps in flight. As in vLLM, the limit does not depend on the request.

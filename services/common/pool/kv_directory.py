@@ -80,7 +80,7 @@ class NodeRecord:
     node: str
     epoch: int
     generation: int
-    """The generation with which the node's scheduler identifies the pool."""
+    """The generation of the pool. The node's scheduler identifies its pool by this number."""
     groups: tuple[KVCacheGroup, ...]
 
 

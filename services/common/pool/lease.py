@@ -33,11 +33,11 @@ class Lease:
     error messages.
 
     A lease lasts from `take` until `grace_seconds` after the last `release`, so that its holder can
-    reopen a stream. A holder with the same name that started later takes over the lease at once: it
-    is the restarted scheduler, and the connection of the old process may not have ended yet. After
-    that the old process is refused, even if its start time is later because the clock was set back.
-    Leases are Gray and Cheriton's (1989). The generation in each step is the fencing token, by
-    which requests of a replaced holder are recognized.
+    reopen a stream. A holder with the same name that started later takes over the lease at once,
+    because it is the restarted scheduler. The connection of the old process may not have ended yet.
+    After that the old process is refused, even if its start time is later because the clock was set
+    back. Leases are Gray and Cheriton's (1989). The pool's generation in each step is the fencing
+    token, by which requests of a replaced holder are recognized.
     """
 
     def __init__(self, what: str, grace_seconds: float, clock: Callable[[], float]) -> None:
@@ -46,12 +46,12 @@ class Lease:
         self._clock = clock
         self._holder: Holder | None = None
         self._former: Holder | None = None
-        """The previous holder."""
+        """The previous holder. None if there was none."""
         self._num_uses = 0
         self._free_at = 0.0
 
     def take(self, holder: Holder) -> None:
-        """Grants the lease to `holder`. Raises Taken if it belongs to another one."""
+        """Grants the lease to `holder`. Raises Taken if the lease belongs to another holder."""
         if holder != self._holder:
             if not self._is_free() and not self._is_replaced_by(holder):
                 raise Taken(f"the {self._what} belongs to {self._holder}")

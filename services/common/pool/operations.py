@@ -29,7 +29,7 @@ class MalformedTransaction(InvalidArgument):
 class BeginStep:
     """Starts a step. Blocks published by earlier steps can be read in this step. Always fits.
 
-    Only pools with state-space groups need this operation, because an admission does not fit if its
+    Only pools with state-space groups need this operation. There an admission does not fit if its
     hit is a state that was published in the current step.
     """
 
@@ -93,7 +93,7 @@ class Grow:
 class Commit:
     """Publishes blocks, that is, adds them to the prefix index under their hashes. Always fits.
 
-    For each request, these are the blocks that end at or before the request's `num_tokens`.
+    The blocks of each request that end at or before the request's `num_tokens` are published.
     """
 
     requests: Sequence[RequestKey]
@@ -158,12 +158,12 @@ class Admission:
     keeps its tables, nothing is looked up, and its first `num_hit_tokens` tokens count as computed.
     """
     num_tokens: int | None = None
-    """Number of computed tokens after the step, drafts included. None if it equals `num_slots`."""
+    """Number of computed tokens after the step, draft tokens included. None means `num_slots`."""
     num_prompt_tokens: int = 0
     """Number of tokens in the prompt. Later requests are likely to continue at its end."""
     shared_prefix_boundary: int = 0
-    """The shared prefix boundary of the planned hit. If the present boundary differs, the hit
-    counts as changed, except if `diverges` is set.
+    """When the hit was planned, the length in tokens of a longer prefix that some group had cached,
+    or 0. If this length differs now, the hit counts as changed, except if `diverges` is set.
     """
     diverges: bool = False
     """Whether the hit is a hit of the full-attention groups alone. Blocks that other groups lack
@@ -177,7 +177,7 @@ class Admission:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens that need no computation. They are hit or loaded from elsewhere."""
+        """Number of tokens that are not computed, because they are hit or loaded from elsewhere."""
         return self.num_hit_tokens + self.num_external_tokens
 
 
@@ -264,7 +264,7 @@ class AdmitResult:
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCacheResult:
-    """Whether the hashes were removed. If blocks are in use, nothing is changed."""
+    """Whether the hashes were removed. They stay if any block is in use."""
 
     done: bool
 

@@ -1,4 +1,4 @@
-"""Packs block keys into bytes. A sequence takes 6 bytes for each key, a set fewer.
+"""Packs block keys into bytes. A sequence takes 6 bytes for each key. A set takes fewer bytes.
 
 Keys have 48 bits. The keys of a set are sorted. Instead of the first bytes of all keys, 256 counts
 are stored, one for each value of the first byte. The second byte of each key is replaced by its

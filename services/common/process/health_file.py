@@ -1,6 +1,6 @@
 """A file with a service's readiness, which probes can read at almost no cost.
 
-The event loop writes its one line, so the file's age reveals a blocked loop:
+The file has one line. The event loop writes it, so the file's age reveals a blocked loop:
 
     STATE PID BEAT RAN WAITED
 

@@ -89,7 +89,7 @@ def between(low: float, high: float) -> Check:
 
 
 def one_of(names: Collection[str]) -> Check:
-    """Returns a check that a text is one of `names`, as they are when the check runs."""
+    """Returns a check that a text is in `names`. The check includes names that are added later."""
     return lambda value: None if value in names else f"must be one of {', '.join(names)}"
 
 

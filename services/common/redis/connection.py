@@ -1,9 +1,9 @@
 """Calls Redis, a single server or a cluster, depending on the URL.
 
 Calls fail within a fraction of a second, since no request may wait for Redis. By default redis-py
-retries ten times with five seconds each. Here a call is never retried, and both the whole call and
-each socket operation have a time limit. Commands are limited to Redis 6.2 and RESP2. `redis` is an
-optional dependency: this module is imported only if a URL is set.
+retries ten times with five seconds each. Here a call is never retried. Both the whole call and each
+socket operation have a time limit. Commands are limited to Redis 6.2 and RESP2. The package `redis`
+is optional, so this module is imported only if a URL is set.
 """
 
 import asyncio

@@ -8,13 +8,14 @@ NEEDS_REDIS = "--redis-url needs the package redis: pip install 'stepwell[redis]
 _SCHEMES = ("redis", "rediss")
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 """Query parameters of a rediss:// URL that name files. The first file has the trusted authorities
-(CA), by default the system's authorities. The others are a client certificate and its key.
+(CA). Without it, the system's authorities are trusted. The second file has a client certificate,
+and the third file has its key.
 """
 _FORM = "must be redis://[user:password@]host:port, rediss://… for TLS, or unix://PATH"
 
 
 def is_redis_url(value: str) -> str | None:
-    """Checks that a setting is a well-formed Redis URL."""
+    """Returns an error text if a setting is not a well-formed Redis URL, otherwise None."""
     try:
         parts = urlsplit(value)
         if parts.scheme == "unix":

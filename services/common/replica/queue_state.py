@@ -29,11 +29,11 @@ class QueueState:
     max_queue_seconds: float
     """Limit on the time that a request without output waits to be scheduled. 0 means no limit."""
     seconds_per_request: float = 0.0
-    """Seconds that a waiting request, except the first `num_free`, adds to the wait of each request
-    behind it. 0 if unknown.
+    """Estimated seconds that a waiting request adds to the wait of each request behind it. 0 if
+    unknown. The first `num_free` requests add `seconds_per_prompt` instead.
     """
     service_seconds: float = 0.0
-    """Seconds from a request's admission to its end. 0 if unknown."""
+    """Estimated seconds from a request's admission to its end. 0 if unknown."""
     num_running: int = 0
     is_blocked: bool = False
     """Whether requests wait because the last step had no free blocks or no token budget for them.

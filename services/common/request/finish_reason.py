@@ -4,7 +4,7 @@ import enum
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended. The values are OpenAI's and vLLM's names where they have one."""
+    """Why a request ended. If OpenAI's API or vLLM has the same reason, its name there is used."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -16,8 +16,8 @@ class FinishReason(enum.Enum):
     STEP_FAILED = "step_failed"
     """The workers failed in every step with this request, even in steps without other requests."""
     KV_LOAD_FAILED = "kv_load_failed"
-    """Keys and values of the request could not be loaded from external storage, and the request
-    does not permit computing them instead.
+    """Keys and values of the request could not be loaded from external storage, and the scheduler's
+    `kv_load_failure_policy` does not permit computing them instead.
     """
     ERROR = "error"
     """An error of this request alone. A message describes it."""

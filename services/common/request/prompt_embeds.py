@@ -1,7 +1,8 @@
 """A prompt that a client gives as token embeddings instead of tokens.
 
 Services without tensor libraries store the numbers as bytes, check their count, and add their
-digest to the cache salt. Where token ids are required, each row of such a prompt has the id 0.
+digest to the cache salt. Where token ids are required, each embedding of such a prompt is
+represented by the id 0.
 """
 
 import enum
@@ -37,8 +38,8 @@ class EmbedsDtype(enum.Enum):
 class PromptEmbeds:
     """A matrix [num_tokens, hidden_size] in row-major order, little-endian.
 
-    Raises InvalidArgument if there are no rows, or more rows than numbers. The second check bounds
-    the number of tokens by the number of bytes.
+    Raises InvalidArgument if there are no rows, or more rows than numbers. A small message can
+    therefore not claim a large number of tokens.
     """
 
     num_tokens: int
@@ -85,7 +86,7 @@ class PromptEmbeds:
             )
 
     def salted(self, cache_salt: str) -> str:
-        """A cache salt with which placeholder tokens share blocks only with equal embeddings."""
+        """A cache salt made from the embeddings, so that only equal embeddings share blocks."""
         digest = sha256(self.data).hexdigest()
         return f"{cache_salt}\0prompt_embeds {self.dtype.value} {digest}"
 

@@ -52,7 +52,9 @@ class _Checks:
             left += (inner for one in together for inner in _inside(one))
 
     def has_instance(self, schema: object, above: frozenset[int]) -> bool:
-        """Whether a finite instance exists that contains no instance of the schemas `above`."""
+        """Whether a finite instance exists. `above` has the `id()` of each enclosing schema. The
+        instance must not contain an instance of these schemas, since it could then be endless.
+        """
         self._num_left -= 1
         if not isinstance(schema, Mapping) or self._num_left < 0:
             return True
@@ -110,7 +112,7 @@ def _check_count(together: list[Mapping[str, Any]]) -> None:
 
 
 def _inside(schema: Mapping[str, Any]) -> Iterator[object]:
-    """The subschemas that apply to nested values or are alternatives."""
+    """The subschemas that apply to nested values or that are alternatives for the same value."""
     for name in ("properties", "patternProperties"):
         values = schema.get(name)
         yield from values.values() if isinstance(values, Mapping) else ()

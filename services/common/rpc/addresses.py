@@ -39,7 +39,7 @@ def is_on_this_machine(address: str) -> bool:
 
 
 def is_host_port(value: str) -> str | None:
-    """Checks that a setting is host:port."""
+    """Returns an error text if a setting is not host:port, otherwise None."""
     try:
         split_host_port(value)
     except ValueError:
@@ -48,7 +48,7 @@ def is_host_port(value: str) -> str | None:
 
 
 def is_listen_address(value: str) -> str | None:
-    """Checks that a setting is host:port or unix:PATH."""
+    """Returns an error text if a setting is not host:port or unix:PATH, otherwise None."""
     if is_unix_address(value) and value != _UNIX:
         return None
     return None if is_host_port(value) is None else "must be host:port or unix:PATH"
@@ -74,7 +74,7 @@ def is_wildcard(address: str) -> bool:
 
 
 def is_connect_address(value: str) -> str | None:
-    """Checks that a setting is an address that clients can connect to."""
+    """Returns an error text if clients cannot connect to a setting's address, otherwise None."""
     if (complaint := is_listen_address(value)) is not None or is_unix_address(value):
         return complaint
     if is_wildcard(value) or split_host_port(value)[1] == 0:
@@ -83,7 +83,7 @@ def is_connect_address(value: str) -> str | None:
 
 
 def is_dns_address(value: str) -> str | None:
-    """Checks that a text is dns:NAME:PORT."""
+    """Returns an error text if a setting is not dns:NAME:PORT, otherwise None."""
     name, colon, port = value.removeprefix(DNS).rpartition(":")
     if is_host_port(colon + port) is not None or not name or set("/:") & set(name):
         return "must be dns:NAME:PORT"

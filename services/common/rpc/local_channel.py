@@ -16,10 +16,11 @@ _TRANSIENT_FAILURE = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 class LocalChannel(ForwardingChannel):
     """A channel to unix:PATH.
 
-    A method with streams in both directions that is called without arguments uses a connection to
-    PATH.streams, if a server listens there (`LocalStream`). All other calls use gRPC. If a server
-    listens at PATH.streams, gRPC calls wait until gRPC has connected. Without this wait they would
-    fail for up to a quarter of a second after a server's restart, while streams already work.
+    A method with streams in both directions uses a connection to PATH.streams (`LocalStream`) if a
+    server listens there and the call has no arguments, such as a timeout or metadata. All other
+    calls use gRPC. If a server listens at PATH.streams, gRPC calls wait until gRPC has connected.
+    Without this wait they would fail for up to a quarter of a second after a server's restart,
+    while streams already work.
     """
 
     def __init__(self, channel: ForwardingChannel, path: str, lookahead_bytes: int) -> None:
@@ -36,7 +37,7 @@ class LocalChannel(ForwardingChannel):
         self._channel.renew()
 
     async def close(self, grace: float | None = None) -> None:
-        """Ends all calls after `grace` seconds."""
+        """Ends all calls after `grace` seconds. None means at once."""
         closing = asyncio.ensure_future(self._channel.close(grace))
         if self._calls and grace:
             await asyncio.wait([call.ended for call in self._calls], timeout=grace)

@@ -79,7 +79,7 @@ class RenewingChannel(ForwardingChannel):
             task.add_done_callback(self._closing.discard)
 
     async def close(self, grace: float | None = None) -> None:
-        """Ends all calls after `grace` seconds."""
+        """Ends all calls after `grace` seconds. None means at once."""
         self.current()
         self._is_closed = True
         channels = list(self._num_calls)

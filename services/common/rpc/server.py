@@ -174,7 +174,7 @@ class GrpcServer:
 
 
 class _StreamHandlers:
-    """Receives, in place of a server, the handlers that a generated `register` adds.
+    """Replaces a server, and receives the handlers that a generated `register` adds to it.
 
     It stores the handlers of bidirectional streams.
     """

@@ -19,7 +19,7 @@ from services.common.rpc.retry_hint import retry_hint_seconds
 DOMAIN = "stepwell"
 
 UNDECODABLE = "UNDECODABLE"
-"""The error reason for an undecodable message, which was damaged on its way."""
+"""The error reason for a message that cannot be decoded because it was damaged on its way."""
 DETAILS_KEY = "grpc-status-details-bin"
 """The key of the status details in the trailing metadata."""
 _PUSHBACK = "grpc-retry-pushback-ms"
@@ -84,7 +84,7 @@ def status_code(error: errors.StepwellError) -> grpc.StatusCode:
 def to_rich_status(
     error: errors.StepwellError, retry_after_seconds: float | None = None
 ) -> status_pb2.Status:
-    """The status with its details. `retry_after_seconds` is the retry hint for the client."""
+    """The status with its details. `retry_after_seconds` is the client's retry hint, if any."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.error_reason, domain=DOMAIN)]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(

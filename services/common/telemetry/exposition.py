@@ -47,8 +47,8 @@ class Exposition:
     ) -> bytes:
         """Returns the text, with `labels` added to all series.
 
-        A series is omitted if it has one of these labels with another value, or any of
-        `hidden_labels`. Buckets have exemplars if `exemplars` is set.
+        A series is omitted if it already has one of the added labels with another value. A series
+        with any of `hidden_labels` is omitted, too. Buckets have exemplars if `exemplars` is set.
         """
         added = {**self._labels, **(labels or {})}
         text = [
@@ -90,7 +90,7 @@ def open_metrics(text: bytes) -> bytes:
 
 
 def is_exposition(text: bytes) -> bool:
-    """Whether a text may be in this format: UTF-8 lines that begin with a metric's help."""
+    """Whether a text may be in format 0.0.4. It must be UTF-8 and begin with a metric's help."""
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -115,7 +115,7 @@ def merged(texts: Iterable[bytes]) -> bytes:
 
 
 def _parts(family: bytes) -> tuple[bytes, bytes, bytes]:
-    """Returns the text after `# HELP ` in the first line, the type line, and the samples."""
+    """Splits a metric family into its help (without `# HELP `), its type line, and its samples."""
     header, _, rest = family.partition(b"\n")
     kind, _, samples = rest.partition(b"\n")
     return header, kind, samples if not samples or samples.endswith(b"\n") else samples + b"\n"

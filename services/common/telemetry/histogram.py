@@ -39,7 +39,7 @@ class Histogram:
         self.sum += value * count
 
     def observe_traced(self, value: float, trace_id: str) -> None:
-        """Adds an observation. If it has a trace, it becomes the exemplar of its bucket."""
+        """Adds an observation. If `trace_id` is not empty, it becomes its bucket's exemplar."""
         self.observe(value)
         if trace_id:
             exemplar = Exemplar({"trace_id": trace_id}, value, time.time())

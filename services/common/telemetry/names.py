@@ -265,7 +265,7 @@ METRIC_DISCOVERY_UP = "stepwell_discovery_up"
 METRIC_DISCOVERY_ADDRESSES = "stepwell_discovery_addresses"
 METRIC_DISCOVERY_FAILURES = "stepwell_discovery_failures"
 
-# Metrics of the gateway. The `http_*` metrics are those of vLLM's HTTP server.
+# Metrics of the gateway. The `http_*` metrics have the names of vLLM's HTTP metrics.
 METRIC_HTTP_REQUESTS = "http_requests"
 METRIC_HTTP_REQUEST_SECONDS = "http_request_duration_seconds"
 METRIC_HTTP_RESPONSES = "stepwell_gateway_http_responses"

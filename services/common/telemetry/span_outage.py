@@ -21,7 +21,7 @@ class DropReason(Enum):
 
 
 class SpanOutage:
-    """Compares the number of dropped spans before and after each export.
+    """Detects outages from the numbers of dropped spans before and after each export.
 
     An outage may span many exports. Its cause is logged at the first drop, and the number of
     dropped spans at its end.

@@ -68,7 +68,8 @@ class TimePart:
     name: str
     nanos: int
     request_id: str = ""
-    """Id of the request that blocked this one in the part's longest wait. Empty if there is none.
+    """Id of the request that blocked the timed request in the part's longest wait. Empty if there
+    is no such request.
     """
     step: int | None = None
     """Number of the step in which the part's longest wait began. None if there is none."""
@@ -103,8 +104,8 @@ def added_up(parts: Sequence[TimePart]) -> tuple[TimePart, ...]:
 def time_line(parts: Sequence[TimePart]) -> str:
     """Formats parts as a line like "12.6 s = slots 4.9 · prefill 0.9 · decode 6.0 · gateway 0.8".
 
-    The numbers add up: each is rounded so that their sum is the rounded total. Parts that round to
-    zero are omitted.
+    The numbers are rounded so that their sum is the rounded total. Parts that round to zero are
+    omitted.
     """
     whole = sum(part.nanos for part in parts)
     unit, name, digits = _unit(whole)

@@ -1,8 +1,8 @@
 """Tracing over OTLP if an endpoint is set. Otherwise nothing is traced.
 
-Sampling is parent-based. The service where a trace begins decides at random, by a ratio. Later
-services follow the flag in the W3C `traceparent` of their messages. An unsampled trace context is
-sent as an empty string, so that it costs later services one comparison.
+Sampling is parent-based. The service where a trace begins decides at random, with a configured
+probability. Later services follow the flag in the W3C `traceparent` of their messages. An unsampled
+trace context is sent as an empty string, so that it costs later services one comparison.
 """
 
 import logging
@@ -81,14 +81,14 @@ class Tracing:
     tracer: trace.Tracer
     provider: TracerProvider | None
     processor: SynchronousMultiSpanProcessor | None = None
-    """Receives every ended span. More processors may be added to it."""
+    """Receives every ended span. More processors may be added to it. None without a provider."""
     sample_ratio: float = 0.0
     root_sampler: Sampler | None = None
-    """If set, it decides which new traces are sampled. If not, `sample_ratio` decides."""
+    """Decides which new traces are sampled. If it is None, `sample_ratio` decides."""
     senders: tuple[SpanSender, ...] = ()
     """Span senders, one for each collector."""
     resource: Resource | None = None
-    """If set, the resource of spans made by `record`. If not, they have the provider's resource."""
+    """The resource of spans made by `record`. If it is None, they have the provider's resource."""
 
     @property
     def enabled(self) -> bool:

@@ -38,7 +38,9 @@ INTERNAL = TlsFields(
     allowed_names="internal_tls_allowed_names",
     server_name="internal_tls_server_name",
 )
-"""TLS between the services. A service defines the last two settings only if they apply to it."""
+"""TLS between the services. A service has the setting of `allowed_names` if it is called by other
+services, and the setting of `server_name` if it calls others.
+"""
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def _add_overlap(columns: list[float], width: float, begin: float, end: float) -
 
 
 def _draw_requests(axes: "Axes", records: Sequence[RequestRecord]) -> None:
-    """Draws the TTFT of each request over the request's intended time."""
+    """Draws a point for each request, with its intended time and its TTFT."""
     highest = 1.0
     for label, colour, chosen in (
         ("TTFT", GREEN, [r for r in records if r.is_ok and not r.is_warmup]),

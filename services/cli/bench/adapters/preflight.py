@@ -1,4 +1,4 @@
-"""Tests before the load which request fields the server accepts, with a few requests."""
+"""Before the load, tests with a few requests which request fields the server accepts."""
 
 from services.cli.bench.adapters.openai_server import CHAT, OpenAIServer
 from services.cli.bench.core.record import RequestRecord

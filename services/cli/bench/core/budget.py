@@ -6,7 +6,8 @@ import math
 class Budget:
     """Numbers the requests. The first `num_warmups` are the warm-up and are not measured.
 
-    At most `num_requests` follow the warm-up, for at most `seconds` after it. None means no limit.
+    After the warm-up, at most `num_requests` requests are sent, for at most `seconds`. None means
+    no limit.
     """
 
     def __init__(self, num_requests: int | None, seconds: float | None, num_warmups: int) -> None:

@@ -15,7 +15,7 @@ its intended time. The result is False if a request failed.
 
 
 class LoadRun:
-    """The loops of one load. A loop ends when its runs or the budget are exhausted."""
+    """The loops of one load. A loop ends when no run is left or the budget is used up."""
 
     def __init__(self, clock: Clock, budget: Budget) -> None:
         self._clock = clock

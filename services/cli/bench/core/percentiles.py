@@ -12,8 +12,8 @@ PERCENTILES = (50, 90, 95, 99)
 class Distribution:
     """Statistics of one figure's values, in the unit of the values.
 
-    `std` is the population standard deviation, not an estimate from a sample (numpy's default, as
-    in `vllm bench serve`).
+    `std` is the standard deviation of the values themselves, not the estimate for a population from
+    which they are a sample. This is numpy's default, as in `vllm bench serve`.
     """
 
     count: int

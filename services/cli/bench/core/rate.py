@@ -64,10 +64,11 @@ class RequestRate:
         return cls(pieces)
 
     def times(self, unit_arrivals: Iterator[float]) -> Iterator[float]:
-        """Maps arrivals of a process with rate 1 to seconds after the start.
+        """Converts arrival times at a rate of one a second to arrival times at this rate. Both are
+        in seconds after the start.
 
-        This is the time change of a renewal process: arrival n of the load is at the time when the
-        integral of the rate equals arrival n of the process. The iterator ends with the last piece.
+        This is the time change of a renewal process. Arrival n of the load is at the time when the
+        integral of the rate equals `unit_arrivals[n]`. The iterator ends with the last piece.
         """
         begun = passed = 0.0
         pieces = iter(self.pieces)
@@ -99,8 +100,8 @@ def _piece(text: str) -> Piece:
 
 
 def unit_arrivals(burstiness: float, draw: random.Random) -> Iterator[float]:
-    """Yields arrival times in seconds without end, at an average rate of one arrival a second: a
-    renewal process with gamma-distributed gaps.
+    """Yields arrival times in seconds without end, at an average rate of one arrival a second. The
+    gaps between arrivals are gamma-distributed (a renewal process).
 
     `burstiness` is the shape of the gamma distribution, as in `vllm bench serve`. With 1 the gaps
     are exponential, which is a Poisson process. Below 1 arrivals are bursty (the gaps' coefficient

@@ -38,13 +38,17 @@ class RequestRecord:
     output_len: int
     """The number of requested output tokens."""
     sent: float | None = None
-    """The time at which the request was written to the connection."""
+    """The time at which the request was written to the connection. None if it was not sent."""
     token_times: "array[float]" = field(default_factory=lambda: array("d"))
     """The arrival time of each event with output."""
     ended: float | None = None
-    """The arrival time of the answer's last event, or of the end of an unstreamed answer."""
+    """The arrival time of the answer's last event, or of the end of an unstreamed answer. None if
+    the answer has not ended.
+    """
     num_input_tokens: int | None = None
-    """Number of prompt tokens. All `num_*_tokens` are from the server's `usage`."""
+    """Number of prompt tokens. All `num_*_tokens` are from the server's `usage`, and None without
+    it.
+    """
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
     finish_reason: str | None = None
@@ -66,17 +70,17 @@ class RequestRecord:
 
     @property
     def schedule_lag(self) -> float | None:
-        """Seconds from the intended to the actual sending."""
+        """Seconds from the intended to the actual sending. None if the request was not sent."""
         return None if self.sent is None else self.sent - self.intended
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from `intended` to the first event with output."""
+        """Seconds from `intended` to the first event with output. None without such an event."""
         return self.token_times[0] - self.intended if self.token_times else None
 
     @property
     def e2el(self) -> float | None:
-        """Seconds from `intended` to the end of the answer."""
+        """Seconds from `intended` to the end of the answer. None if the answer has not ended."""
         return None if self.ended is None else self.ended - self.intended
 
     @property

@@ -23,7 +23,7 @@ def summary_document(summary: Summary) -> dict[str, Any]:
 
 
 def distribution_document(values: Distribution | None) -> dict[str, float] | None:
-    """`count`, `mean`, `std`, `min`, `max`, and the percentiles as `p50` and so on."""
+    """`count`, `mean`, `std`, `min`, `max`, and percentiles (`p50` and so on). None for None."""
     if values is None:
         return None
     document: dict[str, float] = asdict(values)

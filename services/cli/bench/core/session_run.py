@@ -13,9 +13,9 @@ class SessionRun:
     """A running session. It ends early if a request fails or the budget has no more requests.
 
     The first request is encoded before the time at which it is sent, and each later request during
-    the think time. Started requests are appended to `records`. Requests beyond the number that
-    `limit` admits wait, and their latencies include this wait. If the run is cancelled, unanswered
-    requests are recorded as interrupted.
+    the think time. Started requests are appended to `records`. `limit` bounds the number of
+    concurrent requests. Latencies include the wait for this limit. If the run is cancelled,
+    unanswered requests are recorded as interrupted.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class TraceLine:
 
 
 def read_trace(lines: Iterable[str]) -> list[TraceLine]:
-    """Reads the lines of a file, sorted by timestamp, without empty ones. Raises TraceError."""
+    """Reads the nonempty lines of a file and sorts them by timestamp. Raises TraceError."""
     numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
     return sorted((_line(number, line) for number, line in numbered), key=lambda r: r.timestamp)
 

@@ -27,7 +27,7 @@ _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
 
 
 def watch_pids(pids: Sequence[int]) -> Callable[[float], Reading]:
-    """Returns a function that reads processes of this machine. Its argument is the time."""
+    """Returns a function that reads processes of this machine. The argument is the current time."""
     return lambda now: _reading(now, pids)
 
 
@@ -45,13 +45,13 @@ def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float],
 
 
 def watch_self() -> Callable[[float], Reading]:
-    """Returns a function that reads this process. Its readings have no watcher."""
+    """Returns a function that reads this process as the watched one. Readings have no watcher."""
     return partial(_reading, pids=(os.getpid(),), watcher=False)
 
 
 def processor_times(pid: int) -> ProcessTimes:
-    """The times of a process's threads. Empty if the process has ended, and on systems other than
-    Linux.
+    """The times of a process's threads. The result is empty if the process has ended or the system
+    is not Linux.
 
     The thread that makes the reading is reported as sleeping, because it runs only to read.
     """

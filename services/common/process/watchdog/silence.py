@@ -4,17 +4,19 @@ On a machine with more runnable threads than processors, threads wait for a proc
 can answer. A fixed timeout would treat a starved process as hung. Silence therefore counts only
 time in which the watched process and its watcher could both run:
 
-1. Time in which a thread of the watched process waited for a processor does not count, nor does
-   waiting for the disk while the machine stalls on memory or input and output. A process in an
-   endless loop, in a deadlock or stopped waits for neither, so its time counts in full.
+1. Time in which a thread of the watched process waited for a processor does not count. The same
+   holds for waiting for the disk while the machine stalls on memory or input and output. A process
+   that is stopped, in an endless loop or in a deadlock waits for neither, so its time counts in
+   full.
 2. Time in which the watcher waited for a processor, or read later than planned, does not count. An
    answer may have arrived in that time that the watcher had not read yet.
 3. If the watched process is unknown or not on this machine, the machine's run queue is used
-   instead. With more than two runnable threads per processor, time is multiplied by two and the
-   number of processors, and divided by the number of runnable threads.
+   instead. With more than two runnable threads per processor, only a fraction of the time counts.
+   The fraction is two times the number of processors, divided by the number of runnable threads.
 
-A reading consists of counters, and two readings measure an interval. Of the time between the last
-answer and the first reading, the same fraction counts as of the first interval.
+A reading consists of counters. The differences between two readings measure the interval between
+them. Before the first reading there are no counters, so of the time from the last answer to the
+first reading the same fraction counts as of the first interval.
 """
 
 from collections.abc import Mapping, Sequence
@@ -71,7 +73,7 @@ class MachineTimes:
 
     @property
     def share(self) -> float:
-        """The fraction of time that counts. Below 1 if there are too many runnable threads."""
+        """The fraction of time that counts as silence. Below 1 if too many threads are runnable."""
         quiet = _THREADS_PER_PROCESSOR * self.num_processors
         return min(1.0, quiet / max(1, self.num_runnable))
 

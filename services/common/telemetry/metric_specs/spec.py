@@ -33,8 +33,8 @@ class Source(enum.Enum):
     def added_labels(self) -> tuple[str, ...]:
         """Labels that are added to the metric's own labels.
 
-        Metrics of source EVERY also have the labels of a replica if they describe one of its
-        processes.
+        Metrics of source EVERY also have the labels of a replica if they describe a process of this
+        replica.
         """
         return _ADDED_LABELS[self]
 
