@@ -44,7 +44,7 @@ class BlockAges:
             published_at[block] = now
 
     def reused(self, free_since: Sequence[int]) -> None:
-        """Records prefix hits on free blocks. They were freed at the times `free_since`."""
+        """Records prefix hits on free blocks. `free_since` has the times of their freeing."""
         self.num_reuses += len(free_since)
         self.reuse_gap += self.now * len(free_since) - sum(free_since)
 

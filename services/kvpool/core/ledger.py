@@ -24,7 +24,8 @@ class TransactionLedger(Generic[Answer]):
     def find(self, generation: int, sequence: int) -> Answer | None:
         """Returns the stored answer if the last transaction is repeated, or None for the next one.
 
-        Raises StaleGeneration for another generation and OutOfSequence for any other number.
+        Raises StaleGeneration if `generation` is another generation of the pool, and OutOfSequence
+        if `sequence` is any other number.
         """
         if generation != self._generation:
             raise StaleGeneration(

@@ -45,4 +45,4 @@ class Directory(EventSink, Protocol):
         """
 
     def drop(self, pool_id: PoolId, generation: int) -> None:
-        """Removes a pool's entries. Ignored if `generation` is not the newest."""
+        """Removes a pool's entries if `generation` is the pool's newest generation."""

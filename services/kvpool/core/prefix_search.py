@@ -53,7 +53,7 @@ class PrefixSearch:
         return self._block_size
 
     def _blocks_at(self, chain: Sequence[BlockHash], num_tokens: int) -> list[BlockId] | None:
-        """The block of each group that ends at token `num_tokens`. None if a group lacks it."""
+        """For each group, the block that ends at token `num_tokens`. None if a group has none."""
         position = num_tokens // self._hash_block_size - 1
         if position >= len(chain):
             return None

@@ -14,9 +14,11 @@ from services.scheduler.core.engine.queue_estimate import MARGIN, QueueEstimate,
 from services.scheduler.core.output import WaitReason
 
 PERIOD_SECONDS = 0.1
-"""Sampling period while requests wait or arrive."""
+"""Time between two samples while requests wait or arrive, in seconds."""
 QUIET_PERIOD_SECONDS = 1.0
-"""Sampling period while no request waits or arrives, so that sampling takes little time."""
+"""Time between two samples while no request waits or arrives, in seconds. It is longer, so that
+sampling takes little time.
+"""
 
 _MISSING = (WaitReason.BUDGET, WaitReason.NO_BLOCKS)
 """Wait reasons that show that a replica is full although fewer than `max_num_seqs` requests run."""

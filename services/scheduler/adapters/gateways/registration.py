@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from services.common.redis.fleet_registry import FleetRegistry, RegisteredReplica
 
 LEAVE_SECONDS = 0.3
-"""Time that the drain may wait for Redis. If Redis does not answer, the lease expires by itself."""
+"""Seconds that the drain may wait for Redis. Without an answer, the lease expires by itself."""
 
 logger = logging.getLogger(__name__)
 

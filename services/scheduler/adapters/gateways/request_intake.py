@@ -161,7 +161,7 @@ class RequestIntake:
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
         """The latest time at which the request may be scheduled for the first time. None if there
         is no limit. Raises ResourceExhausted if the queue is full, or if the request is expected to
-        wait longer than that.
+        start after that time.
         """
         queue, has_output = self.queue_at_arrival(), bool(message.output_token_ids)
         timeout = message.timeout_millis / 1000 if message.timeout_millis else None

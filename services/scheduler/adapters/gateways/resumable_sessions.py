@@ -15,7 +15,7 @@ from services.scheduler.core.output import WaitReason
 from services.scheduler.core.request import Request, RequestStatus
 
 KEPT_SECONDS = 1.0
-"""Time that a session must have waited for input before it may be ended for other requests."""
+"""Seconds that a session must have waited for input before it may be ended for other requests."""
 _HELD = (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
 """If other requests wait for one of these reasons, a session between turns may be ended."""
 
@@ -31,7 +31,7 @@ class ResumableSessions:
         self._sessions = sessions
         self._max_num_sessions = max_num_sessions
         self._waits_since: dict[tuple[Request, int], float] = {}
-        """Maps a session and its number of tokens to when it was first seen between turns."""
+        """Maps (session, its number of tokens) to the time when it was first seen between turns."""
 
     @property
     def open(self) -> list[Request]:

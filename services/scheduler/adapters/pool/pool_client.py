@@ -92,9 +92,9 @@ class PoolClient:
         max_in_flight_tokens: int | None = None,
         seen_generation: int = 0,
     ) -> int:
-        """Resets the pool, which begins a new generation, and opens a stream. Returns the
-        generation's number, which is greater than `seen_generation` and all earlier numbers. Raises
-        StepwellError.
+        """Resets the pool, which begins a new generation, and opens a stream. Returns the number of
+        the pool's new generation, which is greater than `seen_generation` and all earlier numbers.
+        Raises StepwellError.
         """
         self.close()
         try:

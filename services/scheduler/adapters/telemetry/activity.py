@@ -20,7 +20,7 @@ from services.scheduler.core.output import SchedulerOutput, WaitReason
 from services.scheduler.core.request import Request, RequestStatus
 
 WATCHED_SECONDS = 5.0
-"""Time for which steps are recorded after a client has requested them."""
+"""Seconds for which steps are recorded after a client has requested them."""
 MAX_STEPS = 256
 MAX_REQUESTS = 256
 """Limit on the number of running requests in one answer, and on the number of waiting requests."""

@@ -21,8 +21,8 @@ class StepSums:
         self.last_done_nanos = 0
         """Time at which the tokens of the last step arrived."""
         self._steps: list[int] = []
-        """Numbers of those steps that no step with an equal or larger batch followed. `_sizes` are
-        the batch sizes of these steps, in decreasing order.
+        """Numbers of the steps after which every step had a smaller batch. `_sizes` are the batch
+        sizes of these steps, in decreasing order.
         """
         self._sizes: list[int] = []
 

@@ -11,14 +11,14 @@ IDLE_CHECK_SECONDS = 5.0
 """Seconds without work after which a pool or worker is probed."""
 _FACTOR = 10.0
 _KEPT_SHARE = 0.98
-"""Decay of the maximum. A new time below the maximum replaces it by a weighted mean of the two, in
-which the old maximum has this weight.
+"""Weight of the old maximum. If a new time is below the maximum, the weighted mean of the old
+maximum and the new time becomes the maximum.
 """
 
 
 class Deadlines:
-    """Computes deadlines between `floor_seconds` and `ceiling_seconds`. The floor prevents that a
-    delay on a busy machine counts as a hang.
+    """Computes deadlines between `floor_seconds` and `ceiling_seconds`. Because of the floor, a
+    short delay on a busy machine does not count as a hang.
     """
 
     def __init__(self, floor_seconds: float, ceiling_seconds: float) -> None:

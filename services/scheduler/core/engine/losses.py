@@ -4,8 +4,8 @@ from services.common.errors import Unavailable
 from services.scheduler.core.ports import WorkersLost
 
 FIRST_BACKOFF_SECONDS = 0.1
-"""Delay before the second of several recoveries in a row. The delay doubles with each further
-recovery.
+"""Delay before the second of several recoveries in a row, in seconds. The delay doubles with each
+further recovery.
 """
 LAST_BACKOFF_SECONDS = 5.0
 

@@ -7,13 +7,13 @@ RECENT_STEPS = 64
 MIN_STEPS = 8
 """Number of steps of a size class that must be measured before planning is delayed."""
 MARGIN_SECONDS = 0.001
-"""Subtracted from the delay, because an event loop's timers are only this precise."""
+"""The precision of an event loop's timers, in seconds. It is subtracted from the delay."""
 LEAST_SECONDS = 0.003
-"""Planning is not delayed by less than this, because a shorter sleep is not worth its processor
+"""The shortest delay of planning except 0, in seconds. A shorter sleep is not worth its processor
 time.
 """
 _OUTLIERS = 16
-"""Of this number of recent steps, one may have less room than "nearly all steps" have."""
+"""One in this number of recent steps may have less room than "nearly all steps" have."""
 
 
 class PlanningClock:

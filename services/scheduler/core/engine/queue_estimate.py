@@ -5,8 +5,8 @@ from collections import deque
 MIN_COMPLETIONS = 8
 """Number of requests that must have ended before the rate of completions is estimated from them."""
 MIN_BUSY_SECONDS = 0.5
-"""Busy time that must have passed before a rate is estimated from tokens, because the first steps
-take longer.
+"""Busy seconds that must have passed before a rate is estimated from tokens, because the first
+steps take longer than later ones.
 """
 WINDOW_COMPLETIONS = 64
 """Number of most recent completions from which the rate is estimated."""

@@ -62,8 +62,8 @@ class PlannedSteps:
         return None
 
     def num_tokens(self) -> Callable[[Request], int]:
-        """Returns a function that maps a request to its number of tokens in the steps that are in
-        flight at this time.
+        """Returns a function that maps a request to its number of tokens in the steps in flight.
+        Steps that are added or completed after this call do not change the function's results.
         """
         steps = [
             dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True))

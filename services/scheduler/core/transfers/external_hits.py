@@ -67,9 +67,10 @@ class ExternalHits:
         return plan
 
     def _match(self, builder: StepBuilder, request: Request) -> ExternalMatch | None:
-        """The tokens that the connector can load after the local hit. None if the connector cannot
-        answer yet and must be queried again later. If the connector supplies states, the local hit
-        may change to a hit that counts full-attention layers only.
+        """The number of tokens that the connector can load after the local hit, and whether they
+        are loaded between steps. None if the connector cannot answer yet and must be queried again
+        later. If the connector supplies states, the local hit may change to a hit that counts
+        full-attention layers only.
 
         If the hit ends inside a block, the connector is queried for the tokens after the last whole
         block, as in vLLM. If the connector has more tokens than the hit's part of that block, they
@@ -138,7 +139,7 @@ class ExternalHits:
 
         If the whole prompt is loaded, its last token is computed again afterwards. With sliding
         windows, the blocks to which the last token attends are kept. vLLM keeps the blocks to which
-        the token after the prompt attends, and so may free one of the former.
+        the token after the prompt attends, and so may free a block to which the last token attends.
         """
         prefixes = builder.prefixes
         hit, num_external = prefixes.hits[request], prefixes.external[request]
