@@ -1,4 +1,4 @@
-"""Kills and pauses services under full streams. The test fails if an answer fails or changes.
+"""Kills and pauses services while all streams run. The test fails if an answer fails or changes.
 
     python -m benchmarks.soak faults [--faults 50] [--replicas 2] [--dtype bfloat16] [--seed 1]
 

@@ -45,7 +45,8 @@ class Tenant:
         return priority if ceiling is None else max(priority, ceiling)
 
     def effective_cache_salt(self, cache_salt: str) -> str:
-        """Returns the cache salt of a request whose client set `cache_salt`.
+        """Returns the cache salt of a request whose client set `cache_salt`. The tenant's own salt,
+        if it has one, is put in front.
 
         Clients' salts cannot contain NUL, so no client can construct the salt of another tenant.
         """

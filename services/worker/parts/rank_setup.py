@@ -16,8 +16,8 @@ class RankSetup:
     """The arguments from which all parts of one rank are built. `group` is None for a single
     worker.
 
-    `checkpoint_reached` is called often during startup, and may raise to abort it. `ranks`: the
-    ranks that divide a layer, for tensors on the platform's device.
+    `checkpoint_reached` is called often during startup, and may raise to abort it. `ranks`
+    are the tensor-parallel ranks, whose collectives exchange tensors on the platform's device.
     """
 
     settings: WorkerSettings

@@ -24,8 +24,10 @@ _GROUPS = (LayerGroup(None, ()),)
 def build_whole(
     setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig, incarnation: str
 ) -> Worker:
-    """Loads the model and computes a warm-up prompt. The token budget of a step is at least the
-    longest prompt, even if the setting is lower. Raises ModelError and NotEnoughMemory.
+    """Loads the model and computes a warm-up prompt. Raises ModelError and NotEnoughMemory.
+
+    A step computes whole prompts. So its token budget is at least the model's maximum length, even
+    if `max_num_batched_tokens` is lower.
     """
     with memory_for("the weights", "use a machine with more, or a smaller dtype"):
         return _build(setup, checkpoint, pooling, incarnation)

@@ -74,7 +74,7 @@ class OffloadingConnector:
         self._num_asked: dict[Request, int] = {}
         """Number of tokens of a waiting request after its local prefix hit, at the last query."""
         self._stores: dict[TierBlockId, BlockTransfer] = {}
-        """The copies to the tier that the next step begins. If a tier block is assigned to another
+        """Copies to the tier. The next step begins them. If a tier block is assigned to another
         key before that step, only the last copy to the block remains.
         """
         self._loads: list[ConnectorLoad] = []

@@ -335,8 +335,8 @@ class GuardedConnection(SlicedProtocol):
 async def _until_answered(
     arrival: Arrival | None, app: Any, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs the application. Afterwards ends `arrival` in case the application did not, and removes
-    references to the connection from the request's state. They would form a reference cycle.
+    """Runs the application. Afterwards ends `arrival` in case the application did not. Also clears
+    the request's state of its references to the connection, which would form a reference cycle.
     """
     try:
         await app(scope, receive, send)

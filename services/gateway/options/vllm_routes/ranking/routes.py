@@ -1,4 +1,4 @@
-"""The routes /rerank, which has three paths, /classify and /pooling."""
+"""The routes /classify, /pooling and /rerank. /rerank has three paths."""
 
 import json
 from collections.abc import Mapping, Sequence
