@@ -23,7 +23,7 @@ from services.common.telemetry.metric_specs.spec import MetricSpec, Source
 from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
 from services.gateway.adapters.http.openai import bodies
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
-from services.gateway.options.listed import OPTIONS, ROUTES
+from services.gateway.options.listed import OPTIONS
 from services.gateway.settings import GatewaySettings
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings
@@ -38,7 +38,11 @@ METRICS: dict[str, tuple[MetricSpec, ...]] = {
     "metrics: edge": edge.SPECS,
     "metrics: prefix index": edge.INDEX_SPECS,
     "metrics: process": process.SPECS,
-    **{f"metrics: {option.__name__}": tuple(option.metric_specs) for option in OPTIONS},
+    **{
+        f"metrics: {option.__name__}": tuple(option.metric_specs)
+        for option in OPTIONS
+        if option.metric_specs
+    },
 }
 ALL_SPECS = SPECS | {spec.name: spec for option in OPTIONS for spec in option.metric_specs}
 """The registry of metrics, with the metrics of a gateway's options."""
@@ -59,7 +63,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/sessions": bodies.SessionBody,
     "/v1/embeddings": bodies.EmbeddingBody,
     "/score": bodies.ScoreBody,
-    **{path: body for option in ROUTES for path, body in option.bodies.items()},
+    **{path: body for option in OPTIONS for path, body in option.bodies.items()},
     "/tokenize": bodies.TokenizeBody,
     "/detokenize": bodies.DetokenizeBody,
 }

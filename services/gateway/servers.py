@@ -42,8 +42,7 @@ from services.gateway.adapters.http.transport.server import HttpServer
 from services.gateway.adapters.keys.auth import ApiKeys
 from services.gateway.adapters.traces.keeping import TraceServicer
 from services.gateway.core.fleet.administration import Administration
-from services.gateway.options.listed import ROUTES
-from services.gateway.options.routes import RouteParts
+from services.gateway.options.server_parts import RouteParts
 from services.gateway.parts import Parts
 
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
@@ -79,14 +78,13 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
     )
     headers = (*HEADERS, *parts.options.request_headers)
     route_parts = RouteParts(generation, inference, gate, bodies, settings.model, HEADERS, headers)
-    own_routes = [option(route_parts) for option in ROUTES]
     views = _view_routes(parts, sees_all=False) if settings.ui else ()
     routes = client_routes(
         generation,
         TokenizerRoutes(inference, parts.membership, gate, bodies),
         parts.server_routes,
         SessionRoutes(parts.client_sessions, inference, gate, bodies),
-        (*(route for option in own_routes for route in option.routes()), *views),
+        (*(route for option in parts.options for route in option.routes(route_parts)), *views),
         headers,
         has_metrics=settings.metrics_address is None,
         has_tokenizer_info=settings.enable_tokenizer_info_endpoint,
@@ -99,7 +97,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         asks_for_keys=parts.keys.are_needed,
     )
     operations = dict(GENERATING)
-    for option in ROUTES:
+    for option in parts.options:
         operations |= option.operations
     generating = tuple(operations)
     early = EarlyRefusals(app, generating, gate, inference, parts.options, parts.observer)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from services.gateway.options.idempotency import Idempotency, IdempotencySettings
 from services.gateway.options.option import Option
-from services.gateway.options.routes import OptionRoutes
 from services.gateway.options.vllm_routes import VllmRoutes
 
 
@@ -17,7 +16,5 @@ class OptionSettings(
 
 OPTIONS: tuple[type[Option], ...] = (
     Idempotency,
-)  # fmt: skip
-ROUTES: tuple[type[OptionRoutes], ...] = (
     VllmRoutes,
-)  # fmt: skip
+)

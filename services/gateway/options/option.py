@@ -1,21 +1,25 @@
-"""The interface through which an option takes part in requests. Its routes use `routes.py`."""
+"""The interface through which an option takes part in requests and adds routes."""
 
 import asyncio
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client.registry import Collector
+from pydantic import BaseModel
 
 from services.common.errors import StepwellError
 from services.common.telemetry.metric_specs.spec import MetricSpec
-from services.gateway.adapters.http.exchange.route import RequestHeader
+from services.gateway.adapters.http.exchange.route import RequestHeader, Route
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.tenant import Tenant
+
+if TYPE_CHECKING:
+    from services.gateway.options.server_parts import RouteParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,10 @@ class Option:
     """Headers of generating requests that this option reads. QuickRefusals leaves requests with
     such a header to the application. Turns of sessions cannot have one.
     """
+    operations: ClassVar[Mapping[str, str]] = {}
+    """Maps each path that a model computes to its operation in traces and metrics."""
+    bodies: ClassVar[Mapping[str, type[BaseModel]]] = {}
+    """Maps each path to its body, if the body is this option's own."""
 
     def __init__(self, settings: Any, parts: OptionParts) -> None:
         """`settings` are the gateway's settings, which include this option's settings. Raises
@@ -48,6 +56,10 @@ class Option:
     @property
     def collectors(self) -> Sequence[Collector]:
         """Collectors of the metrics of `metric_specs`."""
+        return ()
+
+    def routes(self, parts: "RouteParts") -> Sequence[Route]:  # noqa: ARG002
+        """Routes of the clients' HTTP API."""
         return ()
 
     def needs_room(self, headers: Mapping[str, str], tenant: Tenant) -> bool:  # noqa: ARG002

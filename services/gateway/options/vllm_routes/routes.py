@@ -6,19 +6,19 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from services.gateway.adapters.http.exchange.route import Route
-from services.gateway.options.routes import OptionRoutes
+from services.gateway.options.option import Option
+from services.gateway.options.server_parts import RouteParts
 from services.gateway.options.vllm_routes.ranking import routes as ranking
 from services.gateway.options.vllm_routes.tokens import routes as tokens
 
 
-class VllmRoutes(OptionRoutes):
+class VllmRoutes(Option):
     """vLLM's routes that OpenAI's API does not have."""
 
     operations: ClassVar[Mapping[str, str]] = {**ranking.OPERATIONS, **tokens.OPERATIONS}
     bodies: ClassVar[Mapping[str, type[BaseModel]]] = {**ranking.BODIES, **tokens.BODIES}
 
-    def routes(self) -> Sequence[Route]:
-        parts = self._parts
+    def routes(self, parts: RouteParts) -> Sequence[Route]:
         labels = ranking.read_class_labels(parts.model)
         return (
             tokens.TokenRoutes(parts.generation).route(parts.generating_headers),
