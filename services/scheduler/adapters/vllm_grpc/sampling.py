@@ -3,7 +3,7 @@ error names the field.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from smg_grpc_proto.generated import vllm_engine_pb2
@@ -16,21 +16,9 @@ PREFIX = "sampling_params."
 
 _HONOURED: dict[str, Callable[[Any], dict[str, Any]]] = {
     **{
-        name: lambda value, name=name: {name: value}  # type: ignore[misc]
-        for name in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "frequency_penalty",
-            "presence_penalty",
-            "repetition_penalty",
-            "max_tokens",
-            "min_tokens",
-            "logprobs",
-            "prompt_logprobs",
-            "seed",
-        )
+        field.name: lambda value, name=field.name: {name: value}  # type: ignore[misc]
+        for field in fields(SamplingParams)
+        if field.name in vllm_engine_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     },
     "stop_token_ids": lambda ids: {"stop_token_ids": tuple(ids)},
     "logit_bias": lambda biases: {

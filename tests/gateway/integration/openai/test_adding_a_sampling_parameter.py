@@ -13,10 +13,11 @@ REPOSITORY = Path(__file__).parents[4]
 CHECK = "tests/gateway/unit/openai/test_sampling_parameters.py"
 PROTO, DATACLASS = "protos/stepwell/common/v1/common.proto", "services/common/request/sampling.py"
 BODIES, SAMPLER = (
-    "services/gateway/adapters/http/openai/bodies.py",
+    "services/gateway/adapters/http/openai/sampling_fields.py",
     "services/worker/sampling/filters.py",
 )
 DOCUMENT = "docs/sampling.md"
+FLAGS = "services/cli/arguments.py"
 COPIED = ("services", "gen", "pyproject.toml", PROTO, DOCUMENT, CHECK)
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
 """Bytecode files that another process is writing, and has not renamed yet."""
@@ -77,7 +78,7 @@ def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path)
 
 
-def test_a_new_parameter_touches_five_files_and_none_can_be_forgotten(tree: Tree) -> None:
+def test_a_new_parameter_touches_six_files_and_none_can_be_forgotten(tree: Tree) -> None:
     tree.add_after(PROTO, "  optional float min_p = 4;", "  optional float top_a = 99;")
     tree.generate()
     assert "differ in ['top_a']" in tree.import_problem("services.common.request.sampling_proto")
@@ -97,5 +98,7 @@ def test_a_new_parameter_touches_five_files_and_none_can_be_forgotten(tree: Tree
     tree.add_after(SAMPLER, "    min_p: float = 0.0", "    top_a: float = 0.0")
     tree.add_after(SAMPLER, "    limit = size = len(logits)", "    assert filters.top_a == 0")
     tree.add_after(CHECK, '    "min_p":', '    "top_a": ({"top_a": 0.5}, 0.5),')
+    assert tree.failed_checks() == {"test_the_terminal_has_a_flag_for_each_number"}
+    tree.add_after(FLAGS, '    ("min_p", float', '    ("top_a", float, "drop improbable tokens"),')
     assert not tree.failed_checks()
-    assert tree.changed - {CHECK} == {PROTO, DATACLASS, BODIES, DOCUMENT, SAMPLER}
+    assert tree.changed - {CHECK} == {PROTO, DATACLASS, BODIES, DOCUMENT, SAMPLER, FLAGS}

@@ -1,6 +1,8 @@
 """Contract, dataclass, request bodies and documentation have the same sampling parameters."""
 
+import argparse
 import ast
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from stepwell.common.v1 import common_pb2
 
+from services.cli.arguments import add_sampling
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 from services.common.request.sampling_proto import sampling_from_proto, sampling_to_proto
@@ -20,8 +23,9 @@ from services.gateway.adapters.http.openai.bodies import (
     CompletionBody,
     SamplingBody,
 )
-from services.gateway.adapters.http.openai.sampling import sampling_from_body
+from services.gateway.adapters.http.openai.sampling import sampling_from_body, written_parameters
 from services.gateway.adapters.http.openai.vllm_fields import UnservedSamplingFields
+from services.gateway.options.vllm_routes.tokens.bodies import TokenSamplingBody
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "sampling.md"
 NAMES = {field.name for field in fields(SamplingParams)}
@@ -109,6 +113,11 @@ async def bad_words(words: list[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(ord, word)) for word in words)
 
 
+NOT_WRITTEN = {"bad_words", "eos_token_ids", "thinking_budget", "prompt_logprobs"}
+"""Parameters that /render copies from the body, or refuses."""
+NO_FLAG = {"min_tokens", "logprobs", "prompt_logprobs"}
+"""Numbers that the terminal's commands do not set."""
+
 INFERENCE = SimpleNamespace(default_sampling=SamplingParams(), bad_words=bad_words, tokenizer=None)
 
 
@@ -160,6 +169,24 @@ async def test_a_parameter_of_a_body_reaches_the_dataclass(name: str) -> None:
     assert {other for other in NAMES if getattr(params, other) != default(other)} <= {
         other for other, (fields_given, _) in EXAMPLES.items() if fields_given == given
     }
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in NOT_WRITTEN])
+async def test_render_writes_a_parameter_so_that_it_is_read_again(name: str) -> None:
+    body = CompletionBody(prompt="a", **EXAMPLES[name][0])
+    read = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, "prompt_logprobs": None}
+    params = await sampling_from_body(body, INFERENCE, **read)
+    assert getattr(params, name) != default(name)
+    again = TokenSamplingBody.model_validate_json(json.dumps(written_parameters(params)))
+    as_completion = CompletionBody.model_construct(prompt="a", **dict(again))
+    assert await sampling_from_body(as_completion, INFERENCE, **read) == params
+
+
+def test_the_terminal_has_a_flag_for_each_number() -> None:
+    parser = argparse.ArgumentParser()
+    add_sampling(parser)
+    numbers = {name for name, (_, value) in EXAMPLES.items() if isinstance(value, int | float)}
+    assert vars(parser.parse_args([])).keys() - {"model", "stop"} == numbers - NO_FLAG
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

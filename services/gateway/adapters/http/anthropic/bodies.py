@@ -19,6 +19,7 @@ from services.gateway.adapters.http.exchange.fields import (
 )
 from services.gateway.adapters.http.openai.bodies import renamed
 from services.gateway.adapters.http.openai.content_parts import TextOrParts
+from services.gateway.adapters.http.openai.sampling_fields import CommonSamplingFields
 from services.gateway.adapters.http.openai.tool_bodies import (
     DEFERRED,
     MAX_TOOLS,
@@ -139,17 +140,13 @@ class Metadata(Body):
     user_id: str | None = None
 
 
-class MessagesBody(CountTokensBody):
+class MessagesBody(CommonSamplingFields, CountTokensBody):
     """POST /v1/messages."""
 
     max_tokens: Annotated[Int, Field(ge=1)]
     stop_sequences: Texts | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_k: Int | None = None
-    top_p: float | None = None
     # vLLM's.
-    seed: Int | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool | None = None

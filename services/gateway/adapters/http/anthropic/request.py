@@ -17,7 +17,6 @@ from services.gateway.core.request.request import ClientRequest, Prompt
 
 _TOOLS = ToolFields("tools[{}].name", "tools[{}].input_schema", "tools[{}].strict")
 _CHOICES = {"auto": AUTO, "any": REQUIRED, "tool": NONE, "none": NONE}
-_SAMPLED = ("temperature", "top_k", "top_p", "seed")
 
 
 async def messages_request(
@@ -44,7 +43,7 @@ async def messages_request(
         sampling=replace(
             inference.default_sampling,
             structured_outputs=_form(body),
-            **given_parameters(body, _SAMPLED),
+            **given_parameters(body),
         ),
         stop=tuple(body.stop_sequences or ()),
         priority=body.priority or 0,

@@ -17,16 +17,12 @@ from services.gateway.adapters.http.exchange.fields import (
     Only,
     Prompts,
     TextOrTexts,
-    Texts,
     TokenIds,
     given,
 )
 from services.gateway.adapters.http.openai.content_parts import TextOrParts, read, said, thought
-from services.gateway.adapters.http.openai.formats import (
-    ResponseFormat,
-    StructuredOutputsBody,
-    TextFormat,
-)
+from services.gateway.adapters.http.openai.formats import ResponseFormat, TextFormat
+from services.gateway.adapters.http.openai.sampling_fields import SamplingFields
 from services.gateway.adapters.http.openai.tool_bodies import ToolCalls, ToolChoice, Tools
 from services.gateway.adapters.http.openai.vllm_fields import (
     UnservedChatFields,
@@ -53,14 +49,6 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, Only(False, why="events are not padded")] = None
 
 
-class RepetitionDetectionBody(Body):
-    """The repetition that ends an answer, in vLLM's schema."""
-
-    max_pattern_size: Int = 0
-    min_pattern_size: Int = 0
-    min_count: Int = 0
-
-
 class TruncationFields(Body):
     """The number of prompt tokens to keep, and the side on which the prompt is truncated."""
 
@@ -68,31 +56,15 @@ class TruncationFields(Body):
     truncation_side: Literal["left", "right"] | None = None
 
 
-class SamplingBody(UnservedSamplingFields, TruncationFields):
+class SamplingBody(SamplingFields, UnservedSamplingFields, TruncationFields):
     """The fields that completions and chat completions share."""
 
     model: str | None = None
     # OpenAI's.
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     response_format: ResponseFormat | None = None
-    logit_bias: dict[str, float] | None = None
-    max_tokens: Int | None = None
-    n: Int | None = None
-    seed: Int | None = None
-    stop: TextOrTexts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     # vLLM's.
-    top_k: Int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: Int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Annotated[Any, Only(True, why="it cannot be turned off")] = None
     add_special_tokens: bool | None = None
@@ -100,11 +72,6 @@ class SamplingBody(UnservedSamplingFields, TruncationFields):
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool | None = None
     prompt_cache_key: str | None = None
-    bad_words: Texts | None = None
-    allowed_token_ids: TokenIds | None = None
-    prompt_logprobs: Int | None = None
-    repetition_detection: RepetitionDetectionBody | None = None
-    structured_outputs: StructuredOutputsBody | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     # Only for /render, as in vLLM.

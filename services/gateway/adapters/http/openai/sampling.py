@@ -2,24 +2,27 @@
 sampling parameters.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from services.common.errors import InvalidArgument
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
-from services.gateway.adapters.http.openai.bodies import (
-    RepetitionDetectionBody,
-    SamplingBody,
-    StreamOptions,
-)
+from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.gateway.adapters.http.openai.bodies import SamplingBody, StreamOptions
 from services.gateway.adapters.http.openai.formats import wanted_form
+from services.gateway.adapters.http.openai.sampling_fields import (
+    CommonSamplingFields,
+    RepetitionDetectionBody,
+    SamplingFields,
+)
 from services.gateway.adapters.telemetry.high_temperature import noted
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest, Prompt
 
-_MASK = 2**64 - 1
+_MASK, _SIGN = 2**64 - 1, 2**63
 _EVERY_TOKEN = -1
 """The value of top_k with which vLLM's clients disable it."""
 
@@ -72,19 +75,31 @@ async def sampling_from_body(
         structured_outputs=await wanted_form(
             body.response_format, body.structured_outputs, inference.tokenizer
         ),
-        **given_parameters(body, _SAME_NAMES),
+        **given_parameters(body),
     )
     return noted(sampling)
 
 
-def given_parameters(body: object, names: Iterable[str]) -> dict[str, Any]:
-    """Returns the sampling parameters in `names` that the body sets. Its fields have the same
-    names.
-    """
+def given_parameters(body: CommonSamplingFields) -> dict[str, Any]:
+    """Returns the sampling parameters that fields of the same name set in the body."""
     return {
         name: _READERS[name](value) if name in _READERS else value
-        for name in names
-        if (value := getattr(body, name)) is not None
+        for name in _SAME_NAMES
+        if (value := getattr(body, name, None)) is not None
+    }
+
+
+def written_parameters(sampling: SamplingParams) -> dict[str, Any]:
+    """Returns the fields in WRITTEN_NAMES that set these parameters in a body. None and empty
+    lists are omitted.
+    """
+    bias = zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)
+    texts = {"logit_bias": {str(token): value for token, value in bias}}
+    values = {name: getattr(sampling, name) for name in WRITTEN_NAMES if name not in texts} | texts
+    return {
+        name: _WRITERS[name](value) if name in _WRITERS else value
+        for name, value in values.items()
+        if value is not None and value not in ((), {})
     }
 
 
@@ -133,6 +148,11 @@ def _allowed(token_ids: list[int]) -> tuple[int, ...]:
     return tuple(token_ids)
 
 
+def _form_body(wanted: StructuredOutputs) -> dict[str, Any]:
+    is_list = wanted.kind is StructuredOutputsKind.CHOICE
+    return {wanted.kind.value: json.loads(wanted.text) if is_list else wanted.text}
+
+
 def _repetition(body: RepetitionDetectionBody) -> RepetitionDetection | None:
     return RepetitionDetection.of(body.max_pattern_size, body.min_pattern_size, body.min_count)
 
@@ -162,5 +182,20 @@ _COMPUTED = {
 
 _SAME_NAMES = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPUTED)
 
-if _missing := set(_SAME_NAMES) - SamplingBody.model_fields.keys():
+if _missing := set(_SAME_NAMES) - SamplingFields.model_fields.keys():
     raise TypeError(f"request bodies lack the sampling parameters {sorted(_missing)}")
+
+_WRITERS: dict[str, Callable[[Any], object]] = {
+    "seed": lambda seed: seed if seed < _SIGN else seed - _MASK - 1,
+    "structured_outputs": _form_body,
+    "repetition_detection": asdict,
+}
+"""Converters of parameters that are objects in a body, or numbers with a sign."""
+
+WRITTEN_NAMES = (
+    *_SAME_NAMES,
+    *("max_tokens", "logprobs", "prompt_logprobs", "structured_outputs", "logit_bias"),
+)
+"""The fields of a body that sampling parameters determine. Texts of `bad_words` and the budget of
+reasoning are lost in them.
+"""

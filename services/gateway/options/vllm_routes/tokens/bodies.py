@@ -10,46 +10,20 @@ from services.gateway.adapters.http.exchange.fields import (
     Ignored,
     Int,
     Only,
-    TextOrTexts,
-    Texts,
     TokenIds,
 )
-from services.gateway.adapters.http.openai.bodies import (
-    RepetitionDetectionBody,
-    StreamOptions,
-    renamed,
-)
-from services.gateway.adapters.http.openai.formats import StructuredOutputsBody
+from services.gateway.adapters.http.openai.bodies import StreamOptions, renamed
+from services.gateway.adapters.http.openai.sampling_fields import SamplingFields
 
 _NO_MEDIA = "only tokens are read"
 _NO_TRANSFER = "the server decides where keys and values are"
 
 
-class TokenSamplingBody(Body):
+class TokenSamplingBody(SamplingFields):
     """vLLM's sampling parameters."""
 
-    n: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: Int | None = None
-    stop: TextOrTexts | None = None
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    max_tokens: Int | None = None
-    min_tokens: Int | None = None
     logprobs: Int | None = None
     prompt_logprobs: Annotated[Any, Only(why="ask completions for them")] = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: Texts | None = None
-    repetition_detection: RepetitionDetectionBody | None = None
-    structured_outputs: StructuredOutputsBody | None = None
     # These fields concern the text of answers. Answers of this route have no text.
     detokenize: Ignored = None
     skip_special_tokens: Ignored = None

@@ -2,31 +2,20 @@
 /inference/v1/generate.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
 from services.common.errors import InvalidArgument
-from services.common.request.sampling import SamplingParams
-from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.gateway.adapters.http.exchange.json_pieces import LongList
 from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, CompletionBody
 from services.gateway.adapters.http.openai.chat import chat_request, render
 from services.gateway.adapters.http.openai.completions import completion_request
+from services.gateway.adapters.http.openai.sampling import WRITTEN_NAMES, written_parameters
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
+from services.gateway.options.vllm_routes.tokens.bodies import TokenSamplingBody
 
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-)
 _NOT_RENDERED = (
     "echo",
     "best_of",
@@ -114,8 +103,8 @@ async def _rendered(
             "token_ids": LongList(first.prompt_token_ids),
             "token_offsets": None if offsets is None else LongList(map(list, offsets[number])),
             "sampling_params": {
-                **_sampling(generation.request.sampling),
                 **_of_answers(body),
+                **written_parameters(generation.request.sampling),
                 "max_tokens": first.sampling.max_tokens,
             },
             **shared,
@@ -125,40 +114,7 @@ async def _rendered(
 
 
 def _of_answers(body: CompletionBody | ChatCompletionBody) -> dict[str, Any]:
-    names = ("stop", "include_stop_str_in_output", "ignore_eos", "bad_words", "skip_special_tokens")
-    return {
-        "n": body.n or 1,
-        **{name: value for name in names if (value := getattr(body, name)) is not None},
-    }
-
-
-def _sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Returns the value of the field `sampling_params`, in vLLM's schema. Parameters without effect
-    are omitted.
-    """
-    written: dict[str, Any] = {name: getattr(sampling, name) for name in _NUMBERS}
-    bias = dict(zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True))
-    repetition = sampling.repetition_detection
-    given = {
-        "seed": sampling.seed,
-        "logprobs": sampling.logprobs,
-        "stop_token_ids": list(sampling.stop_token_ids) or None,
-        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
-        "logit_bias": {str(token): value for token, value in bias.items()} or None,
-        "structured_outputs": _form(sampling.structured_outputs),
-        "repetition_detection": None
-        if repetition is None
-        else {
-            "max_pattern_size": repetition.max_pattern_size,
-            "min_pattern_size": repetition.min_pattern_size,
-            "min_count": repetition.min_count,
-        },
-    }
-    return written | {name: value for name, value in given.items() if value is not None}
-
-
-def _form(wanted: StructuredOutputs | None) -> dict[str, Any] | None:
-    if wanted is None:
-        return None
-    is_list = wanted.kind is StructuredOutputsKind.CHOICE
-    return {wanted.kind.value: json.loads(wanted.text) if is_list else wanted.text}
+    """Returns the fields of `sampling_params` that are copied from the body."""
+    names = [name for name in TokenSamplingBody.model_fields if name not in WRITTEN_NAMES]
+    given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    return {**given, "n": body.n or 1}

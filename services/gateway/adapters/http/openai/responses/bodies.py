@@ -23,6 +23,7 @@ from services.gateway.adapters.http.exchange.fields import (
 from services.gateway.adapters.http.openai.bodies import Effort, renamed
 from services.gateway.adapters.http.openai.formats import JsonObjectFormat, JsonSchema, TextFormat
 from services.gateway.adapters.http.openai.responses.items import AnyItem
+from services.gateway.adapters.http.openai.sampling_fields import CommonSamplingFields
 from services.gateway.adapters.http.openai.tool_bodies import (
     DEFERRED,
     MAX_TOOLS,
@@ -123,7 +124,7 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: Annotated[Any, Only(False, why="events are not padded")] = None
 
 
-class ResponsesBody(UnservedResponsesFields):
+class ResponsesBody(CommonSamplingFields, UnservedResponsesFields):
     """POST /v1/responses."""
 
     model: str | None = None
@@ -139,20 +140,16 @@ class ResponsesBody(UnservedResponsesFields):
     reasoning: ResponsesReasoning | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    temperature: float | None = None
     text: ResponsesText | None = None
     tool_choice: ResponsesToolChoice | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    top_p: float | None = None
     # vLLM's.
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_metrics: bool | None = None
     priority: Int | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
-    seed: Int | None = None
     skip_reading_prefix_cache: bool | None = None
-    top_k: Int | None = None
     # Fields without effect.
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None

@@ -16,7 +16,6 @@ from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest, Prompt
 
 _TOOLS = ToolFields("tools[{}].name", "tools[{}].parameters", "tools[{}].strict")
-_SAMPLED = ("temperature", "top_k", "top_p", "seed")
 
 
 async def responses_request(
@@ -34,7 +33,7 @@ async def responses_request(
             inference.default_sampling,
             max_tokens=body.max_output_tokens,
             structured_outputs=_form(body),
-            **given_parameters(body, _SAMPLED),
+            **given_parameters(body),
         ),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
