@@ -28,11 +28,7 @@ class Store(Protocol):
         ...
 
     def write(
-        self,
-        before: KeyRecord | None,
-        after: KeyRecord,
-        tenant: TenantRecord | None,
-        version: str,
+        self, before: KeyRecord | None, after: KeyRecord, tenant: TenantRecord | None, version: str
     ) -> None:
         """Replaces the record of a key. `before` is None for a new key. If `tenant` is set,
         replaces the record of the key's tenant, too. `version` must be a text that was never used
@@ -109,11 +105,7 @@ class RedisStore:
         return self._do(self._records.read_book)
 
     def write(
-        self,
-        before: KeyRecord | None,
-        after: KeyRecord,
-        tenant: TenantRecord | None,
-        version: str,
+        self, before: KeyRecord | None, after: KeyRecord, tenant: TenantRecord | None, version: str
     ) -> None:
         try:
             self._do(

@@ -72,8 +72,7 @@ class UpSettings:
         check=between(1, MAX_REPLICAS),
     )
     routing_policy: str | None = passed_to(
-        "gateway",
-        doc="how one of several replicas is chosen, such as cache-aware or least-loaded",
+        "gateway", doc="how one of several replicas is chosen, such as cache-aware or least-loaded"
     )
     stream_interval: int | None = passed_to(
         "gateway", doc="tokens of an answer that are sent together in a stream", check=at_least(1)
@@ -199,14 +198,10 @@ class UpSettings:
         check=between(0.01, 1),
     )
     tensor_parallel_size: int = setting(
-        1,
-        doc="workers that divide each layer of a replica's model",
-        check=between(1, MAX_RANKS),
+        1, doc="workers that divide each layer of a replica's model", check=between(1, MAX_RANKS)
     )
     pipeline_parallel_size: int = setting(
-        1,
-        doc="stages that divide the layers of a replica's model",
-        check=between(1, MAX_RANKS),
+        1, doc="stages that divide the layers of a replica's model", check=between(1, MAX_RANKS)
     )
     num_threads: int | None = passed_to(
         "worker",
@@ -236,8 +231,7 @@ class UpSettings:
     )
     block_size: int | None = passed_to("worker", doc="tokens per block", check=at_least(1))
     mamba_cache_mode: str | None = passed_to(
-        "worker",
-        doc="what recurrent layers keep: align or, without prefix caching, none",
+        "worker", doc="what recurrent layers keep: align or, without prefix caching, none"
     )
     max_model_len: int | None = passed_to(
         "worker", doc="longest sequence, prompt and output together, in tokens", check=at_least(2)

@@ -27,9 +27,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.name is not None:
             trace = client.get(f"/traces/{quote(arguments.name, safe='')}")
             lines = waterfall(
-                trace,
-                arguments.width or _width(),
-                every_attribute=arguments.attributes,
+                trace, arguments.width or _width(), every_attribute=arguments.attributes
             )
         else:
             listed = client.get(f"/traces?order={arguments.order}&limit={arguments.limit}")

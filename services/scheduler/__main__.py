@@ -35,10 +35,7 @@ from services.scheduler.adapters.gateways.registration import Registration
 from services.scheduler.adapters.gateways.servicer import SchedulerServicer
 from services.scheduler.adapters.pool.pool_client import PoolClient
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
-from services.scheduler.adapters.replica_config import (
-    make_connector,
-    scheduler_config,
-)
+from services.scheduler.adapters.replica_config import make_connector, scheduler_config
 from services.scheduler.adapters.telemetry.replica_metrics import ReplicaMetrics
 from services.scheduler.adapters.telemetry.step_log import scheduler_with_log
 from services.scheduler.adapters.telemetry.step_tracer import STEP_SERVICE

@@ -138,11 +138,7 @@ class BenchRun:
         )
 
     def _sending(
-        self,
-        server: OpenAIServer,
-        budget: Budget,
-        observer: Observer,
-        records: list[RequestRecord],
+        self, server: OpenAIServer, budget: Budget, observer: Observer, records: list[RequestRecord]
     ) -> Coroutine[Any, Any, None]:
         """Returns the coroutine that sends the whole load and fills `records`."""
         settings, load = self._settings, LoadRun(self._clock, budget)

@@ -125,8 +125,6 @@ def _request_stop(stop: asyncio.Event, signum: int, earlier: list[int]) -> None:
     stop.set()
 
 
-def _first(
-    group: BaseExceptionGroup[StepwellError | SettingError],
-) -> StepwellError | SettingError:
+def _first(group: BaseExceptionGroup[StepwellError | SettingError]) -> StepwellError | SettingError:
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -41,9 +41,7 @@ class ServiceSettings:
         None, doc="key of that certificate (PEM)", check=existing_file
     )
     internal_tls_ca_file: Path | None = setting(
-        None,
-        doc="authorities (PEM) of the other services' certificates",
-        check=existing_file,
+        None, doc="authorities (PEM) of the other services' certificates", check=existing_file
     )
     drain_seconds: float = setting(
         5.0, doc="time for running calls to end after SIGTERM", check=between(0, 3600)

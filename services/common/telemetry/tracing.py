@@ -24,15 +24,7 @@ from opentelemetry.sdk.trace import (
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import (
-    INVALID_SPAN,
-    Link,
-    Span,
-    SpanContext,
-    SpanKind,
-    Status,
-    TraceFlags,
-)
+from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanContext, SpanKind, Status, TraceFlags
 
 from services.common.process.service_settings import ServiceSettings
 from services.common.telemetry.span_sender import SpanSender
@@ -120,11 +112,7 @@ class Tracing:
         if parent is not None:
             context = trace.set_span_in_context(trace.NonRecordingSpan(parent), context)
         return self.tracer.start_span(
-            name,
-            context=context,
-            kind=kind,
-            attributes=attributes,
-            start_time=start_unix_nanos,
+            name, context=context, kind=kind, attributes=attributes, start_time=start_unix_nanos
         )
 
     def draw_root(self, *, is_sampled: bool = False) -> SpanContext | None:

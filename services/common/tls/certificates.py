@@ -66,9 +66,7 @@ class CertificateFiles:
         if own.not_valid_after_utc <= datetime.datetime.now(datetime.UTC):
             raise self.cert.error(f"holds a certificate that expired on {_day(own)}")
         return Certificate(
-            contents,
-            own.not_valid_before_utc.timestamp(),
-            own.not_valid_after_utc.timestamp(),
+            contents, own.not_valid_before_utc.timestamp(), own.not_valid_after_utc.timestamp()
         )
 
     def _first_certificate(self, file: PemFile, pem: bytes) -> x509.Certificate:

@@ -92,9 +92,7 @@ def pool_stats_to_proto(
     return kvpool_pb2.GetStatsResponse(
         pools=[
             kvpool_pb2.PoolStats(
-                pool_id=hosted.pool_id,
-                generation=hosted.generation,
-                **asdict(hosted.pool.stats()),
+                pool_id=hosted.pool_id, generation=hosted.generation, **asdict(hosted.pool.stats())
             )
             for hosted in pools
         ]

@@ -40,13 +40,7 @@ Host = PoolHost[kvpool_pb2.TransactResponse]
 class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     """Converts messages to calls of the core, and results to messages."""
 
-    def __init__(
-        self,
-        host: Host,
-        directory: Directory,
-        feed: EventFeed,
-        tracing: Tracing,
-    ) -> None:
+    def __init__(self, host: Host, directory: Directory, feed: EventFeed, tracing: Tracing) -> None:
         self._host = host
         self._leases: dict[PoolId, tuple[Lease, Holder]] = {}
         self._directory = directory
@@ -68,10 +62,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         lease.take(holder)
         try:
             hosted = self._host.open(
-                pool_id,
-                config,
-                request.seen_generation,
-                reports_events=request.report_events,
+                pool_id, config, request.seen_generation, reports_events=request.report_events
             )
             self._leases[pool_id] = lease, holder
         finally:
@@ -142,9 +133,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         return kvpool_pb2.GetBlocksResponse(generation=hosted.generation, blocks=blocks)
 
     def _transact(
-        self,
-        hosted: HostedPool[kvpool_pb2.TransactResponse],
-        request: kvpool_pb2.TransactRequest,
+        self, hosted: HostedPool[kvpool_pb2.TransactResponse], request: kvpool_pb2.TransactRequest
     ) -> kvpool_pb2.TransactResponse:
         outcome = hosted.pool.transact(operations_from_proto(request.operations))
         answer = outcome_to_proto(outcome, hosted.generation, request.sequence)

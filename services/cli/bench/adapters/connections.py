@@ -16,11 +16,7 @@ class Connections:
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        clock: Callable[[], float],
-        tls: ssl.SSLContext | None = None,
+        self, host: str, port: int, clock: Callable[[], float], tls: ssl.SSLContext | None = None
     ) -> None:
         self._host, self._port, self._clock, self._tls = host, port, clock, tls
         self._idle: list[Connection] = []

@@ -100,11 +100,7 @@ class Silence:
     """
 
     def __init__(
-        self,
-        began: float,
-        *,
-        longest_first_seconds: float = inf,
-        longest_turn_seconds: float = inf,
+        self, began: float, *, longest_first_seconds: float = inf, longest_turn_seconds: float = inf
     ) -> None:
         self.seconds = 0.0
         self._longest_first = longest_first_seconds

@@ -191,10 +191,7 @@ _TENANTS = (
         "tenant",
     ),
     gauge(
-        names.METRIC_TENANT_NUM_RUNNING,
-        "sequences",
-        "Sequences of a tenant at replicas.",
-        "tenant",
+        names.METRIC_TENANT_NUM_RUNNING, "sequences", "Sequences of a tenant at replicas.", "tenant"
     ),
 )
 

@@ -24,10 +24,7 @@ _EVERY = (
     gauge(names.METRIC_PROCESS_OPEN_FDS, "files", "Number of open file descriptors."),
     gauge(names.METRIC_PROCESS_MAX_FDS, "files", "Maximum number of open file descriptors."),
     gauge(
-        names.METRIC_TLS_SECONDS_LEFT,
-        "seconds",
-        "Until the certificate expires.",
-        "certificate",
+        names.METRIC_TLS_SECONDS_LEFT, "seconds", "Until the certificate expires.", "certificate"
     ),
     counter(
         names.METRIC_TLS_RELOADS,

@@ -113,12 +113,7 @@ _POOL = (
         "Share of the blocks that are held, 1 is all of them.",
         "engine",
     ),
-    gauge(
-        names.METRIC_POOL_CACHED_HASHES,
-        "blocks",
-        "Hashes that can be found.",
-        "engine",
-    ),
+    gauge(names.METRIC_POOL_CACHED_HASHES, "blocks", "Hashes that can be found.", "engine"),
     counter(
         names.METRIC_POOL_EVICTIONS,
         "blocks",
@@ -126,23 +121,10 @@ _POOL = (
         "engine",
     ),
     counter(
-        names.METRIC_POOL_REUSES,
-        "blocks",
-        "Free cached blocks that an admission found.",
-        "engine",
+        names.METRIC_POOL_REUSES, "blocks", "Free cached blocks that an admission found.", "engine"
     ),
-    counter(
-        names.METRIC_POOL_RESETS,
-        "resets",
-        "Resets of the prefix cache.",
-        "engine",
-    ),
-    counter(
-        names.METRIC_POOL_TRANSACTIONS,
-        "transactions",
-        "Transactions applied.",
-        "engine",
-    ),
+    counter(names.METRIC_POOL_RESETS, "resets", "Resets of the prefix cache.", "engine"),
+    counter(names.METRIC_POOL_TRANSACTIONS, "transactions", "Transactions applied.", "engine"),
     summary(
         names.METRIC_POOL_BLOCK_LIFETIME,
         "transactions",
@@ -185,9 +167,7 @@ _WORKER = (
         buckets.STEP_SECONDS,
     ),
     summary(
-        names.METRIC_WORKER_STEP_WAIT_SECONDS,
-        "seconds",
-        "From a step's arrival to its start.",
+        names.METRIC_WORKER_STEP_WAIT_SECONDS, "seconds", "From a step's arrival to its start."
     ),
     counter(names.METRIC_WORKER_TOKENS, "tokens", "Tokens computed."),
     gauge(names.METRIC_WORKER_KV_CACHE_BYTES, "bytes", "Memory of the KV cache."),

@@ -174,10 +174,7 @@ _REQUESTS = (
         buckets.REQUEST_TOKENS,
     ),
     histogram(
-        names.METRIC_REQUEST_PARAMS_N,
-        "sequences",
-        "The parameter n of requests.",
-        buckets.CHOICES,
+        names.METRIC_REQUEST_PARAMS_N, "sequences", "The parameter n of requests.", buckets.CHOICES
     ),
     histogram(
         names.METRIC_REQUEST_PARAMS_MAX_TOKENS,
@@ -196,9 +193,7 @@ _SPECULATION = (
     ),
     counter(names.METRIC_SPEC_DECODE_DRAFT_TOKENS, "tokens", "Drafts that were verified."),
     counter(
-        names.METRIC_SPEC_DECODE_ACCEPTED_TOKENS,
-        "tokens",
-        "Drafts that equal the sampled tokens.",
+        names.METRIC_SPEC_DECODE_ACCEPTED_TOKENS, "tokens", "Drafts that equal the sampled tokens."
     ),
     counter(
         names.METRIC_SPEC_DECODE_ACCEPTED_TOKENS_PER_POS,

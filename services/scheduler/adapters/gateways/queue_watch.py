@@ -118,9 +118,7 @@ class QueueWatch:
             self._client_sessions.end_for_waiting(self._counts.wait_reasons.current, now)
         costs, scheduler = self._counts.step_costs, self._engine.scheduler
         self._seconds_per_prompt = MARGIN * costs.seconds_of_prompt(
-            self._counts.mean_uncached_tokens,
-            len(scheduler.running),
-            scheduler.config.token_budget,
+            self._counts.mean_uncached_tokens, len(scheduler.running), scheduler.config.token_budget
         )
         self._sessions.report(
             self._state(), costs.seconds_per_prompt_token, costs.seconds_per_decode

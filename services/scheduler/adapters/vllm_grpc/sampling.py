@@ -34,11 +34,7 @@ _ELSEWHERE = frozenset({"n", "ignore_eos", "truncate_prompt_tokens", "stop"})
 """Fields that other functions read."""
 
 _TEXT_ONLY = frozenset(
-    {
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "include_stop_str_in_output",
-    }
+    {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 )
 """Fields about detokenization. They have no effect, because answers contain tokens. vLLM's own
 server does not detokenize either.

@@ -59,9 +59,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Generates the answers to one prompt, streamed or as a whole."""
         REQUEST_FIELDS.set({"request_id": request.request_id})
         generation = self._converter.convert(
-            request,
-            traceparent=_traceparent(context),
-            timeout_seconds=context.time_remaining(),
+            request, traceparent=_traceparent(context), timeout_seconds=context.time_remaining()
         )
         session = self._sessions.open_call(generation.request_id)
         self._calls[generation.request_id].add(session)

@@ -174,12 +174,7 @@ class RequestsWithLogprobs:
                 max(min(start + num_scheduled, request.num_prompt_tokens - 1) - start, 0),
             )
             for index, (request, start, num_scheduled) in enumerate(
-                zip(
-                    plan.requests,
-                    plan.num_computed_tokens,
-                    plan.num_scheduled_tokens,
-                    strict=True,
-                )
+                zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
             )
             if request in self.requests
         }

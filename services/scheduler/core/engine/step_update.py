@@ -59,10 +59,7 @@ class StepUpdate:
         )
 
     def _append(
-        self,
-        plan: SchedulerOutput,
-        output: ModelRunnerOutput,
-        taken: list[Sequence[int] | None],
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, taken: list[Sequence[int] | None]
     ) -> tuple[int, list[Request], dict[Request, TurnEnd]]:
         """Appends the sampled tokens to the requests. Stores each request's appended tokens in
         `taken`, or None if the request had already ended.

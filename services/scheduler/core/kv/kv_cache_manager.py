@@ -214,12 +214,7 @@ class KVCacheManager:
             return [BeginStep(), *operations]
         return operations
 
-    def _grow(
-        self,
-        builder: StepBuilder,
-        growing: Sequence[Request],
-        steps: PlannedSteps,
-    ) -> Grow:
+    def _grow(self, builder: StepBuilder, growing: Sequence[Request], steps: PlannedSteps) -> Grow:
         """Builds the Grow operation of the step.
 
         Sliding windows advance only past tokens that no step in flight computes. Steps in flight

@@ -7,10 +7,7 @@ from services.scheduler.core.policies.fcfs import FCFSPolicy
 from services.scheduler.core.policies.policy import SchedulingPolicy
 from services.scheduler.core.policies.priority import PriorityPolicy
 
-POLICIES: dict[str, SchedulingPolicy] = {
-    "fcfs": FCFSPolicy(),
-    "priority": PriorityPolicy(),
-}
+POLICIES: dict[str, SchedulingPolicy] = {"fcfs": FCFSPolicy(), "priority": PriorityPolicy()}
 
 
 def find_policy(name: str) -> SchedulingPolicy:

@@ -144,8 +144,7 @@ class ExternalHits:
         prefixes = builder.prefixes
         hit, num_external = prefixes.hits[request], prefixes.external[request]
         num_reserved = self._transfers.num_reserved_blocks(
-            builder.plan.appended_blocks,
-            is_alone=not (self._running or self._transfers.is_moving),
+            builder.plan.appended_blocks, is_alone=not (self._running or self._transfers.is_moving)
         )
         config, end = self._config, hit + num_external
         is_whole = end == request.num_tokens

@@ -12,11 +12,7 @@ from services.scheduler.core.kv.reserved_blocks import ReservedBlocks
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.transfers.failed_loads import scheduled_tokens, set_back
-from services.scheduler.core.transfers.kv_connector import (
-    KVConnector,
-    KVLoad,
-    KVTransferResults,
-)
+from services.scheduler.core.transfers.kv_connector import KVConnector, KVLoad, KVTransferResults
 from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy
 
 
