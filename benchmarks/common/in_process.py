@@ -156,7 +156,7 @@ class LocalEngine:
             request = to_request(inflight.request, next(self._keys))
             self._waiting[request] = inflight
             self._requests[inflight] = request
-            self.engine.add(request)
+            self.engine.changes.add(request)
         return mailbox
 
     def deliver(self, update: EngineCoreOutputs) -> None:
@@ -180,7 +180,7 @@ class LocalEngine:
         request = self._requests.pop(inflight, None)
         if request is not None:
             del self._waiting[request]
-            self.engine.abort([request])
+            self.engine.changes.abort([request])
 
 
 class InProcessClient:

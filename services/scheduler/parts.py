@@ -102,7 +102,7 @@ class Parts:
             workers,
             description.max_cpu_loras,
             lambda: self.engine.unfinished,
-            self.engine.grammar_compiled,
+            self.engine.changes.grammar_compiled,
         )
         replica.prepare_workers = self.adapters.reload
         self.submitter = RequestSubmitter(
@@ -110,7 +110,7 @@ class Parts:
             _intake(shape, config, self.watch),
             self.sessions,
             client_sessions,
-            GrammarPreparation(workers, self.adapters, self.engine.grammar_compiled),
+            GrammarPreparation(workers, self.adapters, self.engine.changes.grammar_compiled),
         )
         self.activity = Activity(
             self.engine, self.statistics, counts, steps, pool_channel, settings.replica

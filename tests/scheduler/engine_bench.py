@@ -78,7 +78,7 @@ class Bench:
         request = Request(
             name, self._num_requests, list(token_ids), len(token_ids), sampling, **fields
         )
-        self.engine.add(request)
+        self.engine.changes.add(request)
         return request
 
     async def until_tokens(self, name: str, count: int) -> None:

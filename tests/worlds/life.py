@@ -161,7 +161,7 @@ class Life:
         for due, request, is_failed in self._compiling:
             if due == tick:
                 error = "it cannot be compiled" if is_failed else ""
-                self.engine.grammar_compiled(request, error, FinishReason.GRAMMAR_ERROR)
+                self.engine.changes.grammar_compiled(request, error, FinishReason.GRAMMAR_ERROR)
         while self._events and self._events[0].tick <= tick:
             self._suffer(self._events.popleft())
         if tick == self.world.last_tick + 1:
@@ -171,17 +171,19 @@ class Life:
 
     def _concern(self, arrival: Arrival, tick: int, now: float) -> None:
         if arrival.tick == tick:
-            self.engine.add(self._add(arrival, now))
+            self.engine.changes.add(self._add(arrival, now))
         request = self.requests.get(arrival.name)
         if request is None:
             return
         for turn in arrival.turns:
             if turn.tick == tick:
-                self.engine.add_chunk(request, InputChunk(turn.token_ids, turn.sampling, tick))
+                self.engine.changes.add_chunk(
+                    request, InputChunk(turn.token_ids, turn.sampling, tick)
+                )
         if arrival.close_at == tick:
-            self.engine.add_chunk(request, None)
+            self.engine.changes.add_chunk(request, None)
         if arrival.abort_at == tick:
-            self.engine.abort([request])
+            self.engine.changes.abort([request])
 
     def _add(self, arrival: Arrival, now: float) -> Request:
         request = Request(

@@ -1,6 +1,4 @@
-"""The scheduler's model of a request, which is essentially a list of tokens and the number of
-tokens that are computed.
-"""
+"""A request: a list of tokens, and the number of tokens that are computed."""
 
 import copy
 import enum
@@ -78,14 +76,11 @@ class Request(ComputedTokens):
     cache_salt: str = ""
     """Requests can hit each other's cached prefixes only if their salts are equal."""
     adapter_digest: bytes = b""
-    """SHA-256 of the files of the request's adapter, which identifies the adapter. Empty if the
-    request has no adapter.
-    """
+    """SHA-256 of the files of the request's adapter. Empty if it has none."""
     adapter_name: str = ""
     """The name of the adapter in clients' requests."""
     awaits_adapter: bool = False
-    """Whether the workers still have to load the adapter. While it is true, `grammar` is COMPILING.
-    """
+    """Whether the workers still have to load the adapter. If so, `grammar` is COMPILING."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
     """Items of the prompt, such as images, whose embeddings an encoder computes. They are sorted by
     position in the prompt.
@@ -97,9 +92,7 @@ class Request(ComputedTokens):
     """
     baggage: str = ""
     queued_unix_nanos: int = 0
-    """Time at which the request arrived at this replica, in Unix nanoseconds. Used by telemetry
-    only.
-    """
+    """Time of arrival at this replica, in Unix nanoseconds. Used by telemetry only."""
     hashed_unix_nanos: int = 0
     """Time at which the prompt's block hashes were complete, in Unix nanoseconds. 0 if they were
     not computed before the request was queued. Used by telemetry only.
@@ -107,25 +100,21 @@ class Request(ComputedTokens):
     times: RequestTimes | None = None
     """The parts of the request's total time. Set by telemetry at the request's end."""
     prompt_embeds: PromptEmbeds | None = None
-    """Embeddings that replace the prompt's tokens, which are placeholders then. Used by the workers
-    only.
-    """
+    """Embeddings that replace the prompt's tokens. Used by the workers only."""
     pooling: PoolingParams | None = None
     """How the workers compute one vector from the prompt. None for generative models."""
     num_choices: int = 0
-    """The client's parameter `n` (answers per prompt) if this is the first sequence of its prompt,
-    otherwise 0. Used by metrics only.
+    """The client's parameter `n` (answers per prompt) for the first sequence of a prompt, otherwise
+    0. Used by metrics only.
     """
     resumable: bool = False
-    """Whether the request is a session. At the end of its output a session keeps its blocks and
-    waits for the next chunk of input.
+    """Whether the request is a session, which keeps its blocks at the end of its output and waits
+    for the next chunk of input.
     """
     turn_ended_unix_nanos: int = 0
-    """Time at which the previous turn of a session ended, in Unix nanoseconds. Used by traces only.
-    """
+    """Time of the end of a session's previous turn, in Unix nanoseconds. Used by traces only."""
     chunks: deque[InputChunk | None] = field(default_factory=deque)
-    """Input for a session's next turns that has already arrived. An element None ends the session.
-    """
+    """Input for a session's next turns that has arrived. An element None ends the session."""
     reads_prefix_cache: bool = True
     """False if every prompt position must be computed, as for prompt log-probabilities."""
 
@@ -146,17 +135,13 @@ class Request(ComputedTokens):
     ending_token_ids: frozenset[int] = field(init=False, default=frozenset())
     """Tokens that end the request, which are the end-of-sequence tokens and stop tokens."""
     fast_path_end: int = 0
-    """The request leaves the fast path (on which it is scheduled without being examined) before the
-    step with this number. Only valid while the request is on the fast path.
-    """
+    """While the request is on the fast path, the number of the step before which it leaves it."""
     admission_number: int = 0
     """Increases with each admission, and orders the running requests."""
     max_num_tokens: int = 0
     """Number of tokens, prompt and output, at which the request ends. Set when it is queued."""
     is_prefill_chunk: bool = False
-    """Whether known tokens remain to be computed after the last planned step. No token is sampled
-    until all are computed.
-    """
+    """Whether known tokens remain to be computed after the last planned step."""
     draft_token_ids: list[int] = field(default_factory=list)
     """Draft tokens, which follow the last token and must be verified. -1 stands for a draft that
     only the workers know.
@@ -170,9 +155,8 @@ class Request(ComputedTokens):
     row: int | None = None
     """The request's row in the workers' batch. None while it does not run."""
     awaited_step: int | None = None
-    """Number of the last step in flight with tokens of the request at its last preemption. The
-    output of that step must arrive before the request is admitted again. None if there was no such
-    step.
+    """Number of the last step in flight with tokens of the request at its last preemption, or None.
+    The output of that step must arrive before the request is admitted again.
     """
     num_cached_tokens: int | None = None
     """Number of cached tokens at the first admission of the request, or of a session's present
@@ -182,17 +166,13 @@ class Request(ComputedTokens):
     """Number of tokens whose keys and values the last load through the connector supplied."""
     num_preemptions: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
-    """Hashes of the first full blocks of the request. Hashes of later full blocks are not computed
-    yet.
-    """
+    """Hashes of the first full blocks. Hashes of later full blocks are not computed yet."""
     known_to_pool: bool = False
     """Whether the pool stores hashes or blocks of the request, which a Release must free."""
     num_hashes_sent: int = 0
     """How many of `block_hashes` were sent to the pool."""
     num_committed_blocks: int = 0
-    """Number of leading full blocks that are published. If groups have different block sizes, the
-    number of leading hashes that are published.
-    """
+    """Number of leading `block_hashes` whose blocks are published."""
     shared_prefix_boundary: int = 0
     """Length, in tokens, of a prefix that another request has computed but that is no hit, because
     some groups have not cached it. 0 if the last lookup found no such prefix.
@@ -211,12 +191,10 @@ class Request(ComputedTokens):
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt and output tokens that are known so far."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of output tokens that are known so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -226,7 +204,6 @@ class Request(ComputedTokens):
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether the request has a block table in the pool."""
         return self.num_slots > 0
 
     @property
@@ -238,7 +215,6 @@ class Request(ComputedTokens):
 
     @property
     def unsent_hashes(self) -> Sequence[BlockHash]:
-        """The last elements of `block_hashes`, which were not sent to the pool yet."""
         return self.block_hashes[self.num_hashes_sent :]
 
     @property
@@ -253,7 +229,6 @@ class Request(ComputedTokens):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the request has ended."""
         return self.status is RequestStatus.FINISHED
 
     def limit_length(self, max_model_len: int) -> None:
@@ -281,9 +256,7 @@ class Request(ComputedTokens):
         return end
 
     def forget_ahead(self) -> None:
-        """Reduces the number of computed tokens by the tokens that steps in flight compute after
-        the end of a turn.
-        """
+        """Removes the tokens after the end of a turn from the number of computed tokens."""
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def begin_turn(self, chunk: InputChunk, max_model_len: int) -> None:
@@ -303,27 +276,21 @@ class Request(ComputedTokens):
         self.status = RequestStatus.WAITING
 
     def stop_loading(self) -> None:
-        """Sets the status of a request whose load has ended to PREEMPTED or WAITING."""
+        """Makes a request wait for admission, because its load has ended."""
         preempted, waiting = RequestStatus.PREEMPTED, RequestStatus.WAITING
         self.status = preempted if self.num_preemptions else waiting
 
     def hash_full_blocks(self, root: bytes, block_size: int) -> None:
-        """Computes the hashes of all full blocks of known tokens."""
         if (len(self.block_hashes) + 1) * block_size <= len(self.token_ids):
-            self.block_hashes += self._further_hashes(root, block_size, self.token_ids)
+            self.block_hashes += self.hashes_with(root, block_size, ())
 
     def hashes_with(
         self, root: bytes, block_size: int, token_ids: Sequence[int]
     ) -> list[BlockHash]:
         """The additional block hashes that the request would have if these tokens were appended."""
-        return self._further_hashes(root, block_size, [*self.token_ids, *token_ids])
-
-    def _further_hashes(
-        self, root: bytes, block_size: int, token_ids: Sequence[int]
-    ) -> list[BlockHash]:
         return hash_full_blocks(
             root,
-            token_ids,
+            [*self.token_ids, *token_ids] if token_ids else self.token_ids,
             block_size,
             cache_salt=self.cache_salt,
             adapter_digest=self.adapter_digest,
@@ -353,9 +320,7 @@ class Request(ComputedTokens):
         self.row = None
 
     def append_output_token_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Appends sampled tokens, up to the first one that ends the request. Returns the appended
-        tokens.
-        """
+        """Appends sampled tokens, up to the first one that ends the request, and returns them."""
         num_known = len(self.token_ids)
         finish = append_until_end(
             self.token_ids,
@@ -372,11 +337,9 @@ class Request(ComputedTokens):
         return token_ids[: len(self.token_ids) - num_known]
 
     def fail(self, error: str, reason: FinishReason = FinishReason.ERROR) -> None:
-        """Ends the request with an error that concerns no other request."""
         self.error = error
         self.finish(reason)
 
     def finish(self, reason: FinishReason) -> None:
-        """Ends the request."""
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason

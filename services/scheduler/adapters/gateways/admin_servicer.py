@@ -44,7 +44,7 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
         found = self._sessions.find(request.request_ids)
         for one in found:
             logger.info("an operator aborts a request", extra=one.log_fields)
-        self._engine.abort(found)
+        self._engine.changes.abort(found)
         return scheduler_pb2.AbortResponse(num_aborted=len(found))
 
     async def Pause(

@@ -83,13 +83,18 @@ class Outbox:
             self._num_output = num_output
             self._is_empty = False
 
-    def logprobs(self, handle: int, item: worker_pb2.RequestLogprobs) -> None:
-        """Adds log-probabilities of new tokens or of the prompt."""
+    def logprobs(self, handle: int, item: worker_pb2.RequestLogprobs, num_skipped: int = 0) -> None:
+        """Adds log-probabilities of new tokens or of the prompt, without the first `num_skipped`
+        rows of the prompt.
+        """
         added = self._deltas.logprobs.add(handle=handle)
         if item.HasField("sampled"):
             added.sampled.CopyFrom(item.sampled)
-        if item.HasField("prompt"):
+        if item.HasField("prompt") and not 0 < len(item.prompt.ranks) <= num_skipped:
             added.prompt.CopyFrom(item.prompt)
+            del added.prompt.token_ids[: num_skipped * item.prompt.width]
+            del added.prompt.logprobs[: num_skipped * item.prompt.width]
+            del added.prompt.ranks[:num_skipped]
         self._is_empty = False
 
     def pooled(self, handle: int, values: bytes) -> None:

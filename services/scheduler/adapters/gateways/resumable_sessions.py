@@ -9,7 +9,8 @@ later sends the session's tokens again as a new request.
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import Unavailable
-from services.scheduler.adapters.gateways.sessions import GatewaySession, Sessions
+from services.scheduler.adapters.gateways.gateway_session import GatewaySession
+from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.request import Request, RequestStatus
@@ -69,12 +70,12 @@ class ResumableSessions:
         request = session.requests.get(handle)
         if request is not None:
             self._sessions.disown(session, handle)
-            self._engine.abort([request])
+            self._engine.changes.abort([request])
 
     def end_all(self) -> None:
         """Ends all sessions. A session in a turn ends after the turn."""
         for request in self.open:
-            self._engine.add_chunk(request, None)
+            self._engine.changes.add_chunk(request, None)
 
     def end_for_waiting(self, reason: WaitReason | None, now: float) -> None:
         """Ends one session if other requests wait for resources that sessions occupy. `reason` is
@@ -107,4 +108,4 @@ class ResumableSessions:
                 reason="SESSION_GIVEN_UP",
             )
             self._sessions.refuse(victim, error)
-            self._engine.abort([victim])
+            self._engine.changes.abort([victim])

@@ -13,7 +13,8 @@ from services.common.request.finish_reason import FinishReason
 from services.common.rpc.protocol import require_same_protocol
 from services.common.telemetry.span_collector import SpanCollector
 from services.common.telemetry.span_encoding import encoded_spans
-from services.scheduler.adapters.gateways.sessions import GatewaySession, Sessions
+from services.scheduler.adapters.gateways.gateway_session import GatewaySession
+from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.adapters.gateways.submitter import RequestSubmitter
 from services.scheduler.adapters.telemetry.activity import MAX_CELLS, Activity
 from services.scheduler.adapters.telemetry.statistics import Statistics
@@ -78,7 +79,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         finally:
             reader.cancel()
             aborted = self._sessions.close(session)
-            self._engine.abort(aborted)
+            self._engine.changes.abort(aborted)
             logger.info(
                 "session of %s ended; %d requests aborted", session.gateway_id, len(aborted)
             )
@@ -151,7 +152,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         ):
             found = map(session.requests.get, handles)
             if requests := [request for request in found if request is not None]:
-                self._engine.abort(requests, reason)
+                self._engine.changes.abort(requests, reason)
 
     async def _add(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         if message.handle in session.requests:

@@ -5,73 +5,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 from stepwell.worker.v1 import worker_pb2
 
-from services.common.errors import InvalidArgument, StepwellError
+from services.common.errors import StepwellError
 from services.common.replica.load import ReplicaLoad
 from services.common.replica.load_proto import replica_load_to_proto
 from services.common.replica.queue_state import QueueState
 from services.common.replica.queue_state_proto import queue_state_to_proto
 from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
-from services.common.rpc.status import status_code
-from services.scheduler.adapters.gateways.outbox import Outbox
+from services.scheduler.adapters.gateways.gateway_session import GatewaySession
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.request import Request, TurnEnd
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class GatewaySession:
-    """One gateway's stream, and the requests that arrived through it."""
-
-    gateway_id: str
-    outbox: Outbox = field(default_factory=Outbox)
-    """Messages to be sent to the gateway."""
-    requests: dict[int, Request] = field(default_factory=dict)
-    """Maps handles, which the gateway chose, to unfinished requests."""
-    queue_announced: QueueState | None = None
-    """The queue state that was sent last. None if no queue state was sent."""
-    load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
-    """The load that was sent last."""
-    taken_number: int = 0
-    """Number of the last message that was received."""
-    num_taken_requests: int = 0
-    """Number of new requests in all received messages."""
-    _num_sent: int = 0
-
-    def take(self, message: scheduler_pb2.SessionRequest) -> None:
-        """Records a received message. Raises InvalidArgument if its number is not the next one."""
-        if message.number != self.taken_number + 1:
-            raise InvalidArgument(
-                f"message {message.number} comes in place of {self.taken_number + 1}",
-                field="number",
-            )
-        self.taken_number = message.number
-        self.num_taken_requests += message.HasField("add") or len(message.adds.requests)
-
-    def numbered(self, response: scheduler_pb2.SessionResponse) -> scheduler_pb2.SessionResponse:
-        """Sets the number of the next message to send, and acknowledges the received messages."""
-        self._num_sent += 1
-        response.number = self._num_sent
-        response.taken_number = self.taken_number
-        response.num_taken_requests = self.num_taken_requests
-        return response
-
-    def reject(self, handle: int, error: StepwellError) -> None:
-        """Sends the refusal of a request."""
-        self.outbox.rejected(
-            scheduler_pb2.Rejection(
-                handle=handle,
-                code=status_code(error).value[0],
-                reason=error.error_reason,
-                field=error.field or "",
-                message=error.message,
-                retry_after_millis=round(1000 * (error.retry_after_seconds or 0)),
-            )
-        )
 
 
 @dataclass(slots=True)
@@ -303,8 +250,14 @@ class Sessions:
             if owner is None or update.token_ids[index] is None:
                 continue
             if isinstance(item, worker_pb2.RequestLogprobs):
-                rows = _unsent(owner, item, plan.num_computed_tokens[index])
-                owner.session.outbox.logprobs(owner.handle, rows)
+                num_known = 0
+                if item.HasField("prompt"):
+                    # The first row of a chunk is for the token after the chunk's first position.
+                    start = plan.num_computed_tokens[index]
+                    num_known = max(owner.num_prompt_rows - start, 0)
+                    end = start + len(item.prompt.ranks)
+                    owner.num_prompt_rows = max(owner.num_prompt_rows, end)
+                owner.session.outbox.logprobs(owner.handle, item, num_known)
 
     def _deliver_pooled(self, update: EngineCoreOutputs) -> None:
         for index, values in update.pooled.items():
@@ -372,35 +325,3 @@ def _num_output_tokens(update: EngineCoreOutputs) -> list[int]:
     if turns:
         requests = [turns[one].turn if one in turns else one for one in requests]
     return [len(request.token_ids) - request.num_prompt_tokens for request in requests]
-
-
-def _unsent(
-    owner: _Owner, item: worker_pb2.RequestLogprobs, num_computed: int
-) -> worker_pb2.RequestLogprobs:
-    """Removes rows of prompt log-probabilities that were sent before a preemption and computed
-    again after it.
-
-    The first row of a chunk that starts at position `num_computed` is for the prompt token after
-    that position.
-    """
-    if not item.HasField("prompt"):
-        return item
-    rows = len(item.prompt.ranks)
-    known = min(max(owner.num_prompt_rows - num_computed, 0), rows)
-    owner.num_prompt_rows = max(owner.num_prompt_rows, num_computed + rows)
-    if not known:
-        return item
-    width = item.prompt.width
-    fresh = worker_pb2.RequestLogprobs(index=item.index)
-    if item.HasField("sampled"):
-        fresh.sampled.CopyFrom(item.sampled)
-    if known < rows:
-        fresh.prompt.CopyFrom(
-            common_pb2.Logprobs(
-                width=width,
-                token_ids=item.prompt.token_ids[known * width :],
-                logprobs=item.prompt.logprobs[known * width :],
-                ranks=item.prompt.ranks[known:],
-            )
-        )
-    return fresh

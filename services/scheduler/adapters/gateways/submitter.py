@@ -8,9 +8,10 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import StepwellError, Unavailable
 from services.common.request.adapter_proto import adapter_from_proto
+from services.scheduler.adapters.gateways.gateway_session import GatewaySession
 from services.scheduler.adapters.gateways.request_intake import RequestIntake
 from services.scheduler.adapters.gateways.resumable_sessions import ResumableSessions
-from services.scheduler.adapters.gateways.sessions import GatewaySession, Sessions
+from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.adapters.workers.grammar_preparation import GrammarPreparation
 from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.request import Request
@@ -66,7 +67,7 @@ class RequestSubmitter:
         self._sessions.own(session, message.handle, request)
         has_adapter = message.HasField("adapter")
         self._grammars.begin(request, adapter_from_proto(message.adapter) if has_adapter else None)
-        self._engine.add(request)
+        self._engine.changes.add(request)
 
     async def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
         """Begins the next turn of a client's session. If the input is refused, ends the session and
@@ -85,7 +86,7 @@ class RequestSubmitter:
                 request.hashes_with, config.fingerprint, config.hash_block_size, chunk.token_ids
             )
             chunk = replace(chunk, block_hashes=hashes)
-        self._engine.add_chunk(request, chunk)
+        self._engine.changes.add_chunk(request, chunk)
 
     async def _hash(self, request: Request) -> None:
         config = self._intake.config

@@ -14,7 +14,8 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common.errors import FailedPrecondition, StepwellError
 from services.common.process.logs import REQUEST_FIELDS
 from services.common.telemetry.trace_context import parse_traceparent
-from services.scheduler.adapters.gateways.sessions import GatewaySession, Sessions
+from services.scheduler.adapters.gateways.gateway_session import GatewaySession
+from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.adapters.gateways.submitter import RequestSubmitter
 from services.scheduler.adapters.vllm_grpc.answers import Answers
 from services.scheduler.adapters.vllm_grpc.event_stream import EventStream
@@ -75,7 +76,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                         yield response
         finally:
             self._forget(generation.request_id, session)
-            self._engine.abort(self._sessions.close(session))
+            self._engine.changes.abort(self._sessions.close(session))
 
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: Context
@@ -83,7 +84,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Ends the requests of the named calls. Ids of calls that have ended are ignored."""
         for request_id in request.request_ids:
             for session in self._calls.get(request_id, ()):
-                self._engine.abort(list(session.requests.values()))
+                self._engine.changes.abort(list(session.requests.values()))
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(

@@ -16,7 +16,6 @@ from services.scheduler.core.engine.pauses import Pauses
 from services.scheduler.core.engine.pending_changes import PendingChanges
 from services.scheduler.core.engine.planning_clock import PlanningClock
 from services.scheduler.core.engine.recovery import Recovery
-from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import (
@@ -53,11 +52,10 @@ class EngineState(enum.Enum):
 
 
 class EngineCore:
-    """Drives one scheduler. Accepts requests, sends steps to the workers, and delivers tokens.
+    """Drives one scheduler. Sends steps to the workers, and delivers tokens.
 
-    Only iterations of `run`, and code in a `standstill` between them, change the scheduler. The
-    other methods record changes that are applied later. They may be called at any time from the
-    same event loop.
+    Only iterations of `run`, and code in a `standstill` between them, change the scheduler.
+    Requests are added and ended through `changes`.
     """
 
     def __init__(
@@ -78,7 +76,6 @@ class EngineCore:
         self._delivery = delivery
         self._observer = observer
         self._readiness = readiness
-        self._changes = PendingChanges(scheduler, observer, self._report_ended)
         self._awaits_sessions = False
         """Whether the last step could schedule no request because idle sessions occupy the slots or
         blocks.
@@ -87,11 +84,14 @@ class EngineCore:
         self._undelivered: EngineCoreOutputs | None = None
         self._linger_seconds = linger_seconds
         self._wake = asyncio.Event()
+        self.changes = PendingChanges(
+            scheduler, observer, self._batch_queue, self._wake, self._report_ended
+        )
         self._lock = EngineLock(self._wake, lambda: bool(self._batch_queue))
-        self._pauses = Pauses(scheduler, self._changes, observer, self._lock, self._wake)
+        self._pauses = Pauses(scheduler, self.changes, observer, self._lock, self._wake)
         self._lost: PoolLost | WorkersLost | None = None
         self._recovery = Recovery(
-            scheduler, replica, self._changes, observer, self._lock, self._wake
+            scheduler, replica, self.changes, observer, self._lock, self._wake
         )
         self.losses = self._recovery.losses
         self._has_stages = scheduler.config.pipeline_parallel_size > 1
@@ -103,51 +103,13 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that do not run because they were not scheduled yet or were
-        preempted.
-        """
-        return len(self.scheduler.queues) + len(self._changes.arrivals)
-
-    def add(self, request: Request) -> None:
-        """Queues a request. The next iteration of the loop adds it to the scheduler."""
-        self._changes.add(request)
-        self._wake.set()
-
-    def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends running or waiting requests. They end at once if the loop waits for a step's answer,
-        otherwise before the next step is planned. A step in flight is not delayed. With the reason
-        QUEUE_TIMEOUT, requests that were scheduled before that time do not end.
-        """
-        self._changes.abort(requests, reason)
-        if self._batch_queue.awaits_answer:
-            self._changes.apply()
-        else:
-            self._wake.set()
-
-    def grammar_compiled(
-        self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
-    ) -> None:
-        """Records that the workers have compiled the grammar of a request. The change is applied
-        before the next step is planned. If compilation failed, `error` is not empty, and the
-        request ends with this error and `reason`.
-        """
-        self._changes.grammar_compiled(request, error, reason)
-        self._wake.set()
-
-    def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
-        """Adds the next input of a session. The change is applied before the next step is planned.
-        It has no effect if the session has ended by then.
-
-        If `chunk` is None, the session ends. Between two turns it ends at once, otherwise after the
-        present turn.
-        """
-        self._changes.add_chunk(session, chunk)
-        self._wake.set()
+        """Number of requests that were not scheduled yet or were preempted."""
+        return len(self.scheduler.queues) + len(self.changes.arrivals)
 
     @property
     def unfinished(self) -> list[Request]:
         """All running and waiting requests."""
-        return [*self.scheduler.requests, *self._changes.arrivals]
+        return [*self.scheduler.requests, *self.changes.arrivals]
 
     def abort_late(self, now: float) -> None:
         """Ends requests that were not scheduled by their `latest_start`."""
@@ -157,11 +119,11 @@ class EngineCore:
             if request.latest_start is not None and request.latest_start <= now
         ]
         if late:
-            self.abort(late, FinishReason.QUEUE_TIMEOUT)
+            self.changes.abort(late, FinishReason.QUEUE_TIMEOUT)
 
     def unscheduled(self) -> Iterator[Request]:
         """Waiting requests that were never scheduled."""
-        waiting = chain(self.scheduler.queues, self._changes.arrivals)
+        waiting = chain(self.scheduler.queues, self.changes.arrivals)
         return (request for request in waiting if request.num_cached_tokens is None)
 
     def lost(self, lost: PoolLost | WorkersLost) -> None:
@@ -217,8 +179,8 @@ class EngineCore:
                 self._observer.preempted(preempted, PreemptionCause.RESET)
             if not await self.scheduler.reset_prefix_cache():
                 raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
-            if reset_connector:
-                self.scheduler.reset_connector()
+            if reset_connector and self.scheduler.transfers is not None:
+                self.scheduler.transfers.connector.reset_cache()
 
     def standstill(self) -> AbstractAsyncContextManager[None]:
         """Stops the loop between two iterations, with no step in flight. The caller may be
@@ -234,7 +196,7 @@ class EngineCore:
         which is then the oldest in flight. Requests that arrive before that time are part of the
         planned step. In a pause the blocks of ended requests are still freed at once.
         """
-        self._changes.apply()
+        self.changes.apply()
         planned = False
         if self._may_plan() and self.scheduler.has_work:
             traceparent = self._observer.begin()
@@ -258,14 +220,14 @@ class EngineCore:
 
     def _has_change(self) -> bool:
         """Whether a change is pending, such as a new request, and steps may be planned."""
-        return bool(self._changes) and not (self._pauses.is_on or self._lock.is_held)
+        return bool(self.changes) and not (self._pauses.is_on or self._lock.is_held)
 
     async def _complete(self) -> None:
         """Waits for the output of the oldest step and applies it. The step's tokens are delivered
         later, while the loop waits for pool or workers, so that delivery delays no step.
         """
         plan, output = await self._batch_queue.take_answer()
-        self._changes.apply()
+        self.changes.apply()
         self._deliver()
         update = self._undelivered = self.scheduler.update_from_output(plan, output)
         if self.losses.is_in_a_row:
@@ -298,7 +260,7 @@ class EngineCore:
         self._delivery.deliver_ends(ended)
 
     async def _until_work(self) -> None:
-        while not (self._changes or self._batch_queue) and (
+        while not (self.changes or self._batch_queue) and (
             self._pauses.is_on
             or self._lock.is_held
             or self._awaits_sessions
@@ -313,7 +275,7 @@ class EngineCore:
             self._awaits_sessions = False
         self._awaits_sessions = False
         self.state = EngineState.RUNNING
-        if not (self.scheduler.running or self._batch_queue or self._changes):
+        if not (self.scheduler.running or self._batch_queue or self.changes):
             await self._linger()
 
     async def _linger(self) -> None:

@@ -1,8 +1,10 @@
 """Collects requests that arrive, continue or must end. Applies these changes between two steps."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.common.request.finish_reason import FinishReason
+from services.scheduler.core.engine.batch_queue import BatchQueue
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import StepObserver
@@ -10,20 +12,27 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class PendingChanges:
-    """Collects changes that must not be applied while a step is planned.
-
-    `report_ended` is called with requests that end between steps.
+    """Collects changes of a scheduler's requests, which must not be applied while a step is
+    planned. They are applied before the next step is planned. The methods may be called at any
+    time from the engine's event loop.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         observer: StepObserver,
+        batch_queue: BatchQueue,
+        wake: asyncio.Event,
         report_ended: Callable[[Sequence[Request]], None],
     ) -> None:
+        """`wake` is set when there is a change to apply. `report_ended` is called with the requests
+        that end between steps.
+        """
         self.arrivals: list[Request] = []
         self._scheduler = scheduler
         self._observer = observer
+        self._batch_queue = batch_queue
+        self._wake = wake
         self._report_ended = report_ended
         self._compiled: dict[Request, tuple[str, FinishReason]] = {}
         self._chunks: list[tuple[Request, InputChunk | None]] = []
@@ -33,24 +42,36 @@ class PendingChanges:
         return bool(self.arrivals or self._compiled or self._chunks or self._ends)
 
     def add(self, request: Request) -> None:
-        """Records a request that arrived."""
+        """Adds a request that arrived."""
         self.arrivals.append(request)
+        self._wake.set()
 
-    def abort(self, requests: Iterable[Request], reason: FinishReason) -> None:
-        """Records requests that must end. With the reason QUEUE_TIMEOUT, a request ends only if it
-        was not scheduled before the change is applied.
+    def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
+        """Ends running or waiting requests. They end at once if the engine waits for a step's
+        answer. A step in flight is not delayed. With the reason QUEUE_TIMEOUT, requests that were
+        scheduled before the change is applied do not end.
         """
         self._ends |= dict.fromkeys(requests, reason)
+        if self._batch_queue.awaits_answer:
+            self.apply()
+        else:
+            self._wake.set()
 
-    def grammar_compiled(self, request: Request, error: str, reason: FinishReason) -> None:
-        """Records that a request's grammar was compiled. A non-empty `error` ends the request."""
+    def grammar_compiled(
+        self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
+    ) -> None:
+        """Records that the workers have compiled the grammar of a request. If compilation failed,
+        `error` is not empty, and the request ends with this error and `reason`.
+        """
         self._compiled[request] = error, reason
+        self._wake.set()
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
-        """Records the next input of a session. If `chunk` is None, records that the session must
-        end.
+        """Adds the next input of a session, unless the session ends before. If `chunk` is None, the
+        session ends, between two turns at once, otherwise after the present turn.
         """
         self._chunks.append((session, chunk))
+        self._wake.set()
 
     def apply(self) -> None:
         """Applies the changes: arrivals, then compiled grammars, inputs of sessions, and ends."""

@@ -41,20 +41,17 @@ class ReplicaState:
 
     @property
     def num_free_places(self) -> int:
-        """How many more requests may run. A session between two turns counts as a running
-        request.
-        """
+        """How many more requests may run. A session between two turns counts as running."""
         num_taken = len(self.running) + len(self.queues.between_turns)
         return max(0, self.config.max_running - num_taken)
 
     async def take_copies(self, step: int, traceparent: str) -> list[BlockCopy]:
         """Returns the block copies that the workers make before the planned step, and frees the
-        blocks that were reserved for them.
-
-        Later steps may reuse the freed blocks. If a connector's loads are not ordered with the
-        steps, the blocks are freed only after the step's output, as in vLLM.
+        blocks that were reserved for them. If a connector's loads are not ordered with the steps,
+        the blocks are freed only after the step's output, as in vLLM.
         """
-        copies = self.kv_cache_manager.take_copies()
+        copies = sorted(self.kv_cache_manager.copies, key=lambda copy: copy.group)
+        self.kv_cache_manager.copies = []
         if self.transfers is not None and self.config.fences_frees:
             self.transfers.deferred_frees.add_copies(copies, step)
         else:
@@ -100,7 +97,6 @@ class BatchRows:
         self._free = list(range(num_rows - 1, -1, -1))
 
     def take(self, request: Request) -> None:
-        """Allocates a row for a request."""
         request.row = self._free.pop()
 
     def free(self, request: Request) -> None:
@@ -109,8 +105,3 @@ class BatchRows:
             self._free.append(request.row)
             self.removed.append(request.row)
             request.row = None
-
-    def take_removed(self) -> list[int]:
-        """Returns the rows that the workers must clear with the step that is planned."""
-        removed, self.removed = self.removed, []
-        return removed

@@ -4,28 +4,13 @@ Every method makes at most one transaction.
 
 from collections.abc import Collection, Sequence
 
+from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
-from services.common.pool.ids import BlockId, RequestKey
-from services.common.pool.operations import (
-    Admission,
-    Admit,
-    BeginStep,
-    BlockCopy,
-    Commit,
-    Grow,
-    Lookup,
-    Operation,
-    Outcome,
-    ReleaseCopies,
-    ResetPrefixCache,
-    Stop,
-)
+from services.common.pool.ids import BlockId
+from services.common.pool.operations import Admission, BlockCopy, Commit, Grow, Operation, Outcome
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.pending_operations import PendingOperations
-from services.scheduler.core.planning.running_requests import (
-    num_computed_tokens_of,
-    with_num_computed_tokens,
-)
+from services.scheduler.core.planning import running_requests
 from services.scheduler.core.planning.step_builder import PlannedSteps, StepBuilder
 from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
@@ -52,31 +37,21 @@ class KVCacheManager:
         self.copies: list[BlockCopy] = []
         """Block copies that transactions of this step requested. Their blocks are not free yet."""
         self._hash_block_size = config.hash_block_size
-        self._only_grows = config.only_grows
         self.needs_steps = config.aligns_states and config.enable_prefix_caching
         """Whether the first operation of each step must be BeginStep."""
-        self._step_begins = False
+        self.step_begins = False
         """Whether the BeginStep of the step that is planned has not been sent yet."""
         self._num_lookahead_tokens = config.num_lookahead_tokens
-        self._longest = config.max_model_len
-        self._with_divergent_hits = config.hits_may_diverge
 
     def num_slots(self, num_tokens: int) -> int:
         """Number of slots that a running request needs for its first `num_tokens` tokens."""
-        return min(num_tokens + self._num_lookahead_tokens, self._longest)
+        return min(num_tokens + self._num_lookahead_tokens, self._config.max_model_len)
 
     def needs_slots(self, request: Request, num_tokens: int) -> bool:
         """Whether a running request lacks slots for its first `num_tokens` tokens. Always True if
         KV-cache groups free blocks while a request runs.
         """
-        num_slots = request.num_slots
-        if not self._only_grows:
-            return True
-        return num_slots < num_tokens + self._num_lookahead_tokens and num_slots < self._longest
-
-    def begin_step(self) -> None:
-        """Makes BeginStep the first operation of the step that is about to be planned."""
-        self._step_begins = True
+        return not self._config.only_grows or request.num_slots < self.num_slots(num_tokens)
 
     async def grow(
         self,
@@ -86,10 +61,9 @@ class KVCacheManager:
         looked_up: Sequence[Request],
         steps: PlannedSteps,
         traceparent: str,
-    ) -> Stop | None:
+    ) -> ops.Stop | None:
         """Allocates blocks for the scheduled tokens of `growing`, publishes the blocks that the
-        step fills, and looks up cached prefixes of waiting requests. Sends nothing if there are no
-        operations.
+        step fills, and looks up cached prefixes of waiting requests.
 
         `leaving` are the requests for which this step is the last on the fast path. Other requests
         on the fast path fill no block in this step. Blocks are published after all blocks are
@@ -109,7 +83,7 @@ class KVCacheManager:
             operations.append(self._commit(filling))
         if looked_up:
             operations += self._look_up(builder, looked_up)
-        if self._step_begins:
+        if self.step_begins:
             operations = self._in_step(operations)
         if self.pending:
             operations = self.pending.take() + operations
@@ -120,9 +94,7 @@ class KVCacheManager:
             self._note_growth(builder, growing, growth, outcome)
         if outcome.stop is None:
             for _, end, request in filling:
-                num_full = end // self._hash_block_size
-                request.num_committed_blocks = num_full
-                request.num_hashes_sent = max(request.num_hashes_sent, num_full)
+                self._note_commit(request, end // self._hash_block_size)
             if looked_up:
                 self._note_hits(builder, looked_up, outcome)
         return outcome.stop
@@ -130,49 +102,41 @@ class KVCacheManager:
     async def look_up(
         self, builder: StepBuilder, looked_up: Sequence[Request], traceparent: str
     ) -> None:
-        """Looks up how much of each request's tokens is cached."""
         operations = [*self.pending.take(), *self._in_step(self._look_up(builder, looked_up))]
         outcome = await self._transact(operations, traceparent)
         self._note_hits(builder, looked_up, outcome)
 
     def resume_prefix(self, builder: StepBuilder, request: Request, steps: PlannedSteps) -> None:
-        """Prepares the admission of a request that holds blocks: its computed tokens are its hit,
-        and its full blocks are hashed.
+        """Prepares the admission of a request that holds blocks. Its computed tokens are its hit.
+
+        Steps of a session's last turn may still be in flight. Their tokens are dropped, but these
+        steps still read blocks in earlier sliding windows. To keep these blocks, `num_stored`
+        excludes the tokens in flight.
         """
-        builder.prefixes.go_on(request, steps)
+        prefixes, num_tokens = builder.prefixes, request.num_computed_tokens
+        prefixes.hits[request] = num_tokens
+        if any(request in plan.requests for plan in steps.in_flight):
+            prefixes.num_stored[request] = max(0, num_tokens - steps.num_tokens()(request))
         if self._config.enable_prefix_caching:
             request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
 
     async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
         """Allocates the blocks of waiting requests, up to the first request that lacks blocks."""
-        operations: list[Operation] = [Admit(admissions)] if admissions else []
+        operations: list[Operation] = [ops.Admit(admissions)] if admissions else []
         operations = [*self.pending.take(), *self._in_step(operations)]
         return await self._transact(operations, traceparent)
 
-    def take_copies(self) -> list[BlockCopy]:
-        """Returns the block copies that the workers make before the step. Their blocks stay in
-        use.
-        """
-        copies, self.copies = sorted(self.copies, key=lambda copy: copy.group), []
-        return copies
-
     async def release_copies(self, num_copies: int, traceparent: str) -> None:
         """Drops the references to the blocks of the oldest `num_copies` copies."""
-        await self._transact([ReleaseCopies(num_copies)], traceparent)
+        await self._transact([ops.ReleaseCopies(num_copies)], traceparent)
 
     async def flush(self) -> None:
-        """Sends the pending operations now."""
         await self._transact(self.pending.take(), "")
 
     async def reset_prefix_cache(self) -> bool:
         """Removes every cached prefix. If blocks are in use, changes nothing and returns False."""
-        outcome = await self._transact([*self.pending.take(), ResetPrefixCache()], "")
+        outcome = await self._transact([*self.pending.take(), ops.ResetPrefixCache()], "")
         return outcome.reset_done
-
-    def take_block_ids_to_zero(self) -> list[BlockId]:
-        """Returns the blocks that the workers zero before the step."""
-        block_ids, self.block_ids_to_zero = self.block_ids_to_zero, []
-        return block_ids
 
     def publish(self, request: Request, num_tokens: int) -> None:
         """With the next transaction, publishes the full blocks among the first `num_tokens` tokens.
@@ -182,8 +146,12 @@ class KVCacheManager:
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
             hashes = self._unsent_hashes(request, num_full)
             self.pending.commit(request.key, num_tokens, hashes)
-            request.num_committed_blocks = num_full
-            request.num_hashes_sent = max(request.num_hashes_sent, num_full)
+            self._note_commit(request, num_full)
+
+    @staticmethod
+    def _note_commit(request: Request, num_full: int) -> None:
+        request.num_committed_blocks = num_full
+        request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def release(self, request: Request) -> None:
         """Makes the next transaction free the blocks of a request, if it has any."""
@@ -194,11 +162,9 @@ class KVCacheManager:
         """Raises PoolLost if blocks are in use. No request may have blocks, and no operation may be
         pending. A lost or changed release would reduce the pool's capacity for ever.
         """
-        num_used = self._config.num_blocks - 1 - self.num_free_blocks
-        if num_used:
-            raise PoolLost(
-                f"the kvpool was lost: {num_used} blocks are in use without a request", suspects=[]
-            )
+        if num_used := self._config.num_blocks - 1 - self.num_free_blocks:
+            error = f"the kvpool was lost: {num_used} blocks are in use without a request"
+            raise PoolLost(error, suspects=[])
 
     def forget(self) -> None:
         """Resets the state for an empty pool. No operation is pending then."""
@@ -208,10 +174,10 @@ class KVCacheManager:
         self.num_free_blocks = self._config.num_blocks - 1
 
     def _in_step(self, operations: list[Operation]) -> list[Operation]:
-        """Returns the operations. BeginStep precedes the first operations of a step."""
-        if operations and self._step_begins:
-            self._step_begins = False
-            return [BeginStep(), *operations]
+        """Puts BeginStep before the first operations of a step."""
+        if operations and self.step_begins:
+            self.step_begins = False
+            return [ops.BeginStep(), *operations]
         return operations
 
     def _grow(self, builder: StepBuilder, growing: Sequence[Request], steps: PlannedSteps) -> Grow:
@@ -220,11 +186,11 @@ class KVCacheManager:
         Sliding windows advance only past tokens that no step in flight computes. Steps in flight
         may still read earlier blocks, and their drafts may be rejected.
         """
-        starts = num_computed_tokens_of(growing)
+        starts = running_requests.num_computed_tokens_of(growing)
         keys = [request.key for request in growing]
         ends = [builder.off_fast_path[request] for request in growing]
         slots = list(map(self.num_slots, ends))
-        if self._only_grows:
+        if self._config.only_grows:
             return Grow(keys, starts, slots)
         num_in_flight = steps.num_tokens()
         stored = [
@@ -240,7 +206,7 @@ class KVCacheManager:
     ) -> None:
         """Records the new blocks of `growing`. Raises PoolLost if their number is wrong."""
         size, appended = self._config.block_size, builder.plan.appended_blocks
-        only_grows = self._only_grows
+        only_grows = self._config.only_grows
         for request, blocks, needed in zip(growing, outcome.grown, growth.num_slots, strict=False):
             num_slots = request.num_slots + len(blocks[0]) * size
             if only_grows and not needed <= num_slots < needed + size:
@@ -258,7 +224,7 @@ class KVCacheManager:
             return []
         size = self._hash_block_size
         filling: list[_Filling] = []
-        for request, start in with_num_computed_tokens(leaving):
+        for request, start in running_requests.with_num_computed_tokens(leaving):
             end = start + 1
             if end % size == 0 and end <= len(request.token_ids):
                 filling.append((request.admission_number, end, request))
@@ -270,30 +236,25 @@ class KVCacheManager:
         return filling
 
     def _commit(self, filling: Sequence[_Filling]) -> Commit:
-        keys: list[RequestKey] = []
-        ends: list[int] = []
-        new_hashes: list[list[BlockHash]] = []
-        for _, end, request in filling:
-            keys.append(request.key)
-            ends.append(end)
-            new_hashes.append(self._unsent_hashes(request, end // self._hash_block_size))
-        return Commit(keys, ends, new_hashes)
+        size = self._hash_block_size
+        return Commit(
+            [request.key for _, _, request in filling],
+            [end for _, end, _ in filling],
+            [self._unsent_hashes(request, end // size) for _, end, request in filling],
+        )
 
     def _look_up(self, builder: StepBuilder, looked_up: Sequence[Request]) -> list[Operation]:
-        if not self._config.enable_prefix_caching:
+        if not (looked_up and self._config.enable_prefix_caching):
             for request in looked_up:
                 builder.prefixes.note_hit(request, 0, 0)
             return []
-        if not looked_up:
-            return []
-        return [
-            Lookup(
-                [request.key for request in looked_up],
-                [request.max_hit_tokens for request in looked_up],
-                [self._unsent_hashes(request) for request in looked_up],
-                self._with_divergent_hits,
-            )
-        ]
+        lookup = ops.Lookup(
+            [request.key for request in looked_up],
+            [request.max_hit_tokens for request in looked_up],
+            [self._unsent_hashes(request) for request in looked_up],
+            self._config.hits_may_diverge,
+        )
+        return [lookup]
 
     def _note_hits(
         self, builder: StepBuilder, looked_up: Sequence[Request], outcome: Outcome
@@ -313,13 +274,13 @@ class KVCacheManager:
         return request.block_hashes[request.num_hashes_sent : num_blocks]
 
     async def _transact(self, operations: Sequence[Operation], traceparent: str) -> Outcome:
-        """Makes one transaction. Sends nothing if there are no operations."""
+        """Makes one transaction, if there are operations."""
         if not operations:
             return Outcome(self.num_free_blocks)
         return self._keep(await self._pool.transact(operations, traceparent))
 
     def _keep(self, outcome: Outcome) -> Outcome:
-        """Stores the parts of an outcome that concern all operations. Returns the outcome."""
+        """Stores the parts of an outcome that concern all operations."""
         self.num_free_blocks = outcome.num_free_blocks
         self.block_ids_to_zero += outcome.block_ids_to_zero
         self.copies += outcome.copies

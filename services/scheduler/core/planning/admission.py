@@ -7,27 +7,21 @@ from services.common.pool.block_hash import BlockHash
 from services.common.pool.operations import Admission
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import WaitReason
+from services.scheduler.core.planning import step_encoder
 from services.scheduler.core.planning.chunks import aligned_chunk
 from services.scheduler.core.planning.step_builder import PassingOver, StepBuilder
-from services.scheduler.core.planning.step_encoder import (
-    EncoderDecision,
-    StepEncoder,
-    mismatch_error,
-)
 from services.scheduler.core.request import Request, RequestStatus
 
 
 @dataclass(slots=True)  # see Admission
 class PlannedAdmission:
-    """One admission of a step: its terms (the operation for the pool), and its number of tokens."""
+    """One admission of a step."""
 
     request: Request
     terms: Admission
+    """The operation for the pool."""
     num_new_tokens: int
-    """Number of tokens that the request's first step computes, without drafts. The admission
-    publishes the full blocks of the first `num_commit_tokens` tokens, so that other requests can
-    hit them at once. A later Commit publishes further blocks.
-    """
+    """Number of tokens that the request's first step computes, without drafts."""
     num_asked: int
     """Number of tokens that the step would compute without the encoder's limits."""
     num_drafts: int
@@ -47,8 +41,8 @@ class PassedOver:
     reason: WaitReason
     num_computed_tokens: int = 0
     num_asked: int = 0
-    """Number of tokens that the step would compute if the encoder had budget and cache space for
-    them. 0 if the reason is not ENCODER.
+    """With the reason ENCODER, the number of tokens that the step would compute without the
+    encoder's limits.
     """
     error: str = ""
     """Why the request can never run. Empty if it may run later."""
@@ -71,18 +65,14 @@ class AdmissionPlan:
     refused: PlannedAdmission | None = None
     """The admission of the first candidate, if its blocks certainly do not fit in the pool."""
     has_old_hits: bool = False
-    """Whether the plan stopped at a candidate whose prefix hit an earlier admission may have
-    changed.
-
-    An admission can evict cached blocks. With sliding windows or states, only the pool knows which
-    blocks an admission publishes. The candidate must be looked up again.
+    """Whether the plan stopped at a candidate that must be looked up again, because an earlier
+    admission may have changed its prefix hit. An admission can evict cached blocks. With sliding
+    windows or states, only the pool knows which blocks an admission publishes.
     """
 
     def stop(self, reason: WaitReason, *, hit_is_old: bool = False) -> "AdmissionPlan":
-        """Ends the plan before a request that waits for `reason`, and returns the plan.
-
-        With `hit_is_old`, sets `has_old_hits` instead of the reason, because the request's hit may
-        have changed.
+        """Ends the plan before a request that waits for `reason`, and returns the plan. With
+        `hit_is_old`, sets `has_old_hits` instead of the reason.
         """
         if hit_is_old:
             self.has_old_hits = True
@@ -100,7 +90,7 @@ class _Trial:
     published: set[BlockHash]
     """Hashes of the blocks that the admissions so far publish."""
     passing_over: PassingOver
-    encoder: StepEncoder | None = None
+    encoder: step_encoder.StepEncoder | None = None
     """A copy of the step's encoder state. None until a candidate has encoder items."""
 
 
@@ -149,7 +139,7 @@ class AdmissionPlanner:
             if decision is not None and num_new == 0:
                 if is_old:
                     return plan.stop(WaitReason.ENCODER, hit_is_old=True)
-                error = decision.mismatch and mismatch_error(decision.mismatch)
+                error = decision.mismatch and step_encoder.mismatch_error(decision.mismatch)
                 passed = PassedOver(request, WaitReason.ENCODER, start, num_asked, error)
                 plan.decisions.append(passed)
                 continue
@@ -171,8 +161,7 @@ class AdmissionPlanner:
         self, builder: StepBuilder, trial: _Trial, request: Request, *, is_first: bool
     ) -> tuple[int, bool]:
         """The length of a request's hit in tokens, and whether an earlier admission of the plan may
-        have changed the hit. If hits can be computed here, the length includes blocks that earlier
-        admissions publish. The hit of a request that already holds blocks never changes.
+        have changed the hit. The hit of a request that already holds blocks never changes.
         """
         hit, foretells_hits = builder.prefixes.hits[request], self.config.foretells_hits
         if request.holds_blocks:
@@ -188,7 +177,6 @@ class AdmissionPlanner:
         return hit, not is_first and (hit > 0 or not foretells_hits)
 
     def _take(self, trial: _Trial, planned: PlannedAdmission) -> None:
-        """Updates the trial state as if the admission had succeeded."""
         request, terms, size = planned.request, planned.terms, self.config.hash_block_size
         if self.config.foretells_hits:
             begin, end = terms.num_hit_tokens, terms.num_computed_tokens + planned.num_new_tokens
@@ -199,10 +187,9 @@ class AdmissionPlanner:
     @staticmethod
     def _decide_items(
         builder: StepBuilder, trial: _Trial, request: Request, start: int, num_new: int
-    ) -> EncoderDecision | None:
-        """Decides which items the encoder computes for `num_new` tokens from position `start` on,
-        and how many of these tokens the step can compute. None if there are no tokens, or if no
-        item ends after `start`.
+    ) -> step_encoder.EncoderDecision | None:
+        """Decides which items the encoder computes for `num_new` tokens from position `start` on.
+        None if there are no tokens, or if no item ends after `start`.
         """
         if not num_new or start >= request.num_encoded_tokens:
             return None
@@ -215,16 +202,12 @@ class AdmissionPlanner:
     def _num_new_tokens(
         self, builder: StepBuilder, request: Request, start: int, budget: int
     ) -> int:
-        """Number of tokens from position `start` on that the first step of a request computes. 0 if
-        the budget is too small.
-        """
+        """Number of tokens that a request's first step computes. 0 if the budget is too small."""
         gap = builder.cap(request.num_tokens - start)
         if gap > budget and not self.config.enable_chunked_prefill:
             return 0
-        num_new = min(gap, budget)
-        if self.config.aligns_states:
-            num_new = aligned_chunk(self.config, request, start, num_new)
-        return num_new
+        num_new, config = min(gap, budget), self.config
+        return aligned_chunk(config, request, start, num_new) if config.aligns_states else num_new
 
     def _admission(
         self,
@@ -267,11 +250,8 @@ class AdmissionPlanner:
     def _padding(
         self, builder: StepBuilder, request: Request, start: int, end: int, budget: int
     ) -> int:
-        """The number of empty drafts that are scheduled for a request that has one token to
-        compute.
-
-        The drafts give this request as many tokens in the step as each decoding request has. The
-        number is 0 if
+        """The number of empty drafts that give a request with one token to compute as many tokens
+        in the step as each decoding request has. 0 if
 
         * the number of drafts depends on the number of requests;
         * the step computes a further chunk of a prompt;
@@ -279,13 +259,11 @@ class AdmissionPlanner:
         * the drafts exceed the model's length, the step's whole budget, or the limit of tokens of
           one request in the step.
 
-        If the drafts exceed `budget`, the number of tokens left in the step, the limit of tokens of
-        one request is not applied. The request then waits for a later step.
+        If the drafts exceed `budget`, the limit of tokens of one request is not applied. The
+        request then waits for a later step.
         """
-        if self.config.num_speculative_rows:
-            return 0
         num_drafts = self.config.num_speculative_tokens
-        if end - start != 1 or end != request.num_tokens:
+        if self.config.num_speculative_rows or end - start != 1 or end != request.num_tokens:
             return 0
         if any(scheduled.is_prefill_chunk for scheduled in builder.off_fast_path):
             return 0
@@ -303,20 +281,15 @@ class AdmissionPlanner:
         return num_drafts if num_tokens > num_drafts else 0
 
     def _blocks_needed(self, planned: PlannedAdmission) -> int:
-        """A lower bound on the number of blocks that an admission needs. It counts only the groups
-        of full-attention layers.
-
-        If groups free blocks while requests run, only the pool knows how many blocks a request
-        holds. In that case the bound for a request that holds blocks is 0.
+        """A lower bound on the number of blocks that an admission needs in the groups of
+        full-attention layers. 0 if only the pool knows how many blocks the request holds, because
+        groups free blocks while it runs.
         """
         terms = planned.terms
         if terms.holds_blocks and not self.config.only_grows:
             return 0
         slots = max(terms.num_reserve_slots, terms.num_slots)
+        held = planned.request.num_slots or terms.num_hit_tokens
         return terms.num_watermark_blocks + sum(
-            max(
-                0,
-                -(-slots // size) - -(-(planned.request.num_slots or terms.num_hit_tokens) // size),
-            )
-            for size in self.config.full_block_sizes
+            max(0, -(-slots // size) - -(-held // size)) for size in self.config.full_block_sizes
         )

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from services.scheduler.core.request import Request
@@ -53,7 +53,6 @@ class RunningRequests:
         return self._requests[begin:end]
 
     def index(self, request: Request) -> int:
-        """The index of a request in the order of admission."""
         return bisect_left(self._admission_numbers, request.admission_number)
 
     def append(self, request: Request) -> None:
@@ -83,8 +82,7 @@ class RunningRequests:
     def take_due_off_fast_path(self) -> None:
         """Removes the requests from the fast path whose number of steps has passed."""
         if due := self._calendar.pop(self._clock.now, None):
-            leave_fast_path(due)
-            self._off_fast_path |= due
+            self._leave_fast_path(due)
 
     def leaving_fast_path(self) -> Collection[Request]:
         """The requests for which the next step is the last on the fast path, in any order."""
@@ -92,25 +90,31 @@ class RunningRequests:
 
     def enter_fast_path(self, requests: Mapping[Request, int]) -> None:
         """Puts each request on the fast path for its number of steps, at least one."""
-        enter_fast_path(requests, self._clock)
-        now, calendar = self._clock.now, self._calendar
+        clock, now, calendar = self._clock, self._clock.now, self._calendar
         for request, num_steps in requests.items():
+            request.origin -= now
+            request.clock, request.is_on_fast_path = clock, True
             request.fast_path_end = end = now + num_steps
             calendar[end].add(request)
         self._off_fast_path.difference_update(requests)
 
     def leave_fast_path(self, request: Request) -> None:
-        """Removes a request from the fast path before its number of steps has passed. A reason is,
-        for example, that the step has no budget left for it. Does nothing if the request is not on
-        the fast path.
+        """Removes a request from the fast path, if it is there, before its number of steps has
+        passed.
         """
         if request.is_on_fast_path:
             leaving = self._calendar[request.fast_path_end]
             leaving.remove(request)
             if not leaving:
                 del self._calendar[request.fast_path_end]
-            leave_fast_path((request,))
-            self._off_fast_path.add(request)
+            self._leave_fast_path((request,))
+
+    def _leave_fast_path(self, requests: Collection[Request]) -> None:
+        """Detaches the counts of these requests from the clock, at their present values."""
+        for request in requests:
+            request.origin += request.clock.now
+            request.clock, request.is_on_fast_path = _STOPPED, False
+        self._off_fast_path.update(requests)
 
     def advance(self) -> None:
         """Counts a planned step. It adds one computed token to each request on the fast path."""
@@ -125,8 +129,7 @@ class StepClock:
 
 
 _STOPPED = StepClock()
-"""The clock of requests that are not on the fast path. It stays at 0, so their count is the origin.
-"""
+"""The clock of requests off the fast path. It stays at 0, so their count is the origin."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,37 +155,11 @@ class ComputedTokens:
         self.origin = num_tokens - self.clock.now
 
 
-_Request = TypeVar("_Request", bound=ComputedTokens)
-
-
-def enter_fast_path(requests: Iterable[ComputedTokens], clock: StepClock) -> None:
-    """Makes the counts of these requests grow with `clock`."""
-    now = clock.now
-    for request in requests:
-        request.origin -= now
-        request.clock = clock
-        request.is_on_fast_path = True
-
-
-def leave_fast_path(requests: Iterable[ComputedTokens]) -> None:
-    """Detaches the counts of these requests from their clock, at their present values."""
-    for request in requests:
-        request.origin += request.clock.now
-        request.clock = _STOPPED
-        request.is_on_fast_path = False
-
-
-def set_off_fast_path(num_computed_tokens: Mapping[Any, int]) -> None:
-    """Sets the counts of requests that are not on the fast path."""
-    for request, num_tokens in num_computed_tokens.items():
-        request.origin = num_tokens
-
-
-def num_computed_tokens_of(requests: Iterable[ComputedTokens]) -> list[int]:
+def num_computed_tokens_of(requests: Iterable[Request]) -> list[int]:
     """The counts of many requests, without a property call for each request."""
     return [request.origin + request.clock.now for request in requests]
 
 
-def with_num_computed_tokens(requests: Iterable[_Request]) -> list[tuple[_Request, int]]:
+def with_num_computed_tokens(requests: Iterable[Request]) -> list[tuple[Request, int]]:
     """Pairs each request with its count."""
     return [(request, request.origin + request.clock.now) for request in requests]

@@ -1,6 +1,4 @@
-"""The first part of scheduling a step. Allocates blocks for running requests, and preempts requests
-if blocks are missing.
-"""
+"""The first part of scheduling a step, in which running requests get tokens and blocks."""
 
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 
@@ -9,10 +7,7 @@ from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.kv.window_clock import WindowClock
 from services.scheduler.core.output import Preemption
 from services.scheduler.core.planning.chunks import aligned_chunk
-from services.scheduler.core.planning.running_requests import (
-    set_off_fast_path,
-    with_num_computed_tokens,
-)
+from services.scheduler.core.planning.running_requests import with_num_computed_tokens
 from services.scheduler.core.planning.step_builder import PlannedSteps, StepBuilder
 from services.scheduler.core.planning.step_encoder import mismatch_error
 from services.scheduler.core.planning.waiting_scheduler import WaitingScheduler
@@ -21,8 +16,8 @@ from services.scheduler.core.request import Request, RequestStatus
 
 class RunningScheduler:
     """Divides the token budget of a step among the running requests, and preempts requests if
-    blocks are missing. Computes for how many steps a request can stay on the fast path, where it is
-    scheduled one token in each step without being examined.
+    blocks are missing. On the fast path, a request gets one token in each step without being
+    examined.
     """
 
     def __init__(self, state: ReplicaState, waiting_scheduler: WaitingScheduler) -> None:
@@ -32,13 +27,10 @@ class RunningScheduler:
         self._kv_cache_manager = state.kv_cache_manager
         self._waiting_scheduler = waiting_scheduler
         self._config = config = state.config
-        self._aligns_states = config.aligns_states
         self._window_clock = None if config.only_grows else WindowClock(config)
         self._filled_block_size = config.hash_block_size if config.enable_prefix_caching else None
-        self._num_lookahead_tokens = config.num_lookahead_tokens
         self._has_drafts = config.num_speculative_tokens > 0
         self._may_drop_drafts = self._has_drafts and config.num_speculative_rows > 0
-        self._max_prompt_len = config.max_prompt_len
         self._feeds_forward = config.async_scheduling or config.pipeline_parallel_size == 1
         """Whether a token can be planned while the previous token is still in flight, because
         workers feed their own sampled tokens into the next step.
@@ -48,8 +40,7 @@ class RunningScheduler:
         """Divides the budget among the running requests and allocates their blocks.
 
         If the blocks of a request do not fit, a victim is preempted, and planning resumes at the
-        request that lacks blocks. The transaction that allocates blocks also looks up the cached
-        prefixes of requests that may be admitted next.
+        request that lacks blocks.
         """
         begin, num_decided = 0, None
         while True:
@@ -65,22 +56,19 @@ class RunningScheduler:
 
     def update_after_schedule(self, builder: StepBuilder, steps: PlannedSteps) -> None:
         """Counts the tokens of a planned step as computed, so that the next step can be planned
-        while this step runs. Puts requests on the fast path.
-
-        `steps` are the earlier steps in flight.
+        while this step runs. Puts requests on the fast path. `steps` are the earlier steps.
         """
         self._running.advance()
         if not builder.off_fast_path:
             return
-        moving: Collection[Request] = ()
         num_drafts = self._config.num_drafts(len(self._running)) if self._has_drafts else 0
-        if self._window_clock is not None or (self._may_drop_drafts and not num_drafts):
-            moving = _moving(builder.off_fast_path, steps)
-        set_off_fast_path(builder.off_fast_path)
+        may_move = self._window_clock is not None or (self._may_drop_drafts and not num_drafts)
+        moving = _moving(builder.off_fast_path, steps) if may_move else ()
         num_placeholders = num_drafts if self._config.async_scheduling else 0
         entering: dict[Request, int] = {}
         prefill_chunks: list[Request] = []
         for request, num_computed in builder.off_fast_path.items():
+            request.origin = num_computed
             is_prefill_chunk = num_computed < len(request.token_ids)
             request.is_prefill_chunk = is_prefill_chunk
             if is_prefill_chunk:
@@ -157,7 +145,7 @@ class RunningScheduler:
                 running.leave_fast_path(request)
         run_begin, is_enough = begin, builder.token_budget >= len(running) - begin
         for request, num_computed in with_num_computed_tokens(running.off_fast_path(begin)):
-            aligns = self._aligns_states
+            aligns = self._config.aligns_states
             if num_decided is not None:
                 num_new, num_decided, aligns = num_decided, None, False
             elif builder.defers_prefills and request.is_prefill_chunk:
@@ -182,8 +170,7 @@ class RunningScheduler:
 
     def _schedule_run(self, builder: StepBuilder, begin: int, end: int) -> None:
         """Schedules one token of each running request from index `begin` up to, but not including,
-        index `end`. Requests for which no budget is left leave the fast path, because this step
-        computes none of their tokens.
+        index `end`. Requests for which no budget is left leave the fast path.
         """
         if begin < end:
             last = min(end, begin + builder.token_budget)
@@ -192,34 +179,25 @@ class RunningScheduler:
                 self._running.leave_fast_path(request)
 
     def _schedule_one(
-        self,
-        builder: StepBuilder,
-        request: Request,
-        num_computed: int,
-        num_new: int,
-        *,
-        aligns: bool,
+        self, builder: StepBuilder, request: Request, start: int, num_new: int, *, aligns: bool
     ) -> int:
-        """Schedules up to `num_new` tokens of a request, within the token budget and the encoder's
-        budget. Returns the number of scheduled tokens.
-
-        If `aligns` is true, the chunk is cut so that the step ends where a state of recurrent
-        layers can be cached.
+        """Schedules up to `num_new` tokens of a request from position `start` on, within the
+        budgets of the step and of the encoder. Returns the number of scheduled tokens. If `aligns`
+        is true, the chunk ends where a state of recurrent layers can be cached.
         """
         num_new = min(num_new, builder.token_budget)
         if aligns:
-            num_new = aligned_chunk(self._config, request, num_computed, num_new)
-        if num_new > 0 and num_computed < request.num_encoded_tokens:
-            decision = builder.encoder.schedule(request, num_computed, num_new)
+            num_new = aligned_chunk(self._config, request, start, num_new)
+        if num_new > 0 and start < request.num_encoded_tokens:
+            decision = builder.encoder.schedule(request, start, num_new)
             num_new = decision.num_tokens
             if decision.inputs and num_new:
                 builder.plan.encoder_inputs[request] = decision.inputs
             if decision.mismatch:
                 builder.failed[request] = mismatch_error(decision.mismatch)
-        if num_new <= 0:
-            return 0
-        builder.schedule(request, num_new)
-        return num_new
+        if num_new > 0:
+            builder.schedule(request, num_new)
+        return max(num_new, 0)
 
     def _num_new_tokens(self, builder: StepBuilder, request: Request, num_computed: int) -> int:
         """Number of tokens, drafts included, that one step may compute of a running request."""
@@ -233,7 +211,7 @@ class RunningScheduler:
             num_new = 1
         if request.draft_token_ids:
             num_new += len(request.draft_token_ids)
-        longest = self._max_prompt_len - num_computed
+        longest = self._config.max_prompt_len - num_computed
         return min(builder.cap(num_new), longest) if num_new > 1 or longest < 1 else 1
 
     def _fast_path_end(self, request: Request) -> int:
@@ -245,7 +223,7 @@ class RunningScheduler:
             return 0
         longest = request.max_num_tokens - 2
         if self._window_clock is None:
-            end = request.num_slots - self._num_lookahead_tokens
+            end = request.num_slots - self._config.num_lookahead_tokens
         else:
             end = self._window_clock.next_change(request.num_computed_tokens)
         if self._filled_block_size is not None:
@@ -256,33 +234,31 @@ class RunningScheduler:
     def _grow(
         self, builder: StepBuilder, growing: Sequence[Request], traceparent: str
     ) -> Awaitable[Stop | None]:
-        """Allocates blocks for `growing`, and looks up prefixes of waiting requests. After a
-        preemption nothing is looked up, because the step then admits no request.
+        """Allocates blocks for `growing`, and looks up prefixes of waiting requests, except after a
+        preemption, because the step then admits no request.
         """
         looked_up: list[Request] = []
         if not builder.plan.preemptions and self._queues.has_queued:
-            looked_up = self._waiting_scheduler.not_looked_up(builder)
+            waiting = self._waiting_scheduler
+            looked_up = waiting.not_looked_up(builder, waiting.candidates(builder))
         leaving, steps = self._running.leaving_fast_path(), self._state.steps
         return self._kv_cache_manager.grow(builder, growing, leaving, looked_up, steps, traceparent)
 
     def _waits_for_blocks(self) -> bool:
-        """Whether a request that lacks blocks must wait for blocks that transfers or steps in
-        flight are about to free. Preempting another request would free nothing now.
+        """Whether transfers or steps in flight are about to free blocks, so that the preemption of
+        another request would free nothing now.
         """
-        transfers = self._state.transfers
-        if transfers is None:
-            return False
-        victim = self._state.policy.victim(self._running)
-        return transfers.connector.has_pending_block_frees() or transfers.is_written(
-            victim, self._state.steps.in_flight
+        transfers, in_flight = self._state.transfers, self._state.steps.in_flight
+        return transfers is not None and (
+            transfers.connector.has_pending_block_frees()
+            or transfers.is_written(self._state.policy.victim(self._running), in_flight)
         )
 
     async def _end(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
-        """Ends the plan before a request: no tokens are scheduled for this request and for running
+        """Ends the plan before a request. No tokens are scheduled for this request and for running
         requests that were admitted after it.
         """
         builder.unschedule_from(request)
-        builder.encoder.take_back_from(request)
         for later in self._running.between(self._running.index(request), len(self._running)):
             self._running.leave_fast_path(later)
         await self._grow(builder, (), traceparent)
@@ -294,7 +270,6 @@ class RunningScheduler:
         tokens that `request` was scheduled. The number is None if `request` is the victim.
         """
         num_decided = builder.unschedule_from(request)
-        builder.encoder.take_back_from(request)
         victim = self._state.policy.victim(self._running)
         index, victim_index = self._running.index(request), self._running.index(victim)
         if victim in builder.plan.requests:
@@ -309,23 +284,22 @@ class RunningScheduler:
         return index - 1 if victim_index < index else index, num_decided
 
     def _preempt(self, request: Request) -> None:
-        self._state.take_out(request)
-        steps = self._state.steps
+        state, steps = self._state, self._state.steps
+        state.take_out(request)
         # If a token in flight is dropped, all later tokens in flight are dropped with it.
         if self._config.requires_kv_delivery or steps.drops(request):
             steps.drop([request])
         request.awaited_step = steps.last_awaited(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
-        self._state.num_preemptions += 1
-        self._state.free(request)
-        self._queues.prepend(request)
+        state.num_preemptions += 1
+        state.free(request)
+        self._queues.waiting.prepend(request)
 
 
 def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
     """The requests with more than one token in this step or in the steps in flight together. Their
     sliding windows may move by more than one token in a step, and drafts may be rejected.
-
     `scheduled` maps each request of the step to its number of computed tokens after the step.
     """
     num_in_flight = steps.num_tokens()

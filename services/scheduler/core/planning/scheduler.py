@@ -47,9 +47,7 @@ class Scheduler(ReplicaState):
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would have an effect, even if the step only sends operations to pool or
-        workers.
-        """
+        """Whether a step would have an effect, such as sending operations to pool or workers."""
         if self.running and self.pause_mode is None:
             return True
         has_operations = bool(self.kv_cache_manager.pending or self.rows.removed)
@@ -106,14 +104,13 @@ class Scheduler(ReplicaState):
         if session.status is not RequestStatus.WAITING_FOR_CHUNK:
             session.chunks.append(chunk)
         elif chunk is None:
-            self._end(session, FinishReason.ABORT)
+            self.abort(session)
         else:
             self.queues.begin_turn(session, chunk, self.config.max_model_len)
 
     def is_held_up_by_sessions(self, plan: SchedulerOutput) -> bool:
         """Whether planning again would result in the same empty step as `plan`, because all
-        requests wait for blocks or slots that idle sessions occupy, and no pending operation could
-        free any.
+        requests wait for blocks or slots of idle sessions, and no pending operation frees any.
         """
         return (
             bool(self.queues.between_turns or self.queues.kv_waiting)
@@ -125,9 +122,8 @@ class Scheduler(ReplicaState):
     def grammar_compiled(
         self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """Records that the workers have compiled the grammar of a request. If compilation failed,
-        `error` is not empty, and the request will end with this error and `reason`. Does nothing if
-        the request has ended.
+        """Records that the workers have compiled the grammar of a request, unless it has ended. If
+        compilation failed, the request will end with `error`, which is not empty, and `reason`.
         """
         if request.is_finished:
             return
@@ -139,11 +135,8 @@ class Scheduler(ReplicaState):
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends a request, whether it runs or waits. Does nothing if it has ended."""
         if not request.is_finished:
-            self._end(request, reason)
-
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        request.finish(reason)
-        self.remove(request)
+            request.finish(reason)
+            self.remove(request)
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Allows only these requests to be admitted. All others are held back, including requests
@@ -159,11 +152,8 @@ class Scheduler(ReplicaState):
         self.queues.admit_only(requests)
 
     def pause(self, mode: PauseMode) -> None:
-        """Pauses the engine until `resume`.
-
-        With WAIT the caller plans steps while requests run, and these steps admit no new request.
-        With the other modes the caller plans no steps. With ABORT the caller also ends all
-        requests.
+        """Pauses the engine until `resume`. With WAIT, the caller plans steps while requests run,
+        which admit no new request. With ABORT, the caller ends all requests.
         """
         self.pause_mode = mode
 
@@ -198,8 +188,7 @@ class Scheduler(ReplicaState):
             builder.defers_prefills = self._pacing.defers_prefills(
                 self.running, throttled=throttle_prefills
             )
-        if self.kv_cache_manager.needs_steps:
-            self.kv_cache_manager.begin_step()
+        self.kv_cache_manager.step_begins = self.kv_cache_manager.needs_steps
         if self.transfers is not None:
             self.transfers.begin_step()
         await self._running_scheduler.schedule(builder, traceparent)
@@ -227,15 +216,14 @@ class Scheduler(ReplicaState):
 
         Appends the sampled tokens, also to requests that were preempted while the step ran.
         Discards the tokens of requests that ended meanwhile, and of the requests in `plan.dropped`.
-        Ends requests that are complete, including requests whose prompt was pooled. A session whose
-        turn is complete begins its next turn. If the input of that turn has not arrived, the
-        session waits for it.
+        Ends requests that are complete. A session whose turn is complete begins its next turn, or
+        waits for the input of that turn.
         """
         return self._update.update(plan, output)
 
     def end_failed(self) -> list[Request]:
-        """Ends the waiting requests that can never run. Returns them in the order of arrival. Only
-        needed if no step is in flight, because otherwise `update_from_output` ends them.
+        """Ends the waiting requests that can never run, and returns them in the order of arrival.
+        If a step is in flight, `update_from_output` ends them.
         """
         return self._update.end_failed()
 
@@ -258,7 +246,7 @@ class Scheduler(ReplicaState):
             request.forget_blocks()
         self.kv_cache_manager.forget()
         self.encoder_cache.reset()
-        self.rows.take_removed()
+        self.rows.removed = []
         self.steps.forget()
         return victims
 
@@ -270,15 +258,8 @@ class Scheduler(ReplicaState):
         """Removes every cached prefix. If blocks are in use, changes nothing and returns False."""
         return await self.kv_cache_manager.reset_prefix_cache()
 
-    def reset_connector(self) -> None:
-        """Removes everything that the connector has stored. No request may hold blocks."""
-        if self.transfers is not None:
-            self.transfers.connector.reset_cache()
-
     def reset_encoder_cache(self) -> None:
-        """Removes all encoder outputs, for example after weights have changed. Sends nothing to the
-        workers.
-        """
+        """Removes all encoder outputs. Sends nothing to the workers."""
         self.encoder_cache.reset()
 
     def _release(self, waiting: Iterable[Request]) -> None:
@@ -299,9 +280,7 @@ class Scheduler(ReplicaState):
         )
 
     def _long_prefill_token_threshold(self) -> int:
-        """Limit on the tokens of one request in the step that is planned. 0, which means no limit,
-        if there is at most one request.
-        """
+        """Limit on the tokens of one request in the step. 0, for no limit, if there is only one."""
         config, queues = self.config, self.queues
         num_requests = len(self.running) + len(queues.kv_waiting) + len(queues.waiting)
         if num_requests <= 1:
@@ -314,16 +293,14 @@ class Scheduler(ReplicaState):
     def _finish_step(
         self, builder: StepBuilder, wait_reason: WaitReason | None, *, computes: bool = True
     ) -> SchedulerOutput:
-        """Completes the planned step and returns it. If `computes` is true, the step's tokens count
-        as computed after this call.
-        """
+        """Completes the planned step. If `computes` is true, its tokens then count as computed."""
         plan = builder.plan
         plan.wait_reason = wait_reason
         plan.num_tokens = self.config.token_budget - builder.token_budget
-        if self.rows.removed:
-            plan.removed_rows = self.rows.take_removed()
-        if self.kv_cache_manager.block_ids_to_zero:
-            plan.block_ids_to_zero = self.kv_cache_manager.take_block_ids_to_zero()
+        if removed_rows := self.rows.removed:
+            plan.removed_rows, self.rows.removed = removed_rows, []
+        if block_ids := self.kv_cache_manager.block_ids_to_zero:
+            plan.block_ids_to_zero, self.kv_cache_manager.block_ids_to_zero = block_ids, []
         if self.encoder_cache.evicted:
             plan.evicted_encoder_inputs = self.encoder_cache.take_evicted()
         if builder.failed:

@@ -1,11 +1,8 @@
-"""The state of a step while it is planned, and the list of the steps in flight.
-
-The state consists of the remaining budget, the tokens scheduled so far, the prefix hits of waiting
-requests, and the requests that are skipped.
-"""
+"""The state of a step while it is planned, and the list of the steps in flight."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from services.common.pool.block_hash import BlockHash
 from services.scheduler.core.grammar import GrammarStatus
@@ -16,8 +13,8 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class PlannedSteps:
-    """Counts the planned steps, and lists the steps in flight, oldest first. A step is in flight
-    until its output arrives.
+    """Counts the planned steps. Lists the steps in flight (until their output arrives), oldest
+    first.
     """
 
     def __init__(self) -> None:
@@ -56,14 +53,12 @@ class PlannedSteps:
         """Number of the last step in flight whose output for a request is not dropped. None if
         there is no such step.
         """
-        for plan in reversed(self.in_flight):
-            if request in plan.requests and request not in plan.dropped:
-                return plan.step
-        return None
+        awaited = (one for one in reversed(self.in_flight) if request not in one.dropped)
+        return next((plan.step for plan in awaited if request in plan.requests), None)
 
     def num_tokens(self) -> Callable[[Request], int]:
-        """Returns a function that maps a request to its number of tokens in the steps in flight.
-        Steps that are added or completed after this call do not change the function's results.
+        """Returns a function that maps a request to its number of tokens in the present steps in
+        flight.
         """
         steps = [
             dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True))
@@ -81,14 +76,14 @@ class WaitingPrefixes:
     external: dict[Request, int] = field(default_factory=dict)
     """Number of tokens after a request's hit that a connector loads."""
     divergent_hits: dict[Request, int] = field(default_factory=dict)
-    """Number of tokens of a request that are cached for the full-attention layers. Empty if no
-    connector supplies the states of the other layers.
+    """Number of tokens of a request that are cached for the full-attention layers, if a connector
+    supplies the states of the other layers.
     """
     diverging: set[Request] = field(default_factory=set)
     """Requests whose hit counts the tokens cached for full-attention layers only."""
     num_stored: dict[Request, int] = field(default_factory=dict)
-    """Maps a request to the number of tokens after which its sliding windows begin. Only requests
-    for which this is less than the number of computed tokens have an entry.
+    """Maps a request to the number of tokens after which its sliding windows begin, if this is less
+    than the number of computed tokens.
     """
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish. Later admissions of the step can hit them."""
@@ -119,28 +114,14 @@ class WaitingPrefixes:
         self.divergent_hits.clear()
         self.diverging.clear()
 
-    def go_on(self, request: Request, steps: PlannedSteps) -> None:
-        """Records the computed tokens of a request that holds blocks as its hit.
-
-        Steps of a session's last turn may still be in flight. Their tokens are dropped, but these
-        steps still read blocks in earlier sliding windows. To keep these blocks, `num_stored` then
-        excludes the tokens in flight.
-        """
-        self.hits[request] = request.num_computed_tokens
-        if any(request in plan.requests for plan in steps.in_flight):
-            in_flight = steps.num_tokens()(request)
-            self.num_stored[request] = max(0, request.num_computed_tokens - in_flight)
-
 
 class PassingOver:
-    """Decides for one step which waiting requests are passed over (skipped), while its admissions
-    are planned.
+    """Decides for one step which waiting requests are passed over (skipped).
 
-    A request is passed over if it cannot be admitted now for a reason that concerns this request
-    alone. It keeps its position in the queue, and requests behind it may be admitted. It cannot be
-    admitted later in the same step, because admissions free no resources. A request that lacks
-    blocks or budget is not passed over. Instead, admission stops at that request, because requests
-    behind it would use up the blocks or the budget.
+    A request is passed over if it cannot be admitted in this step for a reason that concerns this
+    request alone. It keeps its position in the queue, and requests behind it may be admitted. At a
+    request that lacks blocks or budget, admission stops instead, because requests behind it would
+    use up the blocks or the budget.
     """
 
     def __init__(
@@ -148,16 +129,15 @@ class PassingOver:
     ) -> None:
         self._max_loras = max_loras
         self._last_updated_step = last_updated_step
-        """Number of the last step whose output was applied."""
         self._adapters: set[bytes] = set()
-        """Digests of the adapters of all running requests. Requests that this step does not
-        schedule count too, because the next step may schedule them.
+        """Digests of the adapters of all running requests, also of those that this step does not
+        schedule, because the next step may.
         """
         if max_loras is not None:
             self._adapters = {request.adapter_digest for request in running} - {b""}
 
     def copy(self) -> "PassingOver":
-        """A copy of the state, on which admissions are planned that may fail."""
+        """A copy, on which admissions are planned that may fail."""
         if self._max_loras is None:
             return self
         copy = PassingOver(self._max_loras, (), self._last_updated_step)
@@ -165,7 +145,7 @@ class PassingOver:
         return copy
 
     def reason(self, request: Request) -> WaitReason | None:
-        """Why a request is passed over. None if it is not."""
+        """Why a request is passed over, or None."""
         if request.status is RequestStatus.WAITING_FOR_CHUNK:
             return WaitReason.SESSION
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -185,7 +165,7 @@ class PassingOver:
             self._adapters.add(request.adapter_digest)
 
 
-@dataclass(slots=True)
+@dataclass  # without slots: cached properties are stored in the instance
 class StepBuilder:
     """The decisions of a step so far. `plan` is the result. Later decisions depend on the other
     attributes.
@@ -193,7 +173,6 @@ class StepBuilder:
 
     plan: SchedulerOutput
     token_budget: int
-    """Number of tokens left in the step's budget."""
     long_prefill_token_threshold: int
     """Limit on the tokens of one request in this step. 0 means that there is no limit."""
     make_passing_over: Callable[[], PassingOver]
@@ -201,38 +180,28 @@ class StepBuilder:
     defers_prefills: bool = False
     """Whether no prompt is scheduled in this step, so that all prompts wait for a later step."""
     off_fast_path: dict[Request, int] = field(default_factory=dict)
-    """The scheduled requests that were examined one by one, each with its number of computed tokens
-    after the step. Requests on the fast path are scheduled without being examined.
+    """Maps the scheduled requests that are not on the fast path to their number of computed tokens
+    after the step.
     """
     failed: dict[Request, str] = field(default_factory=dict)
     """Requests that can never run, each with its error."""
 
-    _prefixes: WaitingPrefixes | None = None
-    _passing_over: PassingOver | None = None
-    _encoder: StepEncoder | None = None
-
-    @property
+    @cached_property
     def prefixes(self) -> WaitingPrefixes:
         """Prefix hits of the waiting requests."""
-        if self._prefixes is None:
-            self._prefixes = WaitingPrefixes()
-        return self._prefixes
+        return WaitingPrefixes()
 
-    @property
+    @cached_property
     def passing_over(self) -> PassingOver:
         """Decides which waiting requests are passed over (skipped), given the admissions so far."""
-        if self._passing_over is None:
-            self._passing_over = self.make_passing_over()
-        return self._passing_over
+        return self.make_passing_over()
 
-    @property
+    @cached_property
     def encoder(self) -> StepEncoder:
         """The encoder of prompt items (such as images): its remaining budget in this step, and the
         decisions which items it computes.
         """
-        if self._encoder is None:
-            self._encoder = self.make_encoder()
-        return self._encoder
+        return self.make_encoder()
 
     def cap(self, num_tokens: int) -> int:
         """Returns `num_tokens`, limited by `long_prefill_token_threshold`."""
@@ -240,7 +209,6 @@ class StepBuilder:
         return threshold if 0 < threshold < num_tokens else num_tokens
 
     def schedule_one_token_each(self, requests: Sequence[Request]) -> None:
-        """Schedules one token of each of these requests."""
         plan = self.plan
         plan.requests += requests
         plan.num_scheduled_tokens += [1] * len(requests)
@@ -248,9 +216,7 @@ class StepBuilder:
         self.token_budget -= len(requests)
 
     def schedule(self, request: Request, num_tokens: int) -> None:
-        """Schedules tokens of a request that is not on the fast path. If the request has drafts,
-        they are the last of these tokens.
-        """
+        """Schedules tokens of a request off the fast path. Its drafts are the last of them."""
         plan, num_computed_tokens = self.plan, request.num_computed_tokens
         plan.requests.append(request)
         plan.num_scheduled_tokens.append(num_tokens)
@@ -264,12 +230,13 @@ class StepBuilder:
                 plan.draft_token_ids[request] = request.draft_token_ids[:num_drafts]
 
     def unschedule_from(self, request: Request) -> int:
-        """Removes a request, and all requests that were scheduled after it, from the step. Returns
-        the number of tokens that were scheduled for the request.
+        """Removes a running request, and all requests that were scheduled after it, from the step.
+        Returns the number of tokens that were scheduled for the request.
         """
         index = self.plan.requests.index(request)
         num_tokens = self.plan.num_scheduled_tokens[index]
         self._unschedule(slice(index, None))
+        self.encoder.take_back_from(request)
         return num_tokens
 
     def unschedule(self, request: Request) -> None:

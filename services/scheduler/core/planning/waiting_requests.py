@@ -1,6 +1,4 @@
-"""Queues of the waiting requests. Separate queues contain requests that hold blocks, requests
-without blocks, and requests that must not be admitted now.
-"""
+"""Queues of the waiting requests."""
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
@@ -121,9 +119,7 @@ class WaitingRequests:
         self._passed_without_blocks.clear()
 
     def release(self, requests: Iterable[Request]) -> None:
-        """Moves requests of `kv_waiting` to the front of `waiting`, because their blocks are
-        freed.
-        """
+        """Moves requests of `kv_waiting`, whose blocks are freed, to the front of `waiting`."""
         for request in reversed(list(requests)):
             self.kv_waiting.remove(request)
             self._lost_blocks.pop(request, None)
@@ -133,10 +129,6 @@ class WaitingRequests:
     def is_held_back(self, request: Request) -> bool:
         """Whether a request in `kv_waiting` must not be admitted now."""
         return self.admitted_only is not None and request not in self.admitted_only
-
-    def prepend(self, request: Request) -> None:
-        """Queues a preempted request. The policy determines its position."""
-        self.waiting.prepend(request)
 
     def remove(self, request: Request) -> None:
         """Removes a request. Must be called before the request's blocks are freed."""
@@ -149,7 +141,7 @@ class WaitingRequests:
             self._lost_blocks.pop(request, None)
 
     def put_in_order(self) -> None:
-        """Sorts the queues, because a session's last input may have changed the session's rank."""
+        """Sorts the queues, because a session's last input may have changed its rank."""
         self.kv_waiting.put_in_order()
         self.waiting.put_in_order()
 

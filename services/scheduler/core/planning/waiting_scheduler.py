@@ -7,12 +7,8 @@ from services.common.replica.pause_mode import PauseMode
 from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import WaitReason
-from services.scheduler.core.planning.admission import (
-    AdmissionPlan,
-    AdmissionPlanner,
-    PassedOver,
-    PlannedAdmission,
-)
+from services.scheduler.core.planning import admission
+from services.scheduler.core.planning.admission import AdmissionPlan, PassedOver
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.transfers.external_hits import ExternalHits
@@ -29,13 +25,12 @@ class WaitingScheduler:
         self._config = state.config
         self._queues = state.queues
         self._kv_cache_manager = state.kv_cache_manager
-        self._planner = AdmissionPlanner(state.config)
-        self._external_hits: ExternalHits | None = None
-        if state.transfers is not None:
-            self._external_hits = ExternalHits(state, state.transfers)
+        self._planner = admission.AdmissionPlanner(state.config)
+        transfers = state.transfers
+        self._external_hits = None if transfers is None else ExternalHits(state, transfers)
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
-        """Admits requests from the head of the queue. Returns why admission stopped. None if no
+        """Admits requests from the head of the queue. Returns why admission stopped, or None if no
         request is left waiting.
         """
         if not self._queues.has_queued:
@@ -52,7 +47,7 @@ class WaitingScheduler:
             if self._external_hits is not None:
                 (request,) = candidates
                 planned = await self._external_hits.plan(builder, request, traceparent)
-            elif unknown := self._not_looked_up(builder, candidates):
+            elif unknown := self.not_looked_up(builder, candidates):
                 await self._kv_cache_manager.look_up(builder, unknown, traceparent)
             planned = planned or self._planner.plan(
                 builder,
@@ -72,7 +67,7 @@ class WaitingScheduler:
         tokens the connector can load.
         """
         if self._external_hits is None:
-            while candidates := self._candidates(builder):
+            while candidates := self.candidates(builder):
                 yield candidates
             return
         for request in list(self._looked_at):
@@ -90,7 +85,7 @@ class WaitingScheduler:
             self._decide(builder, planned, ())
             self._refuse(builder, planned.refused)
             return planned.wait_reason
-        terms = [admission.terms for admission in planned.admissions]
+        terms = [one.terms for one in planned.admissions]
         outcome = await self._kv_cache_manager.admit(terms, traceparent)
         admitted, stop = outcome.admitted, outcome.stop
         self._decide(builder, planned, admitted)
@@ -102,13 +97,9 @@ class WaitingScheduler:
         if stop.reason is StopReason.NO_BLOCKS:
             self._refuse(builder, stopped)
             return WaitReason.NO_BLOCKS
-        hit, boundary = stop.num_hit_tokens, stop.shared_prefix_boundary
-        builder.prefixes.note_hit(stopped.request, hit, boundary)
+        hit = stop.num_hit_tokens, stop.shared_prefix_boundary
+        builder.prefixes.note_hit(stopped.request, *hit)
         return None
-
-    def not_looked_up(self, builder: StepBuilder) -> list[Request]:
-        """The requests at the head of the queue whose prefix must be looked up."""
-        return self._not_looked_up(builder, self._candidates(builder))
 
     def _why_others_wait(self, builder: StepBuilder) -> WaitReason | None:
         """The reason why requests still wait although no candidate for admission is left."""
@@ -128,17 +119,15 @@ class WaitingScheduler:
         """Requests that may be admitted. In a pause, only requests that hold blocks."""
         return self._queues.queued if self._state.pause_mode is None else self._queues.kv_waiting
 
-    def _candidates(self, builder: StepBuilder) -> list[Request]:
+    def candidates(self, builder: StepBuilder) -> list[Request]:
         """The requests at the head of the queue for which free rows of the batch and budget could
         suffice.
 
         Requests that were passed over (skipped) in this step are left out. Requests that are about
-        to be passed over are included, so that the plan notes why. They do not count toward the
+        to be passed over are included, so that the plan notes why, but do not count toward the
         maximum number of candidates, because they take no row and no budget.
         """
         candidates: list[Request] = []
-        if not self._queues.has_queued:
-            return candidates
         num_ready = min(self._state.num_free_places, builder.token_budget, LOOKUP_BATCH)
         passed_over, passing_over = builder.plan.passed_over, builder.passing_over
         for request in self._looked_at:
@@ -149,14 +138,13 @@ class WaitingScheduler:
                 num_ready -= passing_over.reason(request) is None
         return candidates
 
-    def _not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
+    def not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
         """The candidates that may be admitted and whose prefix must be looked up. A candidate that
         holds blocks needs no lookup, because its computed tokens are its hit.
         """
-        passing_over = builder.passing_over
         not_looked_up: list[Request] = []
         for request in candidates:
-            if request in builder.prefixes.hits or passing_over.reason(request) is not None:
+            if request in builder.prefixes.hits or builder.passing_over.reason(request) is not None:
                 continue
             if request.holds_blocks:
                 self._kv_cache_manager.resume_prefix(builder, request, self._state.steps)
@@ -167,9 +155,7 @@ class WaitingScheduler:
     def _decide(
         self, builder: StepBuilder, planned: AdmissionPlan, admitted: Sequence[BlockTables]
     ) -> None:
-        """Carries out the decisions before the first admission for which the pool allocated no
-        blocks.
-        """
+        """Carries out the decisions before the first admission without blocks."""
         tables = iter(admitted)
         for decision in planned.decisions:
             if isinstance(decision, PassedOver):
@@ -185,12 +171,10 @@ class WaitingScheduler:
         self._queues.pass_over(request, reason)
         if passed.num_asked:
             builder.encoder.decide(request, passed.num_computed_tokens, passed.num_asked)
-        if request.grammar is GrammarStatus.FAILED:
-            builder.failed[request] = request.error
-        elif passed.error:
-            builder.failed[request] = passed.error
+        if error := request.error if request.grammar is GrammarStatus.FAILED else passed.error:
+            builder.failed[request] = error
 
-    def _refuse(self, builder: StepBuilder, refused: PlannedAdmission | None) -> None:
+    def _refuse(self, builder: StepBuilder, refused: admission.PlannedAdmission | None) -> None:
         """Evicts the cached encoder items that a request that lacks blocks would have evicted. vLLM
         decides on items before it allocates blocks, and does not undo these evictions.
         """
@@ -199,9 +183,9 @@ class WaitingScheduler:
             builder.encoder.refuse(refused.request, start, refused.num_asked)
 
     def _admit(
-        self, builder: StepBuilder, admission: PlannedAdmission, blocks: BlockTables
+        self, builder: StepBuilder, planned: admission.PlannedAdmission, blocks: BlockTables
     ) -> None:
-        request, terms, state = admission.request, admission.terms, self._state
+        request, terms, state = planned.request, planned.terms, self._state
         self._queues.remove(request)
         state.running.append(request)
         state.rows.take(request)
@@ -212,18 +196,16 @@ class WaitingScheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = terms.num_computed_tokens
         if state.transfers is not None:
-            num_new_tokens, num_external = admission.num_new_tokens, terms.num_external_tokens
-            state.transfers.admitted(request, blocks, num_new_tokens, num_external)
-        request.draft_token_ids = [-1] * admission.num_drafts
+            num_external = terms.num_external_tokens
+            state.transfers.admitted(request, blocks, planned.num_new_tokens, num_external)
+        request.draft_token_ids = [-1] * planned.num_drafts
         start = terms.num_computed_tokens
         if start < request.num_encoded_tokens:
-            inputs = builder.encoder.admit(request, start, admission.num_asked)
+            inputs = builder.encoder.admit(request, start, planned.num_asked)
             builder.plan.encoder_inputs |= {request: inputs} if inputs else {}
-        builder.schedule(request, admission.num_tokens)
+        builder.schedule(request, planned.num_tokens)
         builder.plan.block_tables[request] = blocks
         if self._config.foretells_hits:
-            begin = terms.num_hit_tokens // size
-            builder.prefixes.published.update(
-                request.block_hashes[begin : request.num_committed_blocks]
-            )
+            begin, end = terms.num_hit_tokens // size, request.num_committed_blocks
+            builder.prefixes.published.update(request.block_hashes[begin:end])
         (builder.plan.resumed if terms.resumed else builder.plan.new).append(request)

@@ -105,7 +105,7 @@ async def test_an_abort_during_a_step_ends_the_request_with_what_it_has(bench: B
     await bench.until_tokens("a", 3)
     bench.executor.hold()
     await eventually(lambda: bench.executor.num_in_flight > 0)
-    bench.engine.abort([request])
+    bench.engine.changes.abort([request])
     bench.executor.let_go()
     await bench.until_ended("a", "b")
     assert request.finish_reason is FinishReason.ABORT
@@ -117,11 +117,11 @@ async def test_an_abort_during_a_step_ends_the_request_with_what_it_has(bench: B
 
 async def test_aborting_what_has_not_been_taken_in_yet_ends_it(bench: Bench) -> None:
     request = bench.add("a", prompt(5))
-    bench.engine.abort([request, request])
+    bench.engine.changes.abort([request, request])
     await bench.until_ended("a")
     assert bench.inbox.tokens["a"] == []
     await bench.until_idle()
-    bench.engine.abort([request])
+    bench.engine.changes.abort([request])
     await bench.until_idle()
 
 
@@ -207,7 +207,7 @@ async def test_a_pool_that_is_lost_in_a_pause_is_found_again_when_it_is_over(ben
     await bench.until_tokens("b", 2)
     await bench.engine.pause(PauseMode.KEEP)
     bench.pool.lose()
-    bench.engine.abort([request])
+    bench.engine.changes.abort([request])
     await eventually(lambda: bench.replica.num_reopened == 1)
     await eventually(lambda: bench.engine.state is EngineState.PAUSED)
     await bench.engine.resume()
@@ -269,7 +269,7 @@ async def test_an_abort_while_paused_ends_the_request(bench: Bench) -> None:
     request = bench.add("a", prompt(5), max_tokens=100)
     await bench.until_tokens("a", 1)
     await bench.engine.pause(PauseMode.KEEP)
-    bench.engine.abort([request])
+    bench.engine.changes.abort([request])
     await bench.until_ended("a")
     await eventually(lambda: bench.pool.num_free_blocks == 49)
     assert bench.engine.state is EngineState.PAUSED
@@ -313,7 +313,7 @@ async def test_while_a_part_is_away_requests_wait_and_can_be_aborted(bench: Benc
     assert bench.readiness.lacks == ["the workers are away"]
     bench.add("b", prompt(5), max_tokens=3)
     assert bench.engine.num_waiting == 2
-    bench.engine.abort([first])
+    bench.engine.changes.abort([first])
     bench.replica.there.set()
     await bench.until_ended("a", "b")
     assert first.finish_reason is FinishReason.ABORT
@@ -397,13 +397,13 @@ async def test_a_turn_and_its_next_input_wake_the_engine(bench: Bench) -> None:
     await eventually(lambda: session.status is RequestStatus.WAITING_FOR_CHUNK)
     await eventually(lambda: bench.engine.state is EngineState.IDLE)
     chunk = InputChunk(prompt(3, 700), SamplingParams(max_tokens=3))
-    bench.engine.add_chunk(session, chunk)
-    bench.engine.add_chunk(session, None)
+    bench.engine.changes.add_chunk(session, chunk)
+    bench.engine.changes.add_chunk(session, None)
     await bench.until_ended("s")
     held = [*prompt(6), *continuation(prompt(6), 1)]
     expected = [*continuation(prompt(6), 2), *continuation([*held, *prompt(3, 700)], 3)]
     assert bench.inbox.tokens["s"] == expected
-    bench.engine.add_chunk(session, chunk)
+    bench.engine.changes.add_chunk(session, chunk)
     await bench.until_idle()
 
 
@@ -417,7 +417,7 @@ async def test_a_session_that_ends_in_a_recovery_leaves_its_place_to_others() ->
         bench.replica.there.clear()
         bench.engine.lost(WorkersLost("a worker says so"))
         await eventually(lambda: bench.engine.state is EngineState.RECOVERING)
-        bench.engine.add_chunk(session, None)
+        bench.engine.changes.add_chunk(session, None)
         await bench.until_ended("s")
         bench.replica.there.set()
         await bench.until_ended("other")
@@ -437,7 +437,7 @@ async def test_an_engine_sleeps_while_sessions_hold_every_place(bench: Bench) ->
     for _ in range(200):
         await asyncio.sleep(0)
     assert bench.watcher.num_planned == num_planned, "no turn is taken in vain"
-    bench.engine.add_chunk(sessions[2], None)
+    bench.engine.changes.add_chunk(sessions[2], None)
     await bench.until_ended("other")
-    bench.engine.abort(sessions)
+    bench.engine.changes.abort(sessions)
     await bench.until_idle()

@@ -182,7 +182,7 @@ async def test_requests_that_arrive_during_the_search_run_after_it_in_their_orde
         bench.add(name, prompt(5, 700), max_tokens=3)
     given_up = bench.add("given up", prompt(5, 800), max_tokens=3)
     await eventually(lambda: given_up in bench.engine.scheduler.queues.held_back)
-    bench.engine.abort([given_up])
+    bench.engine.changes.abort([given_up])
     await bench.until_ended("a", "poison", "late", "later", "given up")
     assert given_up.finish_reason is FinishReason.ABORT
     ended = bench.inbox.ended

@@ -85,7 +85,7 @@ def test_a_step_that_ends_before_its_time_is_followed_at_once() -> None:
 def test_a_request_is_ended_at_once_while_planning_is_put_off() -> None:
     async def story(bench: Bench) -> None:
         request, num_begun = bench.engine.unfinished[0], bench.timed.num_begun
-        bench.engine.abort([request])
+        bench.engine.changes.abort([request])
         assert request.finish_reason is FinishReason.ABORT
         assert bench.inbox.ended == ["a"]
         await asyncio.sleep(2 * STEP_SECONDS)

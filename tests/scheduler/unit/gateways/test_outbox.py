@@ -11,8 +11,9 @@ from services.common.errors import InvalidArgument, ResourceExhausted
 from services.common.replica.queue_state import QueueState
 from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
 from services.common.request.sampling import SamplingParams
+from services.scheduler.adapters.gateways.gateway_session import GatewaySession
 from services.scheduler.adapters.gateways.outbox import Outbox
-from services.scheduler.adapters.gateways.sessions import GatewaySession, Sessions
+from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.request import Request
 

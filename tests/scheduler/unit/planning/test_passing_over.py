@@ -286,10 +286,10 @@ async def test_the_engine_sleeps_until_a_grammar_is_compiled_and_tells_that_one_
         ready = bench.add("a", prompt(5), grammar=GrammarStatus.COMPILING)
         failing = bench.add("b", prompt(5, 500), grammar=GrammarStatus.COMPILING)
         await bench.until_idle()
-        bench.engine.grammar_compiled(failing, "no such rule")
+        bench.engine.changes.grammar_compiled(failing, "no such rule")
         await bench.until_ended("b")
         await bench.until_idle()
-        bench.engine.grammar_compiled(ready)
+        bench.engine.changes.grammar_compiled(ready)
         await bench.until_ended("a")
         assert bench.inbox.tokens == {"a": continuation(prompt(5), 8), "b": []}
         assert failing.finish_reason is FinishReason.ERROR

@@ -358,7 +358,7 @@ async def test_a_load_that_was_lost_with_the_pool_begins_again() -> None:
 
 async def test_after_a_reset_of_the_connector_nothing_is_loaded() -> None:
     story = await Story().stored()
-    story.scheduler.reset_connector()
+    story.connector.reset_cache()
     request = story.add()
     await story.run()
     assert request.num_external_tokens == 0

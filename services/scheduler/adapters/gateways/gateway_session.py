@@ -1,0 +1,63 @@
+"""One gateway's stream, and the requests that arrived through it."""
+
+from dataclasses import dataclass, field
+
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.errors import InvalidArgument, StepwellError
+from services.common.replica.load import ReplicaLoad
+from services.common.replica.queue_state import QueueState
+from services.common.rpc.status import status_code
+from services.scheduler.adapters.gateways.outbox import Outbox
+from services.scheduler.core.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class GatewaySession:
+    """One gateway's stream, and the requests that arrived through it."""
+
+    gateway_id: str
+    outbox: Outbox = field(default_factory=Outbox)
+    """Messages to be sent to the gateway."""
+    requests: dict[int, Request] = field(default_factory=dict)
+    """Maps handles, which the gateway chose, to unfinished requests."""
+    queue_announced: QueueState | None = None
+    """The queue state that was sent last. None if no queue state was sent."""
+    load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
+    """The load that was sent last."""
+    taken_number: int = 0
+    """Number of the last message that was received."""
+    num_taken_requests: int = 0
+    """Number of new requests in all received messages."""
+    _num_sent: int = 0
+
+    def take(self, message: scheduler_pb2.SessionRequest) -> None:
+        """Records a received message. Raises InvalidArgument if its number is not the next one."""
+        if message.number != self.taken_number + 1:
+            raise InvalidArgument(
+                f"message {message.number} comes in place of {self.taken_number + 1}",
+                field="number",
+            )
+        self.taken_number = message.number
+        self.num_taken_requests += message.HasField("add") or len(message.adds.requests)
+
+    def numbered(self, response: scheduler_pb2.SessionResponse) -> scheduler_pb2.SessionResponse:
+        """Sets the number of the next message to send, and acknowledges the received messages."""
+        self._num_sent += 1
+        response.number = self._num_sent
+        response.taken_number = self.taken_number
+        response.num_taken_requests = self.num_taken_requests
+        return response
+
+    def reject(self, handle: int, error: StepwellError) -> None:
+        """Sends the refusal of a request."""
+        self.outbox.rejected(
+            scheduler_pb2.Rejection(
+                handle=handle,
+                code=status_code(error).value[0],
+                reason=error.error_reason,
+                field=error.field or "",
+                message=error.message,
+                retry_after_millis=round(1000 * (error.retry_after_seconds or 0)),
+            )
+        )
