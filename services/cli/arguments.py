@@ -64,9 +64,7 @@ def interval_of(arguments: argparse.Namespace) -> float:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Adds flags for the model and sampling. They have no defaults, so that the server's defaults
-    apply.
-    """
+    """Adds flags for the model and sampling, without defaults, so that the server's apply."""
     parser.add_argument("--model", help="which model (default: the first that is served)")
     for name, kind, text in _SAMPLING:
         parser.add_argument(

@@ -52,9 +52,7 @@ class Conversation:
         self._turns.clear()
 
     def ask(self, message: str) -> Generator[str, None, None]:
-        """Yields the answer in pieces. The pieces that were read become part of the
-        conversation.
-        """
+        """Yields the answer in pieces. Those that were read become part of the conversation."""
         question = {"role": "user", "content": message}
         body = {
             "model": self.model,
@@ -133,9 +131,7 @@ def _answer(conversation: Conversation, message: str) -> None:
 
 
 def _read_message() -> str | None:
-    """Returns a line of input. The result is an empty line after Ctrl-C, and None at the end of the
-    input.
-    """
+    """Returns a line of input. It is empty after Ctrl-C, and None at the end of input."""
     try:
         return input(_PROMPT).strip()
     except KeyboardInterrupt:

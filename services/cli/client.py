@@ -18,9 +18,7 @@ _ANY_HOST = "http://localhost"
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
 _STREAM_TIMEOUT = httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS, read=None)
-"""The time limits of a stream. A request may be queued for a long time, so the time until data
-arrives is not limited.
-"""
+"""The time limits of a stream. Data may arrive late, because requests are queued."""
 
 
 class ServerAway(CommandError):
@@ -40,9 +38,7 @@ class Client:
         *,
         served_by: str = "stepwell up",
     ) -> None:
-        """`served_by` is the command that starts such a server. If nothing answers, the error names
-        this command.
-        """
+        """`served_by` is the command that starts such a server. Errors name it."""
         self._url = url.rstrip("/")
         self._served_by = served_by
         base_url, transport = self._url, None
@@ -121,9 +117,7 @@ class Client:
 
 
 def events(lines: Iterable[str]) -> Iterator[str]:
-    """Yields the data of each server-sent event (WHATWG HTML, 9.2), which are its joined `data`
-    lines.
-    """
+    """Yields the joined `data` lines of each server-sent event (WHATWG HTML, 9.2)."""
     data: list[str] = []
     for line in lines:
         name, _, value = line.partition(":")

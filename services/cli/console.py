@@ -1,6 +1,4 @@
-"""The output of `stepwell up` on standard error. It consists of lines of the services and lines of
-the command itself.
-"""
+"""The output of `stepwell up` on standard error: lines of the services and of the command."""
 
 import json
 import sys
@@ -104,9 +102,7 @@ class Console:
 
 
 def _named(name: str, text: str) -> str:
-    """Adds the service's name, such as worker-1, to a line of JSON. Returns other lines
-    unchanged.
-    """
+    """Adds the service's name, such as worker-1, to a line of JSON. Others stay unchanged."""
     is_object = text.startswith('{"')
     return f'{{"process": {json.dumps(name)}, {text[1:]}' if is_object else text
 

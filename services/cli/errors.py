@@ -6,9 +6,7 @@ from services.common.process.argument_parser import ArgumentParser
 
 
 class CommandError(Exception):
-    """Ends a command. The sentence is written to standard error as `stepwell <command>:
-    <sentence>`.
-    """
+    """Ends a command. Standard error shows `stepwell <command>: <sentence>`."""
 
     def __init__(self, sentence: str, *, exit_status: int = 1) -> None:
         super().__init__(sentence)

@@ -15,9 +15,7 @@ T = TypeVar("T")
 
 
 class Store(Protocol):
-    """A store of key records. Raises CommandError with one sentence if the store cannot be read or
-    written.
-    """
+    """A store of key records. Failed reads and writes raise CommandError."""
 
     def __enter__(self) -> Self: ...
 

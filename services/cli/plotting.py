@@ -63,9 +63,7 @@ def drawing(path: Path, title: str, in_short: str) -> Iterator["Figure"]:
 
 
 def finish(axes: "Axes", title: str, unit: str, top: float) -> None:
-    """Sets a panel's title, the unit and the upper limit of its vertical axis, and adds
-    the legend.
-    """
+    """Sets a panel's title, its vertical axis's unit and upper limit, and its legend."""
     axes.set_title(title)
     axes.set_ylabel(unit)
     axes.set_ylim(0, top)

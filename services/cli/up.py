@@ -103,9 +103,7 @@ def _check_model(settings: UpSettings) -> None:
 
 
 def _vllm_grpc_ports(settings: UpSettings) -> tuple[int, ...]:
-    """One port for each replica. The first is the requested port. The result is empty if no port
-    was requested.
-    """
+    """One port for each replica from the requested one on. Empty if none was requested."""
     first = settings.vllm_grpc_port
     if first is None:
         return ()

@@ -217,9 +217,7 @@ class SchedulerService:
         serve_collect(self._server, metrics.collect)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Runs the engine and its server until `stop`, then drains. A defect in the engine ends
-        both.
-        """
+        """Runs engine and server until `stop`, then drains. A defect in the engine ends both."""
         own = self._settings
         address = await self._server.start(own.address, own.health_address, own.health_file)
         try:

@@ -59,9 +59,7 @@ class Ecosystem:
         self._publisher: ZmqEventPublisher | None = None
 
     def publish_events(self, scheduler: Scheduler) -> None:
-        """Records and publishes events of a scheduler's pool from here on. Raises Unavailable if
-        the endpoint cannot be used.
-        """
+        """Records and publishes a scheduler's pool events. Raises Unavailable."""
         config = scheduler.config
         if self.recorder is not None:
             self.recorder.watch(

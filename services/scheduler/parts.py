@@ -37,9 +37,7 @@ from services.scheduler.settings import SchedulerSettings
 
 
 class Parts:
-    """The parts of a scheduler. Pool and workers must be open. `SchedulerService` runs the
-    parts.
-    """
+    """The parts of a scheduler, over an open pool and workers. `SchedulerService` runs them."""
 
     def __init__(
         self,
@@ -54,9 +52,7 @@ class Parts:
         cache_node: str,
         set_ready: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`cache_node` is the pool's name in the directory of cached prefixes. `set_ready`
-        publishes whether steps can run.
-        """
+        """`cache_node` names the pool in the directory. `set_ready` publishes whether steps run."""
         description, config = shape.description, scheduler.config
         incarnation, counts, steps = uuid.uuid4().hex, StepCounts(), WatchedSteps()
         self.sessions = Sessions()

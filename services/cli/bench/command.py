@@ -57,9 +57,7 @@ def _measure(settings: BenchSettings) -> Outcome:
 
 
 def _vocabulary(settings: BenchSettings, client: Client, model: str) -> Vocabulary | None:
-    """Returns words with token counts. Returns None if words are not needed or nothing can count
-    tokens.
-    """
+    """Returns words with token counts, or None if they are not needed or cannot be counted."""
     if settings.dataset is not None:
         return None
     if settings.tokenizer is not None:

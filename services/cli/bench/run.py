@@ -1,6 +1,4 @@
-"""Runs a load once. Builds the load and the server's client, sends the load, and returns the
-records.
-"""
+"""Runs a load once: builds the load and the server's client, sends, and returns the records."""
 
 import asyncio
 import gc

@@ -57,9 +57,7 @@ class BenchSettings:
 
     @property
     def num_expected(self) -> int | None:
-        """The number of requests to send, warm-up included. The number is None if it is not
-        limited.
-        """
+        """The number of requests to send, warm-up included. None sets no limit."""
         return None if self.num_requests is None else self.num_warmups + self.num_requests
 
     @property

@@ -128,9 +128,7 @@ class Check:
 
 
 def until_healthy(deployment: Deployment, seconds: float) -> Sequence[Container]:
-    """Waits until all containers are healthy and returns them. Raises CommandError after
-    `seconds`.
-    """
+    """Waits until all containers are healthy. Raises CommandError after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         containers = deployment.containers()

@@ -47,9 +47,7 @@ class Compose:
 
 
 def compose_program() -> list[str]:
-    """The first words of the command line. Raises CommandError if no compose program is
-    installed.
-    """
+    """The command line's first words. Raises CommandError if no compose program is installed."""
     if docker := shutil.which("docker"):
         asked = subprocess.run([docker, "compose", "version"], capture_output=True, check=False)
         if asked.returncode == 0:

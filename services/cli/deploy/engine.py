@@ -50,9 +50,7 @@ class ComposeProject:
         return sorted(map(_container, self._list()), key=lambda container: container.name)
 
     def url(self) -> str:
-        """The published URL of the gateway's HTTP API. Raises CommandError if the API is not
-        published.
-        """
+        """The published URL of the gateway's HTTP API. Raises CommandError if there is none."""
         for found in self._list(f"{ROLE_LABEL}=gateway"):
             for binding in found.ports.get(_HTTP_PORT) or ():
                 host = binding["HostIp"]
@@ -61,9 +59,7 @@ class ComposeProject:
 
     @contextmanager
     def broken(self, container: Container, fault: Fault) -> Iterator[None]:
-        """Breaks a container. At the end of the context, a fault that does not end by itself is
-        undone.
-        """
+        """Breaks a container. The context's end undoes a fault that does not end by itself."""
         with ExitStack() as scope:
             try:
                 victim = self._client.containers.get(container.id)

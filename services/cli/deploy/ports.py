@@ -42,9 +42,7 @@ class Deployment(Protocol):
         """All containers, sorted by name."""
 
     def broken(self, container: Container, fault: Fault) -> AbstractContextManager[None]:
-        """Breaks a container. At the end of the context, a fault that does not end by itself is
-        undone.
-        """
+        """Breaks a container. The context's end undoes a fault that does not end by itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,7 @@ class ChildSpec:
     """Children of one team start together. When one ends, the others are ended. None means no team.
     """
     liveness_address: str | None = None
-    """The address of liveness checks, host:port or unix:PATH. With None, the process is restarted
-    only when it ends.
-    """
+    """The address of liveness checks, host:port or unix:PATH. None checks only the process."""
     silence_seconds: float = 2.0
     """Seconds without an answer to liveness checks after which the program counts as hung."""
     niceness: int = 0
@@ -97,9 +95,7 @@ class Child:
         return status
 
     async def wait_drained(self) -> None:
-        """Returns once the process has ended or, with `until_drained`, has finished its
-        own work.
-        """
+        """Returns once the process has ended or, with `until_drained`, has finished its work."""
         ended = asyncio.ensure_future(self.wait())
         either: set[asyncio.Future[Any]] = {ended}
         if self.spec.until_drained is not None:

@@ -1,6 +1,4 @@
-"""Detects that a child hangs, because it does not answer health checks or answers that it is not
-live.
-"""
+"""Detects that a child hangs: it answers no health checks, or answers that it is not live."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,9 +23,7 @@ class LivenessPolicy:
     reason is that killing and restarting children adds load to a slow machine.
     """
     longest_seconds: float = 60.0
-    """The upper bound of the multiplied limit. If a child's usual limit is higher, the usual limit
-    is the bound.
-    """
+    """The upper bound of the multiplied limit, unless the usual limit is higher."""
     loading_seconds: float = 60.0
     """The minimum of the limit for a child that is not ready yet."""
     stopped_share: float = 0.5
@@ -43,9 +39,7 @@ class LivenessPolicy:
         return 2 * self.pause_seconds
 
     def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:
-        """The limit of a child's silence after `num_hangs` consecutive hangs. `usual_seconds` is
-        the limit without hangs.
-        """
+        """The limit of a child's silence after `num_hangs` hangs in a row, in seconds."""
         longest = max(self.longest_seconds, usual_seconds)
         return float(min(usual_seconds * self.factor ** max(0, num_hangs - 1), longest))
 
@@ -98,9 +92,7 @@ class _Watch:
         self._has_answered = True
 
     def why_too_silent(self) -> str:
-        """Measures the silence until now. Returns the reason if the silence is too long, or an
-        empty text.
-        """
+        """Measures the silence until now. Returns the reason if it is too long, or ""."""
         reading = self._read(self._now())
         is_stopped = any(process.is_stopped for process in reading.watched)
         self._has_answered = self._has_answered or self._is_ready()

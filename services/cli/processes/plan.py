@@ -1,6 +1,4 @@
-"""The processes of `stepwell up`. Defines command, environment, readiness and stop time of each
-service.
-"""
+"""The processes of `stepwell up`: command, environment, readiness and stop time of each."""
 
 import sys
 from collections.abc import Mapping
@@ -24,9 +22,7 @@ _GATEWAY_DRAIN_SECONDS, _GATEWAY_STOP_SECONDS = 4.0, 6.0
 _SCHEDULER_DRAIN_SECONDS, _SCHEDULER_STOP_SECONDS = 0.5, 1.5
 _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
 _GATEWAY_LINGER_SECONDS = _SCHEDULER_STOP_SECONDS + _CACHES_STOP_SECONDS + 1
-"""Seconds for which a stopping gateway that keeps traces still accepts spans of the other
-services.
-"""
+"""Seconds for which a stopping gateway that keeps traces still accepts other services' spans."""
 
 _RESUBMIT = env_prefix("gateway") + "RESUBMIT_TIMEOUT_SECONDS"
 _LOOPBACK = "127.0.0.1"
@@ -57,9 +53,7 @@ class Addresses:
     run_directory: Path
     """The directory of the sockets."""
     master_ports: tuple[int, ...] = ()
-    """For each replica, the port where the ranks of its model connect. The tuple is empty if there
-    are no ranks.
-    """
+    """For each replica, the port where its model's ranks connect. Empty without ranks."""
     vllm_grpc_ports: tuple[int, ...] = ()
     """For each replica, the port where its scheduler serves vllm.grpc.engine. The tuple is empty if
     schedulers do not serve vllm.grpc.engine.
@@ -124,9 +118,7 @@ class _Specs:
     def of(
         self, service: str, name: str, wiring: Mapping[str, Any], team: str | None = None
     ) -> ChildSpec:
-        """The process of a service, named `name`. `wiring` overrides the settings of
-        `stepwell up`.
-        """
+        """The process of the service `name`. `wiring` overrides the settings of `stepwell up`."""
         settings, address = self._settings, self._addresses.socket(name)
         passed = {setting: getattr(settings, setting) for setting in settings_of(service)}
         given = {setting: value for setting, value in passed.items() if value is not None}
@@ -271,9 +263,7 @@ def _membership(
 
 
 def _vllm_grpc(replica: int, settings: UpSettings, addresses: Addresses) -> dict[str, Any]:
-    """The settings with which a scheduler serves vllm.grpc.engine: the address, and the model that
-    it reports.
-    """
+    """The settings of a scheduler that serves vllm.grpc.engine: address and reported model."""
     if not addresses.vllm_grpc_ports:
         return {}
     return {

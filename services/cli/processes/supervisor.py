@@ -237,9 +237,7 @@ class Supervisor:
         return End(status, ready_seconds, hung=hung is True)
 
     async def _kill_when_hung(self, child: Child, ready: asyncio.Event, num_hangs: int) -> bool:
-        """Returns True once a hung child was killed. Returns False at once if liveness is not
-        checked.
-        """
+        """Returns True once a hung child was killed, and False if liveness is not checked."""
         if child.spec.liveness_address is None:
             return False
         reason = await until_hung(child, ready.is_set, num_hangs, self._liveness)

@@ -33,9 +33,7 @@ _TLS_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files for https: the trusted authorities, a client certificate, and the key of this
-    certificate.
-    """
+    """PEM files for https: trusted authorities, a client certificate, and its key."""
 
     ca_file: str | None = None
     cert_file: str | None = None

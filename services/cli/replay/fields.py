@@ -38,9 +38,7 @@ def _readable(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A value with its path. Each method raises FieldError if the value has another type
-    or range.
-    """
+    """A value with its path. A method raises FieldError for another type or range."""
 
     value: Any
     path: FieldPath = ()
@@ -123,9 +121,7 @@ class Field:
 
 
 def parse_json(data: bytes, file: Path, line: int = 1) -> Any:
-    """Parses a document that begins on line `line` of a file. Raises CommandError with the line of
-    the error.
-    """
+    """Parses a document on line `line` of a file. Raises CommandError with the error's line."""
     try:
         return json.loads(data.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:

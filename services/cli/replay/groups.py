@@ -38,9 +38,7 @@ def pool_config_of(config: SchedulerConfig) -> PoolConfig:
 
 
 def require_a_pool(config: SchedulerConfig, field: Field) -> None:
-    """Raises FieldError if no pool is possible for `config`. `field` is the object that `config`
-    was read from.
-    """
+    """Raises FieldError, which names `field`, if no pool is possible for `config`."""
     try:
         pool_config_of(config).validate()
     except InvalidArgument as error:

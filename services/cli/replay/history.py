@@ -1,6 +1,4 @@
-"""The events of a step log without the scheduler's decisions. They are the input of a what-if
-run.
-"""
+"""The events of a step log without the scheduler's decisions: the input of a what-if run."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -47,9 +45,7 @@ preempt_all, reset_prefix_cache, reset_encoder_cache. The name may also be COMPL
 method.
 """
 COMPLETE = "complete"
-"""The output of the oldest step in flight arrived, although no step had been planned since the
-previous output.
-"""
+"""The oldest step's output arrived, and no step was planned since the previous one's."""
 
 
 class History:
@@ -97,9 +93,7 @@ class History:
         self._follows_plan = True
 
     def add_update(self, update: EngineCoreOutputs, drafts: Sequence[Sequence[int]]) -> None:
-        """Notes the output of a step that the scheduler processed, and the drafts for the next
-        step.
-        """
+        """Notes the output of a step, and the drafts for the next step."""
         if not self._follows_plan:
             self.add(COMPLETE)
         self._follows_plan = False

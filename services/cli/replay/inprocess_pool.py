@@ -10,9 +10,7 @@ from services.scheduler.core.config import SchedulerConfig
 
 
 class InProcessPool:
-    """A `KVPool` port for a scheduler with this configuration. `core` is the pool, for
-    inspection.
-    """
+    """A `KVPool` port for a scheduler with this configuration. Tests inspect `core`."""
 
     core: KVPool
 

@@ -20,9 +20,7 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a log. It has the configuration that a replay needs in addition to the
-    calls.
-    """
+    """The header of a log: the configuration that a replay needs in addition to the calls."""
 
     model_name: str
     config: SchedulerConfig
@@ -105,9 +103,7 @@ def _open_file(path: Path) -> IO[bytes]:
 
 
 def _decompressed_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file, compressed or not. Raises ValueError if the file cannot be
-    decompressed.
-    """
+    """The lines of a file, compressed or not. Raises ValueError if it is damaged."""
     magic = file.read(len(_ZSTD_MAGIC))
     file.seek(0)
     if magic != _ZSTD_MAGIC:

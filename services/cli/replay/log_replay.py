@@ -1,6 +1,4 @@
-"""Replays a step log. Repeats the calls of the log, and compares the scheduler's decisions with the
-logged ones.
-"""
+"""Replays a step log: repeats its calls, and compares the scheduler's decisions with it."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -228,9 +226,7 @@ def _read_grammar(entry: Field) -> GrammarStatus | None:
 
 
 def _read_refused(entry: Field, token_ids: list[list[int]]) -> dict[int, int]:
-    """Maps the index of a request in the step to the position of the first token that the request's
-    grammar refused.
-    """
+    """Maps the index of a request to the position of its first refused token."""
     refused = _by_index(entry.get("refused_tokens", {}), len(token_ids))
     return {index: of.integer(0, len(token_ids[index])) for index, of in refused.items()}
 

@@ -84,9 +84,7 @@ class LoggedConnector(StorelessConnector):
 
 
 def read_transfers(entry: Field, num_blocks: int) -> KVTransferResults:
-    """The transfer results that workers reported with an output. Empty results if the entry has
-    none.
-    """
+    """The transfer results that workers reported with an output, or empty results."""
     transfers = entry.get("kv_transfers", {})
     transfers.only(("finished_recving", "finished_sending", "failed_recving", "invalid_block_ids"))
 

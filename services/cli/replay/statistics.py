@@ -33,9 +33,7 @@ class StepSample:
 
 @dataclass(slots=True)
 class RequestAccount:
-    """One request. Steps are counted from the request's arrival. Step 0 is the first step that
-    could serve the request.
-    """
+    """One request. Step 0 is the first step that could serve it after its arrival."""
 
     arrived: int
     num_initial_tokens: int
@@ -57,9 +55,7 @@ class RunStatistics:
         """The number of requests that were refused as too long for the configuration."""
         self.num_hit_tokens = 0
         self.num_query_tokens = 0
-        """The number of tokens that requests had at their first admission. It is the denominator of
-        the hit rate.
-        """
+        """The number of tokens of requests at their first admission, for the hit rate."""
         self.num_generated_tokens = 0
         self.wait_steps: Counter[WaitReason] = Counter()
         """Maps a wait reason to the number of requests that waited for it, summed over all steps.
@@ -157,9 +153,7 @@ class RunStatistics:
 
 
 def percentile(values: Sequence[int], share: float) -> int | None:
-    """The smallest value that is at least as large as the fraction `share` of the values. It is
-    None if there are no values.
-    """
+    """The smallest value that reaches the fraction `share` of the values, or None."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

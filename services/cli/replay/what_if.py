@@ -106,9 +106,7 @@ class WhatIf(SchedulerRun):
             )
 
     async def apply(self, event: Event, now: int) -> None:
-        """Makes the call of an event. Requests that are too long for the configuration
-        are refused.
-        """
+        """Makes the call of an event. Requests too long for the configuration are refused."""
         if event == COMPLETE:
             self._complete()
         elif isinstance(event, Request) and event.num_tokens > self.scheduler.config.max_prompt_len:
@@ -148,9 +146,7 @@ class WhatIf(SchedulerRun):
         return not self._next_tokens(request)
 
     def _tokens(self, plan: SchedulerOutput, index: int) -> list[int]:
-        """The tokens that a step samples for a request. The list is empty until all tokens of the
-        request are computed.
-        """
+        """The tokens that a step samples for a request. Empty until its tokens are computed."""
         request = plan.requests[index]
         num_drafts = len(plan.draft_token_ids.get(request, ()))
         end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index] - num_drafts
@@ -177,9 +173,7 @@ class WhatIf(SchedulerRun):
         return sum(map(len, turns)) + request.num_output_tokens
 
     def _drafts(self, request: Request, sampled: list[int]) -> list[int]:
-        """Draft placeholders, as many as were proposed in the log when the request had the same
-        number of tokens.
-        """
+        """Draft placeholders, as many as the log has at the same number of tokens."""
         if not sampled:
             return []
         most = self.scheduler.config.num_speculative_tokens

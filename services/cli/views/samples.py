@@ -1,6 +1,4 @@
-"""Samples of the gateway's /status or /activity, and texts about each replica that are derived from
-them.
-"""
+"""Samples of the gateway's /status or /activity, and texts about each replica from them."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -39,9 +37,7 @@ class Sample:
 
     @classmethod
     def take(cls, client: Client, path: str) -> "Sample":
-        """Requests a sample. Raises ServerAway if the server does not answer, otherwise
-        CommandError.
-        """
+        """Requests a sample. Raises ServerAway without an answer, otherwise CommandError."""
         return cls(client.get(path), time.monotonic())
 
     def rates(self, replica: Document, before: "Sample | None") -> dict[str, float]:
@@ -83,9 +79,7 @@ def samples(
 
 
 def replica_state(replica: Document) -> str:
-    """The state of a replica in one or two words, such as running or paused, or the reason why it
-    cannot serve.
-    """
+    """The state of a replica in a few words, or the reason why it cannot serve."""
     stats = replica["stats"]
     if not replica["ready"] or stats is None:
         return replica["reason"] or ("not ready" if not replica["ready"] else "ready")
@@ -112,7 +106,5 @@ def waiting_text(stats: Document) -> str:
 
 
 def waits_for(name: str) -> str:
-    """The explanation of a wait reason such as NO_BLOCKS. An unknown reason is returned in lower
-    case, with spaces.
-    """
+    """The explanation of a wait reason such as NO_BLOCKS, or an unknown one in lower case."""
     return _WAITS_FOR.get(name.upper(), name.lower().replace("_", " "))

@@ -1,6 +1,4 @@
-"""Formats the gateway's /activity as text. It shows queues, budget, pool, steps, hit rate and
-requests.
-"""
+"""Formats the gateway's /activity as text: queues, budget, pool, steps, hit rate, requests."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

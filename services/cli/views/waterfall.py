@@ -1,6 +1,4 @@
-"""Formats a trace as lines of text. Each span has a bar at its position in time, and its
-attributes.
-"""
+"""Formats a trace as lines of text. Each span has a bar at its time, and its attributes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import wrap
@@ -28,9 +26,7 @@ Document = Mapping[str, Any]
 
 
 def waterfall(trace: Document, width: int, *, every_attribute: bool = False) -> list[Text]:
-    """Lines of at most `width` characters. The minimum width is 40. `trace` is an answer of
-    /traces/{name}.
-    """
+    """Lines of at most `width` characters (at least 40). `trace` is from /traces/{name}."""
     width = max(width, 40)
     spans: Sequence[Document] = trace["spans"]
     total = max((span["start"] + span["seconds"] for span in spans), default=0.0)
@@ -180,8 +176,6 @@ def _legend(spans: Sequence[Document]) -> Text:
 
 
 def in_ascii(line: Text) -> Text:
-    """The line with ASCII replacements for its characters, at the same positions, in the same
-    styles.
-    """
+    """The line with ASCII replacements of its characters, at equal positions and styles."""
     plain = line.plain.translate(_ASCII).encode("ascii", "replace").decode()
     return Text(plain, spans=line.spans, style=line.style)

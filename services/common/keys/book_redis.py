@@ -138,9 +138,7 @@ def _decoded(name: str, value: bytes, read: Callable[[str, object], R]) -> R:
 
 
 def _texts(pairs: Any) -> list[tuple[str, bytes]]:
-    """Decodes the answer to HGETALL, which is a mapping or a list of alternating names and
-    values.
-    """
+    """Decodes the answer to HGETALL, a mapping or alternating names and values."""
     if not isinstance(pairs, dict):
         pairs = dict(zip(pairs[::2], pairs[1::2], strict=True))
     return [(name.decode(), value) for name, value in pairs.items()]

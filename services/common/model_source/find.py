@@ -53,8 +53,6 @@ def _find(text: str, *, with_weights: bool) -> Path:
 
 
 def _with_configuration(directory: Path) -> Path:
-    """Returns the directory. If its only model file is a GGUF file, returns the directory that is
-    generated for this file.
-    """
+    """Returns the directory, or the one generated for its only model file, a GGUF file."""
     file = single_gguf(directory)
     return directory if file is None else gguf_directory(file)

@@ -167,9 +167,7 @@ def _original_length(factor: float, divisor: float, wave: float) -> int | None:
 
 
 def _dtype(tensors: list[GgufTensor]) -> str:
-    """The data type for computation: float32 if all matrices are float32, float16 if all are
-    float16, otherwise bfloat16.
-    """
+    """The data type for computation: that of all matrices if it is a float type, else bfloat16."""
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
     if kinds == {_F32}:
         return "float32"

@@ -17,9 +17,7 @@ _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MOST_AXES = 4
 _FORMATS = ("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")
-"""The `struct` format of each value type, at the index of the type's number. The entries of strings
-and arrays are None.
-"""
+"""The `struct` format of each value type, by its number. None for strings and arrays."""
 _STRING, _ARRAY = 8, 9
 
 

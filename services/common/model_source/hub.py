@@ -19,9 +19,7 @@ _NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*(?:@[\w./-]+)?")
 _LINKS = ("https://huggingface.co/", "https://hf.co/", "hf.co/", "hf://")
 _ANSWER_SECONDS = 5.0
 _CONFIGURATION = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|\d+_[A-Za-z]+/[^/]+\.json")
-"""Matches a model's files other than weights. The files in a folder such as 1_Pooling belong to
-sentence-transformers.
-"""
+"""Matches a model's files other than weights. 1_Pooling is of sentence-transformers."""
 _WEIGHTS = (
     re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
     re.compile(r"[^/]+\.safetensors"),

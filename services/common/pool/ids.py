@@ -15,6 +15,4 @@ NULL_BLOCK = BlockId(0)
 """The null block. It is never allocated and fills block table entries that are not read."""
 
 MAX_GENERATION = 2**62
-"""Exceeds every generation of a pool. Generations are microseconds since 1970, which reach this
-number in 146,000 years.
-"""
+"""Exceeds every generation of a pool, which are microseconds since 1970."""

@@ -44,9 +44,7 @@ def node_name(replica: str, started_unix_nanos: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The number of keys in a set and the XOR of all keys. Different sets have different digests,
-    except by chance.
-    """
+    """The number of keys in a set and the XOR of all keys, which identify the set."""
 
     count: int = 0
     xor: int = 0

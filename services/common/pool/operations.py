@@ -330,9 +330,7 @@ class Outcome:
 
     @property
     def hits(self) -> list[tuple[int, int]]:
-        """For each request that was looked up, its number of cached tokens and its shared prefix
-        boundary.
-        """
+        """The number of cached tokens and the shared prefix boundary of each look-up."""
         return [
             hit
             for result in self.results

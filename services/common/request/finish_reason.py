@@ -22,9 +22,7 @@ class FinishReason(enum.Enum):
     ERROR = "error"
     """An error of this request alone. A message describes it."""
     GRAMMAR_ERROR = "grammar_error"
-    """The grammar of the output cannot be compiled or became too complex during generation. A
-    message describes the reason.
-    """
+    """The output's grammar cannot be compiled or became too complex. A message says why."""
     NO_CONFORMING_TOKEN = "no_conforming_token"
     """No token conforms to the grammar and is permitted by the other parameters."""
     QUEUE_TIMEOUT = "queue_timeout"
@@ -32,6 +30,4 @@ class FinishReason(enum.Enum):
 
 
 CLIENT_ERRORS = frozenset({FinishReason.GRAMMAR_ERROR, FinishReason.NO_CONFORMING_TOKEN})
-"""Finish reasons caused by the request itself. A message names the invalid field, which is
-`structured_outputs`.
-"""
+"""Finish reasons with a message that names the invalid field, `structured_outputs`."""

@@ -56,9 +56,7 @@ class Pooler:
     matryoshka_dimensions: tuple[int, ...] = ()
     """The permitted lengths of truncated vectors. Empty permits any length."""
     takes_whole_prompts: bool = False
-    """Whether tokens attend to later tokens. If so, one step computes a whole prompt, without
-    prefix hits.
-    """
+    """Whether tokens attend to later tokens. If so, one step computes a whole prompt."""
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -25,9 +25,7 @@ class RepetitionDetection:
     def of(
         cls, max_pattern_size: int, min_pattern_size: int, min_count: int
     ) -> "RepetitionDetection | None":
-        """Creates a rule from a client's values. Returns None if both sizes are 0. A minimum size
-        of 0 means 1.
-        """
+        """Creates a rule from a client's values, or None if both sizes are 0."""
         if max_pattern_size == min_pattern_size == 0:
             return None
         return cls(max_pattern_size, min_pattern_size or 1, min_count)

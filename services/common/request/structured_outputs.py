@@ -13,9 +13,7 @@ MAX_DEPTH = 64
 MAX_NODES = 10_000
 MAX_CHOICES = 4096
 KEPT_GRAMMARS = 32
-"""The number of recently used grammars that a worker keeps compiled. It keeps additional grammars
-that compile slowly.
-"""
+"""The number of recent grammars that a worker keeps compiled, besides slow ones."""
 JSON_OPTIONS = {
     # Whitespace between two JSON tokens. Without a limit a model could generate it forever.
     "whitespace_pattern": r"[ \n\t]{1,80}",

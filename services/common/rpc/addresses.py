@@ -24,9 +24,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def is_on_this_machine(address: str) -> bool:
-    """Whether only processes of this machine can reach the address, because it is a loopback
-    address or a Unix socket.
-    """
+    """Whether the address is a loopback address or a Unix socket, so only this machine's."""
     if is_unix_address(address):
         return True
     host, _ = split_host_port(address)

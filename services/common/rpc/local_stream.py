@@ -142,9 +142,7 @@ class LocalStream:
             await self._writer
 
     async def read(self) -> bytes | None:
-        """Waits for the next message and returns it. Returns None if the peer sends no more
-        messages or the connection has ended.
-        """
+        """Returns the next message. None if the peer sends no more or the connection has ended."""
         while not self._messages:
             if self._has_ended:
                 return None

@@ -149,9 +149,7 @@ def _head(metric: Metric) -> str:
 
 
 def _line(sample: Sample, added: Mapping[str, str], *, exemplars: bool) -> str | None:
-    """Formats a sample with the added labels. None if the sample has one of these labels with
-    another value.
-    """
+    """Formats a sample with added labels, or returns None if one has another value."""
     labels = {**added, **sample.labels}
     if any(labels[name] != value for name, value in added.items()):
         return None

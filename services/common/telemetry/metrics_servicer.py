@@ -11,14 +11,10 @@ from services.common.rpc.server import GrpcServer
 from services.common.telemetry.exposition import Exposition, is_exposition
 
 COLLECT_TIMEOUT_SECONDS = 1.0
-"""Limit on the time for one process. A slower process is omitted, so that a hung process does not
-block a scrape.
-"""
+"""Limit on the time for one process. A slower process is left out of the scrape."""
 
 Collect = Callable[[Mapping[str, str], bool], Awaitable[bytes]]
-"""Returns the metrics as text. The arguments are labels that are added to each series, and whether
-to add exemplars.
-"""
+"""Returns the metrics as text, with labels added to each series, perhaps with exemplars."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -60,9 +60,7 @@ class SpanSender(SpanProcessor):
         self._is_stopped = False
         self._is_given_up = False
         self._away_since: float | None = None
-        """The monotonic time at which the collector became unavailable. None if it accepted or
-        rejected the last batch.
-        """
+        """The monotonic time since which the collector is unavailable. None if it is available."""
         self._outage = SpanOutage()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()

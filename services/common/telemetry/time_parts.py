@@ -68,9 +68,7 @@ class TimePart:
     name: str
     nanos: int
     request_id: str = ""
-    """Id of the request that blocked the timed request in the part's longest wait. Empty if there
-    is no such request.
-    """
+    """Id of the request that blocked this one in the part's longest wait, or empty."""
     step: int | None = None
     """Number of the step in which the part's longest wait began. None if there is none."""
 
@@ -91,9 +89,7 @@ def part_of_reason(reason: str) -> str:
 
 
 def added_up(parts: Sequence[TimePart]) -> tuple[TimePart, ...]:
-    """Adds up parts of equal names. Returns them in the order of EXPLANATIONS, without empty
-    ones.
-    """
+    """Adds up parts of equal names, in the order of EXPLANATIONS, without empty ones."""
     sums: dict[str, TimePart] = {}
     for part in parts:
         before = sums.get(part.name)
@@ -144,9 +140,7 @@ def parts_of_attributes(attributes: Mapping[str, Any]) -> tuple[TimePart, ...]:
 
 
 def _unit(nanos: int) -> tuple[int, str, int]:
-    """Returns the value of the last digit in nanoseconds, the unit's name, and the number of
-    decimals.
-    """
+    """Returns the last digit's value in nanoseconds, the unit, and the number of decimals."""
     if nanos >= 950_000_000:
         return 100_000_000, "s", 1
     if nanos >= 9_500_000:

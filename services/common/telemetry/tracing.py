@@ -163,9 +163,7 @@ class Tracing:
         links: Sequence[Link] = (),
         events: Sequence[Event] = (),
     ) -> None:
-        """Records a span that has already ended. The flags of the span's context show whether it is
-        sampled.
-        """
+        """Records a span that has ended. Its context's flags show whether it is sampled."""
         if self.provider is None or self.processor is None:
             return
         span = ReadableSpan(

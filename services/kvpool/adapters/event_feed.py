@@ -65,9 +65,7 @@ class EventFeed:
 
 
 class _Watcher:
-    """The unread batches of one reader. If the batches have too many hashes, they are dropped and
-    `_lagging` is set.
-    """
+    """The unread batches of one reader. Too many hashes are dropped, and `_lagging` is set."""
 
     def __init__(self, max_hashes: int) -> None:
         self._max_hashes = max_hashes

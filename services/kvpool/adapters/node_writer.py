@@ -196,9 +196,7 @@ class NodeWriter:
             self._counts.nodes_connected.add(self.node)
 
     async def _follow(self) -> None:
-        """Writes changes soon after they occur, and heartbeats and snapshots periodically. Ends
-        when a write fails.
-        """
+        """Writes changes soon, heartbeats and snapshots periodically. Ends when a write fails."""
         loop = asyncio.get_running_loop()
         while True:
             if await self._changes_before(min(self._heartbeat_at, self._snapshot_at)):
@@ -238,9 +236,7 @@ class NodeWriter:
         return now >= self._snapshot_at or self._num_changes_since_snapshot >= bound
 
     def _take_entries(self, *, with_digest: bool) -> list[KeyBatch]:
-        """Returns the changes as log entries. With `with_digest`, the last entry has the digest of
-        all keys.
-        """
+        """Returns the changes as log entries, the last one with the digest if `with_digest`."""
         added, removed = self.changes.take()
         self._digest = self.changes.digest
         num_changes = len(added) + len(removed)

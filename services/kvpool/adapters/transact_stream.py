@@ -23,9 +23,7 @@ class TransactStream:
         self._is_taken_over = False
 
     async def read(self, messages: AsyncIterator[Message]) -> Message | None:
-        """Returns the client's next message, or None at the end. Raises TakenOver if a newer stream
-        has replaced this one.
-        """
+        """Returns the client's next message. None at the end. Raises TakenOver."""
         message = None
         if not self._is_taken_over:
             message = await self._read_interruptibly(messages)

@@ -30,9 +30,7 @@ class BlockPool:
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         """The published blocks of each group. Only `publish`, `reset` and evictions change them."""
         self._shared: dict[BlockId, int] = {}
-        """Maps blocks that are in several tables to their ref_cnt. The ref_cnt of any other block
-        is 0 or 1.
-        """
+        """Maps blocks in several tables to their ref_cnt. Any other block's ref_cnt is 0 or 1."""
         self._copies: list[BlockCopy] = []
         self._new_copies: list[BlockCopy] = []
         self._events = EventLog()
@@ -53,9 +51,7 @@ class BlockPool:
         return sum(index.num_changes for index in self.indexes)
 
     def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
-        """The number of leading blocks that have exactly `num_holders` holders. All `blocks` must
-        be in use.
-        """
+        """The number of leading `blocks`, all in use, with exactly `num_holders` holders."""
         ref_cnt = self._shared.get
         return sum(1 for _ in takewhile(lambda block: ref_cnt(block, 1) == num_holders, blocks))
 

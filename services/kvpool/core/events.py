@@ -50,9 +50,7 @@ class EventBatch:
 
 
 class EventLog:
-    """Stores events in order until `take` is called. Consecutive events of the same kind and group
-    are merged.
-    """
+    """Stores events in order until `take`. Merges successive events of the same kind and group."""
 
     __slots__ = ("_cleared", "_runs")
 

@@ -15,9 +15,7 @@ from services.common.pool.ids import BlockId
 
 
 class FreeQueue:
-    """The free blocks. Blank blocks (without a hash) precede cached blocks, which are oldest
-    first.
-    """
+    """The free blocks: blank blocks (without a hash) before cached blocks, oldest first."""
 
     __slots__ = ("_blank", "_cached")
 

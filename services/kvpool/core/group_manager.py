@@ -111,9 +111,7 @@ class GroupManager:
         self._drops_last_hit_block = bool(config.eagle_groups)
         """Whether the last block of a hit is dropped in any group."""
         self._max_admission_blocks: int | None = None
-        """Limit on the number of free blocks that an admission requires for a request's whole
-        sequence. None means no limit.
-        """
+        """Limit on the free blocks that an admission requires for a whole sequence, or None."""
         self._zeroes = spec.attention_type is not AttentionType.STATE_SPACE and any(
             other.attention_type is AttentionType.STATE_SPACE for other in config.groups
         )
@@ -135,15 +133,11 @@ class GroupManager:
         return self._num_behind(hit, -(-need.num_slots // self._block_size))
 
     def num_reserved(self, table: BlockTable, num_slots: int) -> int:
-        """Number of free blocks that an admission requires for a sequence with `num_slots` slots,
-        in addition to the table's blocks.
-        """
+        """Free blocks that a sequence with `num_slots` slots requires beyond the table's blocks."""
         return max(0, self._num_counted(num_slots) - len(table.blocks))
 
     def num_reserved_behind(self, hit: GroupHit, num_slots: int) -> int:
-        """Number of free blocks that an admission requires for a sequence with `num_slots` slots,
-        in addition to the hit's blocks.
-        """
+        """Free blocks that a sequence with `num_slots` slots requires beyond the hit's blocks."""
         return self._num_behind(hit, self._num_counted(num_slots))
 
     def held_hits(self, hit: GroupHit) -> Sequence[BlockId]:
@@ -221,9 +215,7 @@ class GroupManager:
             self._pool.free_in_order(self._group, freed[::-1])
 
     def publish(self, fillings: Iterable[Filling]) -> None:
-        """Publishes, for each filling, the blocks that its tokens fill completely and that have a
-        hash.
-        """
+        """Publishes, for each filling, the full blocks of its tokens that have a hash."""
         for tables, chain, num_tokens in fillings:
             self._publish_one(tables[self._group], chain, self._num_publishable(num_tokens))
 

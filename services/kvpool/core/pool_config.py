@@ -32,9 +32,7 @@ class PoolConfig:
     """
     node: str = ""
     prefix_match_unit: int | None = None
-    """Number of tokens in a block hash. None selects the default of
-    `kv_cache_groups.hash_block_size`.
-    """
+    """Number of tokens in a block hash. None selects `kv_cache_groups.hash_block_size`."""
     prefix_cache_retention_interval: int | None = None
     """The distance in tokens between two published windows or states. Additional ones are published
     at the end of a prompt and where prompts diverge, since later requests are likely to continue

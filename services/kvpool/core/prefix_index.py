@@ -26,9 +26,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self.num_changes = 0
-        """The number of additions and removals. While it is unchanged, a repeated look-up has the
-        same result.
-        """
+        """The number of additions and removals. Until the next, look-ups can be reused."""
         self._block_of: dict[BlockHash, BlockId] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._duplicates: dict[BlockHash, OrderedDict[BlockId, None]] = {}

@@ -185,9 +185,7 @@ class ChunkSearch(PrefixSearch):
 
 
 class StateSearch(PrefixSearch):
-    """The search for state-space layers. Only the state at the end of a hit must be cached. No
-    state is dropped for a draft head.
-    """
+    """Searches state-space layers, where only the state at the end of a hit must be cached."""
 
     def find(
         self,

@@ -84,9 +84,7 @@ class ReplicaClient:
         workers: WorkerGroup,
         configure: Callable[[ReplicaShape], SchedulerConfig],
     ) -> None:
-        """`configure` derives the scheduler's configuration from the replica's shape. It may raise
-        FailedPrecondition.
-        """
+        """`configure` derives the configuration from the shape. May raise FailedPrecondition."""
         self._pool = pool
         self._workers = workers
         self._configure = configure
@@ -95,9 +93,7 @@ class ReplicaClient:
         self.on_new_workers: Callable[[], None] = lambda: None
         """Called before the first step of new worker processes."""
         self.prepare_workers: Callable[[], Awaitable[None]] = _nothing
-        """Awaited before the first step of new worker processes. May raise StepwellError if a
-        worker is unreachable.
-        """
+        """Awaited before the first step of new workers. May raise StepwellError."""
 
     async def open(self) -> ReplicaShape:
         """Waits for pool and workers without a time limit, and opens both. Afterwards both are

@@ -31,21 +31,15 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
-    """Limit on the prompt tokens of one request in a step that also has other requests. 0 means
-    that there is no limit.
-    """
+    """Limit on the prompt tokens of one request in a step with other requests. 0: no limit."""
     long_prefill_token_threshold_adaptive: bool = False
     """Whether the threshold is raised to `max_num_batched_tokens` divided by the number of
     requests, if that is larger. A threshold of 0 is not raised.
     """
     max_num_scheduled_tokens: int | None = None
-    """The token budget of a step. None selects `max_num_batched_tokens`, the largest step for which
-    the workers are built.
-    """
+    """The token budget of a step. None selects `max_num_batched_tokens`."""
     max_num_active_seqs: int | None = None
-    """The limit on running requests. None selects `max_num_seqs`, the number of rows in the
-    workers' batch.
-    """
+    """The limit on running requests. None selects `max_num_seqs`, the rows in the batch."""
     scheduler_reserve_full_isl: bool = True
     """Whether the admission of a request requires free blocks for its whole sequence. If not, free
     blocks for its first chunk suffice.
@@ -62,9 +56,7 @@ class SchedulerConfig:
     has `num_speculative_tokens` drafts.
     """
     num_lookahead_tokens: int = 0
-    """Number of slots that a draft model needs beyond a step's tokens. Only recordings and replays
-    set it.
-    """
+    """Slots that a draft model needs beyond a step's tokens. Set by recordings and replays."""
     drop_last_hit_block: bool = False
     """Whether the last block of a prefix hit is computed again, because a draft head (EAGLE) needs
     its hidden states. Set from the workers' description. No present worker has such a head.
@@ -76,23 +68,17 @@ class SchedulerConfig:
     prefill_schedule_interval: int = 1
     """While requests decode, one of this number of steps computes prompts. 1 means every step."""
     pipeline_parallel_size: int = 1
-    """Number of stages into which the layers of the model are divided. Each stage can run another
-    step at the same time.
-    """
+    """Number of stages of the model's layers. Each can run another step at the same time."""
     watermark: float = 0.0
     """Fraction of the pool's blocks that must stay free when a request joins running requests."""
     encoder_compute_budget: int = 0
     """Limit on the embeddings that the encoder computes in one step."""
     encoder_cache_size: int = 0
-    """Number of embeddings of prompt items (such as images) that the workers can cache. 0 if
-    prompts have no items.
-    """
+    """Number of embeddings of prompt items (such as images) that the workers can cache."""
     disable_chunked_mm_input: bool = False
     """Whether a prompt chunk that would split a prompt item (such as an image) ends before it."""
     max_loras: int | None = None
-    """Limit on the number of different adapters that running requests use. None if requests with
-    adapters are refused.
-    """
+    """Limit on the different adapters of running requests. None refuses all adapters."""
     kv_role: KVRole | None = None
     """The direction in which a connector transfers keys and values. None if there is no connector.
     """
@@ -107,9 +93,7 @@ class SchedulerConfig:
     the end of the full-attention layers' local hit, even if no state is cached there.
     """
     groups: tuple[KVCacheGroup, ...] = ()
-    """KV-cache groups (layers that share a block table). Empty if there is one group, of
-    full-attention layers.
-    """
+    """KV-cache groups (layers that share a block table). Empty for one of full attention."""
     prefix_match_unit: int | None = None
     """Number of tokens that each block hash adds to a chain. None selects the largest number that
     the block sizes of all groups allow.
@@ -170,9 +154,7 @@ class SchedulerConfig:
 
     @cached_property
     def only_grows(self) -> bool:
-        """Whether all block tables of a request have the same length, and only grow while the
-        request runs.
-        """
+        """Whether all block tables of a request have equal lengths, and only grow while it runs."""
         return all(
             group.attention_type is AttentionType.FULL and group.block_size == self.block_size
             for group in self.groups

@@ -49,17 +49,13 @@ class WaitReason(Enum):
     SESSION = "session"
     """The request is a session and waits for its next input."""
     REMOTE_KV = "remote_kv"
-    """The request's keys and values are being loaded, or the connector does not know yet which of
-    them it can load.
-    """
+    """The request's keys and values are being loaded, or the connector must answer first."""
     GRAMMAR = "grammar"
     """The grammar that the output must follow is not compiled yet."""
     ENCODER = "encoder"
     """The encoder has no budget or cache space in the step for the next item of the prompt."""
     OUTPUT_IN_FLIGHT = "output_in_flight"
-    """The request was preempted while a step was in flight, and the step's token has not arrived
-    yet.
-    """
+    """The request was preempted while a step was in flight, whose token has not arrived yet."""
 
 
 OWN_REASONS = frozenset(
@@ -76,9 +72,7 @@ OWN_REASONS = frozenset(
 
 
 def preparation_wait(request: Request) -> WaitReason:
-    """The wait reason of a request whose adapter the workers still load, or whose grammar they
-    still compile.
-    """
+    """The wait reason of a request whose adapter is being loaded or whose grammar compiles."""
     return WaitReason.ADAPTERS if request.awaits_adapter else WaitReason.GRAMMAR
 
 
@@ -125,13 +119,9 @@ class SchedulerOutput:
     appended_blocks: dict[Request, BlockTables] = field(default_factory=dict)
     """Maps requests that were running before the step to their new blocks."""
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
-    """Maps a request to the draft tokens that the step verifies, which are the last of the
-    request's scheduled tokens.
-    """
+    """Maps a request to the draft tokens that the step verifies, its last scheduled tokens."""
     prefill_chunks: frozenset[Request] = frozenset()
-    """Requests whose known tokens are not all computed after the step. The step samples no token
-    for them.
-    """
+    """Requests whose known tokens are not all computed after the step. None gets a token."""
     new: list[Request] = field(default_factory=list)
     """Requests that are admitted for the first time."""
     resumed: list[Request] = field(default_factory=list)
@@ -143,9 +133,7 @@ class SchedulerOutput:
     waiting requests were passed over, the reason of the first one. None if no request waits.
     """
     encoder_inputs: dict[Request, list[int]] = field(default_factory=dict)
-    """Maps a request to the indexes of the items of its prompt (such as images) that the encoder
-    computes.
-    """
+    """Maps a request to the indexes of its prompt items (such as images) to be encoded."""
     evicted_encoder_inputs: Sequence[str] = ()
     """Identifiers of items whose embeddings the workers delete before the step."""
     passed_over: dict[Request, WaitReason] = field(default_factory=dict)
@@ -202,9 +190,7 @@ class ModelRunnerOutput:
     the number of sampled tokens.
     """
     grammar_errors: Mapping[int, str] = field(default_factory=dict)
-    """Maps the index of a request to the reason why its grammar failed. Only for requests with a
-    refused token.
-    """
+    """Maps the index of a request with a refused token to the reason if its grammar failed."""
     pooled: Mapping[int, object] = field(default_factory=dict)
     """Maps the index of a request to the vector of its prompt, which the step completed. The
     scheduler does not read the vectors.
@@ -248,9 +234,7 @@ class EngineCoreOutputs:
     execute_nanos: int = 0
     """Compute time of the workers, in nanoseconds; 0 if not measured."""
     pooled: Mapping[int, object] = field(default_factory=dict)
-    """Maps the index of a request to the vector of its prompt. Includes requests that had already
-    ended.
-    """
+    """Maps the index of a request, even if it had ended, to the vector of its prompt."""
     failed: Sequence[Request] = ()
     """The requests in `ended` that ended because they can never run."""
     num_draft_tokens: Sequence[int] = ()

@@ -20,16 +20,12 @@ from services.scheduler.core.request import Request
 
 
 class PoolLost(Unavailable):
-    """The pool has lost its blocks, for example because its process ended. No block table is valid
-    any more.
-    """
+    """The pool has lost its blocks, for example because its process ended."""
 
     reason = "POOL_LOST"
 
     def __init__(self, message: str, *, suspects: Sequence[RequestKey] = ()) -> None:
-        """`suspects` are the requests in a transaction that the pool refused or answered
-        wrongly.
-        """
+        """`suspects` are the requests in the transaction that was refused or answered wrongly."""
         super().__init__(message)
         self.suspects = suspects
 
@@ -66,9 +62,7 @@ class Executor(Protocol):
 
 
 class PoolAndWorkers(Protocol):
-    """The pool and the workers. A generation begins when both are opened, and ends when one of them
-    is lost.
-    """
+    """The pool and the workers. A generation lasts from their opening until one is lost."""
 
     @property
     def workers_were_ended(self) -> bool:

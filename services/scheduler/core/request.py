@@ -70,9 +70,7 @@ class Request(ComputedTokens):
     arrival_time: float = 0.0
     """Time of arrival, in seconds of any clock that all requests of a replica share."""
     latest_start: float | None = None
-    """The latest time of the first admission, in seconds of the monotonic clock. None if there is
-    no limit.
-    """
+    """The latest time of the first admission, in seconds of the monotonic clock, or None."""
     cache_salt: str = ""
     """Requests can hit each other's cached prefixes only if their salts are equal."""
     adapter_digest: bytes = b""
@@ -82,9 +80,7 @@ class Request(ComputedTokens):
     awaits_adapter: bool = False
     """Whether the workers still have to load the adapter. If so, `grammar` is COMPILING."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
-    """Items of the prompt, such as images, whose embeddings an encoder computes. They are sorted by
-    position in the prompt.
-    """
+    """Items of the prompt, such as images, that an encoder computes, sorted by position."""
     traceparent: str = ""
     tracestate: str = ""
     """The caller's trace context consists of `traceparent`, `tracestate` and `baggage`. The
@@ -119,9 +115,7 @@ class Request(ComputedTokens):
     """False if every prompt position must be computed, as for prompt log-probabilities."""
 
     grammar: GrammarStatus | None = None
-    """Whether the workers have compiled the request's grammar and loaded its adapter. None if the
-    request has neither.
-    """
+    """Whether grammar and adapter are prepared. None if the request has neither."""
     error: str = ""
     """The error that ended the request, or will end it at its admission. Empty if there is none."""
     error_reason: FinishReason = FinishReason.ERROR
@@ -143,9 +137,7 @@ class Request(ComputedTokens):
     is_prefill_chunk: bool = False
     """Whether known tokens remain to be computed after the last planned step."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Draft tokens, which follow the last token and must be verified. -1 stands for a draft that
-    only the workers know.
-    """
+    """Draft tokens after the last token. -1 stands for a draft that only the workers know."""
     num_slots: int = 0
     """Number of slots in the block table. A slot is memory for one token."""
     num_tokens_left_behind: int = 0

@@ -11,9 +11,7 @@ _CONNECT_SECONDS = 10.0
 
 
 class Connections:
-    """Each concurrent request has a connection of its own. Idle connections are reused, the most
-    recent one first.
-    """
+    """Each concurrent request has its own connection. The last idle one is reused first."""
 
     def __init__(
         self, host: str, port: int, clock: Callable[[], float], tls: ssl.SSLContext | None = None
@@ -27,9 +25,7 @@ class Connections:
             self._idle.append(await self._connect())
 
     async def exchange(self, request: bytes, reply: Reply) -> Failure | None:
-        """Sends a request and waits for the end of its response. Returns None, or the reason why
-        the response is incomplete.
-        """
+        """Sends a request and waits for its whole response. Returns why it is incomplete."""
         connection = self._take_idle()
         if connection is None:
             try:

@@ -33,9 +33,7 @@ class EventStream:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer is complete, which means that it has the end mark or a finish
-        reason.
-        """
+        """Whether the answer is complete: it has the end mark or a finish reason."""
         return self.is_done or self.finish_reason is not None
 
     def feed(self, data: bytes) -> tuple[int, bool]:
@@ -84,9 +82,7 @@ def error_message(body: Any) -> str:
 
 
 def answer_text(choice: dict[str, Any], key: str) -> str:
-    """The text of a choice. The completions API has it in the choice itself, the chat API in the
-    choice's object `key`.
-    """
+    """The text of a choice. In the chat API it is in the choice's object `key`."""
     text = choice.get("text") or (choice.get(key) or {}).get("content")
     return text if isinstance(text, str) else ""
 

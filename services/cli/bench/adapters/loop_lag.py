@@ -24,9 +24,7 @@ class GeneratorUsage:
 
     @property
     def warning(self) -> str | None:
-        """A warning that the load generator may have limited the results. It is None if the load
-        generator kept up.
-        """
+        """A warning that the load generator may have limited the results, or None."""
         lag = self.loop_lag_ms.percentiles[99] if self.loop_lag_ms else 0.0
         if self.processor_share > MAX_PROCESSOR_SHARE:
             share = f"{100 * self.processor_share:.0f} % of a processor"

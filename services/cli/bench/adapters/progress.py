@@ -1,6 +1,4 @@
-"""Shows the progress of a run, in a terminal as a line that is updated, elsewhere as separate
-lines.
-"""
+"""Shows the progress of a run, in a terminal as one updated line, elsewhere as separate lines."""
 
 import asyncio
 import sys

@@ -37,9 +37,7 @@ class AnswerReply:
         return self.text() if self._record.failure is None else None
 
     def failure(self) -> Failure | None:
-        """Returns the problem of the answer. If there is none, records its counts and returns
-        None.
-        """
+        """Returns the problem of the answer. Without one, records its counts."""
         raise NotImplementedError
 
     def text(self) -> str:

@@ -1,6 +1,4 @@
-"""Goodput is the number of requests per second that met every service level objective (DistServe,
-OSDI 2024).
-"""
+"""Goodput: requests per second that met every service level objective (DistServe, OSDI 2024)."""
 
 from collections.abc import Mapping
 
@@ -10,9 +8,7 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def parse_objective(text: str) -> tuple[str, float]:
-    """Parses `ttft:200` into a figure's name and milliseconds. `e2e` means `e2el`. Raises
-    ValueError.
-    """
+    """Parses `ttft:200` into a figure and milliseconds. `e2e` is `e2el`. Raises ValueError."""
     name, _, value = text.partition(":")
     name = "e2el" if name == "e2e" else name
     try:

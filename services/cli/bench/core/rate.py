@@ -30,9 +30,7 @@ class Piece:
         return (self.first + self.last) / 2 * self.seconds
 
     def seconds_until(self, num_arrivals: float) -> float:
-        """Seconds from the piece's start to arrival number `num_arrivals`. Inverts the integral of
-        the rate.
-        """
+        """Seconds from the piece's start to arrival `num_arrivals`: the rate's inverse integral."""
         if self.first == math.inf:
             return 0.0
         if self.first == self.last:

@@ -46,9 +46,7 @@ class RequestRecord:
     the answer has not ended.
     """
     num_input_tokens: int | None = None
-    """Number of prompt tokens. All `num_*_tokens` are from the server's `usage`, and None without
-    it.
-    """
+    """Number of prompt tokens. All `num_*_tokens` are the server's `usage`, or None."""
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
     finish_reason: str | None = None
@@ -61,9 +59,7 @@ class RequestRecord:
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens of the answer, from the server's `usage`. Without `usage`, the number of
-        events with output.
-        """
+        """Number of tokens of the answer. Without `usage`, the number of events with output."""
         if self.num_output_tokens is not None:
             return self.num_output_tokens
         return len(self.token_times)

@@ -1,6 +1,4 @@
-"""The requests of a load. They are grouped in sessions of one or several turns, and each turn is
-one request.
-"""
+"""The requests of a load, in sessions of one or several turns. Each turn is one request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,9 +27,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation. `arrival_seconds` counts from the start of the load. It is None if the load
-    does not set it.
-    """
+    """A conversation. `arrival_seconds` counts from the load's start. None if not set."""
 
     number: int
     turns: Sequence[Turn]

@@ -45,9 +45,7 @@ class Summary:
     total_output_len: int
     """Number of output tokens that the completed requests asked for."""
     total_cached_tokens: int | None
-    """Number of prompt tokens that were found in a prefix cache. The number is None if the server
-    does not report it.
-    """
+    """Number of prompt tokens found in a prefix cache. None if the server reports none."""
     request_throughput: float
     output_throughput: float
     total_token_throughput: float

@@ -49,9 +49,7 @@ class Vocabulary:
 
     @property
     def is_exact(self) -> bool:
-        """Whether texts have exactly the requested number of tokens. Otherwise the number is
-        approximate.
-        """
+        """Whether texts have exactly the requested number of tokens, or about as many."""
         return self.tokens_per_word == 1.0 and self.source != BY_USAGE
 
     def text(self, draw: random.Random, num_tokens: int) -> str:

@@ -1,6 +1,4 @@
-"""Metrics of every process. They are Prometheus' standard process metrics, and metrics of
-certificates and sent spans.
-"""
+"""Metrics of every process: Prometheus' process metrics, certificates and sent spans."""
 
 from dataclasses import replace
 

@@ -1,6 +1,4 @@
-"""The specification of a metric. It has name, type, labels, unit, meaning, and measuring
-service.
-"""
+"""The specification of a metric: name, type, labels, unit, meaning, and measuring service."""
 
 import enum
 from dataclasses import dataclass

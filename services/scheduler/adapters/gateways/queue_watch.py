@@ -1,6 +1,4 @@
-"""Measures how fast the queue moves, reports the speed to gateways, and ends requests that wait too
-long.
-"""
+"""Measures the queue's speed, reports it to gateways, and ends requests that wait too long."""
 
 import asyncio
 import time
@@ -16,9 +14,7 @@ from services.scheduler.core.output import WaitReason
 PERIOD_SECONDS = 0.1
 """Time between two samples while requests wait or arrive, in seconds."""
 QUIET_PERIOD_SECONDS = 1.0
-"""Time between two samples while no request waits or arrives, in seconds. It is longer, so that
-sampling takes little time.
-"""
+"""Seconds between two samples while no request waits or arrives. Longer, to save processor time."""
 
 _MISSING = (WaitReason.BUDGET, WaitReason.NO_BLOCKS)
 """Wait reasons that show that a replica is full although fewer than `max_num_seqs` requests run."""

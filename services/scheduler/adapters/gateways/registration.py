@@ -33,9 +33,7 @@ class Registration(Collector):
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        """Raises SettingError if gateways could not reach the address, or if the package for Redis
-        is missing.
-        """
+        """Raises SettingError for an unreachable address or a missing package for Redis."""
         _require_usable_address(settings)
         self._advertised = settings.advertise_address
         self._redis = None if settings.redis_url is None else _connection(settings.redis_url)

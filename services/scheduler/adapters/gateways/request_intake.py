@@ -91,9 +91,7 @@ class RequestIntake:
         )
 
     def accept_chunk(self, session: Request, message: scheduler_pb2.AddChunk) -> InputChunk:
-        """Converts a message to further input of a session. Raises InvalidArgument or OutOfRange,
-        which name the invalid field.
-        """
+        """Converts a message to input of a session. Raises InvalidArgument or OutOfRange."""
         tokens = self._tokens(message.token_ids, "token_ids")
         if not tokens:
             raise InvalidArgument("token_ids is empty", field="token_ids")
@@ -116,9 +114,7 @@ class RequestIntake:
         return sampling.prompt_logprobs is None
 
     def _check_adapter(self, message: scheduler_pb2.AddRequest) -> None:
-        """Raises InvalidArgument if the request has an adapter and this replica serves none, or if
-        the adapter's digest is invalid.
-        """
+        """Raises InvalidArgument if this replica serves no adapters, or the digest is invalid."""
         if not message.HasField("adapter"):
             return
         digest = message.adapter.digest

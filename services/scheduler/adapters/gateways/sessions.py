@@ -30,16 +30,12 @@ class _Owner:
     is_admitted: bool = False
     """Whether the admission of the request, or of the session's current turn, was sent."""
     num_prompt_rows: int = 0
-    """Number of rows of prompt log-probabilities that were sent. If the prompt is computed again,
-    these rows are not sent again.
-    """
+    """Number of rows of prompt log-probabilities that were sent. They are never sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """The requests of a step that belong to one session: their indexes in the step's plan, and
-    their handles.
-    """
+    """A session's requests of a step: their indexes in the step's plan, and their handles."""
 
     session: GatewaySession
     indexes: list[int] = field(default_factory=list)
@@ -161,9 +157,7 @@ class Sessions:
             self._send_load()
 
     def _count_computed(self, plan: SchedulerOutput) -> None:
-        """Subtracts, from the numbers of uncomputed prompt tokens, the tokens that a step computes
-        or that are prefix hits.
-        """
+        """Subtracts a step's tokens and prefix hits from the uncomputed prompt tokens."""
         begun = {*plan.new}
         counts = zip(
             plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True

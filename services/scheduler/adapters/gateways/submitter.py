@@ -70,9 +70,7 @@ class RequestSubmitter:
         self._engine.changes.add(request)
 
     async def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
-        """Begins the next turn of a client's session. If the input is refused, ends the session and
-        raises StepwellError.
-        """
+        """Begins a session's next turn. If the input is refused, ends the session and raises."""
         try:
             request = self._client_sessions.find(session, message)
             chunk = self._intake.accept_chunk(request, message)

@@ -105,9 +105,7 @@ class OutcomeCheck:
     def _check_tables(
         self, admissions: Sequence[ops.Admission], groups: Sequence[ops.GroupBlocks]
     ) -> None:
-        """Raises WrongAnswer if a block table of a full-attention group has a wrong number of
-        blocks or contains a block twice.
-        """
+        """Raises WrongAnswer if a full-attention table has a wrong length or a repetition."""
         for granted, group in zip(groups, self._groups, strict=True):
             if group.attention_type is not AttentionType.FULL:
                 continue
@@ -145,9 +143,7 @@ class OutcomeCheck:
 
 
 def _stopped(stop: ops.Stop, count: int, *reasons: ops.StopReason) -> int:
-    """The number of items before the item at which a transaction stopped. Raises WrongAnswer if
-    the stop is impossible.
-    """
+    """The number of items before the stop. Raises WrongAnswer if the stop is impossible."""
     if stop.item_index >= count or stop.reason not in reasons:
         raise WrongAnswer(f"stop: {stop.reason.value} at item {stop.item_index} of {count}")
     return stop.item_index

@@ -286,9 +286,7 @@ class PoolClient:
 
 
 async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
-    """The error with which a stream ended. The status OK, which a draining pool sends, is replaced
-    by UNAVAILABLE.
-    """
+    """The error of an ended stream. The OK of a draining pool is replaced by UNAVAILABLE."""
     code = await call.code()
     return grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code,

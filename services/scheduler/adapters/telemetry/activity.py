@@ -59,9 +59,7 @@ class WatchedSteps:
         return [done for done in self._done if done.step > step or not step]
 
     def begin(self) -> None:
-        """Called before a step is planned. Ends the recording if no client requested it
-        recently.
-        """
+        """Called before a step is planned. Ends the recording if no client requested it lately."""
         if self._monotonic() <= self._watched_until:
             self._begun_nanos = time.time_ns()
         else:

@@ -1,6 +1,4 @@
-"""Records when single requests were passed over (skipped at admission), and why. Times are
-nanoseconds since the epoch.
-"""
+"""When and why single requests were passed over (skipped at admission), in Unix nanoseconds."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -47,9 +45,7 @@ class OwnWaits:
             self._begins[request] = now
 
     def planned(self, passed_over: Mapping[Request, WaitReason], now: int) -> None:
-        """Records which requests were passed over in a step. The other requests wait for the same
-        reason as the queue.
-        """
+        """Records which requests a step passed over. The others wait for the queue's reason."""
         if passed_over == self._last:
             return
         for request, reason in self._last.items():

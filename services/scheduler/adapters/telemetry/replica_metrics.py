@@ -32,9 +32,7 @@ class ReplicaMetrics:
         self._loop = asyncio.get_running_loop()
 
     async def collect(self, labels: Mapping[str, str], exemplars: bool) -> bytes:
-        """The metrics as text, with `labels` added to all series. The text includes exemplars if
-        `exemplars` is true.
-        """
+        """The metrics as text, with `labels` added to all series, and exemplars on request."""
         added = dict(labels)
         own, *others = await asyncio.gather(
             asyncio.to_thread(self._own.render, {**self._labels, **added}, exemplars=exemplars),

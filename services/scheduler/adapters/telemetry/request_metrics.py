@@ -76,9 +76,7 @@ class RequestMetrics(Collector):
         self._unix_seconds = unix_seconds
         self._requests: dict[Request, _Times] = {}
         self._steady: Sequence[Request] = ()
-        """The unfinished requests of the last step, if each request of the step had one new token.
-        Otherwise empty.
-        """
+        """The unfinished requests of the last step, if each had one new token, otherwise none."""
         self._steady_at = 0.0
         self._histograms = {name: Histogram(name) for name in _HISTOGRAMS}
         self._observe = {name: histogram.observe for name, histogram in self._histograms.items()}

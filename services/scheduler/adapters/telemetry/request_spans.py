@@ -202,9 +202,7 @@ class RequestSpans:
         )
 
     def _links(self, steps: range) -> tuple[list[Link], int]:
-        """Links to the sampled steps among `steps`, and the number of steps left out because of
-        MAX_STEP_LINKS.
-        """
+        """Links to at most MAX_STEP_LINKS sampled steps, and the number of steps left out."""
         chosen: Iterable[int] = steps
         num_left_out = max(0, len(steps) - MAX_STEP_LINKS)
         if num_left_out:

@@ -67,9 +67,7 @@ class RequestTimelines:
     """The timelines of unfinished requests."""
 
     def __init__(self, reasons: WaitReasons, wait_nanos: Counter[str]) -> None:
-        """The durations of ended waits are added to `wait_nanos`, which maps a reason to the total
-        nanoseconds.
-        """
+        """`wait_nanos` maps a reason to the total nanoseconds of ended waits. It is updated."""
         self._wait_nanos = wait_nanos
         self.sums = StepSums()
         self._reasons = reasons
@@ -101,9 +99,7 @@ class RequestTimelines:
         return tracked
 
     def only_decodes(self, plan: SchedulerOutput) -> bool:
-        """Whether a plan contains all running requests, all of them decode, and no other request
-        was passed over (skipped).
-        """
+        """Whether a plan consists of all running requests, all decode, and none was skipped."""
         return (
             len(plan.requests) == len(self._running)
             and not self._prefilling
@@ -193,9 +189,7 @@ class RequestTimelines:
         return self.end(turn, now)
 
     def so_far(self, request: Request, now: int) -> Timeline | None:
-        """A copy of the timeline of an unfinished request, as if it ended now. None if the request
-        has ended or is unknown.
-        """
+        """A copy of an unfinished request's timeline, as if it ended now. None if unknown."""
         tracked = self._live.get(request)
         if tracked is None:
             return None
@@ -284,9 +278,7 @@ class RequestTimelines:
         return [phase for phase in phases if phase.kind is PhaseKind.DECODE]
 
     def _got_tokens(self, tracked: Tracked, phase: Phase, now: int) -> None:
-        """Records that the first tokens after a prefill arrived. The decode phase begins, except if
-        the request was preempted meanwhile.
-        """
+        """Records the first tokens after a prefill. An unpreempted request begins to decode."""
         if tracked.timeline.first_token is None:
             tracked.timeline.first_token = now
         if tracked.timeline.current is phase:

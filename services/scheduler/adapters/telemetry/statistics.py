@@ -54,9 +54,7 @@ class StepCounts:
 
     @property
     def mean_step_nanos(self) -> int:
-        """Mean duration of recent steps in nanoseconds. Time in which two steps overlap counts
-        once. 0 before the first step.
-        """
+        """Mean nanoseconds of recent steps. Overlaps count once. 0 before the first step."""
         return sum(self.step_nanos) // len(self.step_nanos) if self.step_nanos else 0
 
 

@@ -1,6 +1,4 @@
-"""Converts steps to spans. Each step is a separate trace, which is linked to the step's sampled
-requests.
-"""
+"""Converts steps to spans. Each step is a separate trace with links to its sampled requests."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -30,9 +30,7 @@ class _Answer:
     num_cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     output_logprobs: vllm_engine_pb2.OutputLogProbs | None = None
-    """Unsent log-probabilities of the next chunk if the call streams, otherwise of the answer so
-    far.
-    """
+    """Unsent log-probabilities of a stream's next chunk, or of the whole answer so far."""
     input_logprobs: vllm_engine_pb2.InputLogProbs | None = None
 
 

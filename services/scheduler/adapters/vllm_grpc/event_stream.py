@@ -22,9 +22,7 @@ from services.scheduler.adapters.pool.kv_events.log import KVEventLog
 from services.scheduler.adapters.pool.kv_events.vllm_names import MEDIUM, SPEC_KINDS
 
 _CHUNK_BLOCKS = 4096
-"""Limit on the blocks of a snapshot in one message, so that the message stays well below gRPC's
-limit of 4 MiB.
-"""
+"""Limit on the blocks of a snapshot in one message, far below gRPC's limit of 4 MiB."""
 _INT64 = 2**63
 _LOOK_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 1.0
@@ -181,9 +179,7 @@ class _LoadRecords:
         return self._numbered(self._load())
 
     def next_if_due(self) -> common_pb2.EngineLoad | None:
-        """The present load, for a message without events. None if the load has not changed and was
-        sent within the last second.
-        """
+        """The present load, for a message without events. None if it was sent within a second."""
         load = self._load()
         if load == self._last and self._clock() < self._sent_at + _HEARTBEAT_SECONDS:
             return None

@@ -1,6 +1,4 @@
-"""Converts sampling parameters of vllm.grpc.engine. If a field that is not supported is set, an
-error names the field.
-"""
+"""Converts sampling parameters of vllm.grpc.engine. Errors name fields that are not supported."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -36,9 +34,7 @@ _ELSEWHERE = frozenset({"n", "ignore_eos", "truncate_prompt_tokens", "stop"})
 _TEXT_ONLY = frozenset(
     {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 )
-"""Fields about detokenization. They have no effect, because answers contain tokens. vLLM's own
-server does not detokenize either.
-"""
+"""Fields about detokenization. They have no effect, as in vLLM's own server."""
 
 MAX_N = 128
 """Limit on the number of answers to one prompt."""

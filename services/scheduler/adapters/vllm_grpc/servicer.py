@@ -100,9 +100,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Removes every cached prefix as soon as no request holds blocks. Fails if some request
-        still holds blocks after the timeout.
-        """
+        """Removes every cached prefix once no request holds blocks. Fails at the timeout."""
         deadline = time.monotonic() + request.timeout_s
         while True:
             try:

@@ -65,9 +65,7 @@ class Alarm:
         self._timer = loop.call_at(due, self._ended, loop)
 
     def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Called when the loop's timer ends. The work may be late or done, or newer work with a
-        later deadline may have begun.
-        """
+        """Called when the loop's timer ends. The present work's deadline may be later, or none."""
         self._timer = None
         now, due = loop.time(), self._due
         if due is None:

@@ -149,9 +149,7 @@ class _WantedLogprobs:
 
 
 class RequestsWithLogprobs:
-    """The requests in the workers' batch that need log-probabilities. If there are none, checking a
-    step takes no additional time.
-    """
+    """The requests in the batch that need log-probabilities. Most steps have none to check."""
 
     def __init__(self) -> None:
         self.requests: set[Request] = set()

@@ -23,9 +23,7 @@ from services.scheduler.core.transfers.kv_connector import NO_RESULTS, KVTransfe
 def scheduler_output_to_proto(
     plan: SchedulerOutput, generation: int, traceparent: str
 ) -> worker_pb2.ExecuteRequest:
-    """Converts a step to a message that lists the changes of the workers' batch. For most steps
-    only the first fields are set.
-    """
+    """Converts a step to a message that lists the changes of the workers' batch."""
     request = worker_pb2.ExecuteRequest(
         generation=generation,
         step=plan.step,
@@ -126,9 +124,7 @@ def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestT
 
 
 def _take_refused(output: ModelRunnerOutput, response: worker_pb2.ExecuteResponse) -> None:
-    """Sets the refused tokens and grammar errors. Removes refused tokens and all tokens after them
-    from the output.
-    """
+    """Sets the refused tokens and grammar errors, and cuts the output before these tokens."""
     requests = unpack_token_ids(response.refused_requests)
     refused = dict(zip(requests, unpack_token_ids(response.refused_tokens), strict=True))
     output.token_ids = [

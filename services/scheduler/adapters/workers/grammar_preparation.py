@@ -32,9 +32,7 @@ class GrammarWorkers(Protocol):
 
 
 class GrammarPreparation:
-    """Makes workers compile the grammars and load the adapters of requests, and reports when a
-    request is prepared.
-    """
+    """Makes workers compile grammars and load adapters, and reports when a request is prepared."""
 
     def __init__(
         self,

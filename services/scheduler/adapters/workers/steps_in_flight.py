@@ -62,9 +62,7 @@ class SentStep:
         """The tokens that the last stage sampled, from the first of its ranks that answered."""
 
     def answered(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Records the answer of a rank. Raises WrongAnswer if the answer belongs to another step or
-        contradicts this step.
-        """
+        """Records a rank's answer. Raises WrongAnswer if it does not fit this step."""
         try:
             self._take(rank, response)
         except ValueError as error:

@@ -1,6 +1,4 @@
-"""The client of the workers over gRPC. There is one stream to each rank, and the same bytes are
-sent to all ranks.
-"""
+"""The client of the workers over gRPC. One stream to each rank transports the same bytes."""
 
 import asyncio
 import math
@@ -110,9 +108,7 @@ class Rank:
             raise from_peer(f"the worker at {self.address}", error) from error
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
-        """Makes the worker load an adapter, and unload the adapters that are not in `kept`. Raises
-        StepwellError.
-        """
+        """Makes the worker load an adapter, and unload all not in `kept`. Raises StepwellError."""
         request = worker_pb2.LoadAdapterRequest(
             adapter=adapter_to_proto(adapter), kept_digests=kept
         )
@@ -235,9 +231,7 @@ class WorkerGroup:
         self._generation = 0
 
     async def describe(self) -> list[worker_pb2.DescribeResponse]:
-        """The descriptions of all ranks, in order. Raises StepwellError if a rank is
-        unreachable.
-        """
+        """The descriptions of all ranks, in order. Raises StepwellError."""
         ranks = list(await asyncio.gather(*(rank.describe() for rank in self._ranks)))
         self._steps.num_stages = num_stages(ranks[0])
         self._steps.num_speculative_tokens = ranks[0].num_speculative_tokens
@@ -279,18 +273,14 @@ class WorkerGroup:
         return self._grammars.has(wanted)
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
-        """Makes every rank compile a grammar. If a rank fails, raises its StepwellError after all
-        ranks are done.
-        """
+        """Makes every rank compile a grammar. Raises a StepwellError after all ranks are done."""
         incarnations = self._incarnations
         await _gather_calls(rank.prepare_grammar(wanted) for rank in self._ranks)
         if incarnations is self._incarnations:
             self._grammars.add(wanted)
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
-        """Makes every rank load an adapter. If a rank fails, raises its StepwellError after all
-        ranks are done.
-        """
+        """Makes every rank load an adapter. Raises a StepwellError after all ranks are done."""
         await _gather_calls(rank.load_adapter(adapter, kept) for rank in self._ranks)
 
     def close(self) -> None:

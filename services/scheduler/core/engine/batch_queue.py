@@ -36,9 +36,7 @@ class BatchQueue:
         return len(self._steps) >= self._depth
 
     async def until_due(self) -> None:
-        """Waits until the next step should be planned or the running step is done. Returns at once
-        if no step runs.
-        """
+        """Waits until the next step should be planned or the running step is done."""
         now = self._now()
         if self._steps and (seconds := self.planning.due - now) > 0:
             _, answer = self._steps[0]
@@ -62,9 +60,7 @@ class BatchQueue:
         self._unsent = None
 
     async def take_answer(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
-        """Waits for the answer of the oldest step, and removes the step from the queue. Raises
-        WorkersLost.
-        """
+        """Waits for the oldest step's answer, and removes the step. Raises WorkersLost."""
         plan, answer = self._steps[0]
         self.awaits_answer = True
         try:
@@ -101,9 +97,7 @@ class BatchQueue:
         return True
 
     def drop(self) -> list[SchedulerOutput]:
-        """Cancels all steps and discards their outputs. Returns the plans of all steps, including a
-        step that could not be sent.
-        """
+        """Cancels all steps. Returns their plans, with a step that could not be sent."""
         dropped = [plan for plan, _ in self._steps]
         if self._unsent is not None:
             dropped.append(self._unsent)

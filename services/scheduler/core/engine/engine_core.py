@@ -77,9 +77,7 @@ class EngineCore:
         self._observer = observer
         self._readiness = readiness
         self._awaits_sessions = False
-        """Whether the last step could schedule no request because idle sessions occupy the slots or
-        blocks.
-        """
+        """Whether the last step was empty because idle sessions occupy the slots or blocks."""
         self._batch_queue = BatchQueue(executor, scheduler.config.num_steps_in_flight, now)
         self._undelivered: EngineCoreOutputs | None = None
         self._linger_seconds = linger_seconds
@@ -183,9 +181,7 @@ class EngineCore:
                 self.scheduler.transfers.connector.reset_cache()
 
     def standstill(self) -> AbstractAsyncContextManager[None]:
-        """Stops the loop between two iterations, with no step in flight. The caller may be
-        cancelled.
-        """
+        """Stops the loop between two iterations, with no step in flight. May be cancelled."""
         return self._lock.standstill()
 
     async def _turn(self) -> None:
@@ -246,9 +242,7 @@ class EngineCore:
             self._undelivered = None
 
     def _report_begun(self, sessions: Iterable[Request]) -> None:
-        """Reports the sessions whose next turn begins at once, because the input of that turn had
-        already arrived.
-        """
+        """Reports sessions whose next turn begins at once, because its input had arrived."""
         begun = [one for one in sessions if one.status is not RequestStatus.WAITING_FOR_CHUNK]
         if begun:
             self._observer.arrived(begun)

@@ -1,6 +1,4 @@
-"""The lock of the engine loop, which separates its iterations from other changes of the
-scheduler.
-"""
+"""The lock of the engine loop. It separates iterations from other changes of the scheduler."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -4,9 +4,7 @@ from services.common.errors import Unavailable
 from services.scheduler.core.ports import WorkersLost
 
 FIRST_BACKOFF_SECONDS = 0.1
-"""Delay before the second of several recoveries in a row, in seconds. The delay doubles with each
-further recovery.
-"""
+"""Seconds before the second of several recoveries in a row. Doubles with each further one."""
 LAST_BACKOFF_SECONDS = 5.0
 
 
@@ -43,7 +41,5 @@ class Losses:
         self._num_in_a_row += 1
 
     def made_progress(self) -> None:
-        """Records progress, such as a successful step. The next loss counts as the first in a
-        row.
-        """
+        """Records progress, such as a successful step. The next loss is the first in a row."""
         self._num_in_a_row = 0

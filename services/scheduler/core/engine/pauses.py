@@ -33,9 +33,7 @@ class Pauses:
 
     @property
     def is_on(self) -> bool:
-        """Whether a pause prevents steps. A pause with mode WAIT allows steps while requests
-        run.
-        """
+        """Whether a pause prevents steps. With mode WAIT, steps continue while requests run."""
         mode = self._scheduler.pause_mode
         return mode is not None and not (mode is PauseMode.WAIT and self._scheduler.running)
 

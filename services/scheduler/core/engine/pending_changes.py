@@ -25,9 +25,7 @@ class PendingChanges:
         wake: asyncio.Event,
         report_ended: Callable[[Sequence[Request]], None],
     ) -> None:
-        """`wake` is set when there is a change to apply. `report_ended` is called with the requests
-        that end between steps.
-        """
+        """`wake` is set at each change. `report_ended` gets the requests that end between steps."""
         self.arrivals: list[Request] = []
         self._scheduler = scheduler
         self._observer = observer

@@ -9,9 +9,7 @@ MIN_STEPS = 8
 MARGIN_SECONDS = 0.001
 """The precision of an event loop's timers, in seconds. It is subtracted from the delay."""
 LEAST_SECONDS = 0.003
-"""The shortest delay of planning except 0, in seconds. A shorter sleep is not worth its processor
-time.
-"""
+"""The shortest delay of planning, in seconds. A shorter sleep costs more than it saves."""
 _OUTLIERS = 16
 """One in this number of recent steps may have less room than "nearly all steps" have."""
 
@@ -61,9 +59,7 @@ class PlanningClock:
         self._due = now + seconds if seconds >= LEAST_SECONDS else now
 
     def planned(self, step: int, began: float) -> None:
-        """Records that a step was sent whose planning began at `began`, while the step of the last
-        call of `begins` was running.
-        """
+        """Records a sent step whose planning began at `began`, while another step was running."""
         put_off = max(0.0, min(began, self._due) - self._began)
         self._planned[step] = self._size, put_off
         self.num_planned += 1
@@ -90,9 +86,7 @@ class PlanningClock:
 
 
 class _Rooms:
-    """The rooms of the recent steps of one size class. They are stored both in order of time and
-    sorted.
-    """
+    """The rooms of the recent steps of one size class, in order of time and sorted."""
 
     def __init__(self) -> None:
         self.usable = 0.0

@@ -43,9 +43,7 @@ class QueueEstimate:
         self._num_completed = 0
         self._last: tuple[float, int, int] | None = None
         self.seconds_per_request = 0.0
-        """Delay, in seconds, that each waiting request causes to the requests behind it. 0 while
-        unknown.
-        """
+        """Seconds that each waiting request adds to the wait of later ones. 0 while unknown."""
         self.service_seconds = 0.0
         """Seconds from a request's admission to its end. 0 while unknown."""
 

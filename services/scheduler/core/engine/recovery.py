@@ -1,6 +1,4 @@
-"""Recovers from a loss of pool or workers. Reopens both, and searches for a request whose steps
-always fail.
-"""
+"""Recovers from losses of pool or workers, and searches for a request whose steps always fail."""
 
 import asyncio
 import logging
@@ -47,9 +45,7 @@ class Recovery:
 
     @property
     def is_trial_due(self) -> bool:
-        """Whether the requests that the fault search selects are others than those that may be
-        admitted now.
-        """
+        """Whether the fault search selects other requests than those that may be admitted now."""
         return self._search.trial() != self._scheduler.queues.admitted_only
 
     def plan_of(self, keys: Collection[RequestKey]) -> SchedulerOutput:
@@ -82,9 +78,7 @@ class Recovery:
             self.losses.made_progress()
 
     def begin_trial(self) -> None:
-        """Allows only the requests that the fault search selects to be admitted. Must not be called
-        while a request runs.
-        """
+        """Allows only the requests of the fault search to be admitted. No request may run."""
         if (trial := self._search.trial()) != self._scheduler.queues.admitted_only:
             self._scheduler.admit_only(trial)
 
@@ -95,9 +89,7 @@ class Recovery:
         self.begin_trial()
 
     async def reopen(self) -> None:
-        """Reopens pool and workers after a delay. Meanwhile requests are added and ended as
-        usual.
-        """
+        """Reopens pool and workers after a delay. Meanwhile requests are added and ended."""
 
         async def open_again() -> None:
             await asyncio.sleep(self.losses.backoff_seconds)

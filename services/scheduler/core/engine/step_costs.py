@@ -24,16 +24,12 @@ class StepCosts:
         self._decoding: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
         """Number of requests and duration in seconds of each decode-only step."""
         self._computing: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)
-        """Number of requests, number of prompt tokens and duration in seconds of each step with
-        prompts.
-        """
+        """Number of requests, prompt tokens and seconds of each step with prompts."""
         self._fitted: tuple[float, float] | None = None
         """The cached fit; None after a new step until the costs are needed."""
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
-        """Records that a step took `seconds`. Steps without requests, which only contain transfers
-        or free rows, are ignored.
-        """
+        """Records that a step took `seconds`. Steps without requests are ignored."""
         if not num_requests:
             return
         num_prompt_tokens = num_tokens - num_requests

@@ -172,9 +172,7 @@ class StepUpdate:
     def _update_request_with_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int]:
-        """Appends the tokens of a request, up to the token that ends it. Returns the appended
-        tokens.
-        """
+        """Appends the tokens of a request up to the one that ends it, and returns them."""
         request = plan.requests[index]
         kept = request.append_output_token_ids(output.token_ids[index])
         if index in output.refused_tokens:

@@ -1,6 +1,4 @@
-"""Computes the length of the longest request that fits in a pool. Detects configurations with which
-no request can be served.
-"""
+"""The length of the longest request that fits in a pool, and configurations that cannot serve."""
 
 from bisect import bisect_right
 

@@ -16,9 +16,7 @@ from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
 
 _Filling = tuple[int, int, Request]
-"""A request whose blocks a step fills: its admission number, its number of known tokens that are
-computed after the step, and the request.
-"""
+"""Admission number of a request, its number of known computed tokens after a step, and itself."""
 
 
 class KVCacheManager:

@@ -18,9 +18,7 @@ class ReservedBlocks:
             group.max_admission_blocks(config.max_in_flight_tokens, config.max_model_len)
             for group in config.all_groups
         ]
-        """For each group, the limit on the number of blocks that are counted for one request. None
-        means that there is no limit.
-        """
+        """For each group, the limit on the blocks that are counted for one request, or None."""
         self._num_step_tokens = 0
         if config.num_speculative_tokens:
             self._num_step_tokens = 1 + config.num_speculative_tokens + config.num_lookahead_tokens

@@ -41,9 +41,7 @@ class PassedOver:
     reason: WaitReason
     num_computed_tokens: int = 0
     num_asked: int = 0
-    """With the reason ENCODER, the number of tokens that the step would compute without the
-    encoder's limits.
-    """
+    """With the reason ENCODER, the number of tokens without the encoder's limits."""
     error: str = ""
     """Why the request can never run. Empty if it may run later."""
 
@@ -59,9 +57,7 @@ class AdmissionPlan:
     admissions: list[PlannedAdmission] = field(default_factory=list)
     """The admissions in `decisions`."""
     wait_reason: WaitReason | None = None
-    """Why the plan stopped before a candidate. None if there is a decision for each candidate, or
-    if `has_old_hits` is true.
-    """
+    """Why the plan stopped before a candidate. None at the end, or if `has_old_hits` is true."""
     refused: PlannedAdmission | None = None
     """The admission of the first candidate, if its blocks certainly do not fit in the pool."""
     has_old_hits: bool = False

@@ -27,9 +27,7 @@ class EncoderCacheManager:
         """Maps the identifier of an item to the requests that use its output."""
         self._num_embeds: dict[str, int] = {}
         self._unused: dict[str, int] = {}
-        """Maps each item that no request uses to its number of embeddings. The item that has been
-        unused longest is first.
-        """
+        """Maps each unused item to its number of embeddings, the longest unused first."""
         self.used_inputs: dict[Request, set[int]] = {}
         """Maps a request to the indexes of the items that it uses."""
 
@@ -86,9 +84,7 @@ class EncoderCacheManager:
         return True
 
     def make_room(self, num_embeds: int) -> bool:
-        """Evicts unused outputs until `num_embeds` embeddings fit. If they cannot fit, evicts
-        nothing and returns False.
-        """
+        """Evicts unused outputs until `num_embeds` embeddings fit. Returns False if they cannot."""
         if num_embeds > self.num_freeable:
             return False
         while num_embeds > self.num_free:
@@ -99,9 +95,7 @@ class EncoderCacheManager:
         return True
 
     def allocate(self, request: Request, index: int) -> None:
-        """Allocates space for the output of an item. `make_room` must have returned True for the
-        item.
-        """
+        """Allocates space for the output of an item, after `make_room` has returned True."""
         item = request.encoder_inputs[index]
         self.num_free -= item.num_embeds
         if self.num_free < 0:

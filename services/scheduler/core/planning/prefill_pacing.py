@@ -19,16 +19,12 @@ class PrefillPacing:
         """Whether the interval has an effect."""
         self._interval = interval
         self._num_steps_between = interval
-        """Number of steps since the last step with prompts. Steps that compute no tokens do not
-        count.
-        """
+        """Number of steps with tokens since the last step with prompts."""
         self.left_waiting = False
         """Whether the last step that could admit prompts left requests waiting."""
 
     def defers_prefills(self, running: RunningRequests, *, throttled: bool) -> bool:
-        """Whether the next step schedules no prompts. `throttled` is true if the caller asks for
-        such a step.
-        """
+        """Whether the next step schedules no prompts. `throttled` is the caller's wish."""
         is_too_soon = self._num_steps_between < self._interval - 1
         if self.left_waiting or not (throttled or is_too_soon):
             return False

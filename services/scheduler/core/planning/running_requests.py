@@ -99,9 +99,7 @@ class RunningRequests:
         self._off_fast_path.difference_update(requests)
 
     def leave_fast_path(self, request: Request) -> None:
-        """Removes a request from the fast path, if it is there, before its number of steps has
-        passed.
-        """
+        """Removes a request from the fast path, if it is there, before its steps have passed."""
         if request.is_on_fast_path:
             leaving = self._calendar[request.fast_path_end]
             leaving.remove(request)
@@ -145,9 +143,7 @@ class ComputedTokens:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens whose keys and values are stored, or will be stored once the steps in
-        flight have run.
-        """
+        """Number of tokens whose keys and values are stored after the steps in flight."""
         return self.origin + self.clock.now
 
     @num_computed_tokens.setter

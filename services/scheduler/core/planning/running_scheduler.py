@@ -255,9 +255,7 @@ class RunningScheduler:
         )
 
     async def _end(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
-        """Ends the plan before a request. No tokens are scheduled for this request and for running
-        requests that were admitted after it.
-        """
+        """Ends the plan before a request: nothing is scheduled for it and for later requests."""
         builder.unschedule_from(request)
         for later in self._running.between(self._running.index(request), len(self._running)):
             self._running.leave_fast_path(later)

@@ -235,9 +235,7 @@ class Scheduler(ReplicaState):
         return self._running_scheduler.preempt_all()
 
     def forget_pool(self) -> list[Request]:
-        """Resets the state for an empty pool and empty workers. Returns the requests that were
-        running, which were preempted.
-        """
+        """Resets the state for an empty pool and empty workers. Returns the preempted requests."""
         victims = self._running_scheduler.preempt_all()
         if self.transfers is not None:
             self.transfers.forget()

@@ -13,9 +13,7 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class PlannedSteps:
-    """Counts the planned steps. Lists the steps in flight (until their output arrives), oldest
-    first.
-    """
+    """Counts the planned steps. Lists those in flight (without output yet), oldest first."""
 
     def __init__(self) -> None:
         self.in_flight: list[SchedulerOutput] = []
@@ -50,16 +48,12 @@ class PlannedSteps:
         return any(request in plan.dropped for plan in self.in_flight)
 
     def last_awaited(self, request: Request) -> int | None:
-        """Number of the last step in flight whose output for a request is not dropped. None if
-        there is no such step.
-        """
+        """Number of the last step in flight whose output for a request is awaited, or None."""
         awaited = (one for one in reversed(self.in_flight) if request not in one.dropped)
         return next((plan.step for plan in awaited if request in plan.requests), None)
 
     def num_tokens(self) -> Callable[[Request], int]:
-        """Returns a function that maps a request to its number of tokens in the present steps in
-        flight.
-        """
+        """Returns a function that maps a request to its tokens in the present steps in flight."""
         steps = [
             dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True))
             for plan in self.in_flight
@@ -130,9 +124,7 @@ class PassingOver:
         self._max_loras = max_loras
         self._last_updated_step = last_updated_step
         self._adapters: set[bytes] = set()
-        """Digests of the adapters of all running requests, also of those that this step does not
-        schedule, because the next step may.
-        """
+        """Digests of the adapters of all running requests, scheduled in this step or not."""
         if max_loras is not None:
             self._adapters = {request.adapter_digest for request in running} - {b""}
 
@@ -167,9 +159,7 @@ class PassingOver:
 
 @dataclass  # without slots: cached properties are stored in the instance
 class StepBuilder:
-    """The decisions of a step so far. `plan` is the result. Later decisions depend on the other
-    attributes.
-    """
+    """The decisions of a step so far. `plan` is the result. Later decisions need the rest."""
 
     plan: SchedulerOutput
     token_budget: int
@@ -180,9 +170,7 @@ class StepBuilder:
     defers_prefills: bool = False
     """Whether no prompt is scheduled in this step, so that all prompts wait for a later step."""
     off_fast_path: dict[Request, int] = field(default_factory=dict)
-    """Maps the scheduled requests that are not on the fast path to their number of computed tokens
-    after the step.
-    """
+    """Maps scheduled requests off the fast path to their computed tokens after the step."""
     failed: dict[Request, str] = field(default_factory=dict)
     """Requests that can never run, each with its error."""
 
@@ -198,9 +186,7 @@ class StepBuilder:
 
     @cached_property
     def encoder(self) -> StepEncoder:
-        """The encoder of prompt items (such as images): its remaining budget in this step, and the
-        decisions which items it computes.
-        """
+        """The step's remaining budget and decisions for prompt items (such as images)."""
         return self.make_encoder()
 
     def cap(self, num_tokens: int) -> int:

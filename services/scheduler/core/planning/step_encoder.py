@@ -103,9 +103,7 @@ class StepEncoder:
             self.cache.use_cached(request, index)
 
     def admit(self, request: Request, start: int, num_tokens: int) -> list[int]:
-        """Decides and allocates the items of a request that is admitted. Returns the indexes of
-        the items that the encoder computes.
-        """
+        """Decides and allocates the items of an admitted request. Returns the computed indexes."""
         decision = self.decide(request, start, num_tokens)
         self.allocate(request, decision)
         return decision.inputs
@@ -144,17 +142,13 @@ class StepEncoder:
             self._mark(request)
 
     def refuse(self, request: Request, start: int, num_tokens: int) -> None:
-        """Evicts the outputs that a waiting request would evict if it did not lack blocks. None of
-        the request's items stays in use.
-        """
+        """Evicts the outputs that a waiting request that lacks blocks would evict."""
         if start < request.num_encoded_tokens:
             self.decide(request, start, num_tokens)
             self.cache.free(request)
 
     def give_back(self, request: Request, inputs: Sequence[int]) -> None:
-        """Returns to the budget the embeddings of `inputs`, the scheduled items of a request that
-        was then preempted.
-        """
+        """Returns the embeddings of `inputs`, a preempted request's items, to the budget."""
         self.budget += sum(request.encoder_inputs[index].num_embeds for index in inputs)
 
     def _mark(self, request: Request) -> None:
@@ -165,7 +159,5 @@ class StepEncoder:
 
 
 def mismatch_error(identifier: str) -> str:
-    """The error of a request with an item whose size differs from the size of the cached output
-    with the same identifier.
-    """
+    """The error of an item whose size differs from its cached output's size."""
     return f"the item {identifier!r} has another size than the one cached under this identifier"

@@ -30,9 +30,7 @@ class WaitingScheduler:
         self._external_hits = None if transfers is None else ExternalHits(state, transfers)
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
-        """Admits requests from the head of the queue. Returns why admission stopped, or None if no
-        request is left waiting.
-        """
+        """Admits requests from the head of the queue. Returns why others wait, or None."""
         if not self._queues.has_queued:
             return WaitReason.HELD_BACK if self._queues.held_back else None
         reason = await self._admit_candidates(builder, traceparent)

@@ -1,6 +1,4 @@
-"""The scheduling policies by name, as used in settings. A new policy needs a module in this folder
-and one entry in `POLICIES`.
-"""
+"""The scheduling policies by name. A new one needs a module here and an entry in `POLICIES`."""
 
 from services.common.errors import InvalidArgument
 from services.scheduler.core.policies.fcfs import FCFSPolicy

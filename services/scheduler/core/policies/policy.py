@@ -1,6 +1,4 @@
-"""The port of scheduling policies. A policy determines the order of admission and the victim of a
-preemption.
-"""
+"""The port of scheduling policies, which choose the order of admission and preemption's victim."""
 
 from collections.abc import Iterator
 from typing import Protocol

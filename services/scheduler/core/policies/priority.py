@@ -9,9 +9,7 @@ from services.scheduler.core.request import Request
 
 
 class PriorityPolicy:
-    """Admits the request with the smallest (priority, arrival time), and preempts the one with the
-    largest.
-    """
+    """Admits the smallest (priority, arrival time) first, and preempts the largest."""
 
     uses_priority = True
 
@@ -64,8 +62,6 @@ def _layout(count: int) -> list[int]:
 
 
 def _given_out(heap: list[Request]) -> list[Request]:
-    """The requests of a heap in the order in which they are popped. One of them may be misplaced in
-    the heap.
-    """
+    """The requests of a heap, of which one may be misplaced, in the order of popping."""
     ranked = [(_rank(request), index, request) for index, request in enumerate(heap)]
     return [heappop(ranked)[2] for _ in heap]

@@ -80,9 +80,7 @@ Entry = dict[str, Any]
 
 
 def config_entry(config: SchedulerConfig) -> Entry:
-    """A configuration without `fingerprint` and `groups`, which are separate fields of the
-    header.
-    """
+    """A configuration without `fingerprint` and `groups`, which the header has separately."""
     values = {name.name: getattr(config, name.name) for name in fields(config)}
     del values["fingerprint"], values["groups"]
     return {

@@ -37,9 +37,7 @@ class Wait:
     """Maps reasons to nanoseconds. There are several reasons if waits were merged."""
     step: int | None = None
     holder: str = ""
-    """`step` and `holder` have the same meaning as in ReasonStart. If waits were merged, both
-    describe the longest wait.
-    """
+    """`step` and `holder` are as in ReasonStart. Of merged waits, they are the longest's."""
 
     @property
     def reason(self) -> str:
@@ -67,9 +65,7 @@ class Wait:
 
 @dataclass(slots=True)
 class Chunk:
-    """The prefill tokens of a request that a step computed, or several steps if chunks were
-    merged.
-    """
+    """The prefill tokens of a request in one step, or in several steps that were merged."""
 
     start: int
     end: int

@@ -40,9 +40,7 @@ class PhaseKind(Enum):
     QUEUE = "queue"
     """The request waits for its first admission."""
     PREFILL = "prefill"
-    """Tokens are computed until a token can be sampled. After an interruption there is another
-    prefill.
-    """
+    """Tokens are computed until one can be sampled. Each interruption is followed by a prefill."""
     DECODE = "decode"
     """Output tokens are sampled."""
     PREEMPTED = "preempted"
@@ -129,17 +127,13 @@ class Phase:
     that arrived in the phase.
     """
     totals: StepTotals = NO_STEPS
-    """While the phase is open, the totals at its start. Afterwards, the sums over all steps during
-    the phase.
-    """
+    """While the phase is open, the totals at its start. Afterwards, its own sums."""
     behind: StepTotals = NO_STEPS
     """The sums over the steps during the phase that did not contain the request."""
     max_requests: int = 0
     """The largest number of requests in a step of the phase."""
     merged: dict[PhaseKind, int] | None = None
-    """Maps the kinds of the merged phases to their total durations in nanoseconds. None if no
-    phases were merged.
-    """
+    """Maps the kinds of merged phases to their nanoseconds. None if none were merged."""
     merged_parts: Sequence[TimePart] = ()
     """The time parts of the merged phases."""
 

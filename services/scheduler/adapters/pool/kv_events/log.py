@@ -127,9 +127,7 @@ class KVEventLog:
                 self._blocks.clear()
 
     def _unlisted(self, key: _Key, listed: dict[_Key, None]) -> Iterator[_Key]:
-        """A block and its ancestors. Stops before the first ancestor that is already listed or not
-        published.
-        """
+        """A block and its ancestors, up to the first one that is listed or not published."""
         group = key[0]
         while key in self._blocks and key not in listed:
             yield key

@@ -162,9 +162,7 @@ class KVEventRecorder:
             yield self._run(*run, stored.group)
 
     def _run(self, request: Request, begin: int, end: int, group: int) -> BlockStored:
-        """The event for a group's blocks that contain the hashes from `begin` up to `end` of a
-        chain.
-        """
+        """The event for a group's blocks with the hashes from `begin` up to `end` of a chain."""
         size = self._hash_block_size
         num_hashes = min(self._hashes_per_block[group], end - begin)
         return BlockStored(
