@@ -6,13 +6,7 @@ from pathlib import Path
 from services.common.model_source.find import find_model, model_name
 from services.common.pool.kv_cache_groups import MambaCacheMode
 from services.common.process.service_settings import ServiceSettings, allowed_names
-from services.common.process.settings import (
-    SettingError,
-    at_least,
-    between,
-    setting,
-    with_default,
-)
+from services.common.process.settings import SettingError, at_least, between, setting, with_default
 from services.worker.backends.choices import DeviceSetting, KernelsSetting, KVCacheDtype
 from services.worker.models.config import DtypeSetting
 from services.worker.models.pooling_config import RunnerSetting
@@ -130,9 +124,7 @@ class WorkerSettings(ServiceSettings):
         check=between(0.01, 1),
     )
     num_local_replicas: int = setting(
-        1,
-        doc="replicas that share this machine's cores and memory",
-        check=at_least(1),
+        1, doc="replicas that share this machine's cores and memory", check=at_least(1)
     )
     tensor_parallel_size: int | None = setting(
         None,
@@ -165,9 +157,7 @@ class WorkerSettings(ServiceSettings):
         60.0, doc="longest wait of a rank for the others within a step", check=at_least(1)
     )
     check_ranks_every_steps: int = setting(
-        64,
-        doc="steps between two comparisons of the ranks' results",
-        check=at_least(1),
+        64, doc="steps between two comparisons of the ranks' results", check=at_least(1)
     )
 
     @property

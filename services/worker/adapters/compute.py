@@ -107,10 +107,7 @@ class _Lane:
         return running
 
     def submit(
-        self,
-        function: Callable[[], T],
-        allowed_seconds: float,
-        ended: Callable[[], object] | None,
+        self, function: Callable[[], T], allowed_seconds: float, ended: Callable[[], object] | None
     ) -> "asyncio.Future[T]":
         if self.is_closed:
             raise RuntimeError("the thread is closed")

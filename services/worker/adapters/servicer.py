@@ -82,9 +82,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._stream.end(reason or Unavailable("the worker is draining", reason="DRAINING"))
 
     async def Describe(
-        self,
-        request: worker_pb2.DescribeRequest,
-        context: _Context,
+        self, request: worker_pb2.DescribeRequest, context: _Context
     ) -> worker_pb2.DescribeResponse:
         require_same_protocol("the scheduler", request.release, "worker")
         message = description_to_proto(self._loaded().description)
@@ -116,9 +114,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return adapters
 
     async def Execute(  # type: ignore[override]  # the stubs know generators alone
-        self,
-        request_iterator: AsyncIterator[worker_pb2.ExecuteRequest],
-        context: _Context,
+        self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: _Context
     ) -> None:
         self._loaded()
         first = await anext(aiter(request_iterator), None)
@@ -278,9 +274,7 @@ class _StepStream:
                 step.cancel()
 
     async def _take_in(
-        self,
-        first: worker_pb2.ExecuteRequest,
-        others: AsyncIterator[worker_pb2.ExecuteRequest],
+        self, first: worker_pb2.ExecuteRequest, others: AsyncIterator[worker_pb2.ExecuteRequest]
     ) -> None:
         self._pending.append(self._submit(first))
         async for message in others:

@@ -78,8 +78,7 @@ class Sampled:
                 sampled.setdefault(int(indexes[row]), []).append(rows)
         return {
             index: RequestLogprobs(
-                LogprobRows.joined(sampled[index]) if index in sampled else None,
-                prompt.get(index),
+                LogprobRows.joined(sampled[index]) if index in sampled else None, prompt.get(index)
             )
             for index in sorted(sampled.keys() | prompt.keys())
         }

@@ -12,12 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.attention import AttentionLayer, LayerAttention, Rotation
-from services.worker.backends.kernels import (
-    DecoderConstants,
-    DecoderWeights,
-    Kernels,
-    LayerWeights,
-)
+from services.worker.backends.kernels import DecoderConstants, DecoderWeights, Kernels, LayerWeights
 from services.worker.backends.lora import NO_DELTAS, LayerDeltas, LoraRows, LoraStep
 from services.worker.models.config import ModelConfig
 from services.worker.models.model import wanted_logits

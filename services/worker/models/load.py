@@ -66,11 +66,7 @@ def load_model(
 
 
 def _load_natively(
-    checkpoint: Checkpoint,
-    options: LoadOptions,
-    kernels: Kernels,
-    progress: Progress,
-    ranks: Ranks,
+    checkpoint: Checkpoint, options: LoadOptions, kernels: Kernels, progress: Progress, ranks: Ranks
 ) -> LoadedModel:
     directory = checkpoint.directory
     config, pooling = read_model_config(directory), options.pooling
@@ -86,8 +82,7 @@ def _load_natively(
     log_loading(config.architecture.value, directory, dtype)
     stage = layers_of_stage(checkpoint, config.num_layers, options.stage, options.num_stages)
     weights = load_weights(
-        *(config, checkpoint, dtype, kernels, progress, ranks, pooling, stage),
-        options.quantization,
+        *(config, checkpoint, dtype, kernels, progress, ranks, pooling, stage), options.quantization
     )
     own = Shard(ranks.rank, ranks.size).config(config)
     layers = config.layers[stage.start : stage.stop]

@@ -7,10 +7,7 @@ from services.worker.backends.native.compiled import (
     default_cache_directory,
     load_compiled,
 )
-from services.worker.backends.native.suffix_decoding import (
-    MAX_RESPONSE_BYTES,
-    NativeSuffixDecoding,
-)
+from services.worker.backends.native.suffix_decoding import MAX_RESPONSE_BYTES, NativeSuffixDecoding
 from services.worker.backends.suffix_decoding import SuffixRules
 from services.worker.core.drafts.draft_source import ProposerSource
 from services.worker.core.drafts.drafter import Drafter

@@ -65,11 +65,7 @@ class NumpyRowSampler:
         return token_ids
 
     def copy(
-        self,
-        logits: Float32Array,
-        rows: Int64Array,
-        masks: RowMasks | None,
-        copies: Float32Array,
+        self, logits: Float32Array, rows: Int64Array, masks: RowMasks | None, copies: Float32Array
     ) -> BoolArray:
         usable = np.empty(len(rows), np.bool_)
         for index, row in enumerate(rows.tolist()):

@@ -7,12 +7,7 @@ import numpy as np
 import torch
 
 from services.common.request.sampling import SamplingParams
-from services.worker.backends.row_sampler import (
-    REFUSED,
-    UNUSABLE,
-    RowParameters,
-    RowSampler,
-)
+from services.worker.backends.row_sampler import REFUSED, UNUSABLE, RowParameters, RowSampler
 from services.worker.sampling.arrays import (
     BoolArray,
     Float32Array,

@@ -5,13 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from services.worker.backends.kernels import Linear
-from services.worker.backends.lora import (
-    LoraLayer,
-    LoraRows,
-    LoraShape,
-    LoraStep,
-    PackedLora,
-)
+from services.worker.backends.lora import LoraLayer, LoraRows, LoraShape, LoraStep, PackedLora
 from services.worker.backends.quantized import QuantizedWeight, Weight
 from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.backends.torch.lora import GroupedLora, GroupedLoraStep

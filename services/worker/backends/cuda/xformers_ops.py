@@ -112,10 +112,7 @@ class PagedOps:
     ) -> torch.Tensor:
         """Maps the queries [n, num_heads, head_dim] of all lanes to [n, num_heads, head_dim]."""
         output: torch.Tensor = fmha.memory_efficient_attention_forward(
-            *self._grouped(query, keys, values),
-            attn_bias=bias,
-            scale=self.layer.scale,
-            op=operator,
+            *self._grouped(query, keys, values), attn_bias=bias, scale=self.layer.scale, op=operator
         )
         return output.reshape(query.shape)
 

@@ -32,9 +32,7 @@ from services.worker.backends.ranks import Ranks
 
 
 def fused_decoder(
-    functions: Mapping[torch.dtype, Functions],
-    weights: DecoderWeights,
-    constants: DecoderConstants,
+    functions: Mapping[torch.dtype, Functions], weights: DecoderWeights, constants: DecoderConstants
 ) -> "NativeDecoder | None":
     """The decoder as one operation. It is None if an MLP has experts, if a projection is not
     native, or if ranks do not share memory. `functions` maps data types of the computation to the

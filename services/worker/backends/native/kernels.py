@@ -13,13 +13,7 @@ import torch
 from services.worker.backends.attention import AttentionShape, PagedAttention
 from services.worker.backends.choices import Activation
 from services.worker.backends.kernels import DecoderConstants, DecoderWeights, FusedDecoder, Linear
-from services.worker.backends.lora import (
-    LoraLayer,
-    LoraRows,
-    LoraShape,
-    LoraStep,
-    PackedLora,
-)
+from services.worker.backends.lora import LoraLayer, LoraRows, LoraShape, LoraStep, PackedLora
 from services.worker.backends.native.decoder import fused_decoder
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.library import Functions, functions_by_dtype

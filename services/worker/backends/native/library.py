@@ -214,13 +214,7 @@ class NativeLoraLayer(ctypes.Structure):
 class StepLora(ctypes.Structure):
     """The adapters of a step's rows."""
 
-    _fields_ = _fields(
-        {
-            "adapters rows starts": _ADDRESS,
-            "width": _COUNT,
-            "num_adapters": _INT,
-        }
-    )
+    _fields_ = _fields({"adapters rows starts": _ADDRESS, "width": _COUNT, "num_adapters": _INT})
 
 
 class LoraDelta(ctypes.Structure):
@@ -253,10 +247,7 @@ class NativeSuffixSettings(ctypes.Structure):
     """The SuffixRules. `max_bytes`: limit on the memory of the trees of responses."""
 
     _fields_ = _fields(
-        {
-            "depth max_cached max_bytes": _COUNT,
-            "max_spec_factor min_token_prob": _DOUBLE,
-        }
+        {"depth max_cached max_bytes": _COUNT, "max_spec_factor min_token_prob": _DOUBLE}
     )
 
 

@@ -3,11 +3,7 @@
 import ctypes
 import weakref
 
-from services.worker.backends.native.library import (
-    NativeSuffixSettings,
-    SuffixFunctions,
-    address,
-)
+from services.worker.backends.native.library import NativeSuffixSettings, SuffixFunctions, address
 from services.worker.backends.suffix_decoding import Int32Array, SuffixRules
 
 MAX_RESPONSE_BYTES = 256 << 20

@@ -8,13 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from services.worker.backends.attention import AttentionShape, PagedAttention
 from services.worker.backends.choices import Activation
 from services.worker.backends.kernels import DecoderConstants, DecoderWeights, FusedDecoder, Linear
-from services.worker.backends.lora import (
-    LoraLayer,
-    LoraRows,
-    LoraShape,
-    LoraStep,
-    PackedLora,
-)
+from services.worker.backends.lora import LoraLayer, LoraRows, LoraShape, LoraStep, PackedLora
 from services.worker.backends.quantized import QuantizedWeight, Weight
 from services.worker.backends.ranks import SharedRanks
 from services.worker.backends.row_sampler import RowSampler

@@ -88,11 +88,7 @@ def _divided(cls: Any, division: Division) -> Any:
 
 
 def _load(
-    cls: Any,
-    directory: Path,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    tensors: dict[str, Any],
+    cls: Any, directory: Path, config: PretrainedConfig, dtype: torch.dtype, tensors: dict[str, Any]
 ) -> PreTrainedModel:
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

@@ -16,12 +16,7 @@ from services.worker.backends.kernels import Kernels
 from services.worker.backends.lora import LoraFactors, LoraLayer, LoraShape, PackedLora
 from services.worker.models.config import ModelConfig
 from services.worker.models.errors import ModelConfigError, ModelTensorError, UnsupportedModel
-from services.worker.models.files.checkpoint import (
-    WHOLE,
-    Checkpoint,
-    TensorReader,
-    check_dtype,
-)
+from services.worker.models.files.checkpoint import WHOLE, Checkpoint, TensorReader, check_dtype
 from services.worker.models.lora.peft_config import PeftConfig, read_peft_config
 from services.worker.models.shard import Shard, of_width
 from services.worker.models.stage import StageLayers

@@ -16,11 +16,7 @@ _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _IGNORED = "rope_freqs.weight"
 """A tensor of rotary frequencies. It is ignored, since config.json defines them too."""
 
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

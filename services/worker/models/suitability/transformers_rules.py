@@ -106,8 +106,7 @@ def _check_inputs(values: Mapping[str, Any], path: Path, name: str, hint: str) -
     for other in OTHER_INPUTS:
         if values.get(other) is not None:
             raise UnsupportedModel(
-                path,
-                f"architecture {name} takes more than text ({other}), and is not served{hint}",
+                path, f"architecture {name} takes more than text ({other}), and is not served{hint}"
             )
 
 
