@@ -16,6 +16,11 @@ class InvalidStep(InvalidArgument):
 
     reason = "INVALID_STEP"
 
+    @classmethod
+    def in_field(cls, step: int, field: str, problem: str) -> "InvalidStep":
+        """The error for a problem in one field of the step with number `step`."""
+        return cls(f"step {step}: {field}: {problem}", field=field)
+
 
 class KVCacheTooSmall(StepwellError):
     """The memory for keys and values cannot hold one sequence of the configured length."""
@@ -30,8 +35,6 @@ class NoTier(StepwellError):
 
 
 class NoSpeculation(StepwellError):
-    """Speculation is not possible: the model or its division among workers does not allow drafts to
-    be verified, or this machine has no code that proposes them.
-    """
+    """The model or its division cannot verify drafts, or this machine cannot propose them."""
 
     reason = "NO_SPECULATION"

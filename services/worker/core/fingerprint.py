@@ -1,9 +1,7 @@
 """The fingerprint of a model, the root of block hashes. Workers with equal fingerprints have
 interchangeable KV blocks.
 
-The fingerprint is a hash of configuration, weights, tokenizer, block size, the cache's data type, a
-draft model and the version of the block hash. The path is not part of it, so a copy of a model has
-the same fingerprint.
+It does not depend on the model's path, so a copy of a model has the same fingerprint.
 """
 
 import json
@@ -22,9 +20,7 @@ from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.quantization_config import QuantizationSetting
 
 WHOLE_FILE_BYTES = 64 * 2**20
-"""Weight files up to this total size are hashed whole. If the files are larger together, only a
-sample of each tensor is hashed.
-"""
+"""Weight files up to this total size are hashed whole, larger ones by samples of each tensor."""
 
 _SAMPLE_BYTES = 4096
 _IGNORED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}
@@ -41,16 +37,14 @@ def model_fingerprint(
     draft_model: bytes = b"",
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
 ) -> bytes:
-    """Returns a fingerprint of 32 bytes. Two workers have the same fingerprint if and only if their
-    cached keys and values are interchangeable.
+    """A fingerprint of 32 bytes, equal if and only if cached keys and values are interchangeable.
 
-    `rope_length`: the sequence length from which rotary frequencies are computed. It is 0 if they
-    do not depend on a length. `groups`: the layers that share a block, which may depend on the
-    longest sequence. `pooling`: how prompts are pooled, since workers that pool differently return
-    different vectors. `quantization`: how weights that are stored unquantized are quantized.
-    `draft_model`: the fingerprint of the draft model whose keys and values are in the same blocks.
-    It is empty if there is none. `kv_dtype`: the data type of keys and values before they are
-    cached. `kv_cache_dtype`: the data type of keys and values in the cache.
+    `kv_dtype`: the data type of keys and values before they are cached. `rope_length`: the sequence
+    length from which rotary frequencies are computed, or 0 if they do not depend on a length.
+    `groups`: the KV-cache groups, which may depend on the longest sequence. `pooling`: how prompts
+    are pooled. `quantization`: how weights that are stored unquantized are quantized.
+    `draft_model`: the fingerprint of the draft model whose keys and values are in the same blocks,
+    or empty without one. `kv_cache_dtype`: the data type of keys and values in the cache.
     """
     parts = [
         *_model_parts(checkpoint),
@@ -74,7 +68,6 @@ def model_fingerprint(
 
 
 def _model_parts(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
-    """Configuration, names and contents of tensors, and tokenizer, each with a label."""
     config = read_json_object(checkpoint.directory / "config.json")
     kept = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
     yield "config", json.dumps(kept, sort_keys=True).encode()

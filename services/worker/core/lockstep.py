@@ -31,9 +31,7 @@ from services.worker.core.step import StepInput, StepOutput
 from services.worker.parallel.errors import GroupBroken
 
 _LAG = 2
-"""The number of steps after which the results of a step are compared. It equals the maximum number
-of steps in flight.
-"""
+"""Steps after which results are compared. It equals the maximum number of steps in flight."""
 
 _Output = StepOutput | PendingOutput
 
@@ -41,8 +39,8 @@ _Output = StepOutput | PendingOutput
 class Lockstep:
     """Runs this rank's steps together with the steps of the other ranks.
 
-    `explain` maps a failure to the error to raise. If another rank's process ended and this caused
-    the failure, the error says so. The owner of the group then ends the process.
+    `explain` maps a failure to the error to raise. If the end of another rank's process caused the
+    failure, the error says so. The owner of the group then ends the process.
     """
 
     def __init__(
@@ -52,9 +50,7 @@ class Lockstep:
         explain: Callable[[GroupBroken], GroupBroken],
         rank: int | None = None,
     ) -> None:
-        """`rank`: the number of this rank in error messages. By default it is the rank's index in
-        `ranks`.
-        """
+        """`rank`: this rank's number in error messages, by default its index in `ranks`."""
         self._ranks = ranks
         self._rank = ranks.rank if rank is None else rank
         self._check_every_steps = check_every_steps
@@ -135,7 +131,6 @@ class _Checked:
             self.add(array)
 
     def add(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> None:
-        """Adds an array to the digest."""
         self._digest.update(len(array).to_bytes(8, "little"))
         self._digest.update(np.ascontiguousarray(array).data)
 

@@ -40,8 +40,8 @@ from services.worker.models.model import Model, wanted_rows
 from services.worker.sampling.grammar import Grammars
 
 _WITHOUT_ADAPTER = -1
-"""Replaces the digest of a step if this rank lacks an adapter of the step. If another rank has the
-adapter, the digests differ and no rank begins the step.
+"""Replaces the digest of a step if this rank lacks an adapter of the step. The digest of a rank
+with the adapter differs, so no rank begins the step.
 """
 
 
@@ -90,6 +90,7 @@ class ModelRunner:
         self._lockstep = lockstep
         self._pooler = pooler
         self._states = states
+        self.limits = limits
         self._stage = stage
         self._samples = pooler is None and (stage is None or stage.is_last)
         self.tier = tier
@@ -101,11 +102,6 @@ class ModelRunner:
         """Maps rows to LoRA adapters. Rows without an adapter are absent."""
         self._sampler = StepSampler(self._batch, self._device, device_tokens, grammars, row_sampler)
         self._generation: int | None = None
-
-    @property
-    def limits(self) -> BatchLimits:
-        """Limits of the batch and of its steps."""
-        return self._batch.limits
 
     def reset(self) -> None:
         """Empties the batch, also after a step that failed."""
@@ -158,14 +154,12 @@ class ModelRunner:
         return output
 
     def _begin_stage(self, step: StepInput) -> StepOutput | PendingOutput:
-        """Runs a pipeline stage's part of a step."""
         stage = self._stage
         if stage is None:
             raise AssertionError("the model is not a pipeline stage")
         if len(step.draft_token_ids):
-            name = "num_draft_tokens"
             problem = "drafts are not verified by pipeline stages"
-            raise InvalidStep(f"step {step.step}: {name}: {problem}", field=name)
+            raise InvalidStep.in_field(step.step, "num_draft_tokens", problem)
         stage.begin(step)
         output = self._begin(step)
         if not len(step.rows):
@@ -194,7 +188,7 @@ class ModelRunner:
         num_tokens = self._batch.num_tokens[tokens.rows]
         token_ids = self._device.upload(tokens.token_ids)
         if self._pooler is not None:
-            hidden, _ = self._run_model(tokens, token_ids, None, _no_indexes(token_ids))
+            hidden, _ = self._run_model(tokens, token_ids, None, token_ids[:0])
             return self._pooler.pool(step, tokens, num_tokens, hidden)
         sampling = tokens.sampling(num_tokens)
         if self._device_tokens is not None:
@@ -220,9 +214,7 @@ class ModelRunner:
             self.tier.begin_loads(step.tier_loads)
 
     def _update_batch(self, step: StepInput) -> Int32Array:
-        """Applies the step's difference. Returns the number of computed tokens of each request,
-        like `apply_step`.
-        """
+        """Applies the step's difference, and returns the numbers that `apply_step` returns."""
         if self._pooler is not None:
             self._pooler.check(step)
         if not (len(step.removed_rows) or step.new_requests):
@@ -249,9 +241,9 @@ class ModelRunner:
     def _forward(
         self, tokens: StepTokens, token_ids: torch.Tensor, logits_indices: Int64Array
     ) -> tuple[torch.Tensor | None, Callable[[torch.Tensor], torch.Tensor]]:
-        """Runs the model over the step's tokens. Returns two results. The first has the logits of
-        the tokens at these indexes, float32 [n, vocab_size], or is None if there are no indexes.
-        The second is a function that computes the logits of tokens at other indexes.
+        """Runs the model over the step's tokens. Returns the logits of the tokens at these indexes,
+        float32 [n, vocab_size], or None without indexes, and a function that computes the logits of
+        tokens at other indexes.
         """
         embedded = self._embedded.of_step(tokens, token_ids)
         is_all = len(logits_indices) == len(tokens.token_ids)
@@ -275,21 +267,12 @@ class ModelRunner:
         wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states of the step's tokens, and the logits at `wanted`, as in Model.forward."""
-        hidden, logits = self.model.forward(
-            token_ids,
-            self._device.upload(tokens.positions),
-            self._attention.begin_step(tokens.layouts),
-            embedded,
-            wanted,
-            lora_rows(tokens, self._adapter_of, self._device.torch_device)
-            if self._adapter_of
-            else None,
-        )
+        lora = None
+        if self._adapter_of:
+            lora = lora_rows(tokens, self._adapter_of, self._device.torch_device)
+        positions = self._device.upload(tokens.positions)
+        attention = self._attention.begin_step(tokens.layouts)
+        hidden, logits = self.model.forward(token_ids, positions, attention, embedded, wanted, lora)
         if self._lockstep is not None:
             self._lockstep.add_hidden_states(hidden)
         return hidden, logits
-
-
-def _no_indexes(token_ids: torch.Tensor) -> torch.Tensor:
-    """An empty index tensor, on the device of the tokens."""
-    return torch.empty(0, dtype=torch.int64, device=token_ids.device)

@@ -33,9 +33,7 @@ class Link(Protocol):
     """Connects neighbouring stages. Tensors arrive in the order in which they were sent."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Begins to send a tensor to the next stage. The caller must not change the tensor
-        afterwards.
-        """
+        """Begins to send a tensor to the next stage. The caller must not change it afterwards."""
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Waits for the next tensor from the previous stage and copies it into `tensor`."""
@@ -52,8 +50,8 @@ class _Header:
 
 
 class PipelineStage:
-    """The pipeline stage of this rank: stage number `index` of `num_stages`. `hidden_size` and
-    `dtype` describe the hidden states.
+    """The pipeline stage of this rank: number `index` of `num_stages`. `hidden_size` and `dtype`
+    describe the hidden states.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class PipelineStage:
         """A header that was received ahead of its hidden states."""
 
     def begin(self, step: StepInput) -> None:
-        """Sets the current step. Its hidden states are received and sent next."""
         self._step = step
         self.waited_nanos = 0
 
@@ -135,8 +132,9 @@ class PipelineStage:
 
 
 class StagedModel:
-    """A Model with the layers of one stage. It receives hidden states from the previous stage and
-    sends its own to the next stage.
+    """A Model of one stage's layers. It receives hidden states from the previous stage and sends
+    its own to the next stage. Only the first stage needs `embed`, and only the last
+    `compute_logits`.
     """
 
     def __init__(self, model: Model, stage: PipelineStage) -> None:
@@ -144,7 +142,6 @@ class StagedModel:
         self._stage = stage
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings of tokens, as in Model. Only the first stage needs them."""
         return self._model.embed(token_ids)
 
     def forward(
@@ -156,7 +153,6 @@ class StagedModel:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the stage's layers. The arguments and results are as in Model."""
         if not self._stage.is_first:
             embedded = self._stage.receive(len(token_ids))
         hidden, logits = self._model.forward(
@@ -167,5 +163,4 @@ class StagedModel:
         return hidden, logits
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of hidden states, as in Model. Only the last stage needs them."""
         return self._model.compute_logits(hidden)

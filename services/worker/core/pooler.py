@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from services.common.request.pooling import Pooler, PoolingParams, PoolingTask, PoolingType
@@ -17,9 +16,7 @@ from services.worker.core.batch.layout import StepTokens
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import Int32Array, StepInput, StepOutput, no_ints
 from services.worker.models.pooling_config import Activation, PoolingConfig
-
-Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
+from services.worker.sampling.arrays import Float32Array, Float64Array, Int64Array
 
 _SMALLEST_NORM = 1e-12
 """Lower bound of the norm that divides a vector, as in torch and sentence-transformers."""
@@ -50,9 +47,8 @@ class VectorEnd:
 
 
 def vector_end(config: PoolingConfig, hidden_size: int, *, takes_whole_prompts: bool) -> VectorEnd:
-    """The last operations on the vectors of a model of this width. If the model's directory does
-    not set a pooling type, the type is LAST, or CLS for models that process whole prompts, as in
-    vLLM.
+    """The last operations on the vectors of a model of this width. The default pooling type is
+    LAST, or CLS for models that process whole prompts, as in vLLM.
     """
     default = PoolingType.CLS if takes_whole_prompts else PoolingType.LAST
     pooler = Pooler(
@@ -96,27 +92,23 @@ class PromptPooler:
     """Maps each row to the sum of its states so far, or to its first state."""
 
     def clear(self) -> None:
-        """Forgets all rows."""
         self._params.clear()
         self._kept.clear()
 
     def check(self, step: StepInput) -> None:
-        """Raises InvalidStep if a new prompt has a prefix hit and the pooling type needs the states
-        of its first tokens.
+        """Raises InvalidStep if a new prompt has a prefix hit although the pooling type needs the
+        states of its first tokens.
         """
         if self.end.pooler.reads_prefix_cache or not step.new_requests:
             return
         entering = [new.row for new in step.new_requests]
         cached = step.num_computed_tokens[np.isin(step.rows, entering)]
         if cached.any():
-            raise InvalidStep(
-                f"step {step.step}: num_computed_tokens: a prompt enters behind token "
-                f"{int(cached.max())}, but the states of all its tokens are needed",
-                field="num_computed_tokens",
-            )
+            entered = f"a prompt enters behind token {int(cached.max())}"
+            problem = f"{entered}, but the states of all its tokens are needed"
+            raise InvalidStep.in_field(step.step, "num_computed_tokens", problem)
 
     def update(self, step: StepInput) -> None:
-        """Removes rows that leave the batch, and adds new requests."""
         for row in step.removed_rows.tolist():
             self._params.pop(row, None)
             self._kept.pop(row, None)
@@ -140,9 +132,7 @@ class PromptPooler:
         }
         return pooled_output(step, vectors, len(step.rows))
 
-    def _states(
-        self, tokens: StepTokens, ended: npt.NDArray[np.int64], hidden: torch.Tensor
-    ) -> Float64Array:
+    def _states(self, tokens: StepTokens, ended: Int64Array, hidden: torch.Tensor) -> Float64Array:
         """The pooled states of the requests `ended`, or their class scores, [len(ended), size]."""
         kind, pooler = self.end.pooler.pooling_type, self.end.pooler
         if kind is not PoolingType.LAST:

@@ -12,18 +12,13 @@ from services.worker.sampling.sampler import SamplerOutput
 
 
 class Sampled:
-    """Collects sampled tokens and log-probabilities for each request.
-
-    `parts`: pairs of arguments for `add`.
-    """
+    """Collects sampled tokens and log-probabilities. `parts`: pairs of arguments for `add`."""
 
     def __init__(self, parts: Iterable[tuple[np.ndarray, SamplerOutput]] = ()) -> None:
         self.parts = list(parts)
 
     def add(self, indexes: np.ndarray, output: SamplerOutput) -> None:
-        """Adds one token for each request in `indexes`. The rows of `output` are in the same
-        order.
-        """
+        """Adds one token for each request in `indexes`. Rows of `output` are in the same order."""
         self.parts.append((indexes, output))
 
     def output(self, step: StepInput, prompt: dict[int, LogprobRows]) -> StepOutput:

@@ -15,7 +15,6 @@ Int32Array = npt.NDArray[np.int32]
 
 
 def no_ints() -> Int32Array:
-    """An empty int32 array."""
     return np.empty(0, np.int32)
 
 
@@ -31,25 +30,23 @@ class NewRequest:
     block_tables: tuple[Int32Array, ...]
     """Block ids, one table for each KV-cache group."""
     prompt_embeds: PromptEmbeds | None = None
-    """Embeddings for placeholder tokens. Embeddings of computed tokens may be omitted, so these are
-    the embeddings of the last placeholders.
-    """
+    """Embeddings for the last placeholder tokens. Embeddings of computed tokens may be omitted."""
     num_placeholders: int = 0
     """Number of tokens at the beginning of the prompt that are placeholders for embeddings."""
     pooling: PoolingParams | None = None
     """How the request's prompt is pooled. It is None for models that generate."""
     adapter_digest: bytes = b""
-    """SHA-256 of the adapter's files. It is empty without an adapter."""
+    """SHA-256 of the LoRA adapter's files, or empty without an adapter."""
     cache_key: bytes = b""
-    """The root of the request's block hashes. Only requests with the same root share cached blocks
-    (see block_hash.cache_key).
+    """The root of the request's block hashes. Requests share cached blocks only if their roots are
+    equal.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class AppendedBlocks:
-    """Blocks appended to the block tables of one KV-cache group. `block_ids` concatenates the
-    appended ids of all tables: `num_blocks[i]` ids are for the table of row `rows[i]`.
+    """Blocks appended to the block tables of one KV-cache group. `block_ids` concatenates the ids
+    of all tables: `num_blocks[i]` ids are for the table of row `rows[i]`.
     """
 
     rows: Int32Array
@@ -95,8 +92,8 @@ class StepInput:
     The parts are applied in this order:
 
     1. Rows are removed, new requests enter, blocks are appended to tables.
-    2. Blocks are stored in the tier, cleared, and copied. Then loads from the tier begin. 3. The
-       tokens of `rows` are computed.
+    2. Blocks are stored in the tier, cleared, and copied. Then loads from the tier begin.
+    3. The tokens of `rows` are computed.
     """
 
     generation: int
@@ -112,9 +109,7 @@ class StepInput:
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
     """Number of drafts among the scheduled tokens of each request. Drafts are the last tokens."""
     draft_token_ids: Int32Array = field(default_factory=no_ints)
-    """The drafts of all requests, concatenated. The id is -1 if the worker must propose the draft
-    (see drafter.py).
-    """
+    """The drafts of all requests, concatenated. Id -1 asks the worker to propose the draft."""
     block_ids_to_zero: Int32Array = field(default_factory=no_ints)
     """Blocks to clear in all layers."""
     copy_sources: Int32Array = field(default_factory=no_ints)
@@ -137,9 +132,7 @@ _fields_of = attrgetter(*(one.name for one in fields(StepInput)))
 
 @dataclass(frozen=True, slots=True)
 class RequestLogprobs:
-    """The log-probabilities of one request's sampled tokens and of its prompt tokens. They are None
-    if they were not requested.
-    """
+    """Log-probabilities of one request's sampled and prompt tokens, or None if not requested."""
 
     sampled: LogprobRows | None
     prompt: LogprobRows | None
@@ -169,6 +162,4 @@ class StepOutput:
     ended_tier_loads: tuple[EndedTierLoad, ...] = ()
     """Loads from the tier that ended since the previous step."""
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
-    """For each request of the step, the number of drafts that the step verified. The array is empty
-    if the step verified no drafts.
-    """
+    """For each request, the number of drafts that the step verified. Empty if it verified none."""

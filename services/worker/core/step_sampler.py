@@ -31,8 +31,8 @@ _PROMPT_LOGPROB_ROWS = 128
 class StepSampler:
     """Samples for the requests of a batch, and appends the tokens to it.
 
-    `device_tokens` samples on the device. It is used for requests whose tokens the host need not
-    know before the step returns. `row_sampler` draws tokens (see Sampler).
+    `device_tokens` samples for requests whose tokens the host need not know before the step
+    returns. `row_sampler` draws tokens (see Sampler).
     """
 
     def __init__(
@@ -50,33 +50,24 @@ class StepSampler:
         self._row_sampler = row_sampler
         self._sampler = self._new_sampler()
         self._num_prompt_logprobs: dict[int, int] = {}
-        """Maps rows to the number of most probable tokens to report at each prompt position. Rows
-        without prompt log-probabilities are absent.
-        """
+        """Maps rows to the number of most probable tokens to report at each prompt position."""
 
     def clear(self) -> None:
-        """Forgets all requests."""
         self._num_prompt_logprobs.clear()
         self._sampler = self._new_sampler()
 
     @property
     def forced_tokens(self) -> Callable[[int], Sequence[int]]:
-        """A function that maps a row to the tokens that its grammar forces next."""
+        """Maps a row to the tokens that its grammar forces next."""
         return self._sampler.forced_tokens
 
     def update(self, step: StepInput) -> None:
-        """Removes requests that leave the batch, and adds new ones."""
         for row in step.removed_rows.tolist():
             self._sampler.remove(row)
             self._num_prompt_logprobs.pop(row, None)
         for new in step.new_requests:
-            self._sampler.add(
-                new.row,
-                new.sampling,
-                new.token_ids,
-                new.num_prompt_tokens,
-                num_placeholders=new.num_placeholders,
-            )
+            prompt = (new.token_ids, new.num_prompt_tokens)
+            self._sampler.add(new.row, new.sampling, *prompt, num_placeholders=new.num_placeholders)
             if self._device_tokens is not None:
                 self._device_tokens.release(np.array([new.row]))
             if new.sampling.prompt_logprobs is not None:
@@ -92,8 +83,8 @@ class StepSampler:
     ) -> StepOutput | PendingOutput:
         """Samples the next tokens, and verifies drafts.
 
-        `logits` [n, vocab_size]: the logits at the positions in `sampling`. They are None if there
-        are no positions. `logits_of` computes the logits of tokens at other indexes.
+        `logits` [n, vocab_size]: the logits at the positions in `sampling`, or None without
+        positions. `logits_of` computes the logits of tokens at other indexes.
         """
         prompt = self._prompt_logprobs(tokens, logits_of)
         sampled = Sampled()
@@ -139,7 +130,6 @@ class StepSampler:
         return logits.index_select(0, self._device.upload(indexes))
 
     def _append(self, rows: Int64Array, token_ids: Int32Array) -> None:
-        """Appends a token to each of these rows. The host knows the token."""
         self._batch.append_one(rows, token_ids)
         if self._device_tokens is not None:
             self._device_tokens.release(rows)
@@ -177,9 +167,7 @@ class StepSampler:
     def _prompt_logprobs(
         self, tokens: StepTokens, logits_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[int, LogprobRows]:
-        """Maps requests to the log-probabilities of the prompt tokens that follow this step's
-        tokens.
-        """
+        """Maps requests to the log-probabilities of the prompt tokens after this step's tokens."""
         found: dict[int, LogprobRows] = {}
         if not self._num_prompt_logprobs:
             return found

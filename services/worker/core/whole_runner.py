@@ -7,9 +7,10 @@ from services.common.request.pooling import PoolingParams, PoolingTask, PoolingT
 from services.worker.core.batch.input_batch import BatchLimits, InputBatch
 from services.worker.core.batch.step_difference import apply_step
 from services.worker.core.errors import InvalidStep
-from services.worker.core.pooler import Float32Array, Float64Array, VectorEnd, pooled_output
+from services.worker.core.pooler import VectorEnd, pooled_output
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.models.whole_model import WholeModel
+from services.worker.sampling.arrays import Float32Array, Float64Array
 
 
 class WholeRunner:
@@ -20,27 +21,21 @@ class WholeRunner:
     def __init__(self, model: WholeModel, end: VectorEnd, limits: BatchLimits) -> None:
         self._model = model
         self._end = end
+        self.limits = limits
         self._batch = InputBatch(limits)
         self._params: dict[int, PoolingParams] = {}
         self._generation: int | None = None
 
-    @property
-    def limits(self) -> BatchLimits:
-        """Limits of the batch and of its steps."""
-        return self._batch.limits
-
     def reset(self) -> None:
-        """Empties the batch."""
         self._batch.clear()
         self._params.clear()
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Runs one step."""
         return self.begin(step)
 
     def begin(self, step: StepInput) -> StepOutput:
-        """Runs one step. Raises InvalidArgument for an invalid step, with the batch unchanged, and
-        for a step that splits a prompt.
+        """Raises InvalidStep for an invalid step, with the batch unchanged, and for a divided
+        prompt.
         """
         if step.generation != self._generation:
             self.reset()
@@ -52,10 +47,8 @@ class WholeRunner:
             self._params[new.row] = new.pooling or PoolingParams()
         whole = self._batch.num_tokens[step.rows]
         if step.num_computed_tokens.any() or (step.num_scheduled_tokens != whole).any():
-            raise InvalidStep(
-                f"step {step.step}: num_scheduled_tokens: a prompt is not computed whole",
-                field="num_scheduled_tokens",
-            )
+            problem = "a prompt is not computed whole"
+            raise InvalidStep.in_field(step.step, "num_scheduled_tokens", problem)
         vectors = {index: self._vector(int(row)) for index, row in enumerate(step.rows)}
         return pooled_output(step, vectors, len(step.rows))
 
@@ -63,12 +56,8 @@ class WholeRunner:
         params = self._params[row]
         token_ids = self._batch.token_ids[row, : self._batch.num_tokens[row]].astype(np.int64)
         states = self._model.states(torch.from_numpy(token_ids), params.num_first_text_tokens)
-        return self._end.finish(self._pooled(states.numpy(force=True)), params)
-
-    def _pooled(self, states: Float32Array) -> Float64Array:
-        wide: Float64Array = states.astype(np.float64)
+        wide: Float64Array = states.numpy(force=True).astype(np.float64)
         kind = self._end.pooler.pooling_type
         if self._end.pooler.task is PoolingTask.EMBED and kind is PoolingType.MEAN:
             wide = np.add.reduce(wide, axis=0, keepdims=True) / len(wide)
-        pooled: Float64Array = wide[-1 if kind is PoolingType.LAST else 0]
-        return pooled
+        return self._end.finish(wide[-1 if kind is PoolingType.LAST else 0], params)

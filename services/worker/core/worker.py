@@ -37,11 +37,9 @@ class WorkerDescription:
     """Unique to each process."""
     model_name: str
     fingerprint: bytes
-    """The model's fingerprint, 32 bytes (see core/fingerprint.py)."""
+    """Of the model, 32 bytes (see core/fingerprint.py)."""
     tokenizer_fingerprint: bytes
-    """The fingerprint of the tokenizer files, 32 bytes. It is empty if the model has no tokenizer
-    files.
-    """
+    """Of the tokenizer files, 32 bytes. It is empty if the model has no tokenizer files."""
     max_model_len: int
     vocab_size: int
     hidden_size: int
@@ -67,7 +65,6 @@ class WorkerDescription:
     pooler: Pooler | None = None
     """Pools prompts. It is None if the model generates."""
     num_tier_blocks: int = 0
-    """Number of blocks of the offload tier."""
     max_loras: int = 0
     """The maximum number of LoRA adapters in one step. 0 means LoRA is not enabled."""
     max_cpu_loras: int = 0
@@ -75,13 +72,11 @@ class WorkerDescription:
     num_speculative_tokens: int = 0
     """The maximum number of draft tokens of a request in a step. 0 means no speculation."""
     num_speculative_rows: int = 0
-    """The maximum number of rows for tokens and drafts of decoding requests in a step. 0 means
-    unlimited.
-    """
+    """Limit on the rows for tokens and drafts of decoding requests in a step. 0 means unlimited."""
 
     @property
     def pipeline_stage(self) -> int | None:
-        """This rank's pipeline stage, from 0. It is None if there is one stage."""
+        """This rank's pipeline stage, from 0, or None if there is one stage."""
         if self.pipeline_parallel_size == 1:
             return None
         return self.rank * self.pipeline_parallel_size // self.world_size

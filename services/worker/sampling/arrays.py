@@ -1,6 +1,4 @@
-"""Array types of the package. The name of a type has the element type. Docstrings have the
-shapes.
-"""
+"""Array types, named after their elements."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,9 +1,8 @@
 """Sampled tokens that stay on the device, so that the host does not wait for them between steps.
 
 A step samples on the device, keeps the last token of each row there, and starts a download. The
-next step is planned, laid out and queued while this step runs. Its input tokens are copied on the
-device. Some tokens are sampled on the host, because their logits are edited or drafts are verified.
-The host has these tokens at once.
+next step is planned and queued while this step runs. Its input tokens are copied on the device. The
+host samples tokens whose logits are edited, and tokens that verify drafts.
 """
 
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from services.worker.sampling.sampler import SamplerOutput, SamplingMetadata
 class PendingTokens:
     """The tokens sampled in one step, one for each row. The device may still be sampling them.
 
-    `logprobs`: the log-probabilities of rows that request them. They are None if no row does.
+    `logprobs` is None if no row requests log-probabilities.
     """
 
     token_ids: Download
@@ -59,11 +58,10 @@ class DeviceTokens:
         self._is_held = np.zeros(max_num_seqs, np.bool_)
 
     def reset(self) -> None:
-        """Forgets the tokens of every row."""
         self._is_held[:] = False
 
     def release(self, rows: np.ndarray) -> None:
-        """Forgets the tokens of these rows. The host has the last token of each row."""
+        """Forgets the tokens of these rows, because the host has the last token of each row."""
         self._is_held[rows] = False
 
     def fill_in(
@@ -80,11 +78,8 @@ class DeviceTokens:
             return
         behind = held[(tokens.num_computed_tokens != num_tokens - 1)[held]]
         if len(behind):
-            raise InvalidStep(
-                f"step {step.step}: num_computed_tokens: row {tokens.rows[behind[0]]} computes "
-                "tokens again that it has sampled",
-                field="num_computed_tokens",
-            )
+            problem = f"row {tokens.rows[behind[0]]} computes tokens again that it has sampled"
+            raise InvalidStep.in_field(step.step, "num_computed_tokens", problem)
         rows = self._device.upload(tokens.rows[held].astype(np.int64))
         indexes = self._device.upload(tokens.first_tokens[held].astype(np.int64))
         token_ids.index_copy_(0, indexes, self._last_tokens.index_select(0, rows))
@@ -99,8 +94,8 @@ class DeviceTokens:
         """Samples one token for each of these rows of the batch. Row i of the logits is for
         rows[i].
 
-        `num_logprobs` maps rows of the logits to the number of most probable tokens to report. Rows
-        without log-probabilities are absent.
+        `num_logprobs` maps indexes of logits rows to the number of most probable tokens to report.
+        Rows without log-probabilities are absent.
         """
         token_ids = self._sampled(logits, metadata)
         self._last_tokens.index_copy_(0, self._device.upload(rows), token_ids.clamp(min=0))

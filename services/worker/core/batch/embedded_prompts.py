@@ -22,8 +22,8 @@ class _Embeds:
 
 
 class EmbeddedPrompts:
-    """The embeddings of rows whose prompts begin with embeddings. Without a model, as in a later
-    pipeline stage, embeddings are ignored.
+    """The embeddings of rows whose prompts begin with embeddings. Embeddings are ignored without a
+    model, as in a later pipeline stage.
     """
 
     def __init__(self, model: Model | None) -> None:
@@ -31,12 +31,11 @@ class EmbeddedPrompts:
         self._embeds: dict[int, _Embeds] = {}
 
     def clear(self) -> None:
-        """Drops the embeddings of every row."""
         self._embeds.clear()
 
     def read(self, step: StepInput, device: torch.device) -> dict[int, _Embeds]:
-        """Returns the embeddings of new requests, in the model's data type and on its device. Keys
-        are rows.
+        """Maps the rows of new requests to their embeddings, in the model's data type and on its
+        device.
 
         Raises InvalidArgument if the width of embeddings differs from the model's width, or if
         embeddings are missing for placeholder tokens that are not computed yet.
@@ -51,12 +50,8 @@ class EmbeddedPrompts:
             if not 0 <= begin <= computed.get(request.row, begin) or (
                 end > request.num_prompt_tokens
             ):
-                name = "new_requests.prompt_embeds"
-                raise InvalidStep(
-                    f"step {step.step}: {name}: tokens {begin} to {end} are not what row "
-                    f"{request.row} lacks",
-                    field=name,
-                )
+                problem = f"tokens {begin} to {end} are not what row {request.row} lacks"
+                raise InvalidStep.in_field(step.step, "new_requests.prompt_embeds", problem)
             if embeds is not None:
                 matrix = _to_tensor(embeds, self._model, device)
                 found[request.row] = _Embeds(begin, end, matrix)
@@ -69,8 +64,8 @@ class EmbeddedPrompts:
         self._embeds |= entering
 
     def of_step(self, tokens: StepTokens, token_ids: torch.Tensor) -> torch.Tensor | None:
-        """The input embeddings [num_tokens, hidden_size] of a step. They are None if the step needs
-        only token ids.
+        """The input embeddings [num_tokens, hidden_size] of a step, or None if it needs only token
+        ids.
         """
         embedded: torch.Tensor | None = None
         if not self._embeds or self._model is None:

@@ -34,13 +34,10 @@ class BatchLimits:
     groups follow the groups of attention layers.
     """
     num_tier_blocks: int = 0
-    """Blocks of the offload tier."""
     num_speculative_tokens: int = 0
     """Maximum number of draft tokens that this worker proposes for a request in a step."""
     num_speculative_rows: int = 0
-    """The maximum number of rows for tokens and drafts of decoding requests in a step. 0 means
-    unlimited.
-    """
+    """Limit on the rows for tokens and drafts of decoding requests in a step. 0 means unlimited."""
     block_scales: tuple[int, ...] = ()
     """For each group of attention layers, the number of tokens in its blocks, as a multiple of
     `block_size`. If empty, all multiples are 1.
@@ -53,9 +50,7 @@ class BatchLimits:
 
     @property
     def first_state_group(self) -> int:
-        """Index of the first group of recurrent layers: the number of groups of attention
-        layers.
-        """
+        """Index of the first group of recurrent layers."""
         return len(self.windows) - len(self.state_block_sizes)
 
     @property
@@ -73,9 +68,7 @@ class BatchLimits:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """The number of blocks of a sequence of max_model_len tokens, in the group with the
-        smallest blocks.
-        """
+        """Blocks of a sequence of max_model_len tokens, in the group with the smallest blocks."""
         return -(-self.max_model_len // self.block_size)
 
     def room(self, num_blocks: Iterable[int]) -> int:
@@ -122,13 +115,7 @@ class InputBatch:
         self.num_blocks = np.zeros((num_groups, rows), np.int32)
         self.sampling: dict[int, SamplingParams] = {}
 
-    @property
-    def rows(self) -> list[int]:
-        """Rows in use."""
-        return sorted(self.sampling)
-
     def clear(self) -> None:
-        """Removes every request."""
         self.sampling.clear()
 
     def place_last_tokens(self, step: StepInput) -> None:
@@ -136,9 +123,8 @@ class InputBatch:
         need this. Raises InvalidStep if the step does not have these tokens.
         """
         if len(step.last_token_ids) != len(step.rows):
-            name = "last_token_ids"
             problem = "a pipeline stage that does not sample must be sent each request's last token"
-            raise InvalidStep(f"step {step.step}: {name}: {problem}", field=name)
+            raise InvalidStep.in_field(step.step, "last_token_ids", problem)
         ends = step.num_computed_tokens + step.num_scheduled_tokens
         self.token_ids[step.rows, ends - 1] = step.last_token_ids
 
@@ -170,11 +156,11 @@ class InputBatch:
         self.num_tokens[rows] = num_tokens + 1
 
     def append_unknown(self, rows: Int64Array) -> None:
-        """Counts one more token for each of these rows. Its id is not known on the host yet."""
+        """Counts one more token for each of these rows. The host does not have its id yet."""
         self.num_tokens[rows] += 1
 
     def enter(self, request: NewRequest) -> None:
-        """Adds a request, in a row that is not in use."""
+        """Adds a request. Its row must not be in use."""
         row = request.row
         self.sampling[row] = request.sampling
         self.num_tokens[row] = len(request.token_ids)
@@ -185,7 +171,6 @@ class InputBatch:
             self.grow(group, row, block_ids)
 
     def grow(self, group: int, row: int, block_ids: Int32Array) -> None:
-        """Appends blocks to the block table of a row in one KV-cache group."""
         start = self.num_blocks[group, row]
         self.block_tables[group, row, start : start + len(block_ids)] = block_ids
         self.num_blocks[group, row] += len(block_ids)

@@ -9,8 +9,7 @@ from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.step import StepInput
 
 _BEHIND_DECODES = np.int32(2**31 - 1)
-"""The sort key of a request with several tokens. It exceeds all lengths, so these requests follow
-the decodes.
+"""The sort key of requests with several tokens. It exceeds all lengths, so they follow the decodes.
 """
 _FEW_REQUESTS = 64
 
@@ -52,12 +51,12 @@ class StepTokens:
 
     @property
     def seq_lens(self) -> Int32Array:
-        """The number of tokens of each request after the step, drafts included."""
+        """Tokens of each request after the step, drafts included."""
         return self.layouts[0].seq_lens
 
     @property
     def num_computed_tokens(self) -> Int32Array:
-        """The number of tokens of each request that are computed before the step."""
+        """Tokens of each request that are computed before the step."""
         return self.seq_lens - self.num_scheduled_tokens
 
     def sampling(self, num_tokens: Int32Array) -> "SamplingRequests":

@@ -16,14 +16,12 @@ from services.worker.core.step import StepInput
 
 class LoraAdapters:
     """Keeps at most `max_cpu_loras` adapters in memory. The scheduler decides which adapters are
-    loaded. If an adapter is dropped while requests in the batch use it, its memory is freed when
-    these requests leave.
+    loaded. An adapter that is dropped is freed when the last request in the batch that uses it
+    leaves.
     """
 
     def __init__(self, read: Callable[[Path], PackedLora], max_cpu_loras: int) -> None:
-        """`read` loads the adapter in a directory. It raises InvalidArgument if the adapter is not
-        supported.
-        """
+        """`read` loads an adapter's directory, or raises InvalidArgument if it is not supported."""
         self._read = read
         self._max_cpu_loras = max_cpu_loras
         self._loaded: dict[bytes, PackedLora] = {}
@@ -59,9 +57,7 @@ class LoraAdapters:
         return not self._loaded.keys() >= wanted
 
     def of_step(self, step: StepInput) -> dict[int, PackedLora]:
-        """Maps the rows of a step's new requests to their adapters. Raises InvalidStep if an
-        adapter is not loaded.
-        """
+        """As `find_adapters`, among the loaded adapters."""
         return find_adapters(step, self._loaded)
 
 
@@ -74,9 +70,8 @@ def find_adapters(step: StepInput, loaded: dict[bytes, PackedLora]) -> dict[int,
         if request.adapter_digest:
             adapter = loaded.get(request.adapter_digest)
             if adapter is None:
-                name = "new_requests.adapter_digest"
                 problem = f"no adapter {request.adapter_digest.hex()[:16]} is loaded here"
-                raise InvalidStep(f"step {step.step}: {name}: {problem}", field=name)
+                raise InvalidStep.in_field(step.step, "new_requests.adapter_digest", problem)
             found[request.row] = adapter
     return found
 
@@ -84,8 +79,8 @@ def find_adapters(step: StepInput, loaded: dict[bytes, PackedLora]) -> dict[int,
 def lora_rows(
     tokens: StepTokens, adapters: dict[int, PackedLora], device: torch.device
 ) -> LoraRows | None:
-    """Groups the step's tokens by the adapter of their request. Returns None if no request uses an
-    adapter. `adapters` maps rows of the batch to adapters.
+    """Groups the step's tokens by the adapter of their request, or returns None if no request has
+    one. `adapters` maps rows of the batch to adapters.
     """
     numbers: dict[PackedLora, int] = {}
     of_requests = np.full(len(tokens.rows), -1, np.int32)

@@ -1,6 +1,4 @@
-"""Reads the difference that a step makes to the batch. The whole step is checked against the batch
-and the worker's limits, before any part of it is applied.
-"""
+"""Checks the difference that a step makes to the batch, then applies it."""
 
 from collections.abc import Set as AbstractSet
 
@@ -44,20 +42,21 @@ class _StepCheck:
         self._limits = batch.limits
         self._step = step
         self._in_use: AbstractSet[int] = batch.sampling.keys()
-        """The rows in use after removed requests have left and new ones have entered."""
+        """Rows in use after removed requests have left and new ones have entered."""
         self._new: dict[int, NewRequest] = {}
         self._appended: list[dict[int, int]] = [{} for _ in self._limits.windows]
-        """For each group, a map from rows to the number of blocks that the step appends."""
+        """For each group, maps rows to the number of blocks that the step appends."""
 
     def run(self) -> Int32Array:
-        """Raises InvalidStep for the first contradiction. Returns the number of computed tokens of
-        each request, without rejected drafts.
-        """
+        """Raises InvalidStep for the first contradiction. Returns the result of `apply_step`."""
         step = self._step
         if len(step.removed_rows) or step.new_requests:
             self._check_rows()
         if step.appended_blocks:
-            self._check_all_appended()
+            groups, expected = len(step.appended_blocks), len(self._limits.windows)
+            self._require(groups == expected, "appended_blocks", f"{groups} groups, not {expected}")
+            for group, appended in enumerate(step.appended_blocks):
+                self._check_appended(group, appended)
         self._check_block_ids(step.block_ids_to_zero, "block_ids_to_zero")
         if len(step.copy_sources) or len(step.copy_targets):
             self._check_copies()
@@ -70,7 +69,6 @@ class _StepCheck:
         return num_computed_tokens
 
     def _check_rows(self) -> None:
-        """Checks removed rows, then new requests."""
         in_use = set(self._in_use)
         for row in self._step.removed_rows.tolist():
             self._require(row in in_use, "removed_rows", f"row {row} is not in use")
@@ -80,12 +78,6 @@ class _StepCheck:
             in_use.add(request.row)
             self._new[request.row] = request
         self._in_use = in_use
-
-    def _check_all_appended(self) -> None:
-        groups, expected = len(self._step.appended_blocks), len(self._limits.windows)
-        self._require(groups == expected, "appended_blocks", f"{groups} groups, not {expected}")
-        for group, appended in enumerate(self._step.appended_blocks):
-            self._check_appended(group, appended)
 
     def _check_tier(self) -> None:
         step, stores = self._step, self._step.tier_stores
@@ -121,7 +113,7 @@ class _StepCheck:
         self._require(groups == expected, name, f"{groups} groups, not {expected}")
         most = self._limits.max_blocks_per_seq
         for group, (table, window) in enumerate(zip(tables, windows, strict=True)):
-            num_null = 0 if window is None else _leading_nulls(table)
+            num_null = 0 if window is None or not len(table) else int(np.argmax(table != 0))
             self._check_entries(group, table[num_null:], name)
             self._require(len(table) <= most, name, f"{len(table)} blocks, over {most}")
 
@@ -175,8 +167,7 @@ class _StepCheck:
         self._check_token_ids(token_ids, name)
 
     def _check_requests(self) -> Int32Array:
-        """Checks all requests at once. If the check fails, checks them one by one to find the first
-        invalid request.
+        """Checks all requests at once. If the check fails, finds the first invalid request.
 
         Counts of computed tokens may be any int32. They are compared with bounds, since sums with
         them could overflow. The scheduler counts the previous step's drafts as computed. Returns
@@ -246,9 +237,7 @@ class _StepCheck:
         return 0
 
     def _known_and_room(self) -> tuple[Int32Array, Int32Array]:
-        """For each request, the number of known tokens and the number of tokens that fit in its
-        blocks.
-        """
+        """For each request, its known tokens and the tokens that fit in its blocks."""
         rows = self._step.rows.astype(np.int64)
         known, room = self._batch.num_tokens[rows], self._batch.room[rows]
         for row, request in self._new.items():
@@ -266,23 +255,14 @@ class _StepCheck:
     def _refuse_request(
         self, row: int, scheduled: int, computed: int, known: int, room: int, drafts: int
     ) -> None:
-        name, end, longest = (
-            "num_scheduled_tokens",
-            computed + scheduled,
-            self._limits.max_model_len,
-        )
+        name, longest = "num_scheduled_tokens", self._limits.max_model_len
+        end = computed + scheduled
         follows = end - drafts
         self._require(scheduled > drafts, name, f"row {row} computes no known token")
-        self._require(
-            computed >= 0 and follows <= known,
-            "num_computed_tokens",
-            f"row {row} has {known} tokens, not {follows}",
-        )
-        self._require(
-            not drafts or follows == known,
-            "num_draft_tokens",
-            f"drafts of row {row} do not follow its {known} tokens",
-        )
+        problem = f"row {row} has {known} tokens, not {follows}"
+        self._require(computed >= 0 and follows <= known, "num_computed_tokens", problem)
+        problem = f"drafts of row {row} do not follow its {known} tokens"
+        self._require(not drafts or follows == known, "num_draft_tokens", problem)
         self._require(end <= longest, name, f"row {row} would reach {end} tokens, over {longest}")
         self._require(end <= room, "rows", f"row {row} needs {end} tokens, has room for {room}")
 
@@ -299,9 +279,7 @@ class _StepCheck:
         self._require(not len(wrong), field, f"token {wrong[:1].tolist()} is not below {size}")
 
     def _check_entries(self, group: int, block_ids: Int32Array, field: str) -> None:
-        """Checks entries of a block table. In groups of recurrent layers, null entries are
-        allowed.
-        """
+        """Checks entries of a block table. Groups of recurrent layers may have null entries."""
         holds_states = group >= self._limits.first_state_group
         self._check_block_ids(block_ids[block_ids != 0] if holds_states else block_ids, field)
 
@@ -314,11 +292,4 @@ class _StepCheck:
 
     def _require(self, holds: bool, field: str, problem: str) -> None:
         if not holds:
-            raise InvalidStep(f"step {self._step.step}: {field}: {problem}", field=field)
-
-
-def _leading_nulls(table: Int32Array) -> int:
-    """Returns the number of null blocks before a table's first real block. Returns 0 if all are
-    null.
-    """
-    return int(np.argmax(table != 0)) if len(table) else 0
+            raise InvalidStep.in_field(self._step.step, field, problem)

@@ -1,13 +1,12 @@
-"""Checks the order of a stream's steps. Each step must run once, in ascending order of numbers."""
+"""Checks the order of a stream's steps."""
 
 from services.worker.core.errors import InvalidStep
 
 
 class StepOrder:
     """Checks that all steps of one stream have the same generation of the pool, and that their
-    numbers rise.
-
-    An empty step with number 0 may open the generation. A second step with number 0 may follow it.
+    numbers rise. An empty step with number 0 may open the generation. A second step 0 may follow
+    it.
     """
 
     def __init__(self) -> None:
@@ -23,10 +22,8 @@ class StepOrder:
             self._last = -1 if is_empty and step == 0 else step
             return
         if generation != self._generation:
-            raise InvalidStep(
-                f"step {step}: generation: {generation} in a stream of {self._generation}",
-                field="generation",
-            )
+            problem = f"{generation} in a stream of {self._generation}"
+            raise InvalidStep.in_field(step, "generation", problem)
         if step <= self._last:
-            raise InvalidStep(f"step {step}: step: it comes after step {self._last}", field="step")
+            raise InvalidStep.in_field(step, "step", f"it comes after step {self._last}")
         self._last = step

@@ -31,12 +31,12 @@ import torch
 from services.worker.backends.attention import PagedAttention
 from services.worker.core.batch.input_batch import BatchLimits, InputBatch
 from services.worker.core.batch.layout import lay_out
-from services.worker.core.drafts.draft_source import WantedDrafts
-from services.worker.core.step import Int32Array, NewRequest, StepInput
+from services.worker.core.drafts.draft_source import DraftSource, WantedDrafts
+from services.worker.core.step import Int32Array, StepInput
 from services.worker.models.model import Model
 
 
-class DraftModel:
+class DraftModel(DraftSource):
     """A DraftSource, on the CPU.
 
     `attention` has as many blocks as the target model's attention, with as many tokens in each
@@ -63,17 +63,11 @@ class DraftModel:
         rows, most = limits.max_num_seqs, limits.num_speculative_tokens
         self._num_computed = np.full(rows, self._longest, np.int32)
         """For each row, the number of tokens whose keys and values are computed. For a new request
-        this number is an upper bound, until `_settle` lowers it to the number of tokens in full
-        blocks.
+        it is an upper bound, until `_settle` lowers it to the number of tokens in full blocks.
         """
         self._guesses = np.zeros((rows, most), np.int32)
         """For each row, the drafts that were computed after its `_num_computed` tokens."""
         self._num_guesses = np.zeros(rows, np.int32)
-
-    def enter(self, requests: Sequence[NewRequest]) -> None:
-        """Adds requests. A request's number of computed tokens is determined when a step includes
-        it.
-        """
 
     def forget(self, rows: Int32Array) -> None:
         self._num_computed[rows] = self._longest
@@ -102,9 +96,6 @@ class DraftModel:
                 num_own[want.index], ends[want.index] = count, first
         self._compute_due(batch, rows, starts, ends, num_own)
         return [self._take(batch, want, int(num_own[want.index])) for want in wanted]
-
-    def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Does nothing, because tokens are read from the batch when drafts are requested."""
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
         """Counts accepted drafts as computed, and computes known tokens that fill a block."""
@@ -157,8 +148,8 @@ class DraftModel:
         num_drafts: Int32Array,
         tokens: Int32Array,
     ) -> None:
-        """Writes drafts from position `ends` on. The first drafts are these tokens. The next drafts
-        continue them.
+        """Writes drafts from position `ends` on: first these tokens, then drafts that continue
+        them.
         """
         while len(rows):
             batch.token_ids[rows, ends] = tokens

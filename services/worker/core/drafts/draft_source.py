@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.step import Int32Array, NewRequest, StepInput
@@ -12,10 +11,8 @@ from services.worker.speculation.proposer import Proposer
 @dataclass(slots=True)  # not frozen, see StepInput
 class WantedDrafts:
     """Asks for up to `most` drafts of one request. `index`: the request's index in the step. `row`:
-    its row in the batch.
-
-    `forced`: tokens that a grammar forces to come next. They are the first drafts, and there are at
-    most `most` of them.
+    its row in the batch. `forced`: the tokens, at most `most`, that a grammar forces to come next.
+    They are the first drafts.
     """
 
     index: int
@@ -24,16 +21,18 @@ class WantedDrafts:
     forced: list[int]
 
     def possible(self, proposed: Sequence[int]) -> Sequence[int]:
-        """Returns the proposed drafts if they begin with the forced drafts, and otherwise only the
-        forced drafts.
+        """The proposed drafts if they begin with the forced drafts, and otherwise only the forced
+        drafts.
         """
         forced = self.forced
         begins_so = not forced or list(proposed[: len(forced)]) == forced
         return proposed if begins_so else forced
 
 
-class DraftSource(Protocol):
-    """Proposes drafts. All ranks of a model must propose the same drafts."""
+class DraftSource:
+    """Proposes drafts. All ranks of a model must propose the same drafts. By default, events of the
+    batch change nothing.
+    """
 
     def enter(self, requests: Sequence[NewRequest]) -> None:
         """Called when these requests have entered the batch, in rows that were free."""
@@ -48,6 +47,7 @@ class DraftSource(Protocol):
         each request in `wanted`. Entries of `batch.token_ids` after the known tokens may be
         overwritten.
         """
+        raise NotImplementedError
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
         """Called after a step of these rows, when its sampled tokens are in the batch."""
@@ -64,14 +64,11 @@ class DraftSource(Protocol):
         """Called when all requests have left the batch."""
 
 
-class ProposerSource:
+class ProposerSource(DraftSource):
     """A DraftSource that calls a Proposer once for each request."""
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
-
-    def enter(self, requests: Sequence[NewRequest]) -> None:
-        """Does nothing. The proposer first sees a request when it proposes for it."""
 
     def propose(
         self,
@@ -79,17 +76,12 @@ class ProposerSource:
         batch: InputBatch,
         wanted: Sequence[WantedDrafts],
     ) -> list[Sequence[int]]:
-        return [self._of_request(batch, want) for want in wanted]
-
-    def _of_request(self, batch: InputBatch, want: WantedDrafts) -> Sequence[int]:
-        known = batch.token_ids[want.row, : batch.num_tokens[want.row]]
-        return want.possible(self._proposer.propose(want.row, known, want.most))
-
-    def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Does nothing, because the proposer receives all tokens with each call."""
-
-    def verified(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Does nothing, because proposals do not depend on the results of verification."""
+        proposed = []
+        for want in wanted:
+            known = batch.token_ids[want.row, : batch.num_tokens[want.row]]
+            found = self._proposer.propose(want.row, known, want.most)
+            proposed.append(want.possible(found))
+        return proposed
 
     def forget(self, rows: Int32Array) -> None:
         for row in rows.tolist():

@@ -34,20 +34,18 @@ class Drafter:
         self._lengths: dict[int, DraftLength] = {}
 
     def update(self, step: StepInput) -> None:
-        """Removes requests that leave the batch, and adds new ones."""
         self.source.forget(step.removed_rows)
         for row in step.removed_rows.tolist():
             self._lengths.pop(row, None)
         self.source.enter(step.new_requests)
 
     def clear(self) -> None:
-        """Removes all requests."""
         self.source.clear()
         self._lengths.clear()
 
     def sampled(self, tokens: StepTokens, batch: InputBatch) -> None:
-        """Records the tokens that a step sampled, and the accepted drafts. All tokens that were
-        sampled for a request are accepted drafts, except the last.
+        """Records the tokens that a step sampled, and the accepted drafts. A request's accepted
+        drafts are all its sampled tokens except the last.
         """
         every = tokens.layouts[0].rows
         self.source.sampled(every, batch)
@@ -73,9 +71,9 @@ class Drafter:
         """The step with real token counts and draft ids. The batch must already have applied the
         step's difference.
 
-        `num_computed_tokens`: the counts that `InputBatch.apply` returned. Drafts with id -1 are
-        replaced by proposals, or removed if there is no proposal. `forced` returns the tokens that
-        a grammar forces after a row's output.
+        `num_computed_tokens`: the counts that `apply_step` returned. Drafts with id -1 are replaced
+        by proposals, or removed if there is no proposal. `forced` returns the tokens that a grammar
+        forces after a row's output.
         """
         known = _without_drafts(step, num_computed_tokens)
         if not len(step.num_draft_tokens):
@@ -88,19 +86,14 @@ class Drafter:
             own, begin = token_ids[begin : begin + count], begin + count
             if PROPOSED_HERE in own:
                 own = ()
-                if most := min(self._length(row).next(), count):
+                length = self._lengths.setdefault(row, DraftLength(self._most))
+                if most := min(length.next(), count):
                     wanted.append(WantedDrafts(len(drafts), row, most, list(forced(row))[:most]))
             drafts.append(own)
         proposed = self.source.propose(known, batch, wanted)
         for want, found in zip(wanted, proposed, strict=True):
             drafts[want.index] = found
         return _with_drafts(known, drafts) if any(drafts) else known
-
-    def _length(self, row: int) -> DraftLength:
-        length = self._lengths.get(row)
-        if length is None:
-            length = self._lengths[row] = DraftLength(self._most)
-        return length
 
 
 def _without_drafts(step: StepInput, num_computed_tokens: Int32Array) -> StepInput:
@@ -117,7 +110,6 @@ def _without_drafts(step: StepInput, num_computed_tokens: Int32Array) -> StepInp
 
 
 def _with_drafts(known: StepInput, drafts: Sequence[Sequence[int]]) -> StepInput:
-    """A step of known tokens, with each request's drafts appended."""
     counts = np.array([len(own) for own in drafts], np.int32)
     completed = known.copy()
     completed.num_scheduled_tokens = known.num_scheduled_tokens + counts

@@ -1,16 +1,14 @@
-"""Drafts from suffix trees. Drafts are tokens that followed the same context in this response or in
-earlier responses.
-"""
+"""Drafts from suffix trees: tokens that followed the same context in this or earlier responses."""
 
 from collections.abc import Sequence
 
 from services.worker.backends.suffix_decoding import SuffixDecoding
 from services.worker.core.batch.input_batch import InputBatch
-from services.worker.core.drafts.draft_source import WantedDrafts
+from services.worker.core.drafts.draft_source import DraftSource, WantedDrafts
 from services.worker.core.step import Int32Array, NewRequest, StepInput
 
 
-class SuffixSource:
+class SuffixSource(DraftSource):
     """A DraftSource. A response consists of the tokens sampled here since its request entered the
     batch. So tokens are not counted twice when a preempted request enters the batch again. All
     responses are forgotten when the batch is cleared, so that all ranks have the same trees.
@@ -36,11 +34,7 @@ class SuffixSource:
         return proposed
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Adds the sampled tokens to the responses."""
         self._trees.take_in(rows, batch.token_ids, batch.num_tokens)
-
-    def verified(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Does nothing, because proposals do not depend on the results of verification."""
 
     def forget(self, rows: Int32Array) -> None:
         for row in rows.tolist():
