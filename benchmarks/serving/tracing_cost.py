@@ -31,7 +31,6 @@ from services.scheduler.adapters.telemetry.step_tracer import StepTracer as Sche
 from services.scheduler.adapters.telemetry.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
-from services.worker.adapters.telemetry import StepTimes
 from services.worker.adapters.telemetry import StepTracer as WorkerTracer
 from services.worker.core.step import StepInput
 
@@ -113,10 +112,9 @@ def worker_steps(tracing: Tracing, num_requests: int) -> Step:
     tracer, sampler = WorkerTracer(tracing, 0), _step_sampler(tracing, num_requests)
     ones, rows = np.ones(num_requests, np.int32), np.arange(num_requests, dtype=np.int32)
     now = time.time_ns()
-    times = StepTimes(now, now, now)
 
     async def step(number: int) -> None:
-        tracer.record(sampler(), StepInput(1, number, rows, ones, ones), times)
+        tracer.record(sampler(), StepInput(1, number, rows, ones, ones), (now, now, now))
 
     return step
 

@@ -1,8 +1,4 @@
-"""Builds a worker from its settings. Reads the model, sizes the cache, and runs warm-up steps.
-
-The parts are built in `services.worker.parts`. Incompatible settings are refused in
-`parts.refusals`.
-"""
+"""Builds a worker from its settings: reads the model, sizes the cache, and runs warm-up steps."""
 
 import gc
 import logging
@@ -30,7 +26,6 @@ from services.worker.parts.drafter import with_drafter
 from services.worker.parts.group import with_group
 from services.worker.parts.kv_cache import size_rank_kv_cache
 from services.worker.parts.model import load_parts
-from services.worker.parts.progress import progress_logger
 from services.worker.parts.rank_setup import RankSetup, set_up_rank
 from services.worker.parts.refusals import refuse_for_whole_prompts
 from services.worker.parts.tier import with_tier
@@ -71,7 +66,7 @@ def build_worker(
     group: Group | None = None,
 ) -> Worker:
     """Loads the model and runs warm-up steps. Must be called in the thread that will compute.
-    `group`: the group of which the worker is a rank. It is None for a single worker.
+    `group`: the worker's group, or None for a single worker.
 
     `checkpoint_reached` is called many times during startup, and may raise to abort it. Raises
     ModelError if the directory cannot be served, KVCacheTooSmall or NotEnoughMemory if memory is
@@ -81,15 +76,18 @@ def build_worker(
     setup = set_up_rank(settings, checkpoint_reached, group)
     checkpoint = open_checkpoint(settings.model, setup.platform.torch_device)
     pooling = read_pooling(settings.model, settings.runner)
-    if pooling is not None and takes_whole_prompts(settings.model):
-        return _build_whole(setup, checkpoint, pooling, incarnation)
-    return _build_cached(setup, checkpoint, pooling, incarnation)
+    if pooling is None or not takes_whole_prompts(settings.model):
+        return _build_cached(setup, checkpoint, pooling, incarnation)
+    refuse_for_whole_prompts(setup)
+    # Imported only here, since importing transformers takes seconds and a hundred megabytes.
+    from services.worker.parts.whole import build_whole  # noqa: PLC0415
+
+    return build_whole(setup, checkpoint, pooling, incarnation)
 
 
 def _build_cached(
     setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig | None, incarnation: str
 ) -> Worker:
-    """Builds a worker with a KV cache."""
     settings = setup.settings
     parts, groups = load_parts(setup, checkpoint, pooling)
     loaded, block_size = parts.loaded, parts.shape.block_size
@@ -112,24 +110,8 @@ def _build_cached(
     return Worker(warm_runner(setup, parts), description, parts.grammars, adapters)
 
 
-def _build_whole(
-    setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig, incarnation: str
-) -> Worker:
-    """Builds a worker for a model that processes whole prompts. It has no KV cache. The scheduler
-    still allocates blocks to prompts, but the blocks store nothing. There are enough blocks for
-    `max_num_seqs` prompts of the maximum length.
-    """
-    refuse_for_whole_prompts(setup)
-    # Imported only here, since importing transformers takes seconds and a hundred megabytes.
-    from services.worker.parts.whole import build_whole  # noqa: PLC0415
-
-    return build_whole(setup, checkpoint, pooling, incarnation)
-
-
 def make_grammars(model: Path, parts: RunnerParts) -> Grammars | None:
-    """The grammars of a rank. They are None if the rank does not sample. `model`: the directory
-    with the tokenizer.
-    """
+    """The grammars of a rank, or None if it does not sample. `model`: the tokenizer's directory."""
     if parts.pooler is not None or not (parts.stage is None or parts.stage.is_last):
         return None
     loaded = parts.loaded
@@ -144,7 +126,7 @@ def warm_runner(setup: RankSetup, parts: RunnerParts) -> ModelRunner:
         shapes = setup.platform.warm_up_shapes(parts.limits)
         if parts.pooler is not None and not parts.pooler.end.pooler.reads_prefix_cache:
             shapes = [shape for shape in shapes if not shape.num_computed]
-        done = progress_logger("warming up", setup.checkpoint_reached)
+        done = setup.progress("warming up")
         for number, shape in enumerate(shapes):
             run_prompts(runner, parts.limits, shape)
             done(number + 1, len(shapes))

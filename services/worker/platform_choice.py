@@ -20,19 +20,6 @@ from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-_STAGES_ON_THE_CPU = (
-    "pipeline stages compute on the CPU alone; set --device cpu, or --pipeline-parallel-size 1"
-)
-
-_QUANTIZED_ON_THE_CPU = (
-    "weights are quantized at load on the CPU alone; set --device cpu, or --quantization auto"
-)
-
-_KV_CODES_ON_THE_CPU = (
-    "keys and values are kept in 8 bits on the CPU alone; set --device cpu, or --kv-cache-dtype "
-    "auto"
-)
-
 
 def select_platform(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
@@ -72,12 +59,14 @@ def select_platform(
 
 def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
     """For each setting that CUDA does not support, a sentence for the log or the error."""
-    asked = {
-        _STAGES_ON_THE_CPU: settings.pipeline_parallel_size > 1,
-        _QUANTIZED_ON_THE_CPU: settings.quantization is not QuantizationSetting.AUTO,
-        _KV_CODES_ON_THE_CPU: settings.kv_cache_dtype is not KVCacheDtype.AUTO,
-    }
-    return [reason for reason, is_asked_for in asked.items() if is_asked_for]
+    reasons = []
+    if settings.pipeline_parallel_size > 1:
+        reasons.append(("pipeline stages compute", "--pipeline-parallel-size 1"))
+    if settings.quantization is not QuantizationSetting.AUTO:
+        reasons.append(("weights are quantized at load", "--quantization auto"))
+    if settings.kv_cache_dtype is not KVCacheDtype.AUTO:
+        reasons.append(("keys and values are kept in 8 bits", "--kv-cache-dtype auto"))
+    return [f"{what} on the CPU alone; set --device cpu, or {flag}" for what, flag in reasons]
 
 
 def num_local_workers(settings: WorkerSettings, group: Group | None) -> int:
@@ -86,9 +75,7 @@ def num_local_workers(settings: WorkerSettings, group: Group | None) -> int:
 
 
 def is_batch_invariant(settings: WorkerSettings, device: torch.device) -> bool:
-    """Whether results must not depend on the batch. By default this is true on the CPU and false on
-    CUDA.
-    """
+    """Whether results must not depend on the batch: by default on the CPU, and not on CUDA."""
     if settings.batch_invariant is None:
         return device.type == CPU.type
     return settings.batch_invariant

@@ -40,9 +40,7 @@ _CLOSE_SECONDS = 0.2
 reason, and until a step that waits for another rank has ended.
 """
 _TOLD_SECONDS = 1.0
-"""Maximum time that a rank waits for its own stop signal after another rank received one, in
-seconds.
-"""
+"""Limit on a rank's wait for its own stop signal after another rank received one, in seconds."""
 
 logger = logging.getLogger("services.worker")
 
@@ -100,8 +98,8 @@ class WorkerService:
         self._compute.close(_CLOSE_SECONDS if self._member.membership.size > 1 else None)
 
     async def _load(self, stop: asyncio.Event) -> Worker | None:
-        """The worker, loaded in the compute thread. It is None if `stop` is set or the group breaks
-        before it is loaded.
+        """The worker, loaded in the compute thread, or None if `stop` is set or the group breaks
+        before.
         """
         cancelled = threading.Event()
 

@@ -37,14 +37,11 @@ class ComputeThread:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no further function is started."""
         return self._computing.is_closed
 
     @property
     def overdue(self) -> "Overdue | None":
-        """The running function that exceeds its time limit. It is None if there is none. Callable
-        from any thread.
-        """
+        """The running function that exceeds its time limit, if any. Callable from any thread."""
         return self._computing.overdue or self._waiting.overdue
 
     def submit(
@@ -67,7 +64,7 @@ class ComputeThread:
         allowed_seconds: float = inf,
         ended: Callable[[], object] | None = None,
     ) -> "asyncio.Future[T]":
-        """Like `submit`, but for a function that only waits. It runs in the download thread."""
+        """Like `submit`, for a function that only waits. It runs in the download thread."""
         return self._waiting.submit(wait, allowed_seconds, ended)
 
     def close(self, patience_seconds: float | None = None) -> None:
@@ -78,9 +75,7 @@ class ComputeThread:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A function that exceeds its time limit. `began`: the function's start, as a reading of
-    `time.monotonic`.
-    """
+    """A function that exceeds its time limit. `began`: its start, by `time.monotonic`."""
 
     began: float
     allowed_seconds: float

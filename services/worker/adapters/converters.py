@@ -65,7 +65,6 @@ def step_from_proto(message: worker_pb2.ExecuteRequest, *, with_digest: bool = F
 def step_output_to_proto(
     output: StepOutput, *, queue_nanos: int, execute_nanos: int, slack_nanos: int | None = None
 ) -> worker_pb2.ExecuteResponse:
-    """Encodes the response to a step."""
     message = worker_pb2.ExecuteResponse(
         generation=output.generation,
         step=output.step,
@@ -109,8 +108,8 @@ def step_output_to_proto(
 
 
 def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeResponse:
-    """Encodes the response of Describe. The message's fields have the same names as the
-    description's fields. The block size is stored in each KV-cache group.
+    """Encodes the response of Describe, whose fields have the names of the description's fields.
+    The block size is stored in each KV-cache group.
     """
     values = {field.name: getattr(description, field.name) for field in fields(description)}
     block_size, pooler = values.pop("block_size"), values.pop("pooler")

@@ -1,6 +1,4 @@
-"""This process as a rank of a group. It joins the group, leaves it, and is notified if the group
-breaks.
-"""
+"""This process as a rank of a group."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,8 +12,7 @@ from services.worker.parallel.membership import Membership
 class GroupMember:
     """A rank, or the only worker of its model. Must be constructed in a running loop.
 
-    `broken` is a future. It resolves with the reason if the group breaks. It never resolves if
-    there is no group.
+    `broken` resolves with the reason if the group breaks.
     """
 
     def __init__(self, membership: Membership, timeouts: Timeouts) -> None:
@@ -45,8 +42,8 @@ class GroupMember:
             self._group.watch.report(GroupBroken(f"rank {rank} cannot start: {error}"))
 
     def leave(self, *, is_stopped: bool) -> None:
-        """Closes the connections to the other ranks, which notice at once. `is_stopped`: whether
-        this rank received a stop signal. If so, the other ranks are notified of it.
+        """Closes the connections to the other ranks, which notice at once. If this rank
+        `is_stopped` by a signal, the other ranks are notified of it.
         """
         if self._group is not None:
             self._group.close(is_stopped=is_stopped)

@@ -12,9 +12,7 @@ from services.worker.core.worker import WorkerDescription
 
 
 class WorkerMetrics(Collector):
-    """Counters of steps and streams. Before the model is loaded, only the number of streams is
-    reported.
-    """
+    """Counters of steps and streams. Before the model is loaded, only streams are reported."""
 
     def __init__(self) -> None:
         self._description: WorkerDescription | None = None
@@ -25,7 +23,6 @@ class WorkerMetrics(Collector):
         self._wait_nanos = 0
 
     def loaded(self, description: WorkerDescription) -> None:
-        """Records that the model is loaded."""
         self._description = description
 
     def stream_opened(self) -> None:
@@ -40,7 +37,6 @@ class WorkerMetrics(Collector):
         self._execute.observe(execute_nanos / 1e9)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one metric family for each metric."""
         yield single(names.METRIC_WORKER_STREAMS, self._num_streams)
         if self._description is None:
             return

@@ -28,8 +28,7 @@ from services.worker.adapters.converters import (
     step_output_to_proto,
 )
 from services.worker.adapters.metrics import WorkerMetrics
-from services.worker.adapters.telemetry import StepTimes, StepTracer
-from services.worker.core.batch.lora_adapters import LoraAdapters
+from services.worker.adapters.telemetry import StepTracer
 from services.worker.core.batch.step_order import StepOrder
 from services.worker.core.errors import InvalidStep
 from services.worker.core.sampled import PendingOutput
@@ -42,17 +41,13 @@ MAX_STEPS_IN_FLIGHT = 4
 """Maximum number of a stream's steps that are read before the oldest step is answered."""
 
 LEASE_GRACE_SECONDS = 2.0
-"""Time after the end of a stream during which only the same scheduler may open a new stream, in
-seconds.
-"""
+"""Time after a stream's end in which only the same scheduler may open another."""
 
 _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Refuses calls with UNAVAILABLE until `open` is called. Then one stream at a time runs
-    steps.
-    """
+    """Refuses calls with UNAVAILABLE until `open` is called. Then runs the steps of one stream."""
 
     def __init__(
         self,
@@ -71,12 +66,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="preparing")
 
     def open(self, worker: Worker) -> None:
-        """Begins to answer calls."""
         self._worker = worker
         self._metrics.loaded(worker.description)
 
     def close(self, reason: StepwellError | None = None) -> None:
-        """Refuses calls, and ends the open stream with `reason`. The default reason is DRAINING."""
+        """Refuses calls, and ends the open stream with `reason`, by default DRAINING."""
         self._worker = None
         if self._stream is not None:
             self._stream.end(reason or Unavailable("the worker is draining", reason="DRAINING"))
@@ -102,16 +96,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def LoadAdapter(
         self, request: worker_pb2.LoadAdapterRequest, context: _Context
     ) -> worker_pb2.LoadAdapterResponse:
-        adapter, kept = request.adapter, frozenset(request.kept_digests)
-        load = partial(self._adapters().load, adapter.digest, Path(adapter.path), kept)
-        await asyncio.get_running_loop().run_in_executor(self._preparing, load)
-        return worker_pb2.LoadAdapterResponse()
-
-    def _adapters(self) -> LoraAdapters:
-        adapters = self._loaded().adapters
+        adapters, adapter = self._loaded().adapters, request.adapter
         if adapters is None:
             raise InvalidArgument("this worker serves no adapters: enable_lora", field="adapter")
-        return adapters
+        kept = frozenset(request.kept_digests)
+        load = partial(adapters.load, adapter.digest, Path(adapter.path), kept)
+        await asyncio.get_running_loop().run_in_executor(self._preparing, load)
+        return worker_pb2.LoadAdapterResponse()
 
     async def Execute(  # type: ignore[override]  # the stubs know generators alone
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: _Context
@@ -132,11 +123,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._lease.release(holder)
 
     def _begin_generation(self, generation: int) -> None:
-        """Begins a generation, and ends the previous stream.
+        """Begins a generation, and ends the previous stream. Raises InvalidStep for an invalid
+        generation.
 
         Raises Aborted if a newer generation has begun. This happens if a stream is handled late,
-        for example because this process was suspended while two streams were opened. Raises
-        InvalidStep for an invalid generation.
+        for example because this process was suspended while two streams were opened.
         """
         if not 0 < generation < MAX_GENERATION:
             raise InvalidStep(f"generation: {generation} is none", field="generation")
@@ -183,15 +174,13 @@ class _PendingStep:
     step: StepInput
     arrived_nanos: int
     ready_nanos: int
-    """The time at which the step arrived or, with a device, at which the step was queued on the
-    device.
-    """
+    """When the step arrived or, with a device, was queued on the device."""
     started_nanos: int = 0
     ended_nanos: int = 0
     begun: "asyncio.Future[StepOutput | PendingOutput]" = field(init=False)
     """Done when the step was run, or was queued on a device."""
     downloaded: "asyncio.Future[StepOutput] | None" = None
-    """The future of the step's output, if a device still computed it when `begun` was done."""
+    """The step's output, if a device still computed it when `begun` was done."""
 
     def cancel(self) -> None:
         """Cancels the parts of the step that have not started."""
@@ -203,8 +192,8 @@ class _PendingStep:
 class _StepStream:
     """The steps of one stream, over a batch that is initially empty.
 
-    One task reads steps. The task that runs the stream answers the steps. Every event wakes this
-    task, which then checks the oldest step. So a step needs only one wake-up and no new task. This
+    One task reads steps. The task that runs the stream answers them. Every event wakes this task,
+    which then checks the oldest step. So a step needs only one wake-up and no new task. This
     matters because this thread and the compute thread share the interpreter's lock.
     """
 
@@ -227,7 +216,7 @@ class _StepStream:
         self._order = StepOrder()
         self._pending: deque[_PendingStep] = deque()
         self._last_ended_nanos: int | None = None
-        """The time at which the last answered step ended. It is None before the first answer."""
+        """When the last answered step ended. It is None before the first answer."""
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
         self._reset = compute.submit(runner.reset)
@@ -294,9 +283,7 @@ class _StepStream:
         return pending
 
     def _oldest_output(self) -> StepOutput | None:
-        """Returns the output of the oldest step. Returns None if the step has not run yet, or if
-        there is no step.
-
+        """Returns the output of the oldest step, or None if it has not run yet or there is no step.
         If a device still computes the step, the download thread starts to wait for the output.
         """
         if not self._pending or not self._pending[0].begun.done():
@@ -315,9 +302,7 @@ class _StepStream:
         return pending.downloaded.result()
 
     def _begin(self, pending: _PendingStep) -> StepOutput | PendingOutput:
-        """Runs a step in the compute thread. If the step fails, the stream's other steps are
-        dropped.
-        """
+        """Runs a step in the compute thread. If it fails, the stream's other steps are dropped."""
         if self._closed:
             raise Aborted("the stream ended before this step began")
         pending.started_nanos = time.perf_counter_ns()
@@ -335,7 +320,7 @@ class _StepStream:
         arrived, ended = pending.arrived_nanos, pending.ended_nanos
         started = pending.started_nanos + output.waited_nanos
         epoch = time.time_ns() - time.perf_counter_ns()
-        times = StepTimes(epoch + arrived, epoch + started, epoch + ended)
+        times = epoch + arrived, epoch + started, epoch + ended
         self._tracer.record(pending.message.traceparent, pending.step, times)
         num_tokens = sum(pending.step.num_scheduled_tokens.tolist())
         if len(pending.step.num_draft_tokens):  # the worker may have proposed fewer drafts
@@ -351,5 +336,4 @@ class _StepStream:
 
 
 def _allowed_seconds(message: worker_pb2.ExecuteRequest) -> float:
-    """The time limit of a step, from its start."""
     return message.timeout_millis / 1000 or inf

@@ -1,7 +1,5 @@
 """Records spans of steps. A step that is not sampled costs one or two comparisons."""
 
-from dataclasses import dataclass
-
 from opentelemetry.sdk.trace import Event
 from opentelemetry.trace import SpanKind
 
@@ -11,18 +9,9 @@ from services.common.telemetry.tracing import Tracing
 from services.worker.core.step import StepInput
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """When a step arrived, started and ended, in nanoseconds since the epoch."""
-
-    arrived_unix_nanos: int
-    started_unix_nanos: int
-    ended_unix_nanos: int
-
-
 class StepTracer:
     """Records a span `worker.execute` for each sampled step of a stream. `stage`: the worker's
-    pipeline stage. It is None if there is one stage.
+    pipeline stage, or None if there is one stage.
     """
 
     def __init__(self, tracing: Tracing, rank: int, stage: int | None = None) -> None:
@@ -31,21 +20,22 @@ class StepTracer:
         if stage is not None:
             self._place[names.ATTR_PIPELINE_STAGE] = stage
 
-    def record(self, traceparent: str, step: StepInput, times: StepTimes) -> None:
-        """Records a step that was run. The time before its start is its wait for the previous step
-        and for the previous pipeline stage.
+    def record(self, traceparent: str, step: StepInput, times: tuple[int, int, int]) -> None:
+        """Records a step that was run. `times`: when it arrived, started and ended, in nanoseconds
+        since the epoch. The time before its start is its wait for the previous step and for the
+        previous pipeline stage.
         """
         if not traceparent or not self._tracing.enabled:
             return
-        parent = sampled_parent(traceparent)
+        parent, (arrived, started, ended) = sampled_parent(traceparent), times
         if parent is None:
             return
         self._tracing.record(
             names.SPAN_WORKER_EXECUTE,
             child_of(parent),
             parent,
-            times.arrived_unix_nanos,
-            times.ended_unix_nanos,
+            arrived,
+            ended,
             kind=SpanKind.SERVER,
             attributes={
                 names.ATTR_STEP: step.step,
@@ -54,5 +44,5 @@ class StepTracer:
                 names.ATTR_NUM_REQUESTS: len(step.rows),
                 names.ATTR_NUM_SCHEDULED_TOKENS: int(step.num_scheduled_tokens.sum()),
             },
-            events=(Event(names.EVENT_STARTED, timestamp=times.started_unix_nanos),),
+            events=(Event(names.EVENT_STARTED, timestamp=started),),
         )

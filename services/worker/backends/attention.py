@@ -53,7 +53,6 @@ class StepLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the step."""
         return int(self.query_starts[-1])
 
     @property
@@ -79,9 +78,7 @@ class StepLayout:
 
     @cached_property
     def block_tables(self) -> Int32Array:
-        """The block tables of the step's requests, [num_reqs, width]. The width is the number of
-        blocks of the longest request.
-        """
+        """The block tables of the step's requests, [num_reqs, blocks of the longest request]."""
         width = -(-int(self.seq_lens.max()) // self.block_size)
         return self.tables[self.rows, :width]
 
@@ -135,9 +132,7 @@ class PagedAttention(Protocol):
         """
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
-        """Clears blocks in all layers. Must be called before the step that uses the blocks
-        begins.
-        """
+        """Clears blocks in all layers. Must be called before the step that uses them begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,17 +153,15 @@ class AttentionLayer:
 
 
 def head_elements(layer: AttentionLayer, kv_cache_dtype: KVCacheDtype) -> int:
-    """The number of page elements that a key of one head occupies. A value occupies the same
-    number.
-    """
+    """Page elements that a key of one head occupies. A value occupies the same number."""
     has_codes = kv_cache_dtype is KVCacheDtype.INT8_PER_TOKEN_HEAD
     return bytes_of_head(layer.head_dim) if has_codes else layer.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """The state that one recurrent layer keeps of a sequence instead of keys and values. The state
-    consists of tensors. This class has the shape and data type of each tensor.
+    """The state that one recurrent layer keeps of a sequence instead of keys and values: the shape
+    and data type of each of its tensors.
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -202,8 +195,8 @@ class AttentionShape:
     states: tuple[StateLayer, ...] = ()
     """States of the recurrent layers, which are numbered separately from attention layers."""
     state_groups: tuple[tuple[int, ...], ...] = ()
-    """Groups of recurrent layers, numbered after `groups`. A block stores one state of each layer
-    of its group.
+    """Groups of recurrent layers, after `groups`. A block stores one state of each layer of its
+    group.
     """
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     """Data type of cached keys and values."""
@@ -223,9 +216,7 @@ class AttentionShape:
         return torch.int8 if self.has_codes else self.dtype
 
     def page_shape(self, layer: int) -> tuple[int, ...]:
-        """Shape of a layer's pages. The axes are: keys and values (2), blocks, tokens, heads,
-        elements of a head.
-        """
+        """Axes of a page: keys and values (2), blocks, tokens, heads, elements of a head."""
         own = self.layers[layer]
         head = head_elements(own, self.kv_cache_dtype)
         return 2, self.num_blocks, self.block_sizes[self.group_of[layer]], own.num_kv_heads, head
@@ -249,17 +240,13 @@ class AttentionShape:
 
     @property
     def pages_of(self) -> tuple[int, ...]:
-        """For each layer, the index of its page in a block. It equals the layer's index in its
-        group.
-        """
+        """For each layer, the index of its page in a block, which is its index in its group."""
         pages = {layer: i for group in self.layer_groups for i, layer in enumerate(group)}
         return tuple(pages[layer] for layer in range(len(self.layers)))
 
     @property
     def page_layers(self) -> tuple[int, ...]:
-        """For each page of a block, a layer that uses the page. These are the layers of the largest
-        group.
-        """
+        """For each page of a block, a layer that uses it, from the largest group."""
         return max(self.layer_groups, key=len)
 
     def layer_pages(self, pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -279,8 +266,8 @@ class AttentionShape:
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """For each page of a block, the bytes of the largest state that the page stores. The list
-        is empty without recurrent layers.
+        """For each page of a block, the bytes of the largest state that it stores. Empty without
+        recurrent layers.
         """
         return tuple(
             max(self.states[layer].num_bytes for layer in layers if layer is not None)
@@ -298,7 +285,7 @@ class AttentionShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of all pages of a block. A page stores either keys and values or a state, and is as
-        large as the larger of the two.
+        """Bytes of all pages of a block. A page stores keys and values or a state, whichever is
+        larger.
         """
         return sum(map(max, zip_longest(self.page_bytes, self.state_bytes, fillvalue=0)))

@@ -22,9 +22,7 @@ class KernelsSetting(enum.Enum):
 
 
 class KVCacheDtype(enum.Enum):
-    """The data type of cached keys and values. AUTO is the data type in which the model computes
-    them.
-    """
+    """The data type of cached keys and values. AUTO is the data type in which they are computed."""
 
     AUTO = "auto"
     INT8_PER_TOKEN_HEAD = "int8_per_token_head"

@@ -1,17 +1,18 @@
-"""Collectives of torch.distributed. gloo is used between machines, and NCCL between GPUs."""
+"""Communication by torch.distributed: gloo between machines, and NCCL between GPUs."""
 
 import datetime
+from collections import deque
 from typing import Any
 
 import torch
 import torch.distributed
 
 from services.worker.backends.ranks import GatheringRanks, Ranks
+from services.worker.parallel.membership import Membership
 
 dist: Any = torch.distributed
-"""The module, typed as Any because its process groups have no types."""
-
 _RING_BYTES = 2**18
+_TAG = 0
 
 
 class GlooRanks(GatheringRanks):
@@ -44,7 +45,7 @@ class GlooRanks(GatheringRanks):
 
 
 def gloo_group(store: Any, rank: int, size: int, host: str, timeout: datetime.timedelta) -> Any:
-    """A gloo process group that uses the network interface with the address `host`."""
+    """A gloo process group over the network interface with the address `host`."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
@@ -79,3 +80,36 @@ class NcclRanks:
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
         return self._host.exchange(numbers)
+
+
+class StageLink:
+    """Sends tensors to the next stage, and receives tensors from the previous stage, over gloo. It
+    connects ranks with the same index in their stages. Tensors arrive unchanged, in the order in
+    which they were sent. The receiver must know their shapes.
+
+    A call raises RuntimeError if it exceeds the timeout, or if the other rank has ended.
+    """
+
+    def __init__(
+        self, store: Any, membership: Membership, host: str, timeout: datetime.timedelta
+    ) -> None:
+        self._before = membership.rank - membership.tensor_parallel_size
+        self._behind = membership.rank + membership.tensor_parallel_size
+        self._group = gloo_group(
+            dist.PrefixStore("stages", store), membership.rank, membership.size, host, timeout
+        )
+        self._most_unsent = 2 * (membership.pipeline_parallel_size + 1)
+        self._unsent: deque[tuple[Any, torch.Tensor]] = deque()
+        """Sends in progress, with their tensors, which gloo may still read."""
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Begins to send a tensor, which the caller must not change afterwards. Waits while 2 *
+        (stages + 1) sent tensors have not been received. A step sends two tensors.
+        """
+        while len(self._unsent) >= self._most_unsent:
+            work, _ = self._unsent.popleft()
+            work.wait()
+        self._unsent.append((self._group.send([tensor], self._behind, _TAG), tensor))
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        self._group.recv([tensor], self._before, _TAG).wait()

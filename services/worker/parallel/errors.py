@@ -10,8 +10,8 @@ from services.common.errors import Unavailable
 
 
 class GroupBroken(Unavailable):
-    """The ranks of a group cannot continue together. The message has the reason. The process must
-    end.
+    """The ranks of a group cannot continue together, so the process must end. The message has the
+    reason.
     """
 
     reason = "GROUP_BROKEN"
@@ -24,8 +24,6 @@ class RankLost(GroupBroken):
 
 
 class RankStopped(RankLost):
-    """The process of another rank received a stop signal. Usually all ranks receive one, one after
-    another.
-    """
+    """Another rank received a stop signal. Usually all ranks receive one, one after another."""
 
     reason = "RANK_STOPPED"

@@ -24,11 +24,10 @@ import torch
 
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.ranks import ALONE, Ranks, SharedRanks
-from services.worker.parallel.collectives import GlooRanks, NcclRanks, dist
+from services.worker.parallel.collectives import GlooRanks, NcclRanks, StageLink, dist
 from services.worker.parallel.errors import GroupBroken
 from services.worker.parallel.membership import Membership
 from services.worker.parallel.shared_memory import made_memory, mapped_memory
-from services.worker.parallel.stage_link import StageLink
 from services.worker.parallel.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -39,9 +38,7 @@ _RANK_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Limits on the time that ranks wait for each other, while the group forms and in a
-    collective.
-    """
+    """Limits on the time that ranks wait for each other, as the group forms and in a collective."""
 
     join_seconds: float = 600.0
     collective_seconds: float = 60.0
@@ -49,7 +46,7 @@ class Timeouts:
 
 class Group:
     """A group of ranks, which the constructor forms. `link` connects to the previous and next
-    pipeline stages. It is None if there is one stage.
+    pipeline stages, and is None if there is one stage.
 
     `local_ranks`: the ranks of this machine or container, which share its memory and processors.
     `checkpoint_reached` is called repeatedly while the constructor waits, and may raise to abort
@@ -82,7 +79,10 @@ class Group:
         self._on_broken = on_broken
         self.watch = Watch(peers, self._break)
         self._address = address
-        self.link = self._stage_link()
+        self.link: StageLink | None = None
+        if membership.pipeline_parallel_size > 1:
+            with self._explained():
+                self.link = StageLink(self._store, membership, address, self._timeout)
         self._deadline = None
         hosts = self.gather("machine", f"{socket.gethostname()} {_boot_id()}")
         own = hosts[membership.rank]
@@ -107,9 +107,8 @@ class Group:
         return ranks if on_cpu else NcclRanks(self._store, ranks, self._timeout)
 
     def gather(self, what: str, value: str) -> list[str]:
-        """The values of all ranks, in rank order. `what`: a unique name of this exchange.
-
-        Waits for all ranks without a deadline. If a rank's process ends, the wait ends too.
+        """The values of all ranks, in rank order. `what`: a unique name of this exchange. Waits for
+        all ranks without a deadline, until a rank's process ends.
         """
         size = self.membership.size
         self._store.set(f"{what}/{self.membership.rank}", value)
@@ -117,9 +116,7 @@ class Group:
         return [self._store.get(f"{what}/{rank}").decode() for rank in range(size)]
 
     def require_same(self, values: Mapping[str, str]) -> None:
-        """Raises GroupBroken unless all ranks have the same values. `values` maps names to
-        values.
-        """
+        """Raises GroupBroken unless the named values are equal on all ranks."""
         gathered = [json.loads(text) for text in self.gather("values", json.dumps(dict(values)))]
         for rank, other in enumerate(gathered):
             for name, first in gathered[0].items():
@@ -133,9 +130,7 @@ class Group:
         return min(map(int, self.gather(what, str(value))))
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Closes the connections. The other ranks then notice that this rank has ended (see
-        Watch).
-        """
+        """Closes the connections. Other ranks then notice that this rank has ended (see Watch)."""
         self.watch.close(is_stopped=is_stopped)
 
     def _own_address(self) -> str:
@@ -191,9 +186,7 @@ class Group:
             )
 
     def _connect_peers(self, address: str) -> dict[int, socket.socket]:
-        """Connects to every rank with a lower number, and accepts connections from ranks with a
-        higher number.
-        """
+        """Connects to each lower rank, and accepts connections from each higher rank."""
         rank, size = self.membership.rank, self.membership.size
         peers = {}
         with _listen(address, 0, size) as listener:
@@ -226,8 +219,8 @@ class Group:
 
     def _sharing(self, shared: SharedRanks | None) -> SharedRanks | None:
         """Returns `shared` with memory that all ranks of this stage have mapped, or None if a rank
-        cannot map the memory. Every rank of the group must call this method. Ranks without
-        collectives in shared memory pass None.
+        cannot map it. Every rank of the group must call this method, with None if it has no
+        collectives in shared memory.
         """
         size, memory, address = self.membership.tensor_parallel_size, None, ""
         first = self.membership.stage * size
@@ -247,7 +240,6 @@ class Group:
         return shared if all(answers[peer] for peer in peers) else None
 
     def _gloo_ranks(self) -> Ranks:
-        """gloo collectives of this rank's stage, over its network interface."""
         own = self.membership
         if own.tensor_parallel_size == 1:
             return ALONE
@@ -255,12 +247,6 @@ class Group:
         place = own.tensor_parallel_rank, own.tensor_parallel_size
         with self._explained():
             return GlooRanks(store, *place, self._address, self._timeout)
-
-    def _stage_link(self) -> StageLink | None:
-        if self.membership.pipeline_parallel_size == 1:
-            return None
-        with self._explained():
-            return StageLink(self._store, self.membership, self._address, self._timeout)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -291,7 +277,6 @@ class Group:
 
 
 def _counts(membership: Membership) -> str:
-    """The number of ranks, and of stages if there are several, as text."""
     stages = membership.pipeline_parallel_size
     return f"{membership.size}" + (f" in {stages} stages" if stages > 1 else "")
 
@@ -302,8 +287,8 @@ def _listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def select_cuda_device(local_ranks: list[int], rank: int) -> None:
-    """Selects a GPU for this rank. Each local rank gets its own GPU. Raises GroupBroken if there
-    are fewer GPUs than local ranks.
+    """Selects a GPU for this rank alone. Raises GroupBroken if there are fewer GPUs than local
+    ranks.
     """
     available = torch.cuda.device_count()
     if 0 < available < len(local_ranks):

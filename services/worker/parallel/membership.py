@@ -21,8 +21,7 @@ _ORDINAL = re.compile(r"-(\d+)$")
 class Membership:
     """This process's rank in a group of `size` ranks. Rank 0 listens at the master's address.
 
-    Ranks are numbered stage by stage, from the first pipeline stage on. All ranks of a stage have
-    its layers.
+    Ranks are numbered stage by stage, from the first pipeline stage on.
     """
 
     rank: int = 0
@@ -33,7 +32,7 @@ class Membership:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """The number of ranks in a stage."""
+        """The number of ranks in a stage. All of them have the stage's layers."""
         return self.size // self.pipeline_parallel_size
 
     @property
@@ -69,7 +68,6 @@ def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Mem
 
 
 def _size(settings: WorkerSettings, environ: Mapping[str, str]) -> int:
-    """The number of ranks of the group, over all stages."""
     stages, per_stage = settings.pipeline_parallel_size, settings.tensor_parallel_size
     if per_stage is not None:
         return stages * per_stage

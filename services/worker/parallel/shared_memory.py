@@ -33,9 +33,7 @@ def made_memory(num_bytes: int) -> Iterator[tuple[mmap.mmap, str]]:
 
 
 def mapped_memory(address: str, num_bytes: int) -> mmap.mmap | None:
-    """Maps the memory of `num_bytes` at an address. Returns None if this process cannot map the
-    memory.
-    """
+    """Maps the memory of `num_bytes` at an address. Returns None if this process cannot do so."""
     path, token = address.split()
     with suppress(OSError, ValueError), Path(path).open("r+b") as file:
         memory = mmap.mmap(file.fileno(), num_bytes + _TOKEN_BYTES)

@@ -44,7 +44,6 @@ class Watch:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the group is broken."""
         return self._is_broken.is_set()
 
     def report(self, error: GroupBroken) -> GroupBroken:
@@ -62,15 +61,15 @@ class Watch:
 
     def explain(self, error: GroupBroken, patience_seconds: float = 0.5) -> GroupBroken:
         """Reports a failure. First waits for up to `patience_seconds`, since the end of another
-        rank may be the cause of the failure.
+        rank may be its cause.
         """
         self._is_broken.wait(patience_seconds)
         return self.report(error)
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Stops watching and closes the connections. Other ranks then notice this rank's end. With
-        `is_stopped`, first notifies the other ranks that this rank received a stop signal, if the
-        group is not broken.
+        """Stops watching and closes the connections. Other ranks then notice this rank's end. If
+        the group is not broken, `is_stopped` first notifies them that this rank received a stop
+        signal.
         """
         with self._lock:
             self._closed = True
@@ -103,9 +102,8 @@ class Watch:
         reason = ""
         with suppress(OSError):
             reason = self._peers[rank].recv(_LONGEST_REASON).decode(errors="replace")
-        kind = (
-            RankStopped if reason.endswith(_STOPPED) else RankLost
-        )  # that rank or an earlier one stopped
+        # That rank or an earlier one stopped.
+        kind = RankStopped if reason.endswith(_STOPPED) else RankLost
         self.report(kind(f"rank {rank} is gone: {reason}" if reason else f"rank {rank} is gone"))
 
 

@@ -11,8 +11,8 @@ from services.worker.parts.rank_setup import RankSetup
 
 
 def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
-    """The storage of adapters. It is None if LoRA is not enabled. Raises UnsupportedModel if LoRA
-    is enabled and the model does not support LoRA.
+    """The storage of adapters, or None if LoRA is not enabled. Raises UnsupportedModel if LoRA is
+    enabled and the model does not support it.
     """
     settings, device = setup.settings, setup.platform.torch_device
     num_places, reader = settings.num_lora_places, loaded.lora
@@ -34,7 +34,7 @@ def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
 
 
 def adapter_bytes(setup: RankSetup, loaded: LoadedModel) -> int:
-    """The bytes of memory that the maximum number of loaded adapters needs."""
+    """Bytes of memory that the maximum number of loaded adapters needs."""
     settings, reader = setup.settings, loaded.lora
     if reader is None or not settings.num_lora_places:
         return 0

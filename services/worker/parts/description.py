@@ -20,6 +20,7 @@ def describe(
     """The description of a worker with a KV cache. `parts` must have a sized cache."""
     settings, own = setup.settings, setup.membership
     loaded, shape, limits = parts.loaded, parts.shape, parts.limits
+    dtype = dtype_name(loaded.dtype)
     return WorkerDescription(
         incarnation=incarnation,
         model_name=settings.model_name,
@@ -36,10 +37,8 @@ def describe(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         kv_cache_sizing=sizing.explanation,
-        dtype=dtype_name(loaded.dtype),
-        kv_cache_dtype=settings.kv_cache_dtype.value
-        if shape.has_codes
-        else dtype_name(loaded.dtype),
+        dtype=dtype,
+        kv_cache_dtype=settings.kv_cache_dtype.value if shape.has_codes else dtype,
         rank=own.rank,
         world_size=own.size,
         pipeline_parallel_size=own.pipeline_parallel_size,

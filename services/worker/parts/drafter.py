@@ -1,22 +1,26 @@
-"""Builds the drafter."""
+"""Builds the drafter, with a draft model if the settings name one."""
 
 from dataclasses import replace
+from pathlib import Path
 
-from services.worker.backends.native.compiled import (
-    NotCompiled,
-    default_cache_directory,
-    load_compiled,
-)
+from services.worker.backends.attention import AttentionShape
+from services.worker.backends.device import dtype_name
+from services.worker.backends.native import compiled
 from services.worker.backends.native.suffix_decoding import MAX_RESPONSE_BYTES, NativeSuffixDecoding
+from services.worker.backends.out_of_memory import memory_for
 from services.worker.backends.suffix_decoding import SuffixRules
 from services.worker.core.drafts.draft_source import ProposerSource
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.drafts.suffix_source import SuffixSource
 from services.worker.core.errors import NoSpeculation
-from services.worker.parts.draft_model import load_draft_model
+from services.worker.core.fingerprint import model_fingerprint
+from services.worker.models.config import read_model_config
+from services.worker.models.files.checkpoint import open_checkpoint
+from services.worker.models.load import load_model
+from services.worker.models.model import LoadOptions
 from services.worker.parts.rank_setup import RankSetup
-from services.worker.parts.refusals import refuse_speculation
-from services.worker.platforms.interface import RunnerParts
+from services.worker.parts.refusals import refuse_draft_model, refuse_speculation
+from services.worker.platforms.interface import DraftModelParts, RunnerParts
 from services.worker.speculation.config import parse_speculative_config
 from services.worker.speculation.ngram import NgramProposer
 
@@ -35,7 +39,7 @@ def with_drafter(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
     limits = replace(parts.limits, num_speculative_tokens=most, num_speculative_rows=num_rows)
     parts = replace(parts, limits=limits)
     if config.model is not None:
-        return replace(parts, draft_model=load_draft_model(setup, parts, config.model))
+        return replace(parts, draft_model=_load_draft_model(setup, parts, config.model))
     if config.suffix is not None:
         drafter = Drafter(_suffix_source(setup, config.suffix), most)
         num_bytes = MAX_RESPONSE_BYTES if config.suffix.max_cached_requests else 0
@@ -44,13 +48,48 @@ def with_drafter(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
 
 
 def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
-    """Suffix trees in the compiled library. They run on the CPU, also with a model on CUDA. Raises
+    """Suffix trees in the compiled library, on the CPU also with a model on CUDA. Raises
     NoSpeculation if the library cannot be compiled.
     """
     try:
-        library = load_compiled(default_cache_directory(), setup.checkpoint_reached)
-    except NotCompiled as error:
+        library = compiled.load_compiled(
+            compiled.default_cache_directory(), setup.checkpoint_reached
+        )
+    except compiled.NotCompiled as error:
         raise NoSpeculation(
             f"speculative_config: suffix trees are compiled code, which there is none of: {error}"
         ) from error
     return SuffixSource(NativeSuffixDecoding(library, rules))
+
+
+def _load_draft_model(setup: RankSetup, parts: RunnerParts, directory: Path) -> DraftModelParts:
+    """The draft model in a directory, or this rank's part of it, with the shape of its cache.
+
+    It is divided among the ranks like the target model, and the same setting determines its data
+    type. Its maximum sequence length is the shorter of its own limit and the target model's. Raises
+    NoSpeculation if the draft model cannot draft for the model of `parts`, ModelError and
+    NotEnoughMemory.
+    """
+    refuse_draft_model(setup, parts, directory)
+    checkpoint = open_checkpoint(directory, setup.platform.torch_device)
+    longest = read_model_config(directory).rope.max_model_len
+    options = LoadOptions(
+        min(longest, parts.loaded.max_model_len), setup.platform.dtype(setup.settings.dtype)
+    )
+    weights = f"the weights of the draft model ({checkpoint.num_bytes / 2**20:.0f} MiB)"
+    with memory_for(weights, "use a machine with more, or a smaller draft model"):
+        layer_read = setup.progress("loading layers of the draft model")
+        loaded = load_model(checkpoint, options, parts.kernels, layer_read, setup.ranks)
+    group = parts.limits.windows.index(None)
+    shape = AttentionShape(
+        loaded.attention,
+        parts.limits.block_sizes[group],
+        num_blocks=0,
+        dtype=loaded.dtype,
+        device=setup.platform.torch_device,
+        kv_cache_dtype=parts.shape.kv_cache_dtype,
+    )
+    fingerprint = model_fingerprint(
+        checkpoint, shape.block_size, dtype_name(loaded.dtype), loaded.rope_length
+    )
+    return DraftModelParts(loaded, shape, group, fingerprint)

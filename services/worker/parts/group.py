@@ -5,8 +5,6 @@ from dataclasses import replace
 from services.worker.backends.device import dtype_name
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.pipeline import PipelineStage
-from services.worker.models.model import LoadedModel
-from services.worker.parallel.group import Group
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.platform_choice import is_batch_invariant
 from services.worker.platforms.interface import RunnerParts
@@ -21,12 +19,16 @@ def with_group(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> Runn
         return parts
     group.require_same(_in_common(setup, parts, fingerprint))
     every, explain = setup.settings.check_ranks_every_steps, group.watch.explain
-    lockstep = Lockstep(setup.ranks, every, explain, setup.membership.rank)
-    return replace(parts, lockstep=lockstep, stage=_stage(group, parts.loaded))
+    own, loaded, stage = setup.membership, parts.loaded, None
+    lockstep = Lockstep(setup.ranks, every, explain, own.rank)
+    if group.link is not None:
+        link, num_stages = group.link, own.pipeline_parallel_size
+        stage = PipelineStage(own.stage, num_stages, link, loaded.hidden_size, loaded.dtype)
+    return replace(parts, lockstep=lockstep, stage=stage)
 
 
 def _in_common(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> dict[str, str]:
-    """The values that must be equal on all ranks. Keys are the names of the values."""
+    """The values that must be equal on all ranks, by name."""
     settings = setup.settings
     return {
         "kv_cache_dtype": settings.kv_cache_dtype.value,
@@ -42,13 +44,3 @@ def _in_common(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> dict
         "batch_invariant": str(is_batch_invariant(settings, parts.shape.device)),
         "what computes": type(parts.kernels).__name__,
     }
-
-
-def _stage(group: Group, loaded: LoadedModel) -> PipelineStage | None:
-    """This rank's pipeline stage. It is None if there is one stage."""
-    if group.link is None:
-        return None
-    own = group.membership
-    return PipelineStage(
-        own.stage, own.pipeline_parallel_size, group.link, loaded.hidden_size, loaded.dtype
-    )

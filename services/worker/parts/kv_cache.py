@@ -3,12 +3,7 @@
 import logging
 from dataclasses import replace
 
-from services.worker.core.kv.kv_cache import (
-    KVCacheDemand,
-    KVCacheMemory,
-    KVCacheSizing,
-    size_kv_cache,
-)
+from services.worker.core.kv import kv_cache
 from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.parts.adapters import adapter_bytes
 from services.worker.parts.rank_setup import RankSetup
@@ -19,22 +14,24 @@ logger = logging.getLogger(__name__)
 
 def size_rank_kv_cache(
     setup: RankSetup, parts: RunnerParts, groups: tuple[LayerGroup, ...]
-) -> KVCacheSizing:
+) -> kv_cache.KVCacheSizing:
     """Sizes this rank's cache. The number of blocks is lowered to the minimum over all ranks, since
     the ranks share block tables. Raises KVCacheTooSmall and NotEnoughMemory.
     """
-    own = size_kv_cache(_demand(setup, parts, groups), _memory(setup, parts))
+    own = kv_cache.size_kv_cache(_demand(setup, parts, groups), _memory(setup, parts))
     num_blocks = setup.least_of_ranks("num_blocks", own.num_blocks)
     max_model_len = setup.least_of_ranks("max_model_len", own.max_model_len)
     if (num_blocks, max_model_len) == (own.num_blocks, own.max_model_len):
         return own
     why = f"{own.explanation}; lowered to {num_blocks} blocks, the least of all ranks"
-    return KVCacheSizing(num_blocks, max_model_len, why)
+    return kv_cache.KVCacheSizing(num_blocks, max_model_len, why)
 
 
-def _demand(setup: RankSetup, parts: RunnerParts, groups: tuple[LayerGroup, ...]) -> KVCacheDemand:
+def _demand(
+    setup: RankSetup, parts: RunnerParts, groups: tuple[LayerGroup, ...]
+) -> kv_cache.KVCacheDemand:
     limits = parts.limits
-    return KVCacheDemand(
+    return kv_cache.KVCacheDemand(
         bytes_per_block=parts.bytes_per_block,
         block_size=limits.block_size,
         max_num_seqs=limits.max_num_seqs,
@@ -46,11 +43,11 @@ def _demand(setup: RankSetup, parts: RunnerParts, groups: tuple[LayerGroup, ...]
     )
 
 
-def _memory(setup: RankSetup, parts: RunnerParts) -> KVCacheMemory:
-    """The memory for the cache. Memory for LoRA adapters that are loaded later is reserved."""
+def _memory(setup: RankSetup, parts: RunnerParts) -> kv_cache.KVCacheMemory:
+    """The memory for the cache, without the memory for LoRA adapters that are loaded later."""
     settings, free = setup.settings, setup.platform.free_memory(parts)
     if parts.adapters is not None:
         adapters = adapter_bytes(setup, parts.loaded)
         logger.info("adapters: %.1f MiB are left for them", adapters / 2**20)
         free = replace(free, activation_bytes=free.activation_bytes + adapters)
-    return KVCacheMemory(settings.num_blocks, settings.kv_cache_memory_bytes, free)
+    return kv_cache.KVCacheMemory(settings.num_blocks, settings.kv_cache_memory_bytes, free)

@@ -5,19 +5,13 @@ from dataclasses import replace
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.out_of_memory import memory_for
 from services.worker.core.batch.input_batch import BatchLimits
-from services.worker.core.kv.kv_groups import (
-    LayerGroup,
-    block_scales,
-    group_layers,
-    layer_kinds,
-    state_block_sizes,
-)
+from services.worker.core.kv import kv_groups
+from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.core.pooler import PromptPooler, vector_end
 from services.worker.models.files.checkpoint import Checkpoint
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadedModel, LoadOptions
 from services.worker.models.pooling_config import PoolingConfig
-from services.worker.parts.progress import progress_logger
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.platforms.interface import RunnerParts
 
@@ -25,7 +19,7 @@ from services.worker.platforms.interface import RunnerParts
 def load_parts(
     setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig | None
 ) -> tuple[RunnerParts, tuple[LayerGroup, ...]]:
-    """The loaded model, or this rank's part of it, with a cache shape of 0 blocks; and the groups
+    """The loaded model, or this rank's part of it, with a cache shape of 0 blocks, and the groups
     of its layers.
     """
     settings, kernels = setup.settings, setup.platform.kernels()
@@ -44,19 +38,22 @@ def load_parts(
     )
     weights = f"the weights ({checkpoint.num_bytes / 2**20:.0f} MiB in their files)"
     with memory_for(weights, "use a machine with more, a smaller dtype, or more ranks"):
-        layer_read = progress_logger("loading layers", setup.checkpoint_reached)
+        layer_read = setup.progress("loading layers")
         loaded = load_model(checkpoint, options, kernels, layer_read, setup.ranks, wait_for_ranks)
-    kinds = layer_kinds(
+    kinds = kv_groups.layer_kinds(
         loaded.attention,
         settings.kv_cache_dtype,
         scales_blocks=setup.platform.scales_blocks
         and not loaded.states
         and settings.kv_offloading_size is None,
     )
-    groups = group_layers(kinds, len(loaded.states), settings.mamba_cache_mode)
+    groups = kv_groups.group_layers(kinds, len(loaded.states), settings.mamba_cache_mode)
     shape = _cache_shape(setup, loaded, groups)
     limits = _batch_limits(setup, loaded, groups, shape.block_size)
-    pooler = None if pooling is None else _prompt_pooler(loaded, pooling)
+    pooler = None
+    if pooling is not None:
+        end = vector_end(pooling, loaded.hidden_size, takes_whole_prompts=False)
+        pooler = PromptPooler(end, loaded.model.compute_logits)
     return RunnerParts(loaded, kernels, shape, limits, pooler=pooler), groups
 
 
@@ -76,7 +73,7 @@ def _cache_shape(
         states=loaded.states,
         state_groups=tuple(group.layers for group in groups if group.holds_states),
         kv_cache_dtype=setup.settings.kv_cache_dtype,
-        block_scales=block_scales(groups),
+        block_scales=kv_groups.block_scales(groups),
     )
     return replace(shape, block_size=setup.settings.block_size or shape.block_size_for_states)
 
@@ -84,7 +81,6 @@ def _cache_shape(
 def _batch_limits(
     setup: RankSetup, loaded: LoadedModel, groups: tuple[LayerGroup, ...], block_size: int
 ) -> BatchLimits:
-    """The limits of the batch, with 0 blocks."""
     return BatchLimits(
         max_num_seqs=setup.settings.max_num_seqs,
         max_model_len=loaded.max_model_len,
@@ -93,11 +89,6 @@ def _batch_limits(
         block_size=block_size,
         num_blocks=0,
         windows=tuple(group.window for group in groups),
-        state_block_sizes=state_block_sizes(groups, block_size, loaded.max_model_len),
-        block_scales=block_scales(groups),
+        state_block_sizes=kv_groups.state_block_sizes(groups, block_size, loaded.max_model_len),
+        block_scales=kv_groups.block_scales(groups),
     )
-
-
-def _prompt_pooler(loaded: LoadedModel, pooling: PoolingConfig) -> PromptPooler:
-    end = vector_end(pooling, loaded.hidden_size, takes_whole_prompts=False)
-    return PromptPooler(end, loaded.model.compute_logits)

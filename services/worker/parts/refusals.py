@@ -22,13 +22,11 @@ def refuse_for_whole_prompts(setup: RankSetup) -> None:
     if setup.ranks.size > 1:
         raise UnsupportedModel(config, "an encoder is not divided among ranks")
     if settings.quantization is not QuantizationSetting.AUTO:
-        raise UnsupportedModel(
-            config, f"quantization {settings.quantization.value}: an encoder has no native code"
-        )
+        asked = f"quantization {settings.quantization.value}"
+        raise UnsupportedModel(config, f"{asked}: an encoder has no native code")
     if settings.kv_cache_dtype is not KVCacheDtype.AUTO:
-        raise UnsupportedModel(
-            config, f"kv_cache_dtype {settings.kv_cache_dtype.value}: an encoder caches nothing"
-        )
+        asked = f"kv_cache_dtype {settings.kv_cache_dtype.value}"
+        raise UnsupportedModel(config, f"{asked}: an encoder caches nothing")
     if settings.enable_lora:
         raise UnsupportedModel(config, "enable_lora: an encoder takes no adapters here")
     if settings.speculative_config is not None:

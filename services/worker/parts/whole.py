@@ -26,8 +26,7 @@ def build_whole(
 ) -> Worker:
     """Loads the model and computes a warm-up prompt. Raises ModelError and NotEnoughMemory.
 
-    A step computes whole prompts. So its token budget is at least the model's maximum length, even
-    if `max_num_batched_tokens` is lower.
+    A step computes whole prompts, so its token budget is at least the model's maximum length.
     """
     with memory_for("the weights", "use a machine with more, or a smaller dtype"):
         return _build(setup, checkpoint, pooling, incarnation)

@@ -30,9 +30,7 @@ class CpuPlatform:
     has_draft_models = True
     scales_blocks = True
     num_speculative_rows = 12
-    """The number of rows that a step computes while it reads the weights from memory, for a
-    processor with 0.4 TFLOP/s and 35 GB/s.
-    """
+    """Rows that a step computes in the time of reading the weights, at 0.4 TFLOP/s and 35 GB/s."""
 
     def __init__(
         self, kernels: Kernels, memory_utilization: float | None, num_sharers: int = 1
@@ -42,11 +40,9 @@ class CpuPlatform:
         self._num_sharers = num_sharers
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
-        """Returns the setting, unchanged."""
         return asked
 
     def kernels(self) -> Kernels:
-        """The kernels that were selected."""
         return self._kernels
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
@@ -105,7 +101,6 @@ class CpuPlatform:
         )
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
-        """The warm-up steps: a prompt, a chunk and a decode."""
         return first_shapes(limits)
 
 
@@ -118,21 +113,13 @@ def _bytes_per_token(loaded: LoadedModel) -> int:
 def _model_drafter(
     draft: DraftModelParts, attention: PagedAttention, limits: BatchLimits
 ) -> Drafter:
-    """A drafter with a draft model over this cache."""
-    source = DraftModel(
-        draft.loaded.model,
-        attention,
-        limits,
-        group=draft.group,
-        max_model_len=draft.loaded.max_model_len,
-    )
+    model, longest = draft.loaded.model, draft.loaded.max_model_len
+    source = DraftModel(model, attention, limits, group=draft.group, max_model_len=longest)
     return Drafter(source, limits.num_speculative_tokens)
 
 
 def _tier(parts: RunnerParts, caches: Sequence[PagedAttention]) -> KVTier | None:
-    """The tier of offloaded blocks, with their pages in all caches. It is None without memory for
-    it.
-    """
+    """The tier of offloaded blocks, with their pages in all caches, if there is memory for it."""
     if parts.tier_memory is None:
         return None
     pages = [page for cache in caches for page in cast(PagesOfKeys, cache).pages]

@@ -28,8 +28,8 @@ def select_kernels(
     *,
     batch_invariant: bool = True,
 ) -> Kernels:
-    """Selects the kernels for the setting. AUTO selects compiled kernels, or torch's kernels if
-    there are no compiled kernels.
+    """Selects the kernels for the setting. AUTO selects compiled kernels if there are any, and
+    otherwise torch's.
 
     `batch_invariant` affects only torch's kernels. Compiled kernels are always batch-invariant.
     Logs the choice and its reason. Raises KernelsUnavailable if the setting is NATIVE and there are
@@ -47,6 +47,5 @@ def select_kernels(
             raise KernelsUnavailable(f"native kernels cannot be used: {error}") from error
         logger.warning("kernels: torch, %s, which is slower: %s", mode, error)
         return TorchKernels(batch_invariant=batch_invariant)
-    names = ", ".join(map(dtype_name, kernels.dtypes))
-    logger.info("kernels: native, for %s", names)
+    logger.info("kernels: native, for %s", ", ".join(map(dtype_name, kernels.dtypes)))
     return kernels

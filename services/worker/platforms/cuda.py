@@ -18,15 +18,8 @@ from services.worker.core.kv.kv_cache import FreeMemory
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
-from services.worker.platforms.cuda_setup import (
-    check_batch_invariant,
-    check_model,
-    check_setup,
-    check_states,
-    find_setup,
-    load_xformers,
-    suits_xformers,
-)
+from services.worker.platforms import cuda_setup
+from services.worker.platforms.cuda_setup import suits_xformers
 from services.worker.platforms.interface import RunnerParts
 from services.worker.platforms.prompt_shapes import (
     PromptShape,
@@ -61,21 +54,16 @@ class CudaPlatform:
         batch_invariant: bool = False,
         num_sharers: int = 1,
     ) -> None:
-        check_setup(find_setup())
-        load_xformers()
+        cuda_setup.check_setup(cuda_setup.find_setup())
+        cuda_setup.load_xformers()
         self.device = CudaDevice()
+        self.torch_device = self.device.torch_device
         self._memory_utilization = memory_utilization or self.default_memory_utilization
         self._batch_invariant = batch_invariant
         self._num_sharers = num_sharers
 
-    @property
-    def torch_device(self) -> torch.device:
-        return self.device.torch_device
-
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
-        """The data type for the setting. AUTO is bfloat16, since every suitable GPU computes in
-        bfloat16.
-        """
+        """The setting, or bfloat16 for AUTO, since every suitable GPU computes in bfloat16."""
         return DtypeSetting.BFLOAT16 if asked is DtypeSetting.AUTO else asked
 
     def kernels(self) -> Kernels:
@@ -88,13 +76,13 @@ class CudaPlatform:
         return CudaKernels(frozenset({torch.bfloat16}) if major == _HOPPER else frozenset())
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
-        check_states(shape.states)
-        check_model(shape.layers, shape.block_size, shape.dtype)
+        cuda_setup.check_states(shape.states)
+        cuda_setup.check_model(shape.layers, shape.block_size, shape.dtype)
         if self._batch_invariant:
-            check_batch_invariant(shape.layers, is_native=loaded.is_native)
+            cuda_setup.check_batch_invariant(shape.layers, is_native=loaded.is_native)
 
     def runner(self, parts: RunnerParts) -> ModelRunner:
-        """A runner (see `runner_on`). It has its own CudaDevice, whose graphs are freed with the
+        """A runner (see `runner_on`) with its own CudaDevice, whose graphs are freed with the
         runner.
         """
         return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
@@ -131,7 +119,6 @@ class CudaPlatform:
         )
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
-        """The steps that compile every kernel, and record every decode program."""
         return every_shape(limits)
 
 
@@ -142,8 +129,8 @@ def runner_on(
     *,
     batch_invariant: bool = False,
 ) -> ModelRunner:
-    """A runner. If the model pools, the runner pools prompts. Otherwise it samples on the device,
-    and replays recorded decodes if the model allows it. With speculation it samples on the host,
+    """A runner. It pools prompts if the model pools. Otherwise it samples on the device, and
+    replays recorded decodes if the model allows it. With speculation it samples on the host,
     because the host must know the tokens.
 
     xFormers computes attention if its kernel supports every layer. Otherwise torch does, and
@@ -152,17 +139,14 @@ def runner_on(
     requests in its steps; requires xFormers' attention.
     """
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
-    pooler, lockstep, grammars = parts.pooler, parts.lockstep, parts.grammars
-    device_tokens = None
+    pooler, lockstep, device_tokens = parts.pooler, parts.lockstep, None
+    others: Any = {"grammars": parts.grammars, "adapters": parts.adapters, "drafter": parts.drafter}
     if pooler is None and parts.drafter is None:
         device_tokens = DeviceTokens(device, limits.max_num_seqs, by_row=batch_invariant)
     if not suits_xformers(shape.layers):
         plain = TorchPagedAttention(shape, device, batch_invariant=False)
         return ModelRunner(
-            *(model, plain, limits, device, device_tokens, None, lockstep, pooler),
-            grammars=grammars,
-            adapters=parts.adapters,
-            drafter=parts.drafter,
+            *(model, plain, limits, device, device_tokens, None, lockstep, pooler), **others
         )
 
     # Imported here, since a worker on the CPU does not need xFormers.
@@ -174,10 +158,7 @@ def runner_on(
     records = parts.loaded.is_static and pooler is None
     buckets = DecodeBuckets(model, attention, device) if records else None
     return ModelRunner(
-        *(model, attention, limits, device, device_tokens, buckets, lockstep, pooler),
-        grammars=grammars,
-        adapters=parts.adapters,
-        drafter=parts.drafter,
+        *(model, attention, limits, device, device_tokens, buckets, lockstep, pooler), **others
     )
 
 

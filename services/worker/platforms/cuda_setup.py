@@ -95,16 +95,13 @@ def check_setup(setup: CudaSetup) -> None:
 
 
 def suits_xformers(layers: Sequence[AttentionLayer]) -> bool:
-    """Whether xFormers' kernel can compute the layers. The kernel does not support capped attention
-    scores (softcap).
-    """
+    """Whether xFormers' kernel can compute the layers. It does not cap scores (softcap)."""
     return all(layer.softcap is None for layer in layers)
 
 
 def check_model(layers: tuple[AttentionLayer, ...], block_size: int, dtype: torch.dtype) -> None:
-    """Raises UnsuitableDevice for a model that CUDA does not support.
-
-    Head sizes are limited only if xFormers' kernel computes attention.
+    """Raises UnsuitableDevice for a model that CUDA does not support. Head sizes are limited only
+    if xFormers' kernel computes attention.
     """
     if dtype not in _DTYPES:
         raise UnsuitableDevice(
@@ -146,12 +143,14 @@ def check_batch_invariant(layers: tuple[AttentionLayer, ...], *, is_native: bool
 
 
 def load_xformers() -> None:
-    """Imports xFormers with its CUDA library.
+    """Imports xFormers with its CUDA library. Raises UnsuitableDevice.
 
     The published library needs CUDA 12's runtime. A torch built for CUDA 13 does not contain it, so
-    it is loaded into the process first. Raises UnsuitableDevice.
+    it is loaded into the process first.
     """
-    library = _runtime_library()
+    # The path in the package nvidia-cuda-runtime-cu12, or the library's name for the loader.
+    paths = (Path(folder, "nvidia/cuda_runtime/lib", RUNTIME_LIBRARY) for folder in sys.path)
+    library = str(next(filter(Path.exists, paths), RUNTIME_LIBRARY))
     try:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     except OSError:
@@ -167,21 +166,8 @@ def load_xformers() -> None:
         )
 
 
-def _runtime_library() -> str:
-    """The path of CUDA's runtime library in the package nvidia-cuda-runtime-cu12. If the package is
-    missing, the library's name for the loader.
-    """
-    for folder in sys.path:
-        path = Path(folder, "nvidia", "cuda_runtime", "lib", RUNTIME_LIBRARY)
-        if path.exists():
-            return str(path)
-    return RUNTIME_LIBRARY
-
-
 def _scheme() -> str:
-    """The sysconfig scheme with which Triton finds headers. On Debian it is not the default
-    scheme.
-    """
+    """The sysconfig scheme with which Triton finds headers. Debian's default is another one."""
     scheme = sysconfig.get_default_scheme()
     return "posix_prefix" if scheme == "posix_local" else scheme
 

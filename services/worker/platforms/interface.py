@@ -28,9 +28,7 @@ class DraftModelParts:
 
     loaded: LoadedModel
     shape: AttentionShape
-    """The shape of the draft model's cache, which has as many blocks as the target model's
-    cache.
-    """
+    """The shape of the draft model's cache. It has as many blocks as the target model's cache."""
     group: int
     """The target model's KV-cache group whose block tables the draft model uses."""
     fingerprint: bytes
@@ -46,11 +44,11 @@ class RunnerParts:
     shape: AttentionShape
     limits: BatchLimits
     lockstep: Lockstep | None = None
-    """Runs steps together with the other ranks. It is None for a single worker."""
+    """Runs steps together with the other ranks, if there are any."""
     pooler: PromptPooler | None = None
     """Pools prompts. It is None if the model generates."""
     stage: PipelineStage | None = None
-    """This rank's pipeline stage. It is None if the model is not divided into stages."""
+    """This rank's pipeline stage, or None if the model is not divided into stages."""
     tier_memory: Bytes | None = None
     """Memory of the offload tier. It is None without a tier."""
     grammars: Grammars | None = None
@@ -58,8 +56,8 @@ class RunnerParts:
     adapters: LoraAdapters | None = None
     """The loaded LoRA adapters. They are None if LoRA is not enabled."""
     drafter: Drafter | None = None
-    """Proposes drafts. None without speculation, and with `draft_model`, since the platform builds
-    its drafter.
+    """Proposes drafts. None without speculation, and with `draft_model`, whose drafter the platform
+    builds.
     """
     drafter_bytes: int = 0
     """Limit on the host memory that `drafter` may allocate later, in bytes."""
@@ -87,13 +85,18 @@ class RunnerParts:
 class Platform(Protocol):
     """A kind of device that a worker computes on."""
 
-    @property
-    def torch_device(self) -> torch.device:
-        """The device of weights and cache."""
-
-    @property
-    def default_block_size(self) -> int:
-        """Tokens per block if the settings do not set it."""
+    torch_device: torch.device
+    """The device of weights and cache."""
+    default_block_size: int
+    """Tokens per block if the settings do not set it."""
+    has_tier: bool
+    """Whether this platform's runners support a tier of offloaded blocks."""
+    scales_blocks: bool
+    """Whether block sizes may differ between groups, see kv_groups."""
+    has_draft_models: bool
+    """Whether this platform's runners support a draft model."""
+    num_speculative_rows: int
+    """Rows that a decode step computes in about the time of one row. 0 means unlimited."""
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
         """The data type for loading the model, given the setting."""
@@ -101,36 +104,14 @@ class Platform(Protocol):
     def kernels(self) -> Kernels:
         """The operations that the model runs with."""
 
-    @property
-    def has_tier(self) -> bool:
-        """Whether this platform's runners support a tier of offloaded blocks."""
-
-    @property
-    def scales_blocks(self) -> bool:
-        """Whether block sizes may differ between groups, see kv_groups."""
-
-    @property
-    def has_draft_models(self) -> bool:
-        """Whether this platform's runners support a draft model."""
-
-    @property
-    def num_speculative_rows(self) -> int:
-        """The number of rows that a decode step computes in about the time of one row. 0 means
-        unlimited.
-        """
-
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Raises UnsuitableDevice for a model that this device cannot compute."""
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:
-        """Returns the memory that is available to the KV cache. `parts` must not have a cache
-        yet.
-        """
+        """The memory that is available to the KV cache. `parts` must not have a cache yet."""
 
     def runner(self, parts: RunnerParts) -> ModelRunner:
         """Builds a runner with its KV cache."""
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
-        """The warm-up steps to run at startup, so that the first request's steps are as fast as
-        later steps.
-        """
+        """Steps to run at startup, so that the first request's steps are as fast as later ones."""

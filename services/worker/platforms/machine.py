@@ -7,19 +7,14 @@ from pathlib import Path
 from services.worker.platforms.threads import Processors
 
 _KIB = 1024
-_GROUP_FILES = (
-    ("memory.max", "memory.current"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
+_GROUP_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def available_memory_bytes(
     proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
     """The minimum of the machine's available memory and the memory left within the process's
-    control groups, in bytes.
-
-    The limits of enclosing control groups count too.
+    control groups and their parents, in bytes.
     """
     amounts = [_machine_available(proc)]
     for group in _control_groups(proc, cgroup, "memory"):
@@ -56,11 +51,10 @@ def usable_processors(
     cgroup: Path = Path("/sys/fs/cgroup"),
     devices: Path = Path("/sys/devices/system/cpu"),
 ) -> Processors:
-    """The processors that this process may use, according to its affinity mask and its control
-    groups.
-    """
+    """The processors that this process may use, by its affinity mask and its control groups."""
     allowed = _allowed()
-    return Processors(len(allowed), _num_cores(allowed, devices), _quota(proc, cgroup))
+    num_cores = len({_core(processor, devices) for processor in allowed})
+    return Processors(len(allowed), num_cores, _quota(proc, cgroup))
 
 
 def _allowed() -> Collection[int]:
@@ -69,15 +63,10 @@ def _allowed() -> Collection[int]:
     return range(os.cpu_count() or 1)
 
 
-def _num_cores(allowed: Collection[int], devices: Path) -> int:
-    """Returns the number of cores. If the machine does not list cores, every processor counts as
-    one.
-    """
-    return len({_core(processor, devices) for processor in allowed})
-
-
 def _core(processor: int, devices: Path) -> str:
-    """The processors on the same core as this one, as the text of the kernel's list."""
+    """The processors on the same core as this one, as the text of the kernel's list. If there is no
+    list, the processor counts as a core.
+    """
     topology = devices / f"cpu{processor}" / "topology"
     siblings = _read_text(topology / "core_cpus_list") or _read_text(
         topology / "thread_siblings_list"
@@ -101,9 +90,9 @@ def _quota(proc: Path, cgroup: Path) -> float | None:
 
 
 def _control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
-    """Returns the directories that may contain the controller's limits: the directories of the
-    process's control group and of its parents, in both versions of control groups. The root
-    directory is included, because a container's limits are there.
+    """Directories that may contain the controller's limits: those of the process's control group
+    and of its parents, in both versions of control groups. The root directory is included, because
+    a container's limits are there.
     """
     groups = [cgroup, cgroup / controller]
     for line in _read_text(proc / "self/cgroup").splitlines():

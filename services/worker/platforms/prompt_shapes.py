@@ -14,14 +14,12 @@ _SAMPLING = SamplingParams(temperature=1, top_p=0.9)
 """The sampling parameters that need the most work on a device."""
 
 _FIRST_TOKENS = 256
-"""Maximum number of tokens in the first prompt. They are enough to use every weight and kernel."""
+"""Maximum length of the first prompt. It is enough to use every weight and kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """A step of new requests. Each request computes the same number of tokens, after `num_computed`
-    tokens that count as computed.
-    """
+    """A step of new requests. Each computes `num_tokens`, after `num_computed` computed tokens."""
 
     num_requests: int
     num_tokens: int
@@ -43,11 +41,7 @@ def first_shapes(limits: BatchLimits) -> list[PromptShape]:
     """A prompt, a chunk after it, and a decode after both, within the limits."""
     prompt = min(_FIRST_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 1)
     first = max(prompt // 2, 1)
-    shapes = [
-        PromptShape(1, first),
-        PromptShape(1, prompt - first, first),
-        PromptShape(1, 1, prompt),
-    ]
+    shapes = PromptShape(1, first), PromptShape(1, prompt - first, first), PromptShape(1, 1, prompt)
     return [shape for shape in shapes if shape.num_tokens > 0]
 
 
@@ -97,9 +91,8 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _chunks(most_lanes: int, limits: BatchLimits) -> PromptShape | None:
-    """Returns a step of chunks that need more than half of `most_lanes` lanes, and at most all of
-    them. Returns None if there is no such step. The chunks are short, because short chunks need
-    many lanes for few tokens.
+    """A step of chunks that need more than half of `most_lanes` lanes, and at most all of them, or
+    None if there is no such step. The chunks are short, so they need many lanes for few tokens.
     """
     fewest_lanes = most_lanes // 2 + 1
     for lanes_each in range(1, fewest_lanes + 1):

@@ -22,8 +22,8 @@ ENOUGH_TO_SPARE = 8
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """The processors that a process may use, and their cores. `quota`: processor time in seconds
-    per second. It is None for no limit.
+    """The processors that a process may use, and their cores. `quota`: limit on processor time, in
+    seconds per second, or None.
     """
 
     num_allowed: int
@@ -45,12 +45,10 @@ class ThreadChoice:
 def choose_threads(
     processors: Processors, num_sharers: int = 1, asked: int | None = None
 ) -> ThreadChoice:
-    """Returns the number of threads, at least one, for one of `num_sharers` workers on these
-    processors.
+    """The number of threads, at least one, for one of `num_sharers` workers on these processors.
 
     A quota is rounded down. If threads used up the quota before its period ends, all threads of the
-    process would be suspended for the rest of the period. The thread that answers the scheduler
-    would be suspended, too.
+    process, also the one that answers the scheduler, would be suspended for the rest of the period.
     """
     cores, reasons = _cores(processors)
     if cores >= ENOUGH_TO_SPARE and processors.num_allowed == processors.num_cores:

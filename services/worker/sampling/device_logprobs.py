@@ -28,7 +28,7 @@ class PendingLogprobs:
     numbers: Download
 
     def wait(self) -> dict[int, LogprobRows]:
-        """Waits for the copy, and returns the log-probabilities by row."""
+        """Waits for the copy. Keys are rows."""
         numbers = self.numbers.wait()
         width = numbers.shape[1] // 2
         return {
@@ -67,7 +67,6 @@ def logprobs_on_device(
 
 
 def _numbers(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> torch.Tensor:
-    """The array `PendingLogprobs.numbers`, on the device."""
     sampled = token_ids.clamp(min=0).unsqueeze(1)
     ids = torch.cat((sampled, _best(logits, num_top)), dim=1)
     largest = logits.amax(dim=1, keepdim=True)

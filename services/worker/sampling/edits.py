@@ -5,22 +5,22 @@ token that the request samples.
 """
 
 from collections import deque
-from typing import Protocol
 
 import numpy as np
 
 from services.common.request.sampling import SamplingParams
+from services.common.request.thinking_budget import ThinkingBudget
 from services.worker.sampling.arrays import Float32Array, Int32Array
 from services.worker.sampling.filters import keep_only
 from services.worker.sampling.grammar import GrammarMask
-from services.worker.sampling.thinking import ThinkingLimit
 
 
-class LogitEdit(Protocol):
-    """An edit of one request's logits."""
+class LogitEdit:
+    """An edit of one request's logits. By default sampled tokens do not change it."""
 
     def apply(self, logits: Float32Array) -> None:
         """Changes the row [V] in place. Minus infinity bans a token."""
+        raise NotImplementedError
 
     def append(self, token_id: int) -> None:
         """Updates the edit with the request's next token."""
@@ -32,8 +32,8 @@ def logit_edits(
     num_prompt_tokens: int,
     grammar: GrammarMask | None = None,
 ) -> tuple[LogitEdit, ...]:
-    """The edits for these parameters, in the order in which they are applied. The grammar's mask is
-    applied before the edits.
+    """The edits for these parameters, in the order in which they are applied, after the grammar's
+    mask.
 
     `token_ids`: the prompt and the output so far. `grammar`: the grammar of a request with
     `structured_outputs`.
@@ -56,7 +56,7 @@ def logit_edits(
     return tuple(edits)
 
 
-class AllowedTokens:
+class AllowedTokens(LogitEdit):
     """Bans every token that is not allowed."""
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
@@ -65,15 +65,10 @@ class AllowedTokens:
     def apply(self, logits: Float32Array) -> None:
         keep_only(logits, self._token_ids)
 
-    def append(self, token_id: int) -> None:
-        """Does nothing, because sampled tokens do not change the edit."""
 
-
-class BadWords:
-    """Bans the last token of a word when the output ends with all tokens before it.
-
-    Only output tokens are compared, as in vLLM. So a word that begins in the prompt may be
-    completed.
+class BadWords(LogitEdit):
+    """Bans the last token of a word when the output ends with all tokens before it. Only output
+    tokens are compared, as in vLLM, so a word that begins in the prompt may be completed.
     """
 
     def __init__(self, words: tuple[tuple[int, ...], ...], output: Int32Array) -> None:
@@ -90,7 +85,7 @@ class BadWords:
         self._recent.append(token_id)
 
 
-class MinTokens:
+class MinTokens(LogitEdit):
     """Bans the tokens that end the request while `missing` tokens are left to sample. Nothing is
     banned if the grammar allows the output only to end.
     """
@@ -110,7 +105,7 @@ class MinTokens:
         self._missing -= 1
 
 
-class LogitBias:
+class LogitBias(LogitEdit):
     """Shifts the logits of some tokens."""
 
     def __init__(self, token_ids: tuple[int, ...], values: tuple[float, ...]) -> None:
@@ -120,11 +115,8 @@ class LogitBias:
     def apply(self, logits: Float32Array) -> None:
         logits[self._token_ids] += self._values
 
-    def append(self, token_id: int) -> None:
-        """Does nothing, because sampled tokens do not change the edit."""
 
-
-class Penalties:
+class Penalties(LogitEdit):
     """Applies the repetition penalty for tokens of prompt and output, then the frequency and
     presence penalties for tokens of the output.
 
@@ -160,19 +152,73 @@ class Penalties:
     def append(self, token_id: int) -> None:
         index = self._index_of.get(token_id)
         if index is None:
-            index = self._new_index(token_id)
+            index = self._index_of[token_id] = len(self._index_of)
+            if index == len(self._token_ids):
+                self._token_ids = _doubled(self._token_ids)
+                self._output_counts = _doubled(self._output_counts)
+            self._token_ids[index] = token_id
         self._output_counts[index] += 1
-
-    def _new_index(self, token_id: int) -> int:
-        index = len(self._index_of)
-        if index == len(self._token_ids):
-            self._token_ids = _doubled(self._token_ids)
-            self._output_counts = _doubled(self._output_counts)
-        self._index_of[token_id] = index
-        self._token_ids[index] = token_id
-        return index
 
 
 def _doubled(array: np.ndarray) -> np.ndarray:
     """A copy with zeros appended. There are 16 more zeros than entries in the array."""
     return np.concatenate((array, np.zeros(len(array) + 16, dtype=array.dtype)))
+
+
+class ThinkingLimit(LogitEdit):
+    """Ends reasoning that reaches its limit of `num_tokens` (`thinking_budget`): allows only the
+    next token of its end mark, the token sequence that ends reasoning.
+
+    The state depends only on the output's tokens, so that a request that is sent again with its
+    output continues in the same way. A partial end mark is completed.
+    """
+
+    def __init__(self, budget: ThinkingBudget, output: Int32Array) -> None:
+        self._most = budget.num_tokens
+        self._start = _Mark(budget.start_token_ids)
+        self._end = _Mark(budget.end_token_ids)
+        self._is_inside = budget.begins_inside
+        self._num_tokens = 0
+        for token_id in output.tolist():
+            self.append(token_id)
+
+    def apply(self, logits: Float32Array) -> None:
+        if self._is_inside and self._num_tokens >= self._most:
+            logits.fill(-np.inf)
+            logits[self._end.next_token_id] = 0.0
+
+    def append(self, token_id: int) -> None:
+        mark = self._end if self._is_inside else self._start
+        self._num_tokens += self._is_inside
+        if mark.completed_by(token_id):
+            self._num_tokens -= len(mark) if self._is_inside else 0
+            self._is_inside = not self._is_inside
+
+
+class _Mark:
+    """A sequence of tokens to find in a stream."""
+
+    def __init__(self, token_ids: tuple[int, ...]) -> None:
+        self._token_ids = token_ids
+        self._recent: deque[int] = deque(maxlen=max(1, len(token_ids)))
+        self._num_matched = 0
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    @property
+    def next_token_id(self) -> int:
+        """The next token of the mark after the part that the stream ends with."""
+        return self._token_ids[self._num_matched]
+
+    def completed_by(self, token_id: int) -> bool:
+        """Appends a token. Returns whether it completes the mark."""
+        self._recent.append(token_id)
+        recent = tuple(self._recent)
+        lengths = range(len(recent), 0, -1)
+        self._num_matched = next((n for n in lengths if recent[-n:] == self._token_ids[:n]), 0)
+        if not self._num_matched or self._num_matched < len(self._token_ids):
+            return False
+        self._recent.clear()
+        self._num_matched = 0
+        return True

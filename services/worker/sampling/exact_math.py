@@ -11,9 +11,7 @@ from services.worker.sampling.arrays import Float32Array, Float64Array
 
 _LOG2_OF_E = np.float32(1.44269504)
 _ROUNDER = np.float32(1.5 * 2**23)
-"""Adding this number to a small number rounds the latter to an integer, in the sum's lowest
-bits.
-"""
+"""Adding it to a small number rounds that number to an integer, in the sum's lowest bits."""
 _LN2_HIGH32, _LN2_LOW32 = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _LEAST = np.float32(-87)
 _INVERSE_FACTORIALS = tuple(np.float32(1) / np.float32(n) for n in (720, 120, 24, 6, 2, 1, 1))
@@ -48,8 +46,7 @@ def logarithm(x: Float64Array) -> Float64Array:
     """The natural logarithm of normal numbers above 0, within 2 units in the last place.
 
     The mantissa m is between the square roots of 1/2 and 2. Its logarithm is twice the inverse
-    hyperbolic tangent of (m - 1) / (m + 1). The inverse hyperbolic tangent is a series of odd
-    powers.
+    hyperbolic tangent of (m - 1) / (m + 1), a series of odd powers.
     """
     bits = x.view(np.uint64)
     biased = (bits + np.uint64(_ONE - _ROOT_OF_HALF)) >> np.uint64(_MANTISSA_BITS)

@@ -1,9 +1,9 @@
 """Filters: min-p, top-k and top-p limit the tokens that may be drawn.
 
-Tokens are ordered by descending logit, then by ascending id. All filters keep a prefix of this
-order. So ties do not depend on a sorting algorithm, and top-k of 1 is greedy. Each filter
-determines how many tokens the prefix has. No filter sorts the vocabulary. Top-k selects the largest
-logits, and top-p sorts only the logits of tokens that are probable enough to be kept.
+Tokens are ordered by descending logit, then by ascending id. Each filter keeps a prefix of this
+order. So ties do not depend on a sorting algorithm, and top-k of 1 is greedy. No filter sorts the
+vocabulary: top-k selects the largest logits, and top-p sorts only the logits of tokens that are
+probable enough to be kept.
 
 A token's weight is proportional to its probability, in float32. The largest weight is 1. A token's
 mass is its weight, rounded to a multiple of a power of two. This power is so large that the masses
@@ -52,9 +52,7 @@ def filter_values(params: SamplingParams) -> tuple[float, ...]:
 
 
 def best_token_ids(logits: Float32Array, count: int) -> Int64Array:
-    """The `count` best tokens of a row of logits [V], in ascending order of ids. NaN ranks above
-    all numbers.
-    """
+    """The `count` best tokens of a row of logits [V], by ascending id. NaN is above all numbers."""
     surplus = len(logits) - count
     if surplus <= 0:
         return np.arange(len(logits))
@@ -78,8 +76,7 @@ def keep_only(logits: Float32Array, token_ids: Int64Array) -> None:
 def kept_token_ids(
     logits: Float32Array, largest: np.float32, temperature: np.float32, filters: Filters
 ) -> Int64Array | None:
-    """The tokens that min-p, then top-k, then top-p keep, in ascending order of ids. The result is
-    None if all are kept.
+    """The tokens that min-p, then top-k, then top-p keep, by ascending id. None means all are kept.
 
     `largest`: the largest of the logits [V], finite. `temperature`: above 0. At least one token is
     kept. Top-p is a fraction of the mass that min-p and top-k keep, and also keeps the token that

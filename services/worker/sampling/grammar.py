@@ -1,8 +1,8 @@
 """Structured outputs. A mask over a request's logits constrains the output to a JSON schema, a
-regular expression or a grammar. llguidance's matcher computes the mask for each token.
+regular expression or a grammar. llguidance's matcher computes the mask of each token.
 
-A matcher's state depends only on the output so far. So the state is rebuilt from the tokens after a
-preemption or the loss of a worker, and is the same on all ranks.
+A matcher's state depends only on the output so far. So it can be rebuilt after a preemption or the
+loss of a worker, and is the same on all ranks.
 """
 
 import json
@@ -27,12 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_SECONDS_IN_STEP = 0.005
-"""Limit on the time of a compilation that a step waits for, in seconds."""
+"""A grammar whose compilation takes longer counts as slow, and no step waits for it."""
 _MAX_CACHED_SLOW = 256
 _MAX_MASKS = 63
-"""Maximum number of masks that are computed in a row before a token is drawn without a mask
-again.
-"""
+"""Limit on the masks that are computed in a row before a token is drawn without a mask again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +48,7 @@ class Grammars:
     """Compiles grammars, and caches recently used ones. The cache keeps more grammars that compile
     slowly, since a request may need its grammar again after a preemption.
 
-    The compiler is created at the first use. Thread-safe: `prepare` may run in a thread that no
-    step waits for.
+    The compiler is created at the first use. Thread-safe.
     """
 
     def __init__(self, make_compiler: "Callable[[], GrammarCompiler]") -> None:
@@ -77,8 +74,8 @@ class Grammars:
 
     def unshared_matcher(self, wanted: StructuredOutputs) -> "LLMatcher | None":
         """A matcher at the beginning of an output, with a newly compiled automaton. It is needed
-        when the shared automaton has reached its size limit. The shared automaton is then dropped
-        from the cache. Returns None if compiling would delay a step. Raises as `prepare` does.
+        when the shared automaton has reached its size limit, and drops that one from the cache.
+        Returns None if compiling would delay a step. Raises as `prepare` does.
         """
         with self._using_cache:
             kept = self._cached.get(wanted)
@@ -99,9 +96,7 @@ class Grammars:
         return kept
 
     def _evict(self, is_slow: bool, most: int) -> None:
-        """Evicts cached grammars. Of the slow grammars (or of the fast ones, if `is_slow` is
-        false), the `most` last used are kept.
-        """
+        """Keeps the `most` last used grammars of those that are slow, or that are not."""
         same_kind = [key for key, kept in self._cached.items() if kept.is_slow is is_slow]
         for key in same_kind[: len(same_kind) - most]:
             del self._cached[key]
@@ -116,11 +111,11 @@ class Grammars:
 
 
 class GrammarMask:
-    """Bans the tokens with which the output of one request could not conform to its grammar. Bans
-    the end tokens while the output is incomplete.
+    """Bans the tokens with which one request's output could not conform to its grammar. Bans the
+    end tokens while the output is incomplete.
 
     Computing a mask takes longer than checking one token: within a string of bounded length, a
-    hundred times as long. After `draw_first`, tokens are therefore drawn without a mask and then
+    hundred times as long. With `draws_first`, tokens are therefore drawn without a mask and then
     checked (as in llama.cpp). This continues while most tokens conform, as they do if the prompt
     describes the format.
     """
@@ -140,29 +135,26 @@ class GrammarMask:
         self._words = words
         self._address, self._num_bytes = words.ctypes.data, words.nbytes
         self.error = ""
-        """Why no token is allowed any more. It is empty if tokens are allowed."""
+        """Why no token is allowed any more, or empty."""
         self._matcher: LLMatcher | None = self._matcher_of_output(grammars.matcher)
         self.draws_first = False
+        """Whether tokens after the next one may be drawn without a mask."""
         self.is_made = True
         """Whether the next token's mask is computed. If not, the token must be checked."""
         self._num_masks = self._num_masks_due = 0
         """The number of masks to compute in a row after the last token that did not conform, and
-        the number of these masks that are still to be computed.
+        how many of them remain.
         """
         self._make()
 
-    def draw_first(self) -> None:
-        """Allows tokens after the next one to be drawn without a mask."""
-        self.draws_first = True
-
     @property
     def is_complete(self) -> bool:
-        """Whether the output is complete, so that only an end token may follow."""
+        """Whether only an end token may follow."""
         return self._matcher is not None and self._matcher.is_stopped()
 
     def forced_tokens(self) -> list[int]:
-        """The next tokens, if the grammar allows only one text to follow. They are the tokenizer's
-        encoding of that text. The list is empty if several texts may follow.
+        """The tokenizer's encoding of the text that must follow, or empty if several texts may
+        follow.
         """
         if self._matcher is None or self._matcher.is_stopped() or self._matcher.is_error():
             return []
@@ -180,7 +172,7 @@ class GrammarMask:
             self._make()
 
     def allows(self, token_id: int) -> bool:
-        """Whether the mask would allow a token that was drawn without a mask. If not, computes the
+        """Whether the mask would allow a token that was drawn without it. If not, computes the
         mask.
         """
         if self._matcher is not None and _is_in_mask(self._matcher, token_id):
@@ -199,23 +191,20 @@ class GrammarMask:
         return self._matcher is None or self._matcher.is_stopped()
 
     def _make(self) -> None:
-        """Computes the mask of the next token."""
         if self._matcher is not None and not self._fill(self._matcher):
             # The outputs of other requests may have grown a shared automaton to its limit.
             error = self._matcher.get_error()
             self._matcher = self._matcher_of_output(self._grammars.unshared_matcher)
             if self._matcher is None or not self._fill(self._matcher):
-                self._give_up(error)
+                # It imports llguidance, which a matcher has already loaded.
+                from services.common.request.grammar_compiler import (  # noqa: PLC0415
+                    reason_in_words,
+                )
+
+                logger.info("no mask of a grammar can be made, and its request fails: %s", error)
+                self._matcher, self.error = None, reason_in_words(error)
         if self._matcher is None:
             self._words.fill(0)
-
-    def _give_up(self, error: str) -> None:
-        """Allows no further tokens, because llguidance reported an error."""
-        # Imported only here, since it imports llguidance. A matcher has already loaded llguidance.
-        from services.common.request.grammar_compiler import reason_in_words  # noqa: PLC0415
-
-        logger.info("no mask of a grammar can be made, and its request fails: %s", error)
-        self._matcher, self.error = None, reason_in_words(error)
 
     def _fill(self, matcher: "LLMatcher") -> bool:
         """Computes a mask into `_words`. Returns whether the matcher succeeded."""
@@ -225,9 +214,7 @@ class GrammarMask:
     def _matcher_of_output(
         self, make: "Callable[[StructuredOutputs], LLMatcher | None]"
     ) -> "LLMatcher | None":
-        """A matcher from `make`, after the output so far. It is None if `make` returns none or
-        fails.
-        """
+        """A matcher of `make` after the output so far, or None if `make` returns none or fails."""
         try:
             matcher = make(self._wanted)
         except (InvalidArgument, FailedPrecondition) as error:
@@ -245,8 +232,7 @@ class GrammarMask:
 
 def _is_in_mask(matcher: "LLMatcher", token_id: int) -> bool:
     """Whether the mask of the next token would include this token. If the grammar allows only one
-    text to follow, the mask has only the first token of the tokenizer's encoding, although other
-    tokens would conform too.
+    text to follow, the mask has only the first token of the tokenizer's encoding.
     """
     forced = matcher.compute_ff_tokens()
     if forced:
@@ -287,7 +273,7 @@ def _tokenizer_json(directory: Path) -> str:
 
 
 def _own_eos_token_id(directory: Path, tokenizer_json: str) -> int | None:
-    """The end-of-sequence token that tokenizer_config.json names. It is None if it names none."""
+    """The end-of-sequence token that tokenizer_config.json names, if any."""
     path = directory / "tokenizer_config.json"
     named = json.loads(path.read_text()).get("eos_token") if path.is_file() else None
     content = named.get("content") if isinstance(named, dict) else named

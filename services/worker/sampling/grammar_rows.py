@@ -9,7 +9,7 @@ from services.worker.sampling.grammar import GrammarMask, Grammars
 
 
 class GrammarRows:
-    """The grammars of requests. A request is identified by its row in the batch.
+    """The grammars of requests, by the requests' rows in the batch.
 
     After `draw_first`, tokens of a row may be drawn without a mask. Such tokens must be checked
     (see GrammarMask).
@@ -27,9 +27,7 @@ class GrammarRows:
         """Rows with a grammar but without a mask."""
 
     def add(self, batch_row: int, params: SamplingParams, output: np.ndarray) -> GrammarMask | None:
-        """Adds the grammar of a request and advances it over `output`. Returns None if the request
-        has no grammar.
-        """
+        """Adds a request's grammar, if it has one, and advances it over `output`."""
         self._rows[batch_row] = -1
         if params.structured_outputs is None:
             return None
@@ -44,30 +42,27 @@ class GrammarRows:
     def draw_first(self, batch_row: int) -> None:
         """Allows tokens of a row to be drawn without a mask, if the row has a grammar."""
         if batch_row in self._of:
-            self._of[batch_row].draw_first()
+            self._of[batch_row].draws_first = True
 
     def remove(self, batch_row: int) -> None:
-        """Forgets the grammar of a row, if it has one."""
         self._of.pop(batch_row, None)
         self._unmasked.discard(batch_row)
 
     def get(self, batch_row: int) -> GrammarMask | None:
-        """The grammar of a row. It is None if the row has none."""
         return self._of.get(batch_row)
 
     def have_masks(self, batch_rows: np.ndarray) -> BoolArray:
-        """Whether each of these rows has a mask."""
         have: BoolArray = self._rows[batch_rows] >= 0
         return have
 
     def masks(self, batch_rows: np.ndarray) -> RowMasks | None:
-        """The masks of these rows. They are None if no row of the batch has one."""
+        """The masks of these rows, or None if no row of the batch has one."""
         if len(self._of) == len(self._unmasked):
             return None
         return RowMasks(self._words, self._rows[batch_rows])
 
     def nonconforming(self, batch_rows: np.ndarray, token_ids: Int64Array) -> list[int]:
-        """The indexes of rows whose tokens were drawn without a mask and do not conform. These rows
+        """Indexes of rows whose tokens were drawn without a mask and do not conform. These rows
         have masks afterwards. Negative tokens are skipped.
         """
         if not self._unmasked:
@@ -76,14 +71,12 @@ class GrammarRows:
         return [index for index, (row, token) in drawn if not self._conforms(row, token)]
 
     def errors(self, batch_rows: np.ndarray, indexes: Int32Array) -> dict[int, str]:
-        """The errors of failed grammars. Keys are the entries of `indexes` whose rows have a failed
-        grammar.
-        """
+        """Maps entries of `indexes` to the errors of their rows' failed grammars."""
         rows = zip(indexes.tolist(), batch_rows[indexes].tolist(), strict=True)
         return {index: self._of[row].error for index, row in rows if self._of[row].error}
 
     def append(self, batch_row: int, token_id: int) -> None:
-        """Advances the grammar of a row over its next token, if the row has one."""
+        """Advances the grammar of a row, if any, over its next token."""
         grammar = self._of.get(batch_row)
         if grammar is None:
             return

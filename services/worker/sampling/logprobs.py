@@ -23,20 +23,19 @@ class LogprobRows:
 
     @property
     def width(self) -> int:
-        """Number of tokens for each position: its actual token and the most probable tokens."""
+        """Tokens of each position: its actual token and the most probable tokens."""
         return int(self.token_ids.shape[1])
 
     @classmethod
     def joined(cls, parts: "list[LogprobRows]") -> "LogprobRows":
-        """Joins the positions of all parts, in order. There must be at least one part."""
+        """Joins the positions of at least one part, in order."""
         columns = zip(*((part.token_ids, part.logprobs, part.ranks) for part in parts), strict=True)
         return cls(*map(np.concatenate, columns)) if len(parts) > 1 else parts[0]
 
 
 def logprob_rows(logits: Float32Array, token_ids: np.ndarray, num_top: int) -> LogprobRows:
-    """Log-probabilities of tokens: row i of the logits [n, V] predicts token i.
-
-    A row's result depends on that row alone, so chunks of a prompt give the same rows as the whole.
+    """Log-probabilities of tokens: row i of the logits [n, V] predicts token i. Rows are computed
+    independently of each other, so the chunks of a prompt may be computed apart.
     """
     num_rows = len(token_ids)
     ids = np.empty((num_rows, 1 + num_top), dtype=np.int32)

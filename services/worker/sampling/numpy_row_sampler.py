@@ -1,7 +1,5 @@
-"""Draws tokens from rows of logits in NumPy, for machines without compiled kernels.
-
-The compiled kernels are tested against this sampler. It uses the filters of filters.py, the draw of
-race.py, and the arithmetic of exact_math.py.
+"""Draws tokens from rows of logits in NumPy, for machines without compiled kernels, which are
+tested against this sampler.
 """
 
 import numpy as np
@@ -78,7 +76,7 @@ class NumpyRowSampler:
 
 
 def _allowed(masks: RowMasks | None, index: int, vocab_size: int) -> BoolArray | None:
-    """Whether each token of a row may be drawn, bool [V]. It is None if all tokens may be drawn."""
+    """Whether each token of a row may be drawn, bool [V], or None if all may be drawn."""
     if masks is None or masks.rows[index] < 0:
         return None
     words = masks.words[masks.rows[index]]

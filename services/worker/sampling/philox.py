@@ -21,7 +21,7 @@ SAMPLING_STREAM = 0
 
 
 def philox4x32(counter: UInt32Array, key: UInt32Array) -> UInt32Array:
-    """The generator: maps counters [n, 4] and keys [n, 2] to random words [n, 4]."""
+    """Maps counters [n, 4] and keys [n, 2] to random words [n, 4]."""
     even, odd = counter.T[::2].astype(np.uint64), counter.T[1::2].astype(np.uint64)
     key_words = key.T.astype(np.uint64)
     for round_ in range(_ROUNDS):
@@ -33,10 +33,10 @@ def philox4x32(counter: UInt32Array, key: UInt32Array) -> UInt32Array:
 
 
 def random_states(seeds: UInt64Array, positions: Int64Array, stream: int) -> UInt64Array:
-    """Two random words for each (seed, position), [n, 2], in the given stream.
+    """Two random words for each (seed, position), [n, 2].
 
-    The position is the token's index in its whole sequence. Streams are independent. Each use of
-    random numbers at a position has its own stream.
+    The position is the token's index in its whole sequence. Each use of random numbers at a
+    position has its own `stream`. Streams are independent.
     """
     counter = np.zeros((len(seeds), 4), dtype=np.uint32)
     counter[:, :2] = _words(positions.astype(np.uint64))

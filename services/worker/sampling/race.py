@@ -8,12 +8,12 @@ token's exponential does not depend on other tokens. Therefore a rounding error 
 the draw only if the two smallest times differ by no more than the error. Two models with similar
 probabilities, such as a draft model and its target, mostly draw the same tokens.
 
-Exponentials are memoryless. The smallest of 32 exponentials is an exponential divided by 32. Each
-of the 32 is equally likely to be the smallest. The differences between the others and the smallest
-are exponentials again. So exponentials are generated in blocks of 32. One hash word gives the
-smallest exponential of a block and its token. Words for the other tokens are computed only if the
-block can contain the winner. (As in top-down sampling of Gumbels: Maddison, Tarlow, Minka, "A*
-Sampling", NIPS 2014.)
+The smallest of 32 exponentials is an exponential divided by 32, and each of the 32 is equally
+likely to be the smallest. Exponentials are memoryless, so the differences between the others and
+the smallest are exponentials again. So exponentials are generated in blocks of 32. One hash word
+gives the smallest exponential of a block and its token. Words for the other tokens are computed
+only if the block can contain the winner. (As in top-down sampling of Gumbels: Maddison, Tarlow,
+Minka, "A* Sampling", NIPS 2014.)
 
 A token id is composed of superblock, offset and lane. A superblock has 128 blocks, one for each
 lane, so that the largest logit of each block is found in passes over 128 consecutive ids.
@@ -39,9 +39,8 @@ LAST_SHIFT = 31
 
 NUMBER_SHIFT = 12
 """The number of low bits of a word that are shifted out. The 52 bits above them are an integer n,
-from which the number (n + 1/2) * NUMBER_UNIT between 0 and 1 is computed. Of the bits shifted out,
-a block's word uses the lowest five. They are the offset, 0 to 31, of the token in the block that
-has the smallest exponential.
+from which the number (n + 1/2) * NUMBER_UNIT between 0 and 1 is computed. The lowest five bits of a
+block's word are the offset of the token that has the block's smallest exponential.
 """
 NUMBER_UNIT = 2.0**-52
 
@@ -50,14 +49,13 @@ _NUM_FIRST_BLOCKS = 24
 _BOUND_ERROR = 1e-9
 """An upper limit of the rounding error of a block's bound."""
 _LEAST_WEIGHT = np.float32(-1e6)
-"""Lower limit of the logarithm of a weight. A token whose logarithm is below -46 cannot win, since
-exponentials are between 2**-58 and 38. The limit keeps the speeds of banned tokens finite and
-distinct: selecting among many equal values is slow.
+"""Lower limit of the logarithm of a weight. A token below -46 cannot win, since exponentials are
+between 2**-58 and 38. The limit keeps the speeds of banned tokens finite and distinct, because
+selecting among many equal values is slow.
 """
 
 
 def words(states: UInt64Array, indexes: UInt64Array) -> UInt64Array:
-    """Returns the random words of these states at these indexes. The arrays are broadcast."""
     mixed = states + indexes * np.uint64(GAMMA)
     for shift, factor in MIX:
         mixed ^= mixed >> np.uint64(shift)
@@ -111,12 +109,11 @@ class Race:
         return self._logits[self._num_rows, : self._vocab_size]
 
     def clear(self) -> None:
-        """Removes all rows."""
         self._num_rows = 0
 
     def enter(self, largest: np.float32, temperature: np.float32, states: UInt64Array) -> None:
-        """Adds the row in `next_row`. `largest`: the row's largest logit, finite. `temperature`:
-        above 0. `states` [2]: the random states for blocks and for tokens.
+        """Adds the row in `next_row`. `largest`: its largest logit, finite. `temperature`: above 0.
+        `states` [2]: the random states for blocks and for tokens.
         """
         row = self._num_rows
         self._largest[row] = largest
@@ -125,8 +122,8 @@ class Race:
         self._num_rows += 1
 
     def run(self) -> Int64Array:
-        """A token for each row, in the order in which rows were added. Among equally fast tokens,
-        the lowest id wins. There must be at least one row.
+        """A token for each of at least one row, in the order in which rows were added. Among
+        equally fast tokens, the lowest id wins.
         """
         count = self._num_rows
         self.clear()

@@ -50,8 +50,7 @@ class SamplingMetadata:
     """The sampling parameters of requests without logit edits. Column i is for row i of the logits.
 
     `parameters` [NUM_ROW_VALUES, R]: row 0 has the temperatures, and each further row has one field
-    of Filters, for example top_k. `states` [R, 2]: the
-    random states of the draws, see race.py.
+    of Filters, for example top_k. `states` [R, 2]: the random states of the draws, see race.py.
     """
 
     parameters: Float64Array
@@ -59,12 +58,11 @@ class SamplingMetadata:
 
     @property
     def temperatures(self) -> Float64Array:
-        """The temperatures [R]. The temperature of a greedy request is 0."""
+        """The temperatures [R], 0 for greedy requests."""
         temperatures: Float64Array = self.parameters[0]
         return temperatures
 
     def of(self, rows: slice) -> "SamplingMetadata":
-        """The metadata of a range of rows."""
         return SamplingMetadata(self.parameters[:, rows], self.states[rows])
 
 
@@ -88,9 +86,8 @@ class Sampler:
     5. The draw, a race of exponentials. Each exponential is a function of the request's seed, the
        position of the token in its sequence, and the token's id (race.py).
 
-    The result of a row does not depend on other rows, bit for bit. A request samples the same
-    tokens alone and in any batch. It also samples the same tokens after it was removed and added
-    again with its output.
+    The result of a row does not depend on other rows, bit for bit. So a request samples the same
+    tokens alone, in any batch, and after it was removed and added again with its output.
 
     One call of a RowSampler computes all rows, including masks of grammars. Rows with other edits
     are copied with their mask applied, and are edited one by one. A second call computes the later
@@ -104,8 +101,8 @@ class Sampler:
         grammars: Grammars | None = None,
         row_sampler: RowSampler | None = None,
     ) -> None:
-        """`grammars`: required for requests with `structured_outputs`. `row_sampler`: by default a
-        NumpyRowSampler.
+        """`grammars`: required for requests with `structured_outputs`. `row_sampler`: by default
+        NumPy's.
         """
         self._grammars = GrammarRows(max_num_seqs, vocab_size, grammars)
         self._row_sampler = row_sampler or NumpyRowSampler(max_num_seqs, vocab_size)
@@ -116,13 +113,10 @@ class Sampler:
         """Whether a request has neither edits nor a grammar."""
         self._has_edits = np.zeros(max_num_seqs, dtype=np.bool_)
         self._edited_rows: set[int] = set()
-        """The rows with edits."""
         self._constrained: set[int] = set()
         """The rows that are not plain. Most batches have no such rows."""
         self._num_logprobs: dict[int, int] = {}
-        """Maps rows to the number of most probable tokens to report. Rows without log-probabilities
-        are absent.
-        """
+        """Maps rows to the number of most probable tokens to report."""
         self._parameters = np.zeros((NUM_ROW_VALUES, max_num_seqs), dtype=np.float64)
         num_copies = max(1, min(max_num_seqs, _COPIED_BYTES // (4 * vocab_size)))
         self._copies = np.empty((num_copies, vocab_size), dtype=np.float32)
@@ -136,10 +130,9 @@ class Sampler:
         *,
         num_placeholders: int = 0,
     ) -> None:
-        """Adds a request, with its output so far, in a free row of the batch.
-
-        The first `num_placeholders` tokens are placeholders for embeddings. They are counted as
-        positions, and otherwise ignored.
+        """Adds a request, with its output so far, in a free row of the batch. The first
+        `num_placeholders` tokens are placeholders for embeddings: they are counted as positions,
+        and otherwise ignored.
         """
         if batch_row in self._requests:
             raise ValueError(f"row {batch_row} is taken")
@@ -165,7 +158,6 @@ class Sampler:
             self._num_logprobs[batch_row] = params.logprobs
 
     def remove(self, batch_row: int) -> None:
-        """Frees a row of the batch."""
         if self._requests.pop(batch_row, None) is None:
             raise ValueError(f"row {batch_row} is free")
         self._grammars.remove(batch_row)
@@ -174,15 +166,15 @@ class Sampler:
         self._num_logprobs.pop(batch_row, None)
 
     def constrained(self, batch_rows: np.ndarray) -> Int64Array:
-        """Indexes of the requests that cannot use `sampling_metadata`, because they have logit
-        edits or a grammar.
+        """Indexes of the requests with logit edits or a grammar, which cannot use
+        `sampling_metadata`.
         """
         if not self._constrained:
             return _NO_INDEXES
         return np.flatnonzero(~self._is_plain[batch_rows])
 
     def forced_tokens(self, batch_row: int) -> list[int]:
-        """The tokens that a request's grammar forces. The result is empty without a grammar."""
+        """The tokens that a request's grammar forces, or empty without a grammar."""
         grammar = self._grammars.get(batch_row)
         return [] if grammar is None else grammar.forced_tokens()
 
@@ -197,10 +189,10 @@ class Sampler:
 
     def sampling_metadata(self, batch_rows: np.ndarray) -> SamplingMetadata:
         """The parameters with which a device samples the next token of unconstrained requests.
-
         Counts this token as part of each request, although its id may not be known yet.
         """
-        states = self._states(batch_rows)
+        positions = self._num_tokens[batch_rows]
+        states = random_states(self._seeds[batch_rows], positions, SAMPLING_STREAM)
         self._num_tokens[batch_rows] += 1
         return SamplingMetadata(self._parameters[:, batch_rows], states)
 
@@ -277,8 +269,8 @@ class Sampler:
         batch_rows: np.ndarray,
         drawn: Int64Array | None,
     ) -> Int64Array:
-        """A token for each of these rows of the logits. The result is UNUSABLE if the logits have
-        no token to sample, and REFUSED if a grammar and other parameters leave no token.
+        """A token for each of these rows of the logits: UNUSABLE if the logits have no token to
+        sample, and REFUSED if a grammar and other parameters leave none.
         """
         parameters = self._row_parameters(batch_rows)
         if drawn is None and not self._constrained:
@@ -325,9 +317,6 @@ class Sampler:
         if ahead is not None:
             positions += ahead
         return RowParameters(values, self._seeds[batch_rows], positions)
-
-    def _states(self, batch_rows: np.ndarray) -> UInt64Array:
-        return random_states(self._seeds[batch_rows], self._num_tokens[batch_rows], SAMPLING_STREAM)
 
     def _append(
         self, batch_rows: np.ndarray, token_ids: Int64Array, missing: AbstractSet[int]

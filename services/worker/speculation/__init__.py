@@ -1,3 +1,1 @@
-"""Speculation. Draft tokens are proposed, and a step verifies them in addition to computing the
-next token.
-"""
+"""Speculation. Draft tokens are proposed, and a step verifies them along with the next token."""

@@ -41,8 +41,8 @@ _OF_ALL = ("method", "num_speculative_tokens", "num_rows")
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How drafts are proposed. The source of drafts is a draft model, suffix trees, or n-grams
-    (earlier occurrences of the last tokens).
+    """How drafts are proposed: by a draft model, suffix trees, or n-grams, which are earlier
+    occurrences of the last tokens.
     """
 
     num_speculative_tokens: int
@@ -56,13 +56,12 @@ class SpeculativeConfig:
     None: as many as the device computes in about the time of one row.
     """
     model: Path | None = None
-    """The directory of the draft model. It is None for other methods."""
+    """The directory of the draft model, or None for other methods."""
     suffix: SuffixRules | None = None
-    """The rules of suffix trees. They are None for other methods."""
+    """The rules of suffix trees, or None for other methods."""
 
     @property
     def method(self) -> str:
-        """The name of the method in the setting."""
         if self.suffix is not None:
             return SUFFIX
         return NGRAM if self.model is None else DRAFT_MODEL
@@ -108,9 +107,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def speculative_config_problem(text: str) -> str | None:
-    """The problem of an invalid `speculative_config`. The problem is None if the setting is
-    valid.
-    """
+    """The problem of an invalid `speculative_config`, or None."""
     try:
         parse_speculative_config(text)
     except ValueError as error:

@@ -7,9 +7,7 @@ itself is likely to continue without repetition.
 """
 
 _MOST_EMPTY = 2
-"""The number of drafts is reduced after this many consecutive verifications without an accepted
-draft.
-"""
+"""Consecutive verifications without an accepted draft after which the number is reduced."""
 _FIRST_REST, _LONGEST_REST = 8, 64
 """The lengths of the first and of the longest pause, in steps."""
 
@@ -30,9 +28,7 @@ class DraftLength:
         return self._length
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Records that `num_accepted` of `num_drafts` drafts were accepted. `num_drafts` is above
-        0.
-        """
+        """Records that `num_accepted` of `num_drafts` drafts, at least one, were accepted."""
         if num_accepted:
             self._num_empty, self._next_rest = 0, _FIRST_REST
             if num_accepted == num_drafts:

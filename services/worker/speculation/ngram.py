@@ -22,21 +22,17 @@ class NgramIndex:
         self._lengths = range(shortest, longest + 1)
         self._token_ids: list[int] = []
         self._first_end: dict[tuple[int, ...], int] = {}
-        """Maps n-grams to the number of tokens up to the end of their first occurrence. The number
-        is negated if the n-gram occurs only once. Longer n-grams are stored only if the shorter
-        n-gram at their end occurs again.
+        """Maps n-grams to the number of tokens up to the end of their first occurrence, negated if
+        the n-gram occurs only once. Longer n-grams are stored only if the shorter n-gram at their
+        end occurs again.
         """
         self._match_end = 0
-        """The end of the first occurrence of the longest suffix that occurred before. It is 0 if
-        none did.
-        """
+        """The end of the first occurrence of the longest suffix that occurred before, or 0."""
 
     def __len__(self) -> int:
-        """The number of tokens."""
         return len(self._token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens."""
         known, first_end = self._token_ids, self._first_end
         for end, token_id in enumerate(token_ids, len(known) + 1):
             known.append(token_id)
@@ -55,17 +51,14 @@ class NgramIndex:
                 self._match_end = first
 
     def follow(self, most: int) -> Sequence[int]:
-        """Up to `most` tokens that followed the longest suffix that occurred before. The result is
-        empty if there is no such suffix.
-        """
+        """Up to `most` tokens that followed the longest suffix that occurred before, if any did."""
         end = self._match_end
         return self._token_ids[end : end + most] if end else ()
 
 
 class NgramProposer:
     """A Proposer with an index for each request, built when it first proposes for the request. An
-    index needs about 100 bytes for each token. For repetitive text an index needs about 100 bytes
-    for each token and each n.
+    index needs about 100 bytes for each token, and for repetitive text for each token and each n.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:

@@ -57,8 +57,8 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
 
 
 class FixedTilesLinear:
-    """A Linear that computes x W^T + b for any number of rows. The weight is [out, in]. The bias is
-    [out] or None.
+    """A Linear that computes x W^T + b for any number of rows. Weight: [out, in]. Bias: [out] or
+    None.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:

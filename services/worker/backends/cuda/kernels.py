@@ -25,7 +25,6 @@ class CudaKernels(TorchKernels):
         self._last_lora_step: GroupedLoraStep | None = None
 
     def padded_rows(self, num_rows: int) -> int:
-        """Returns `num_rows`, because padding does not save time."""
         return num_rows
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
@@ -41,7 +40,6 @@ class CudaKernels(TorchKernels):
     def pack_lora(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
     ) -> PackedLora:
-        """Packs an adapter for grouped products if torch has them for the data type."""
         if dtype not in self._grouped:
             return super().pack_lora(layers, shapes, dtype)
         return GroupedLora(layers, {part: shape.columns for part, shape in shapes.items()})

@@ -177,7 +177,7 @@ def test_masks_are_made_again_while_tokens_drawn_first_do_not_conform(grammars: 
     (good,), (bad,) = TOKENIZER.encode("a").ids, TOKENIZER.encode("b").ids
     words = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
     mask = GrammarMask(grammars, of_regex("a{1,400}").wanted, [], words)
-    mask.draw_first()
+    mask.draws_first = True
     assert mask.is_made, "the next token has its mask"
 
     def num_masks_after(token_id: int) -> int:

@@ -9,9 +9,8 @@ import torch
 from services.common.errors import InvalidArgument
 from services.common.request.sampling import SamplingParams
 from services.common.request.thinking_budget import ThinkingBudget
-from services.worker.sampling.edits import logit_edits
+from services.worker.sampling.edits import ThinkingLimit, logit_edits
 from services.worker.sampling.sampler import Sampler
-from services.worker.sampling.thinking import ThinkingLimit
 from tests.worker.unit.sampling.test_sampling_edits import greedy_tokens
 
 START, END = (1, 2), (3, 4)
