@@ -175,9 +175,10 @@ async def test_a_drained_replica_that_cannot_run_steps_is_not_merely_draining(
     await gateway.until_tokens(1, 2)
     await replica.admin.Drain(scheduler_pb2.DrainRequest())
     await replica.pool.stop()
-    await gateway.until(
-        lambda: gateway.state is not None and not gateway.state.draining and not gateway.state.ready
-    )
+    await gateway.until(lambda: gateway.state is not None and gateway.state.stalled)
+    assert gateway.state is not None
+    assert not gateway.state.draining
+    assert not gateway.state.ready
     await replica.pool.start()
     await gateway.until(lambda: gateway.state is not None and gateway.state.draining)
     await gateway.finish(1)

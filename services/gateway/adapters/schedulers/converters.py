@@ -237,4 +237,4 @@ def description_from_proto(message: scheduler_pb2.SessionOpened) -> ReplicaDescr
 
 
 def replica_state_from_proto(message: scheduler_pb2.ReplicaState) -> ReplicaState:
-    return ReplicaState(message.ready, message.reason, message.draining)
+    return ReplicaState(message.ready, message.reason, message.draining, message.stalled)

@@ -263,7 +263,7 @@ class Replica:
         if before == state:
             return
         self.is_draining = state.draining
-        if state.ready or state.draining:
+        if not state.is_stalled:
             self._stalled_since = None
         elif self._stalled_since is None:
             self._stalled_since = self._clock.time()

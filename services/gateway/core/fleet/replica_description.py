@@ -45,3 +45,10 @@ class ReplicaState:
     """
     draining: bool = False
     """Whether the scheduler accepts no more requests and finishes its present ones."""
+    stalled: bool = False
+    """Whether a draining scheduler cannot run steps."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether no request gets tokens."""
+        return self.stalled or not (self.ready or self.draining)

@@ -69,4 +69,6 @@ class ReplicaReadiness:
             reason = "the scheduler is draining"
         elif not reason and self._is_drained:
             reason, draining = "an operator drained it", True
-        return scheduler_pb2.ReplicaState(ready=not reason, reason=reason, draining=draining)
+        return scheduler_pb2.ReplicaState(
+            ready=not reason, reason=reason, draining=draining, stalled=bool(self._reason)
+        )

@@ -2,6 +2,8 @@
 refuses.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from services.common.errors import (
@@ -183,14 +185,20 @@ def test_sequences_stay_while_no_other_replica_is_ready() -> None:
     assert (len(world.has("a")), len(world.has("b"))) == (0, 1)
 
 
-def test_sequences_of_a_scheduler_that_drains_finish_there() -> None:
+def test_sequences_of_a_scheduler_that_drains_finish_there_while_it_can_run_steps() -> None:
     world = FakeFleet(2)
     world.connect("a", "b")
     world.start(n=2)
     (name,) = (name for name in "ab" if world.has(name))
-    world.replicas[name].state_changed(ReplicaState(ready=False, reason="stops", draining=True))
+    draining = ReplicaState(ready=False, reason="stops", draining=True)
+    world.replicas[name].state_changed(draining)
     world.clock.advance(10 * MIGRATE_AFTER_SECONDS)
     assert len(world.has(name)) == 2
+    world.replicas[name].state_changed(replace(draining, reason="no worker", stalled=True))
+    world.clock.advance(MIGRATE_AFTER_SECONDS / 2)
+    assert len(world.has(name)) == 2
+    world.clock.advance(MIGRATE_AFTER_SECONDS)
+    assert len(world.has(name)) == 0
 
 
 # All replicas serve one model.
