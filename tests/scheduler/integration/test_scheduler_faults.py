@@ -116,6 +116,7 @@ async def test_a_pool_that_restarts_at_once_is_noticed_by_its_generation(
     await replica.pool.start()
     await expect_every_token(gateway)
     assert (await replica.stats()).num_preemptions > 0
+    assert "the kvpool has restarted without its blocks" in {one.reason for one in gateway.states}
     await replica.until_idle()
 
 

@@ -11,7 +11,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
 from stepwell.worker.v1 import worker_pb2
 
-from benchmarks.peers.methods import Direction, Lane
+from benchmarks.peers.methods import Direction, Lane, decoded
 from benchmarks.peers.proxy import PeerProxy
 from services.common.pool.block_hash import pack_token_ids, unpack_token_ids
 from tests.scheduler.fake_worker import FakeWorker, Spoil
@@ -319,6 +319,36 @@ async def test_one_wrong_description_of_a_worker_ends_nothing(wrong: dict[str, A
         await worker.start()
         await gateway.finish(1)
         assert gateway.heard[1].tokens == continuation(PROMPTS[1], MANY)
+
+
+@pytest.mark.parametrize(
+    ("method", "peer"),
+    [
+        ("/stepwell.worker.v1.Worker/Describe", "the worker at"),
+        ("/stepwell.kvpool.v1.KVPool/OpenPool", "the kvpool"),
+    ],
+)
+async def test_a_peer_that_answers_in_another_protocol_is_waited_for_with_the_reason(
+    method: str, peer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer of an older version may not compare protocols itself."""
+    lane = Lane(method, Direction.RESPONSE)
+
+    def older(message: bytes) -> list[bytes]:
+        answer: Any = decoded(lane, message)
+        answer.release.CopyFrom(common_pb2.Release(protocol=1, version="0.9"))
+        return [answer.SerializeToString()]
+
+    worker, pool = (Proxied(one, lane, [older]) for one in (FakeWorker(), Pool()))
+    worker.every = pool.every = 1
+    caplog.set_level(logging.INFO)
+    async with serving_replica(worker, pool=pool) as replica, gateway_of(replica) as gateway:
+        await gateway.add(1, PROMPTS[1], sampling=sampling(3))
+        await gateway.finish(1)
+    lines = [one.getMessage() for one in caplog.records if "of different" in one.message]
+    assert len(lines) == 1
+    assert peer in lines[0]
+    assert "version 0.9 (protocol 1)" in lines[0]
 
 
 async def test_a_description_that_does_not_come_ends_nothing() -> None:

@@ -11,7 +11,13 @@ from grpc_status import rpc_status
 from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
-from services.common.errors import InternalError, InvalidArgument, StepwellError, Unavailable
+from services.common.errors import (
+    InternalError,
+    InvalidArgument,
+    NotFound,
+    StepwellError,
+    Unavailable,
+)
 from services.common.pool.kv_cache_groups import KVCacheGroup
 from services.common.pool.kv_cache_groups_proto import kv_cache_group_to_proto
 from services.common.pool.operations import Operation, Outcome
@@ -245,8 +251,11 @@ class PoolClient:
                 is_broken = isinstance(error, Unavailable) or _broke_under_a_write(rpc_error)
                 if not (self._is_late or is_broken):
                     is_about_them = isinstance(error, InvalidArgument | InternalError)
+                    has_restarted = isinstance(error, NotFound)
                     raise ports.PoolLost(
-                        f"the kvpool refused a transaction: {error.message}",
+                        "the kvpool has restarted without its blocks"
+                        if has_restarted
+                        else f"the kvpool refused a transaction: {error.message}",
                         suspects=requests_of(operations) if is_about_them else (),
                     ) from rpc_error
                 if not self._is_late and error.message != logged:
