@@ -106,12 +106,23 @@ def test_a_taken_port_is_one_sentence(model: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-async def test_a_taken_http_port_leaves_nothing_open(model: Path) -> None:
+@pytest.mark.parametrize("setting", ["http_address", "admin_address", "metrics_address"])
+async def test_an_http_address_that_cannot_be_bound_has_its_reason_and_leaves_nothing_open(
+    model: Path, setting: str
+) -> None:
+    wrong = {"no-such-host!:1": "Name or service not known"}
+    if setting == "admin_address":
+        wrong["unix:/no/such/directory/s.sock"] = "No such file or directory"
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(Unavailable, match=r"cannot listen on .* for HTTP"):
-            async with serving(model, FakeScheduler(), http_address=address):
-                raise AssertionError
+        wrong[f"127.0.0.1:{taken.getsockname()[1]}"] = "Address already in use"
+        for address, reason in wrong.items():
+            with pytest.raises(Unavailable) as refused:
+                async with serving(
+                    model, FakeScheduler(), admin_key="k" * 32, **{setting: address}
+                ):
+                    raise AssertionError
+            assert address in refused.value.message
+            assert refused.value.message.endswith(f": {reason}")
 
 
 def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:

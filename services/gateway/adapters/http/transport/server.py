@@ -175,7 +175,9 @@ def _bind(address: str) -> socket.socket:
             dualstack_ipv6=is_ipv6,
         )
     except (OSError, ValueError, OverflowError) as error:
-        raise Unavailable(f"cannot listen on {address} for HTTP: {error}") from error
+        # `create_server` appends the address to the system's reason.
+        why = str(getattr(error, "strerror", error)).partition(" (while ")[0]
+        raise Unavailable(f"cannot listen on {address} for HTTP: {why}") from error
     # Accepted connections inherit this buffer size. By default the kernel would buffer megabytes
     # for a slow reader.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -197,6 +199,8 @@ def _bind_unix(address: str) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise Unavailable(f"cannot listen on {address} for HTTP: {error}") from error
+        raise Unavailable(
+            f"cannot listen on {address} for HTTP: {error.strerror or error}"
+        ) from error
     listener.setblocking(False)
     return listener
