@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import socket
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from stepwell.gateway.v1 import gateway_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
+from benchmarks.peers.methods import Direction, Lane
+from benchmarks.peers.proxy import PeerProxy
 from services.common.pool.block_hash import unpack_token_ids
 from tests.gateway.fake_scheduler import FakeScheduler, formula
 from tests.gateway.raw_http import post, unchunked
@@ -56,6 +59,53 @@ async def test_a_stream_goes_on_at_another_replica(model: Path) -> None:
         assert [stream.token_ids for stream in streams] == [expected(30)] * 4
         assert len(second.adds) == 4
         assert (await served.http.get("/health")).status_code == 200
+
+
+class Garbled(FakeScheduler):
+    """A scheduler behind a proxy, which garbles the next message of a session on request."""
+
+    is_garbled = False
+
+    async def start(self, address: str = "") -> str:
+        self._proxy = PeerProxy(await super().start(address))
+        self._proxy.rule = self
+        return await self._proxy.start("127.0.0.1:0")
+
+    async def die(self) -> None:
+        await self._proxy.close()
+        await super().die()
+
+    async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:
+        if self.is_garbled and lane.direction is Direction.RESPONSE:
+            self.is_garbled = False
+            return [b"\xff" + message]
+        return [message]
+
+
+async def test_a_message_that_cannot_be_decoded_costs_no_stream(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = Garbled(), FakeScheduler()
+    async with serving(model, first, second) as served:
+        first.permits = second.permits = 0
+        streams = [Stream(served) for _ in range(4)]
+        await until(lambda: first.num_running == second.num_running == 2)
+        first.allow(4)
+        second.allow(4)
+        await until(lambda: all(len(stream.token_ids) == 4 for stream in streams))
+        caplog.clear()
+        first.is_garbled = True
+        await until(lambda: not first.is_garbled and first.num_sessions == 2)
+        first.run_freely()
+        second.run_freely()
+        await asyncio.gather(*(stream.task for stream in streams))
+        assert [stream.token_ids for stream in streams] == [expected(30)] * 4
+        assert [stream.error for stream in streams] == [None] * 4
+        assert second.num_sessions == 1
+        assert (await served.http.get("/health")).status_code == 200
+    lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(lines) == 1
+    assert "Session cannot be decoded; 2 requests go on elsewhere" in lines[0]
 
 
 async def test_many_kills_lose_and_repeat_nothing(model: Path) -> None:

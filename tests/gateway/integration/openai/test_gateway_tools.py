@@ -11,6 +11,7 @@ import pytest
 from stepwell.common.v1 import common_pb2
 
 from services.common.pool.block_hash import unpack_token_ids
+from services.gateway.core.text.parsing.catalog import TOOL_FORMATS
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.model_outputs import CALLS, RECORDED, SCHEMAS, Recorded
 from tests.gateway.serving import Serving, serving, serving_with
@@ -183,37 +184,121 @@ async def test_strict_tools_hold_free_calls_and_one_call_is_all_that_is_wanted(
     assert wanted(hermes).kind == common_pb2.STRUCTURED_OUTPUTS_KIND_GRAMMAR
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_strict_tools_are_served_without_the_guarantee_where_calls_cannot_be_held(
-    calling: Path, *, stream: bool
+@pytest.mark.parametrize("format_", [*dict.fromkeys(one.format for one in RECORDED)])
+async def test_strict_tools_are_held_or_served_without_the_guarantee(
+    calling: Path, format_: str
 ) -> None:
-    settings = {"tool_call_parser": "qwen3_coder", "enable_auto_tool_choice": True}
-    function = tool(strict=True)["function"]
-    asked: dict[str, tuple[dict[str, Any], str]] = {
-        "/v1/chat/completions": (
+    is_held = TOOL_FORMATS[format_].envelope is not None
+    asked: list[tuple[str, dict[str, Any], str]] = [
+        (
+            "/v1/chat/completions",
             {"messages": ASK, "tools": [tool(), tool("g", strict=True)]},
             "tools.function.strict",
         ),
-        "/v1/responses": (
-            {"input": "hi", "tools": [{"type": "function", **function}]},
+        (
+            "/v1/responses",
+            {"input": "hi", "tools": [{"type": "function", **tool(strict=True)["function"]}]},
             "tools.strict",
         ),
-        "/v1/messages": (
+        (
+            "/v1/messages",
             {
                 "messages": ASK,
                 "max_tokens": 9,
-                "tools": [{"name": "f", "input_schema": {}, "strict": True}],
+                "tools": [{"name": "f", "input_schema": STRICT, "strict": True}],
             },
             "tools.strict",
         ),
-    }
+    ]
+    settings = {"tool_call_parser": format_, "enable_auto_tool_choice": True}
     async with serving(calling, FakeScheduler(), **settings) as served:
         served.scheduler.answer = served.tokens("yes")
-        for path, (body, name) in asked.items():
-            response = await served.http.post(path, json={**body, "stream": stream})
+        for number, (path, body, name) in enumerate(asked):
+            response = await served.http.post(path, json={**body, "stream": number % 2 == 1})
             assert response.status_code == 200, response.text
-            assert response.headers["x-stepwell-ignored-fields"] == name
-            assert not served.scheduler.adds[-1].sampling.HasField("structured_outputs")
+            ignored = response.headers.get("x-stepwell-ignored-fields")
+            assert ignored == (None if is_held else name)
+            sampling = served.scheduler.adds[-1].sampling
+            assert sampling.HasField("structured_outputs") == is_held
+
+
+REFERRED = ("Resp[int]", "Map<string,int>", "My Type", "名前", "a%b", "A|B")
+"""Names that are not allowed in a URI."""
+
+
+async def test_a_reference_may_have_any_name_in_every_api(hermes: Serving) -> None:
+    for name in REFERRED:
+        schema = {
+            "type": "object",
+            "properties": {"a": {"$ref": f"#/$defs/{name}"}},
+            "required": ["a"],
+            "$defs": {name: {"type": "integer"}},
+        }
+        for path, body in bodies_with(schema).items():
+            response = await hermes.http.post(path, json=body)
+            assert response.status_code == 200, response.text
+            assert wanted(hermes).text
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = {"messages": ASK, "response_format": form, "max_tokens": 3}
+        response = await hermes.http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200, response.text
+        assert wanted(hermes).text
+
+
+def bodies_with(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """A request of each API whose second tool, which must be called, has this schema."""
+    choice = {"type": "function", "name": "g"}
+    return {
+        "/v1/chat/completions": {
+            "messages": ASK,
+            "max_tokens": 3,
+            "tools": [tool("f"), tool("g", parameters=schema)],
+            "tool_choice": "required",
+        },
+        "/v1/responses": {
+            "input": "hi",
+            "max_output_tokens": 3,
+            "tools": [
+                {"type": "function", "name": "f"},
+                {"type": "function", "name": "g", "parameters": schema},
+            ],
+            "tool_choice": choice,
+        },
+        "/v1/messages": {
+            "messages": ASK,
+            "max_tokens": 3,
+            "tools": [
+                {"name": "f", "input_schema": {"type": "object"}},
+                {"name": "g", "input_schema": schema},
+            ],
+            "tool_choice": {"type": "any"},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "not": {}},
+        {"type": "object", "minProperties": 2},
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/No[x]"}}},
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}},
+    ],
+    ids=json.dumps,
+)
+async def test_a_tool_whose_schema_is_refused_is_named_in_every_api(
+    hermes: Serving, schema: dict[str, Any]
+) -> None:
+    named = {
+        "/v1/chat/completions": "tools[1].function.parameters",
+        "/v1/responses": "tools[1].parameters",
+        "/v1/messages": "tools[1].input_schema",
+    }
+    for path, body in bodies_with(schema).items():
+        response = await hermes.http.post(path, json=body)
+        assert response.status_code == 400
+        message = response.json()["error"]["message"]
+        assert message.startswith(f"{named[path]} of the tool 'g': ")
 
 
 def _deep(levels: int) -> dict[str, Any]:

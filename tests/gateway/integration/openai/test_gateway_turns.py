@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from tests.gateway.integration.openai.test_gateway_tools import TEMPLATE
+from tests.gateway.integration.openai.test_gateway_tools import TEMPLATE, served_prompts
 from tests.gateway.serving import Serving, serving_with
 from tests.gateway.tiny_tokenizer import write_tokenizer
 
@@ -119,3 +119,53 @@ async def messages_turn(served: Serving, answer: str) -> None:
 async def test_every_answer_is_accepted_back(served: Serving, turn: Turn) -> None:
     for answer in ANSWERS:
         await turn(served, answer)
+
+
+PARTS = (
+    "{% for m in messages %}<{{ m['role'] }}>{% for p in m['content'] %}"
+    "{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}{% endfor %}<assistant>"
+)
+"""A template that reads lists of parts, like the one of Llama-Guard-3-1B."""
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+async def test_a_template_that_reads_parts_gets_every_text_in_every_api(tmp_path: Path) -> None:
+    turns: list[Any] = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "How"}]},
+        {"role": "assistant", "content": "so", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "seven"},
+    ]
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "How"}]},
+        {"role": "assistant", "content": "so"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "seven"},
+    ]
+    blocks: list[Any] = [
+        {"role": "user", "content": "How"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "so"},
+                {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c", "content": "seven"}],
+        },
+    ]
+    model = write_tokenizer(tmp_path / "tiny", chat_template=PARTS)
+    async with serving_with(model, "hermes", "qwen3") as served:
+        served.scheduler.answer = served.tokens("yes")
+        for path, body in {
+            "/v1/chat/completions": {"messages": turns},
+            "/v1/responses": {"instructions": "Be short.", "input": items},
+            "/v1/messages": {"system": "Be short.", "messages": blocks, "max_tokens": 9},
+        }.items():
+            await accepted(served, path, body)
+        expected = "<system>Be short.<user>How<assistant>so<tool>seven<assistant>"
+        assert served_prompts(served) == [expected] * 3
+        tokens = await served.http.post("/tokenize", json={"messages": turns})
+        assert tokens.json()["tokens"] == served.tokens(expected)
