@@ -8,7 +8,7 @@ from pathlib import Path
 from services.common.process.service_settings import ServiceSettings
 from services.common.process.settings import at_least, one_of, setting
 from services.gateway.adapters.http.exchange.ignored_fields import IGNORE, REFUSE
-from services.gateway.core.sessions.client_sessions import SessionLimits
+from services.gateway.options.sessions.core.client_sessions import SessionLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

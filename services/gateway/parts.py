@@ -26,7 +26,6 @@ from services.gateway.adapters.keys.make import make_key_store
 from services.gateway.adapters.limits.make import make_limit_store
 from services.gateway.adapters.lora_files import lora_modules
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
-from services.gateway.adapters.telemetry.client_session_metrics import ClientSessionsCollector
 from services.gateway.adapters.telemetry.fleet_metrics import FleetCollector, FleetMetrics
 from services.gateway.adapters.telemetry.genai_metrics import GenAiMetrics
 from services.gateway.adapters.telemetry.metrics import Metrics
@@ -46,12 +45,13 @@ from services.gateway.core.limits.cached_estimate import CachedEstimate
 from services.gateway.core.limits.tenant_limits import TenantLimits
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.inference import Inference
-from services.gateway.core.sessions.client_sessions import ClientSessions
 from services.gateway.core.text.parsing.output_formats import OutputFormats
 from services.gateway.core.traces.history import History
 from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.options.listed import OPTIONS
 from services.gateway.options.option import OptionParts, Options
+from services.gateway.options.sessions.core.client_sessions import ClientSessions
+from services.gateway.options.sessions.metrics import ClientSessionsCollector
 from services.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:

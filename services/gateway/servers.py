@@ -17,7 +17,6 @@ from services.gateway.adapters.grpc.inference_servicer import (
 )
 from services.gateway.adapters.grpc.message_stream import AnswerStreams
 from services.gateway.adapters.grpc.request_interceptor import RequestInterceptor
-from services.gateway.adapters.grpc.session_calls import STREAM_TYPES, SessionCalls
 from services.gateway.adapters.http.exchange.app import guarded, make_app
 from services.gateway.adapters.http.exchange.parse import BodyReader
 from services.gateway.adapters.http.exchange.route import Route
@@ -25,7 +24,6 @@ from services.gateway.adapters.http.exchange.tenant_checks import TenantChecks
 from services.gateway.adapters.http.openai.client_routes import HEADERS, client_routes
 from services.gateway.adapters.http.openai.generation_routes import OPERATIONS as GENERATING
 from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
-from services.gateway.adapters.http.openai.session_routes import SessionRoutes
 from services.gateway.adapters.http.openai.tokenizer_routes import TokenizerRoutes
 from services.gateway.adapters.http.operators.activity_routes import ActivityRoutes
 from services.gateway.adapters.http.operators.admin_routes import AdminRoutes, refuse_web_pages
@@ -43,6 +41,8 @@ from services.gateway.adapters.keys.auth import ApiKeys
 from services.gateway.adapters.traces.keeping import TraceServicer
 from services.gateway.core.fleet.administration import Administration
 from services.gateway.options.server_parts import RouteParts
+from services.gateway.options.sessions.calls import STREAM_TYPES, SessionCalls
+from services.gateway.options.sessions.routes import SessionRoutes
 from services.gateway.parts import Parts
 
 SERVICE_NAME = "stepwell.gateway.v1.Inference"

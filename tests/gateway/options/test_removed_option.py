@@ -17,7 +17,7 @@ OPTIONS = sorted(path.parent.name for path in (REPOSITORY / LISTED).parent.glob(
 the option.
 """
 OTHER_TESTS = (
-    "tests/gateway/integration/openai/test_gateway_sessions.py",
+    "tests/gateway/options/sessions/test_gateway_sessions.py",
     "tests/gateway/integration/transport/test_gateway_quick_refusals.py",
 )
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")

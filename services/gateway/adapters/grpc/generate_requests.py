@@ -23,7 +23,7 @@ from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import CHAT_ROLES, ClientRequest, Prompt
 from services.gateway.core.request.request_check import check_request_id
-from services.gateway.core.sessions.client_session import ClientSession
+from services.gateway.options.sessions.core.client_session import ClientSession
 
 ID_PREFIX = "gen"
 """The prefix of Generate's answer ids."""

@@ -18,7 +18,6 @@ from services.gateway.adapters.grpc.generate_requests import (
     to_response,
 )
 from services.gateway.adapters.grpc.message_stream import AnswerStreams
-from services.gateway.adapters.grpc.session_calls import SessionCalls, deadline_of_call
 from services.gateway.adapters.keys.auth import CALL_ALLOWANCE, CALL_TENANT
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import (
@@ -39,6 +38,7 @@ from services.gateway.core.request.vectors import numbers
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.option import Options
+from services.gateway.options.sessions.calls import SessionCalls, deadline_of_call
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

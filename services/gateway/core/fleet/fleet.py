@@ -29,8 +29,8 @@ from services.gateway.core.request.inflight import Inflight, Mailbox, ended
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
-from services.gateway.core.sessions.turn import fits
 from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.options.sessions.core.turn import fits
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
-from services.gateway.core.sessions.client_session import ClientSession, HeldSession
 from services.gateway.core.text.no_token import (
     NAN_IN_LOGITS,
     NO_CONFORMING_TOKEN,
     nothing_conforms,
     why_no_token,
 )
+from services.gateway.options.sessions.core.client_session import ClientSession, HeldSession
 
 logger = logging.getLogger(__name__)
 

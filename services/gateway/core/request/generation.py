@@ -10,9 +10,9 @@ from services.gateway.core.request.engine import DeltaSource, KeptSource, Source
 from services.gateway.core.request.identity import Identity
 from services.gateway.core.request.logprobs import LogprobRows, joined
 from services.gateway.core.request.request import ClientRequest, EngineRequest
-from services.gateway.core.sessions.turn import tokens_after
 from services.gateway.core.text.parsing.events import ParsedMessage
 from services.gateway.core.text.stop_strings import StopPatterns
+from services.gateway.options.sessions.core.turn import tokens_after
 
 
 @dataclass(frozen=True, slots=True)

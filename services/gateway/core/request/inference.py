@@ -28,10 +28,10 @@ from services.gateway.core.request.request_check import (
 )
 from services.gateway.core.request.sampling_defaults import SamplingDefaults
 from services.gateway.core.request.truncation import Truncation, truncation
-from services.gateway.core.sessions.turn import in_session
 from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.text.parsing.output_formats import NO_FORMATS, OutputFormats
 from services.gateway.core.text.parsing.special_tokens import SpecialTokens
+from services.gateway.options.sessions.core.turn import in_session
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536
 """Number of prompt tokens that are checked in one iteration of the event loop."""

@@ -10,9 +10,9 @@ from services.common.request.sampling import SamplingParams
 from services.common.request.seeds import answer_seed
 from services.common.telemetry.trace_headers import UNTRACED, TraceHeaders
 from services.gateway.core.request.model_limits import ModelLimits
-from services.gateway.core.sessions.client_session import ClientSession
 from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.text.parsing.output_form import OutputForm
+from services.gateway.options.sessions.core.client_session import ClientSession
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")

@@ -30,7 +30,6 @@ from services.gateway.adapters.http.openai.generation_routes import (
     GenerationRoutes,
 )
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
-from services.gateway.adapters.http.openai.session_routes import SessionRoutes
 from services.gateway.adapters.http.openai.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
 from services.gateway.adapters.http.openapi import (
     answers,
@@ -40,6 +39,7 @@ from services.gateway.adapters.http.openapi import (
 )
 from services.gateway.adapters.http.operators.server_routes import METRICS, MODELS, ServerRoutes
 from services.gateway.core.request.request_check import MAX_SESSION_ID_BYTES
+from services.gateway.options.sessions.routes import SessionRoutes
 
 HEADERS = (
     RequestHeader(

@@ -52,9 +52,9 @@ from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.request.request_check import check_request_id
-from services.gateway.core.sessions.client_sessions import ClientSessions
 from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.options.option import NO_OPTIONS, Options
+from services.gateway.options.sessions.core.client_sessions import ClientSessions
 
 B = TypeVar("B", bound=AskingBody)
 C_contra = TypeVar("C_contra", bound=AskingBody, contravariant=True)

@@ -13,8 +13,8 @@ from services.gateway.adapters.http.openai.bodies import SessionBody
 from services.gateway.adapters.http.openapi import answers
 from services.gateway.core.gate import Gate
 from services.gateway.core.request.inference import Inference
-from services.gateway.core.sessions.client_session import ClientSession
-from services.gateway.core.sessions.client_sessions import ClientSessions
+from services.gateway.options.sessions.core.client_session import ClientSession
+from services.gateway.options.sessions.core.client_sessions import ClientSessions
 
 SESSIONS = "/v1/sessions"
 

@@ -7,7 +7,7 @@ from prometheus_client.registry import Collector
 
 from services.common.telemetry import names
 from services.common.telemetry.metric_specs import value_family
-from services.gateway.core.sessions.client_sessions import ClientSessions
+from services.gateway.options.sessions.core.client_sessions import ClientSessions
 
 
 class ClientSessionsCollector(Collector):

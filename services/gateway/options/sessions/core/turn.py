@@ -6,7 +6,7 @@ from dataclasses import replace
 from services.common.errors import InvalidArgument
 from services.common.request.finish_reason import FinishReason
 from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
-from services.gateway.core.sessions.client_session import HeldSession
+from services.gateway.options.sessions.core.client_session import HeldSession
 
 
 def in_session(request: ClientRequest) -> ClientRequest:

@@ -18,14 +18,14 @@ from services.gateway.core.fleet.replica_description import ReplicaState
 from services.gateway.core.fleet.routing_decision import RoutingReason
 from services.gateway.core.request.inflight import Mailbox
 from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
-from services.gateway.core.sessions.client_session import ClientSession
-from services.gateway.core.sessions.client_sessions import (
+from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.options.sessions.core.client_session import ClientSession
+from services.gateway.options.sessions.core.client_sessions import (
     ClientSessions,
     SessionLimits,
     TooManySessions,
 )
-from services.gateway.core.sessions.turn import in_session, tokens_after
-from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.options.sessions.core.turn import in_session, tokens_after
 from tests.gateway.fake_fleet import FakeFleet, ManualClock
 
 LENGTH = Finish(FinishReason.LENGTH)

@@ -23,10 +23,10 @@ from services.gateway.core.limits.tenant_limits import TenantLimits, was_refused
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.inference import Inference
-from services.gateway.core.sessions.client_session import ClientSession
-from services.gateway.core.sessions.client_sessions import ClientSessions
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.option import Options
+from services.gateway.options.sessions.core.client_session import ClientSession
+from services.gateway.options.sessions.core.client_sessions import ClientSessions
 
 GENERATE_SESSION = "/stepwell.gateway.v1.Inference/GenerateSession"
 STREAM_TYPES = {GENERATE_SESSION: gateway_pb2.GenerateSessionRequest}

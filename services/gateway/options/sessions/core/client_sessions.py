@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from services.common.errors import NotFound, QuotaExceeded, ResourceExhausted, StepwellError
 from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Timer
-from services.gateway.core.sessions.client_session import ClientSession
 from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.options.sessions.core.client_session import ClientSession
 
 MAX_ENDED = 4096
 """Limit on the number of ended sessions whose error is remembered."""
