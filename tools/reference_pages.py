@@ -60,7 +60,6 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
-    "/v1/sessions": bodies.SessionBody,
     "/v1/embeddings": bodies.EmbeddingBody,
     "/score": bodies.ScoreBody,
     **{path: body for option in OPTIONS for path, body in option.bodies.items()},

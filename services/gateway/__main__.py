@@ -229,7 +229,8 @@ class Gateway:
         """
         self.gate.close()
         shutting_down = Unavailable("the server is shutting down", retry_after_seconds=1.0)
-        self.parts.client_sessions.end_all(shutting_down)
+        for option in self.parts.options:
+            option.begin_drain(shutting_down)
         await self._grpc.set_ready(False)
         self._grpc.begin_drain(self._settings.drain_seconds + _LAST_ANSWERS_SECONDS)
         self._http.end_idle()

@@ -8,7 +8,6 @@ from pathlib import Path
 from services.common.process.service_settings import ServiceSettings
 from services.common.process.settings import at_least, one_of, setting
 from services.gateway.adapters.http.exchange.ignored_fields import IGNORE, REFUSE
-from services.gateway.options.sessions.core.client_sessions import SessionLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +39,6 @@ class ClientSettings(ServiceSettings):
     )
     max_concurrent_requests: int = setting(
         1024, doc="client requests served at once; others get 503", check=at_least(1)
-    )
-    max_client_sessions: int = setting(
-        256,
-        doc="open sessions of clients, an eighth of them per tenant; others get 503 (429 for the "
-        "tenant)",
-        check=at_least(0),
-    )
-    client_session_idle_seconds: float = setting(
-        60.0, doc="time without a turn after which a client's session ends", check=at_least(0.1)
     )
     max_num_queued_tokens: int | None = setting(
         None,
@@ -127,14 +117,6 @@ class ClientSettings(ServiceSettings):
         doc="time after which a stream or connection ends whose client does not read",
         check=at_least(0.1),
     )
-
-    @property
-    def session_limits(self) -> SessionLimits:
-        return SessionLimits(
-            self.max_client_sessions,
-            -(-self.max_client_sessions // 8),
-            self.client_session_idle_seconds,
-        )
 
     @property
     def max_items_per_request(self) -> int:

@@ -50,8 +50,6 @@ from services.gateway.core.traces.history import History
 from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.options.listed import OPTIONS
 from services.gateway.options.option import OptionParts, Options
-from services.gateway.options.sessions.core.client_sessions import ClientSessions
-from services.gateway.options.sessions.metrics import ClientSessionsCollector
 from services.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -94,12 +92,6 @@ class Parts:
         self.inference = _make_inference(settings, tokenizer, self.fleet)
         parts = OptionParts(self.inference, self.fleet, loop, gateway_id, settings.redis_url)
         self.options = Options([option(settings, parts) for option in OPTIONS])
-        self.client_sessions = ClientSessions(
-            loop,
-            settings.session_limits,
-            new_id=lambda: f"sess-{secrets.token_hex(16)}",
-            unix_seconds=time.time,
-        )
         self.gate = Gate(settings.max_concurrent_requests)
         self.activity = ActivityFeed(self.membership, self.links, self.prefix_index)
         self.follower = make_follower(
@@ -153,7 +145,6 @@ class Parts:
                 IndexCollector(self.prefix_index, self.follower.counts),
                 self.discovery,
                 TenantQueueCollector(self.fleet.admission),
-                ClientSessionsCollector(self.client_sessions, self.settings.model_name),
                 *(collector for option in self.options for collector in option.collectors),
             ),
             [TlsCollector(self.tls, self.internal_tls), TracingCollector(tracing)],

@@ -13,6 +13,7 @@ from services.gateway.adapters.grpc.inference_servicer import (
     EMBED,
     GENERATE,
     REQUEST_TYPES,
+    STREAM_TYPES,
     InferenceServicer,
 )
 from services.gateway.adapters.grpc.message_stream import AnswerStreams
@@ -40,9 +41,7 @@ from services.gateway.adapters.http.transport.server import HttpServer
 from services.gateway.adapters.keys.auth import ApiKeys
 from services.gateway.adapters.traces.keeping import TraceServicer
 from services.gateway.core.fleet.administration import Administration
-from services.gateway.options.server_parts import RouteParts
-from services.gateway.options.sessions.calls import STREAM_TYPES, SessionCalls
-from services.gateway.options.sessions.routes import SessionRoutes
+from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
 from services.gateway.parts import Parts
 
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
@@ -73,7 +72,6 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         gate,
         parts.observer,
         bodies,
-        parts.client_sessions,
         settings.sse_keep_alive_interval,
     )
     headers = (*HEADERS, *parts.options.request_headers)
@@ -83,8 +81,14 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         generation,
         TokenizerRoutes(inference, parts.membership, gate, bodies),
         parts.server_routes,
-        SessionRoutes(parts.client_sessions, inference, gate, bodies),
-        (*(route for option in parts.options for route in option.routes(route_parts)), *views),
+        (
+            *(
+                route
+                for option in parts.options
+                for route in option.routes(route_parts, parts.options)
+            ),
+            *views,
+        ),
         headers,
         has_metrics=settings.metrics_address is None,
         has_tokenizer_info=settings.enable_tokenizer_info_endpoint,
@@ -179,14 +183,14 @@ def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
 def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
     """Makes the gRPC server of the clients' API, for at most `max_connections` connections."""
     settings, servicer = parts.settings, _inference_servicer(parts)
-    max_streams = settings.max_concurrent_requests + settings.max_client_sessions
+    max_streams = settings.max_concurrent_requests
+    max_streams += sum(option.max_streams for option in parts.options)
     server = GrpcServer(
         max_concurrent_rpcs=max_streams + _OTHER_RPCS,
         options={
             "grpc.max_receive_message_length": settings.max_message_bytes,
             "grpc.max_allowed_incoming_connections": max_connections,
-            # One connection may have a stream for every request and session that the gateway
-            # allows.
+            # One connection may have all streams that the gateway allows.
             "grpc.max_concurrent_streams": max_streams,
             "grpc.max_connection_idle_ms": _GRPC_IDLE_MILLISECONDS,
             # The time limits for the client's first frame and for the settings in it.
@@ -206,16 +210,17 @@ def _inference_servicer(parts: Parts) -> InferenceServicer:
         parts.metrics,
         reader_timeout_seconds=parts.settings.reader_timeout_seconds,
     )
-    sessions = SessionCalls(
+    call_parts = CallParts(
         parts.inference,
-        parts.client_sessions,
         parts.gate,
         parts.observer,
         CallRecords(parts.recorder),
         parts.limits,
         streams,
-        parts.options,
     )
+    calls: dict[str, StreamCall] = {}
+    for option in parts.options:
+        calls |= option.calls(call_parts, parts.options)
     return InferenceServicer(
         parts.inference,
         parts.options,
@@ -223,8 +228,8 @@ def _inference_servicer(parts: Parts) -> InferenceServicer:
         parts.gate,
         parts.observer,
         parts.limits,
-        sessions,
         streams,
+        calls,
     )
 
 

@@ -4,17 +4,20 @@ from dataclasses import dataclass
 
 from services.gateway.options.idempotency import Idempotency, IdempotencySettings
 from services.gateway.options.option import Option
+from services.gateway.options.sessions import Sessions, SessionSettings
 from services.gateway.options.vllm_routes import VllmRoutes
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionSettings(
     IdempotencySettings,
+    SessionSettings,
 ):
     """The settings of all options."""
 
 
 OPTIONS: tuple[type[Option], ...] = (
     Idempotency,
+    Sessions,
     VllmRoutes,
 )

@@ -19,7 +19,7 @@ from services.gateway.core.request.inference import Inference
 from services.gateway.core.tenant import Tenant
 
 if TYPE_CHECKING:
-    from services.gateway.options.server_parts import RouteParts
+    from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,24 @@ class Option:
         """Collectors of the metrics of `metric_specs`."""
         return ()
 
-    def routes(self, parts: "RouteParts") -> Sequence[Route]:  # noqa: ARG002
-        """Routes of the clients' HTTP API."""
+    @property
+    def max_streams(self) -> int:
+        """Limit on the gRPC streams of this option's calls."""
+        return 0
+
+    def routes(self, parts: "RouteParts", options: "Options") -> Sequence[Route]:  # noqa: ARG002
+        """Routes of the clients' HTTP API. Each of them replaces a route with the same path.
+        `options` are all options of the gateway.
+        """
         return ()
+
+    def calls(
+        self,
+        parts: "CallParts",  # noqa: ARG002
+        options: "Options",  # noqa: ARG002
+    ) -> Mapping[str, "StreamCall"]:
+        """Maps names of methods of the clients' gRPC service to their handlers."""
+        return {}
 
     def needs_room(self, headers: Mapping[str, str], tenant: Tenant) -> bool:  # noqa: ARG002
         """Whether a request needs a free place at an engine. Header names are in lower case. Raises
@@ -84,6 +99,9 @@ class Option:
     async def run(self) -> None:
         """Runs until cancelled, from the start of the gateway."""
         await asyncio.Event().wait()
+
+    def begin_drain(self, error: StepwellError) -> None:
+        """Called when the gateway begins to drain. `error` is for what ends at once."""
 
     async def close(self, error: StepwellError) -> None:
         """Ends the option's remaining requests with an error after the gateway has drained."""

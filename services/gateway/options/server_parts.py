@@ -1,12 +1,18 @@
 """The parts of the clients' servers that options use."""
 
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from services.gateway.adapters.grpc.call_records import CallRecords
+from services.gateway.adapters.grpc.message_stream import AnswerStreams, Context
 from services.gateway.adapters.http.exchange.parse import BodyReader
 from services.gateway.adapters.http.exchange.route import RequestHeader
 from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
+from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.core.gate import Gate
+from services.gateway.core.limits.tenant_limits import TenantLimits
 from services.gateway.core.request.inference import Inference
 
 
@@ -24,3 +30,19 @@ class RouteParts:
     """Headers of every request that a model computes."""
     generating_headers: tuple[RequestHeader, ...]
     """Headers of requests that generate tokens."""
+
+
+StreamCall = Callable[[AsyncIterator[Any], Context], Awaitable[None]]
+"""Serves a call with a request stream, and writes the answers to the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallParts:
+    """The parts of the clients' gRPC server that calls of options use."""
+
+    inference: Inference
+    gate: Gate
+    observer: Observer
+    records: CallRecords
+    limits: TenantLimits
+    streams: AnswerStreams

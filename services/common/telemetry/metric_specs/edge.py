@@ -125,19 +125,6 @@ _REPLICAS = (
         "Replicas whose scheduler did not send metrics.",
         "model_name",
     ),
-    gauge(
-        names.METRIC_GATEWAY_SESSIONS,
-        "sessions",
-        "Open sessions of clients: in a turn, kept by a replica between turns, or idle.",
-        "model_name",
-        "state",
-    ),
-    counter(
-        names.METRIC_GATEWAY_SESSIONS_EXPIRED,
-        "sessions",
-        "Sessions of clients that ended without a turn for too long.",
-        "model_name",
-    ),
     counter(
         names.METRIC_GATEWAY_RESUBMISSIONS,
         "sequences",

@@ -23,7 +23,6 @@ from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import CHAT_ROLES, ClientRequest, Prompt
 from services.gateway.core.request.request_check import check_request_id
-from services.gateway.options.sessions.core.client_session import ClientSession
 
 ID_PREFIX = "gen"
 """The prefix of Generate's answer ids."""
@@ -39,17 +38,18 @@ class GenerateRequests:
         self,
         request: gateway_pb2.GenerateRequest,
         record: RequestRecord,
-        session: ClientSession | None = None,
+        *,
+        is_continuation: bool = False,
     ) -> ClientRequest:
-        """Converts a message to a request. If `session` is given, the request is a turn of that
-        session. Raises InvalidArgument or OutOfRange.
+        """Converts a message to a request. The tokenizer adds special tokens to its text unless the
+        text continues another one. Raises InvalidArgument or OutOfRange.
         """
         if request.request_id:
             check_request_id(request.request_id)
             record.rename(request.request_id)
         return ClientRequest(
             request_id=request.request_id or f"{ID_PREFIX}-{record.request_id}",
-            prompts=(await self._prompt(request, session),),
+            prompts=(await self._prompt(request, is_continuation=is_continuation),),
             sampling=noted(
                 client_sampling_from_proto(request.sampling, self._inference.default_sampling)
             ),
@@ -63,31 +63,24 @@ class GenerateRequests:
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             session_id=request.session_id,
             tenant=CALL_TENANT.get(),
-            session=session,
             adapter=self._inference.adapters.find(request.model),
         )
 
     async def _prompt(
-        self, request: gateway_pb2.GenerateRequest, session: ClientSession | None
+        self, request: gateway_pb2.GenerateRequest, *, is_continuation: bool
     ) -> Prompt:
-        is_later = session is not None and bool(session.token_ids)
         match request.WhichOneof("prompt"):
             case "text":
                 if not request.text:
                     raise InvalidArgument("prompt must not be empty", field="text")
                 [token_ids] = await self._inference.encode(
-                    [request.text], add_special_tokens=not is_later
+                    [request.text], add_special_tokens=not is_continuation
                 )
                 return Prompt(token_ids)
             case "token_ids":
                 self._inference.check_num_items("token_ids", len(request.token_ids.ids))
                 return Prompt(list(request.token_ids.ids))
             case "chat":
-                if is_later:
-                    raise InvalidArgument(
-                        "chat can only begin a session: its template begins a conversation",
-                        field="chat",
-                    )
                 return Prompt(await self.chat_tokens(request.chat))
             case "embeds":
                 embeds = prompt_embeds_from_proto(request.embeds)

@@ -1,6 +1,7 @@
 """The gRPC service `Inference`: converts messages to requests of the core and back."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -38,24 +39,28 @@ from services.gateway.core.request.vectors import numbers
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.option import Options
-from services.gateway.options.sessions.calls import SessionCalls, deadline_of_call
+from services.gateway.options.server_parts import StreamCall
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
 
 _EMBED_API = "embd"
 """The prefix of Embed's answer ids."""
 METHOD_PREFIX = "/stepwell.gateway.v1.Inference/"
 GENERATE = f"{METHOD_PREFIX}Generate"
 EMBED = f"{METHOD_PREFIX}Embed"
+_METHODS = gateway_pb2.DESCRIPTOR.services_by_name["Inference"].methods
 REQUEST_TYPES: dict[str, type[Message]] = {
     f"{METHOD_PREFIX}{method.name}": getattr(gateway_pb2, method.input_type.name)
-    for method in gateway_pb2.DESCRIPTOR.services_by_name["Inference"].methods
+    for method in _METHODS
     if not method.client_streaming
 }
-"""Maps the full names of methods to the types of their requests. Methods with request streams are
-left out, because STREAM_TYPES has them.
-"""
+"""Maps the full names of methods with one request to the types of their requests."""
+STREAM_TYPES: dict[str, type[Message]] = {
+    f"{METHOD_PREFIX}{method.name}": getattr(gateway_pb2, method.input_type.name)
+    for method in _METHODS
+    if method.client_streaming
+}
+"""Maps the full names of methods with request streams to the types of their messages."""
 
 
 class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
@@ -69,16 +74,17 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         gate: Gate,
         observer: Observer,
         limits: TenantLimits,
-        sessions: SessionCalls,
         streams: AnswerStreams,
+        calls: Mapping[str, StreamCall],
     ) -> None:
+        """`calls` maps the names of methods with request streams to options' handlers."""
         self._inference = inference
         self._options = options
         self._membership = membership
         self._gate = gate
         self._observer = observer
         self._limits = limits
-        self._sessions = sessions
+        self._calls = calls
         self._streams = streams
         self._requests = GenerateRequests(inference)
 
@@ -136,7 +142,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         request_iterator: AsyncIterator[gateway_pb2.GenerateSessionRequest],
         context: Context,
     ) -> None:
-        await self._sessions.serve(request_iterator, context)
+        if (call := self._calls.get("GenerateSession")) is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "sessions are not served here")
+        await call(request_iterator, context)
 
     async def _prepare(
         self, client_request: ClientRequest, record: RequestRecord, deadline: float | None
@@ -261,3 +269,11 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             if tenant.may_use(name)
         ]
         return gateway_pb2.ListModelsResponse(models=models)
+
+
+def deadline_of_call(context: Context) -> float | None:
+    """Returns the call's deadline on the event loop's clock. Returns None if the call has no
+    deadline.
+    """
+    remaining = context.time_remaining()
+    return None if remaining is None else asyncio.get_running_loop().time() + remaining

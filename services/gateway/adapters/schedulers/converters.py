@@ -102,7 +102,7 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
         timeout_millis=_timeout_millis(request.deadline, now),
         num_choices=0 if inflight.was_accepted else request.num_choices,
         pooling=pooling_to_proto(request.pooling),
-        resumable=request.session is not None,
+        resumable=request.turn is not None,
         adapter=adapter_to_proto(request.adapter),
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
     )

@@ -30,7 +30,6 @@ from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.tenant import ANYONE, Tenant
-from services.gateway.options.sessions.core.turn import fits
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +163,7 @@ class Fleet:
         mailbox = Mailbox(requests, self._numbers, self._drop, self._nanos)
         replica, prompt = None, None
         for inflight in mailbox.resume(progress) if progress else mailbox.inflights:
-            if inflight.request.session is not None and self._continue(inflight):
+            if inflight.request.turn is not None and self._continue(inflight):
                 continue
             if inflight.request.tenant != ANYONE and not inflight.was_accepted:
                 self.admission.add(inflight)
@@ -267,16 +266,16 @@ class Fleet:
         return replica
 
     def _continue(self, inflight: Inflight) -> bool:
-        """Sends a turn of a session to the replica that keeps the session. Returns False if no
-        replica keeps the session or if that replica is not ready.
+        """Sends a turn to the replica that keeps the sequence of the last turn. Returns False if no
+        replica keeps the sequence or if that replica is not ready.
         """
-        session = inflight.request.session
-        held = None if session is None else session.take_held()
+        turn = inflight.request.turn
+        held = None if turn is None else turn.take_held(inflight.request)
         if held is None:
             return False
         for replica in self.membership.ready():
-            if replica is held.holder and fits(held, inflight.request):
-                route = replica.continue_session(held, inflight)
+            if replica is held.holder:
+                route = replica.continue_held(held, inflight)
                 if inflight.request.tenant != ANYONE:
                     self.admission.sent(inflight, route)
                 return True

@@ -17,8 +17,8 @@ class Link(Protocol):
         """
 
     def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
-        """Sends the tokens that a turn adds to the first `num_tokens` tokens of a client's session.
-        `handle` identifies the client's session.
+        """Sends the tokens that a turn adds to the first `num_tokens` tokens of a sequence that the
+        scheduler keeps under `handle`.
         """
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:

@@ -17,13 +17,13 @@ from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
+from services.gateway.core.request.request import HeldSequence, Turn
 from services.gateway.core.text.no_token import (
     NAN_IN_LOGITS,
     NO_CONFORMING_TOKEN,
     nothing_conforms,
     why_no_token,
 )
-from services.gateway.options.sessions.core.client_session import ClientSession, HeldSession
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ class Replica:
     """A scheduler and this gateway's sequences there. Sequences are sent over its link. The link
     calls the methods from `opened` on when the scheduler's messages arrive.
 
-    An integer, called a handle, identifies a sequence or a client's session. Handles are unique
-    within one session between gateway and scheduler.
+    An integer, called a handle, identifies a sequence. Handles are unique within one session
+    between gateway and scheduler.
     """
 
     def __init__(self, address: str, link: Link, clock: Clock, listener: ReplicaListener) -> None:
@@ -94,8 +94,8 @@ class Replica:
         self._handles = itertools.count(1)
         self._unadmitted: set[int] = set()
         """Handles of sequences that were not scheduled yet."""
-        self._held: dict[int, ClientSession] = {}
-        """Maps handles to the clients' sessions that the replica keeps between two turns."""
+        self._held: dict[int, Turn] = {}
+        """Maps handles of sequences that the replica keeps to the turns that have ended there."""
         self.queue: QueueState | None = None
         """The last state of its queue that the scheduler announced. It is None before the first
         announcement.
@@ -193,11 +193,10 @@ class Replica:
         self.load.sent(handle, inflight, route)
         self._link.add(handle, inflight)
 
-    def continue_session(self, held: HeldSession, inflight: Inflight) -> RoutingDecision:
-        """Sends the next turn of a client's session that the replica keeps. The replica must be
-        ready.
-        """
-        handle, session = held.handle, self._held.pop(held.handle)
+    def continue_held(self, held: HeldSequence, inflight: Inflight) -> RoutingDecision:
+        """Sends the next turn of a sequence that the replica keeps. The replica must be ready."""
+        handle = held.handle
+        del self._held[handle]
         self.load.num_sessions -= 1
         self.running[handle] = inflight
         self._unadmitted.add(handle)
@@ -205,37 +204,34 @@ class Replica:
         inflight.sent(release=lambda: self._abort(handle), route=route)
         self.load.sent(handle, inflight, route)
         self._link.add_chunk(handle, inflight, held.num_tokens)
-        logger.debug("session %s goes on at %s", session.session_id, self.address)
         return route
 
     def release(self, handle: int) -> None:
-        """Ends a client's session that the replica keeps."""
+        """Ends a sequence that the replica keeps."""
         if self._drop_held(handle):
             self._link.abort(handle)
 
     def turn_ended(self, handle: int, finish: Finish) -> None:
-        """A turn of a client's session ended. The replica keeps the session under this handle."""
+        """A turn ended. The replica keeps its sequence under this handle."""
         inflight = self._forget(handle)
-        session = None if inflight is None else inflight.request.session
-        if inflight is None or session is None:
+        turn = None if inflight is None else inflight.request.turn
+        if inflight is None or turn is None:
             return
         request = inflight.request
         num_tokens = len(request.prompt_token_ids) + len(inflight.output_token_ids) - 1
-        self._held[handle] = session
+        self._held[handle] = turn
         self.load.num_sessions += 1
         cached_apart = request.cache_salt, request.adapter_digest
-        session.hold(HeldSession(self, handle, num_tokens, request.priority, *cached_apart))
+        turn.hold(HeldSequence(self, handle, num_tokens, request.priority, *cached_apart))
         inflight.finished(finish)
 
     def _drop_held(self, handle: int) -> bool:
-        """Removes a client's session that the replica kept. Returns whether the session was
-        known.
-        """
-        session = self._held.pop(handle, None)
-        if session is None:
+        """Removes a sequence that the replica kept. Returns whether the sequence was known."""
+        turn = self._held.pop(handle, None)
+        if turn is None:
             return False
         self.load.num_sessions -= 1
-        session.held = None
+        turn.drop_held()
         return True
 
     def take_back(self) -> list[Inflight]:

@@ -12,7 +12,6 @@ from services.gateway.core.request.logprobs import LogprobRows, joined
 from services.gateway.core.request.request import ClientRequest, EngineRequest
 from services.gateway.core.text.parsing.events import ParsedMessage
 from services.gateway.core.text.stop_strings import StopPatterns
-from services.gateway.options.sessions.core.turn import tokens_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,7 @@ class Usage:
 
 
 class Generation:
-    """A checked request with the state of its answers. If the request is a turn of a client's
-    session, the session's tokens are updated at the end.
+    """A checked request with the state of its answers.
 
     `request.num_candidates` answers are generated for each prompt. Answer i belongs to prompt i //
     num_candidates.
@@ -56,8 +54,6 @@ class Generation:
         """
         self.is_replay = False
         """Whether another request started the shared answer."""
-        self._turn = Answer()
-        """The whole answer. It is collected only if the request is a turn of a session."""
         self.was_taken = False
         """Whether a replica has scheduled one of the sequences. If false, the request is queued or
         was refused.
@@ -68,16 +64,11 @@ class Generation:
         ]
         self.num_open = len(self.choices)
         """Number of unfinished answers."""
-        self._is_in_turn = False
 
     def start(self, engine: Source) -> DeltaSource:
-        """Starts the sequences at an engine, or attaches to a shared answer. If the request is a
-        turn of a session, the turn begins.
-        """
-        session = self.request.session
-        if session is not None:
-            session.begin_turn(self.request.turn)
-            self._is_in_turn = True
+        """Starts the sequences at an engine, or attaches to a shared answer."""
+        if self.request.turn is not None:
+            self.request.turn.begin()
         self.mailbox = engine.start(self.sequences)
         return self.mailbox
 
@@ -97,27 +88,16 @@ class Generation:
         return added
 
     def close(self) -> None:
-        """Aborts unfinished sequences, and ends the session's turn. Generated tokens that were not
-        read count as used. Idempotent.
+        """Aborts unfinished sequences. Generated tokens that were not read count as used.
+        Idempotent.
         """
         if self.mailbox is not None:
             if self.source is None:
                 for index, delta in self.mailbox.take():
                     self.choices[index].num_output_tokens += len(delta.token_ids)
             self.mailbox.close()
-        if self._is_in_turn and self.request.session is not None:
-            self._is_in_turn = False
-            self.request.session.end_turn(self._tokens_after_turn())
-
-    def _tokens_after_turn(self) -> list[int] | None:
-        """Returns the session's tokens after this turn. Returns None if the turn was not
-        completed.
-        """
-        reason, last = self.choices[0].finish_reason, self._turn.last
-        if reason is None:
-            return None
-        by_token = not isinstance(last.stop_reason, str)
-        return tokens_after(self.sequences[0], self._turn.token_ids, reason, by_token=by_token)
+        if self.request.turn is not None:
+            self.request.turn.end()
 
     def _accept(self, index: int, delta: Delta) -> Piece:
         if not self.was_taken:
@@ -129,8 +109,8 @@ class Generation:
         piece = self.choices[index].accept(delta)
         if piece.finish_reason is not None and delta.finish is None and self.mailbox is not None:
             self.mailbox.abort(index)
-        if self.request.session is not None:
-            self._turn.add(piece)
+        if self.request.turn is not None:
+            self.request.turn.add(piece.token_ids, piece.finish_reason, piece.stop_reason)
         return piece
 
     def usage(self) -> Usage:

@@ -31,7 +31,6 @@ from services.gateway.core.request.truncation import Truncation, truncation
 from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.text.parsing.output_formats import NO_FORMATS, OutputFormats
 from services.gateway.core.text.parsing.special_tokens import SpecialTokens
-from services.gateway.options.sessions.core.turn import in_session
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536
 """Number of prompt tokens that are checked in one iteration of the event loop."""
@@ -175,7 +174,7 @@ class Inference:
         the checks.
         """
         limits = self.limits()
-        request = in_session(self._defaults.bounded(request))
+        request = self._defaults.bounded(request)
         check_request(request, limits)
         num_checked = 0
         for number, prompt in enumerate(request.prompts):

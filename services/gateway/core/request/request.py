@@ -1,9 +1,11 @@
 """A client's request, and the sequences that are sent to engines for it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from services.common.request.adapter import Adapter
+from services.common.request.finish_reason import FinishReason
 from services.common.request.pooling import PoolingParams
 from services.common.request.prompt_embeds import PromptEmbeds
 from services.common.request.sampling import SamplingParams
@@ -12,7 +14,6 @@ from services.common.telemetry.trace_headers import UNTRACED, TraceHeaders
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.text.parsing.output_form import OutputForm
-from services.gateway.options.sessions.core.client_session import ClientSession
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
@@ -73,12 +74,8 @@ class ClientRequest:
     """
     pooling: PoolingParams | None = None
     """How a vector of each prompt is computed. It is None if text is generated."""
-    session: ClientSession | None = None
-    """The client's session of which the request is a turn. It is None if the request is not in a
-    session.
-    """
-    turn: int = 0
-    """The turn's number, from 0."""
+    turn: "Turn | None" = None
+    """The turn of a growing prompt that this request is. It is None for all other requests."""
     output_form: OutputForm | None = None
     """How answers are parsed. It is None if they are plain text."""
     adapter: Adapter | None = None
@@ -126,10 +123,8 @@ class EngineRequest:
     """How the prompt's vector is computed. It is None if text is generated."""
     skip_reading_prefix_cache: bool = False
     """Whether the whole prompt of the sequence is computed even if a part is cached."""
-    session: ClientSession | None = None
-    """The client's session of which the sequence is a turn. The session's tokens are the start of
-    the prompt. The session is None if the sequence is not in a session.
-    """
+    turn: "Turn | None" = None
+    """The turn of a growing prompt that this sequence is. It is None for all other sequences."""
     adapter: Adapter | None = None
 
     @property
@@ -138,6 +133,63 @@ class EngineRequest:
         if the sequence uses no adapter.
         """
         return b"" if self.adapter is None else self.adapter.digest
+
+
+class Holder(Protocol):
+    """A replica that keeps sequences after their end."""
+
+    def release(self, handle: int) -> None:
+        """Ends a kept sequence. Does nothing if the sequence has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSequence:
+    """A sequence that a replica keeps, with the fields that a sequence that continues it must
+    share.
+    """
+
+    holder: Holder
+    handle: int
+    """The handle of the sequence at the replica."""
+    num_tokens: int
+    """Number of leading tokens that the replica keeps."""
+    priority: int
+    cache_salt: str
+    adapter_digest: bytes
+
+    def release(self) -> None:
+        """Ends the sequence at the replica."""
+        self.holder.release(self.handle)
+
+
+class Turn(Protocol):
+    """A request that continues an earlier one. In vLLM such a request is called resumable: the
+    replica keeps its sequence after the end, and the next turn continues the sequence there.
+    """
+
+    def begin(self) -> None:
+        """Called before the sequence is sent."""
+
+    def add(
+        self, token_ids: Sequence[int], reason: FinishReason | None, stop: str | int | None
+    ) -> None:
+        """Called with new tokens. `reason` is None before the end. `stop` is the stop string or
+        stop token that ended the answer.
+        """
+
+    def end(self) -> None:
+        """Called when the request has ended or was aborted. Idempotent."""
+
+    def take_held(self, request: EngineRequest) -> HeldSequence | None:
+        """Returns the kept sequence that `request` continues. The caller must continue or release
+        the sequence. Returns None if no sequence is kept, or if the kept one differs.
+        """
+
+    def hold(self, held: HeldSequence) -> None:
+        """Called when the sequence has ended, and the replica keeps it."""
+
+    def drop_held(self) -> None:
+        """Called when the replica no longer keeps the sequence."""
 
 
 def to_engine_requests(
@@ -187,7 +239,7 @@ def to_engine_requests(
                     tenant=request.tenant,
                     num_choices=0 if child else request.n,
                     skip_reading_prefix_cache=request.skip_reading_prefix_cache,
-                    session=request.session,
+                    turn=request.turn,
                     adapter=request.adapter,
                     pooling=request.pooling
                     and replace(

@@ -1,0 +1,6 @@
+"""Clients' sessions: prompts that grow turn by turn. vLLM calls such requests resumable."""
+
+from services.gateway.options.sessions.option import Sessions
+from services.gateway.options.sessions.settings import SessionSettings
+
+__all__ = ["SessionSettings", "Sessions"]

@@ -12,25 +12,18 @@ from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.telemetry import names
-from services.gateway.adapters.grpc.call_records import CallRecords
 from services.gateway.adapters.grpc.generate_requests import GenerateRequests, to_response
-from services.gateway.adapters.grpc.message_stream import AnswerStreams
+from services.gateway.adapters.grpc.inference_servicer import METHOD_PREFIX, deadline_of_call
 from services.gateway.adapters.keys.auth import CALL_TENANT
-from services.gateway.adapters.telemetry.observation import Observer
-from services.gateway.adapters.telemetry.request_record import RequestRecord
-from services.gateway.core.gate import Gate
-from services.gateway.core.limits.tenant_limits import TenantLimits, was_refused
-from services.gateway.core.request.choice import Piece
-from services.gateway.core.request.generation import Generation
-from services.gateway.core.request.inference import Inference
+from services.gateway.core.limits.tenant_limits import was_refused
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.option import Options
+from services.gateway.options.server_parts import CallParts
 from services.gateway.options.sessions.core.client_session import ClientSession
 from services.gateway.options.sessions.core.client_sessions import ClientSessions
+from services.gateway.options.sessions.core.turn import turn_of
 
-GENERATE_SESSION = "/stepwell.gateway.v1.Inference/GenerateSession"
-STREAM_TYPES = {GENERATE_SESSION: gateway_pb2.GenerateSessionRequest}
-"""Maps the full names of the methods with request streams to their message types."""
+GENERATE_SESSION = "GenerateSession"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -38,26 +31,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class SessionCalls:
     """Serves session calls. Each turn is answered before the next one is read."""
 
-    def __init__(
-        self,
-        inference: Inference,
-        sessions: ClientSessions,
-        gate: Gate,
-        observer: Observer,
-        records: CallRecords,
-        limits: TenantLimits,
-        streams: AnswerStreams,
-        options: Options,
-    ) -> None:
-        self._inference = inference
-        self._requests = GenerateRequests(inference)
+    def __init__(self, sessions: ClientSessions, options: Options, parts: CallParts) -> None:
         self._sessions = sessions
-        self._gate = gate
-        self._observer = observer
-        self._records = records
-        self._limits = limits
-        self._streams = streams
         self._options = options
+        self._parts = parts
+        self._requests = GenerateRequests(parts.inference)
 
     async def serve(
         self, messages: AsyncIterator[gateway_pb2.GenerateSessionRequest], context: Context
@@ -67,7 +45,7 @@ class SessionCalls:
         header = self._options.header_in({name for name, _ in metadata})
         if header is not None:
             raise InvalidArgument(f"{header} cannot be given with a session", field=header)
-        self._gate.check()
+        self._parts.gate.check()
         ended: asyncio.Future[StepwellError] = asyncio.get_running_loop().create_future()
         session = self._sessions.open(CALL_TENANT.get(), ended.set_result)
         try:
@@ -82,34 +60,42 @@ class SessionCalls:
     ) -> None:
         is_chat = request.WhichOneof("prompt") == "chat"
         operation = names.GENAI_OPERATION_CHAT if is_chat else names.GENAI_OPERATION_TEXT_COMPLETION
-        tenant = session.tenant
-        with self._records.recording(
-            GENERATE_SESSION, operation, context, in_trailer=False
-        ) as record:
-            with self._observer.counting_refusals(record, tenant):
-                self._inference.check_model(request.model, tenant)
-                allowance = await self._limits.admit(tenant)
+        parts, tenant = self._parts, session.tenant
+        method = f"{METHOD_PREFIX}{GENERATE_SESSION}"
+        with parts.records.recording(method, operation, context, in_trailer=False) as record:
+            with parts.observer.counting_refusals(record, tenant):
+                parts.inference.check_model(request.model, tenant)
+                allowance = await parts.limits.admit(tenant)
             refused = False
             try:
                 async with AsyncExitStack() as work:
-                    observing = self._observer.observing(operation, record, tenant)
+                    observing = parts.observer.observing(operation, record, tenant)
                     observation = work.enter_context(observing)
-                    work.enter_context(self._gate.enter())
+                    work.enter_context(parts.gate.enter())
                     deadline = deadline_of_call(context)
                     arrival = work.enter_context(
-                        self._inference.arriving(tenant, deadline, needs_room=session.held is None)
+                        parts.inference.arriving(tenant, deadline, needs_room=session.held is None)
                     )
                     record.enter(Part.TOKENIZE)
-                    asked = await self._requests.client_request(request, record, session)
+                    if is_chat and session.token_ids:
+                        raise InvalidArgument(
+                            "chat can only begin a session: its template begins a conversation",
+                            field="chat",
+                        )
+                    asked = await self._requests.client_request(
+                        request, record, is_continuation=bool(session.token_ids)
+                    )
                     record.enter(Part.PREPARE)
-                    generation = await self._inference.prepare(
-                        asked, record.trace_headers, deadline
+                    number = session.num_turns
+                    generation = await parts.inference.prepare(
+                        turn_of(session, asked), record.trace_headers, deadline
                     )
                     await allowance.reserve(generation)
-                    await self._streams.send(
+                    timed = record if request.include_metrics else None
+                    await parts.streams.send(
                         generation,
-                        lambda piece: _message(
-                            piece, generation, record if request.include_metrics else None
+                        lambda piece: gateway_pb2.GenerateSessionResponse(
+                            turn=number, piece=to_response(piece, generation, timed)
                         ),
                         context,
                         record,
@@ -122,13 +108,6 @@ class SessionCalls:
                 raise
             finally:
                 allowance.close(was_refused=refused)
-
-
-def _message(
-    piece: Piece, generation: Generation, timed: RequestRecord | None
-) -> gateway_pb2.GenerateSessionResponse:
-    message = to_response(piece, generation, timed)
-    return gateway_pb2.GenerateSessionResponse(turn=generation.request.turn, piece=message)
 
 
 async def _next(
@@ -147,11 +126,3 @@ async def _next(
     if ended.done():
         raise ended.result()
     return reading.result()
-
-
-def deadline_of_call(context: Context) -> float | None:
-    """Returns the call's deadline on the event loop's clock. Returns None if the call has no
-    deadline.
-    """
-    remaining = context.time_remaining()
-    return None if remaining is None else asyncio.get_running_loop().time() + remaining

@@ -5,12 +5,27 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry import names
 from services.common.telemetry.metric_specs import value_family
+from services.common.telemetry.metric_specs.spec import counter, gauge
 from services.gateway.options.sessions.core.client_sessions import ClientSessions
 
+SESSIONS = gauge(
+    "stepwell_gateway_sessions",
+    "sessions",
+    "Open sessions of clients: in a turn, kept by a replica between turns, or idle.",
+    "model_name",
+    "state",
+)
+EXPIRED = counter(
+    "stepwell_gateway_sessions_expired",
+    "sessions",
+    "Sessions of clients that ended without a turn for too long.",
+    "model_name",
+)
+SPECS = (SESSIONS, EXPIRED)
 
-class ClientSessionsCollector(Collector):
+
+class SessionsCollector(Collector):
     """Open client sessions at this gateway, read at each scrape."""
 
     def __init__(self, sessions: ClientSessions, model_name: str) -> None:
@@ -22,11 +37,11 @@ class ClientSessionsCollector(Collector):
         sessions = list(self._sessions)
         num_in_turn = sum(session.is_in_turn for session in sessions)
         num_held = sum(session.held is not None for session in sessions)
-        by_state = value_family(names.METRIC_GATEWAY_SESSIONS)
+        by_state = value_family(SESSIONS)
         by_state.add_metric([self._model, "in_turn"], num_in_turn)
         by_state.add_metric([self._model, "held"], num_held)
         by_state.add_metric([self._model, "idle"], len(sessions) - num_in_turn - num_held)
         yield by_state
-        expired = value_family(names.METRIC_GATEWAY_SESSIONS_EXPIRED)
+        expired = value_family(EXPIRED)
         expired.add_metric([self._model], self._sessions.num_expired)
         yield expired

@@ -1,66 +1,126 @@
-"""Routes of clients' sessions, below /v1/sessions. A session is a prompt that grows turn by turn. A
-turn is a completion with the session's id.
-"""
+"""The HTTP routes of clients' sessions: /v1/sessions, and completions that are turns."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
 
-from services.gateway.adapters.http.exchange.parse import BodyReader
+from services.common.errors import InvalidArgument
+from services.gateway.adapters.http.exchange.fields import Body
 from services.gateway.adapters.http.exchange.route import READ, Route
-from services.gateway.adapters.http.openai.bodies import SessionBody
+from services.gateway.adapters.http.openai.bodies import CompletionBody
+from services.gateway.adapters.http.openai.completions import CompletionDialect, completion_request
+from services.gateway.adapters.http.openai.generation_routes import COMPLETIONS
 from services.gateway.adapters.http.openapi import answers
-from services.gateway.core.gate import Gate
 from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.request import ClientRequest
+from services.gateway.options.option import Options
+from services.gateway.options.server_parts import RouteParts
 from services.gateway.options.sessions.core.client_session import ClientSession
 from services.gateway.options.sessions.core.client_sessions import ClientSessions
+from services.gateway.options.sessions.core.turn import turn_of
 
 SESSIONS = "/v1/sessions"
 
 
+class SessionBody(Body):
+    """POST /v1/sessions."""
+
+    model: str | None = None
+
+
+class TurnBody(CompletionBody):
+    """POST /v1/completions, with the id of the session in which the completion is a turn."""
+
+    session: str | None = Field(default=None, min_length=1, max_length=128)
+
+
+class Session(answers.Answer):
+    """A session that is open or was just ended. If `is_held` is true, a replica keeps the session's
+    KV cache for the next turn.
+    """
+
+    id: str
+    object: Literal["session"]
+    created: int
+    model: str
+    status: Literal["idle", "in_turn", "ended"]
+    num_turns: int
+    num_tokens: int
+    is_held: bool
+    idle_timeout_seconds: float
+
+
 class SessionRoutes:
-    """Opens, shows and ends sessions. A tenant has access only to its own sessions."""
+    """Opens, shows and ends sessions, and computes their turns. A tenant has access only to its own
+    sessions.
+    """
 
-    def __init__(
-        self, sessions: ClientSessions, inference: Inference, gate: Gate, bodies: BodyReader
-    ) -> None:
+    def __init__(self, sessions: ClientSessions, options: Options, parts: RouteParts) -> None:
         self._sessions = sessions
-        self._inference = inference
-        self._gate = gate
-        self._bodies = bodies
+        self._options = options
+        self._parts = parts
 
-    def routes(self) -> tuple[Route, ...]:
+    def routes(self) -> Sequence[Route]:
         """Returns the routes."""
-        one = f"{SESSIONS}/{{session_id}}"
         return (
+            Route(
+                COMPLETIONS,
+                self.completions,
+                answers.Completion,
+                ("POST",),
+                tag="openai",
+                body=TurnBody,
+                events=answers.CompletionChunk,
+                errors=(404, 409, 504),
+                headers=self._parts.generating_headers,
+                is_limited=True,
+            ),
             Route(
                 SESSIONS,
                 self.open_session,
-                answers.Session,
+                Session,
                 ("POST",),
                 tag="sessions",
                 body=SessionBody,
                 errors=(404,),
             ),
             Route(
-                one,
+                f"{SESSIONS}/{{session_id}}",
                 self.session,
-                answers.Session,
+                Session,
                 (*READ, "DELETE"),
                 tag="sessions",
                 errors=(404,),
             ),
         )
 
+    async def completions(self, request: Request) -> ASGIApp:
+        """Text completions. With `session`, the completion is a turn of that session."""
+
+        async def to_request(body: TurnBody, inference: Inference, name: str) -> ClientRequest:
+            if body.session is None:
+                return await completion_request(body, inference, name)
+            if (header := self._options.header_in(request.state.record.headers)) is not None:
+                raise InvalidArgument(f"{header} cannot be given with session", field="session")
+            session = self._sessions.find(body.session, request.state.tenant)
+            if session.token_ids and body.add_special_tokens is None:
+                body = body.model_copy(update={"add_special_tokens": False})
+            return turn_of(session, await completion_request(body, inference, name))
+
+        return self._parts.generation.reply(request, TurnBody, to_request, CompletionDialect)
+
     async def open_session(self, request: Request) -> Response:
         """Opens a session: a prompt that grows turn by turn. A turn is a completion with the
         session's id.
         """
-        with self._gate.enter():
-            body = await self._bodies.read(request, SessionBody)
+        with self._parts.gate.enter():
+            body = await self._parts.bodies.read(request, SessionBody)
             tenant = request.state.tenant
-            self._inference.check_model(body.model, tenant)
+            self._parts.inference.check_model(body.model, tenant)
             return JSONResponse(self._document(self._sessions.open(tenant)))
 
     async def session(self, request: Request) -> Response:
@@ -75,7 +135,7 @@ class SessionRoutes:
             "id": session.session_id,
             "object": "session",
             "created": session.created,
-            "model": self._inference.model_name,
+            "model": self._parts.inference.model_name,
             "status": _status(session),
             "num_turns": session.num_turns,
             "num_tokens": len(session.token_ids),

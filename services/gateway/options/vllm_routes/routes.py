@@ -6,7 +6,7 @@ from typing import ClassVar
 from pydantic import BaseModel
 
 from services.gateway.adapters.http.exchange.route import Route
-from services.gateway.options.option import Option
+from services.gateway.options.option import Option, Options
 from services.gateway.options.server_parts import RouteParts
 from services.gateway.options.vllm_routes.ranking import routes as ranking
 from services.gateway.options.vllm_routes.tokens import routes as tokens
@@ -18,7 +18,7 @@ class VllmRoutes(Option):
     operations: ClassVar[Mapping[str, str]] = {**ranking.OPERATIONS, **tokens.OPERATIONS}
     bodies: ClassVar[Mapping[str, type[BaseModel]]] = {**ranking.BODIES, **tokens.BODIES}
 
-    def routes(self, parts: RouteParts) -> Sequence[Route]:
+    def routes(self, parts: RouteParts, options: Options) -> Sequence[Route]:  # noqa: ARG002
         labels = ranking.read_class_labels(parts.model)
         return (
             tokens.TokenRoutes(parts.generation).route(parts.generating_headers),

@@ -25,7 +25,7 @@ from services.gateway.options.sessions.core.client_sessions import (
     SessionLimits,
     TooManySessions,
 )
-from services.gateway.options.sessions.core.turn import in_session, tokens_after
+from services.gateway.options.sessions.core.turn import SessionTurn, turn_of
 from tests.gateway.fake_fleet import FakeFleet, ManualClock
 
 LENGTH = Finish(FinishReason.LENGTH)
@@ -50,15 +50,17 @@ class World:
     ) -> Mailbox:
         """Begins a turn of a session."""
         sampling = SamplingParams(max_tokens=3, seed=1)
-        session.begin_turn(session.num_turns)
+        prompt = [*session.token_ids, *chunk]
+        turn = SessionTurn(session, prompt)
+        turn.begin()
         request = EngineRequest(
             "r",
-            [*session.token_ids, *chunk],
+            prompt,
             sampling,
             priority,
             "",
             0,
-            session=session,
+            turn=turn,
             tenant=tenant,
             skip_reading_prefix_cache=skips_cache,
         )
@@ -70,9 +72,9 @@ class World:
         replica = self.fake.replicas[mailbox.routes[-1].address]
         inflight.tokens(list(tokens))
         replica.turn_ended(self.fake.handle(replica, inflight), LENGTH)
-        session = inflight.request.session
-        assert session is not None
-        session.end_turn([*inflight.request.prompt_token_ids, *tokens])
+        assert inflight.request.turn is not None
+        inflight.request.turn.add(tokens, LENGTH.reason, None)
+        inflight.request.turn.end()
 
 
 def sessions_of(clock: ManualClock, **limits: float) -> ClientSessions:
@@ -275,12 +277,28 @@ def test_what_a_session_cannot_do_is_refused_by_name(field: str, given: dict[str
     session = sessions_of(ManualClock()).open(ANYONE)
     asked = {"prompts": (Prompt([1]),), "sampling": SamplingParams()} | given
     with pytest.raises(InvalidArgument) as raised:
-        in_session(ClientRequest("r", session=session, **asked))  # type: ignore[arg-type]
+        turn_of(session, ClientRequest("r", **asked))  # type: ignore[arg-type]
     assert raised.value.field == field
 
 
-def test_a_token_that_ended_a_turn_is_left_out() -> None:
-    request = EngineRequest("r", [1, 2], SamplingParams(), 0, "", 0)
-    assert tokens_after(request, [5, 0], FinishReason.STOP, by_token=True) == [1, 2, 5]
-    assert tokens_after(request, [5, 6], FinishReason.STOP, by_token=False) == [1, 2, 5, 6]
-    assert tokens_after(request, [5, 6], FinishReason.LENGTH, by_token=True) == [1, 2, 5, 6]
+@pytest.mark.parametrize(
+    ("reason", "stop", "kept"),
+    [
+        (FinishReason.STOP, None, [1, 2, 5]),
+        (FinishReason.STOP, 6, [1, 2, 5]),
+        (FinishReason.STOP, "ab", [1, 2, 5, 6]),
+        (FinishReason.LENGTH, None, [1, 2, 5, 6]),
+        (None, None, []),
+    ],
+)
+def test_a_token_that_ended_a_turn_is_left_out(
+    reason: FinishReason | None, stop: str | int | None, kept: list[int]
+) -> None:
+    session = sessions_of(ManualClock()).open(ANYONE)
+    turn = SessionTurn(session, [1, 2])
+    turn.begin()
+    turn.add([5], None, None)
+    turn.add([6], reason, stop)
+    turn.end()
+    turn.end()
+    assert (session.token_ids, session.num_turns) == (kept, int(bool(kept)))

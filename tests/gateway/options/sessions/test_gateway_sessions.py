@@ -12,6 +12,7 @@ from stepwell.gateway.v1 import gateway_pb2
 from services.common.errors import StepwellError
 from services.common.pool.block_hash import unpack_token_ids
 from services.common.rpc.status import from_rpc_error
+from services.gateway.options.sessions import Sessions
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import Serving, serving, until
 
@@ -40,6 +41,11 @@ async def error_of(answer: Any) -> tuple[int, str, str | None]:
 def prompts(served: Serving) -> list[list[int]]:
     """The prompts that the scheduler received."""
     return [unpack_token_ids(add.prompt_token_ids) for add in served.scheduler.adds]
+
+
+def num_sessions(served: Serving) -> int:
+    options = served.gateway.parts.options
+    return sum(len(option.sessions) for option in options if isinstance(option, Sessions))
 
 
 async def test_a_turn_has_all_that_was_said_before_in_its_prompt(served: Serving) -> None:
@@ -187,7 +193,7 @@ async def test_a_session_over_grpc_is_a_stream_of_turns(served: Serving) -> None
         for text in ("hello", " world")
     ]
     assert texts == over_http
-    await until(lambda: len(served.gateway.parts.client_sessions) == 1)
+    await until(lambda: num_sessions(served) == 1)
 
 
 async def test_an_error_of_a_turn_ends_the_call(served: Serving) -> None:
@@ -200,7 +206,7 @@ async def test_an_error_of_a_turn_ends_the_call(served: Serving) -> None:
         await call.write(message)
         error = await status_of(call)
         assert error.error_reason == reason
-    assert len(served.gateway.parts.client_sessions) == 0
+    assert num_sessions(served) == 0
 
 
 async def test_a_chat_can_only_begin_a_session(served: Serving) -> None:

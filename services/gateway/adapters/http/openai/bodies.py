@@ -112,15 +112,7 @@ class CompletionBody(SamplingBody):
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
-    # Stepwell's: the id of the session in which this request is a turn.
-    session: str | None = Field(default=None, min_length=1, max_length=128)
     suffix: Annotated[Any, Only("", why="text cannot be inserted before a suffix")] = None
-
-
-class SessionBody(Body):
-    """POST /v1/sessions."""
-
-    model: str | None = None
 
 
 class LoadLoraBody(Body):

@@ -39,7 +39,6 @@ from services.gateway.adapters.http.openapi import (
 )
 from services.gateway.adapters.http.operators.server_routes import METRICS, MODELS, ServerRoutes
 from services.gateway.core.request.request_check import MAX_SESSION_ID_BYTES
-from services.gateway.options.sessions.routes import SessionRoutes
 
 HEADERS = (
     RequestHeader(
@@ -64,26 +63,25 @@ def client_routes(
     generation: GenerationRoutes,
     tokenizer: TokenizerRoutes,
     server: ServerRoutes,
-    sessions: SessionRoutes,
     further: Sequence[Route],
     headers: tuple[RequestHeader, ...],
     *,
     has_metrics: bool,
     has_tokenizer_info: bool,
 ) -> Sequence[Route]:
-    """Returns all routes for clients. `further` are the routes of options and displays.
-    `headers` are those of requests that generate tokens.
+    """Returns all routes for clients. `further` are the routes of options and displays. Each of
+    them replaces a route with the same path. `headers` are those of requests that generate tokens.
     """
-    return (
+    routes = (
         *_generating(generation, headers),
         *_pooling(generation),
-        *sessions.routes(),
         *_tokenizing(tokenizer),
         *(_tokenizer_info(tokenizer) if has_tokenizer_info else ()),
         *_about_the_server(server),
         *((Route(METRICS, server.metrics, CONTENT_TYPE, needs_key=False),) if has_metrics else ()),
         *further,
     )
+    return tuple({route.path: route for route in routes}.values())
 
 
 def _generating(

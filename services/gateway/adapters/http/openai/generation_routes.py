@@ -11,7 +11,6 @@ from typing import Protocol, TypeVar
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from services.common.errors import InvalidArgument
 from services.gateway.adapters.http.anthropic.bodies import SESSION_HEADER, MessagesBody
 from services.gateway.adapters.http.anthropic.dialect import MessagesDialect
 from services.gateway.adapters.http.anthropic.request import messages_request
@@ -54,7 +53,6 @@ from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.request.request_check import check_request_id
 from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.options.option import NO_OPTIONS, Options
-from services.gateway.options.sessions.core.client_sessions import ClientSessions
 
 B = TypeVar("B", bound=AskingBody)
 C_contra = TypeVar("C_contra", bound=AskingBody, contravariant=True)
@@ -108,7 +106,6 @@ class GenerationRoutes:
         gate: Gate,
         observer: Observer,
         bodies: BodyReader,
-        sessions: ClientSessions,
         keep_alive: float,
     ) -> None:
         """A stream gets a keep-alive after `keep_alive` seconds without an event. 0 disables
@@ -119,26 +116,11 @@ class GenerationRoutes:
         self._gate = gate
         self._observer = observer
         self._bodies = bodies
-        self._sessions = sessions
         self._keep_alive = keep_alive
 
     async def completions(self, request: Request) -> ASGIApp:
-        """Text completions. With `session`, the completion is a turn of that session."""
-        tenant: Tenant = request.state.tenant
-
-        async def to_request(
-            body: CompletionBody, inference: Inference, name: str
-        ) -> ClientRequest:
-            if body.session is None:
-                return await completion_request(body, inference, name)
-            if (header := self._options.header_in(request.state.record.headers)) is not None:
-                raise InvalidArgument(f"{header} cannot be given with session", field="session")
-            session = self._sessions.find(body.session, tenant)
-            if session.token_ids and body.add_special_tokens is None:
-                body = body.model_copy(update={"add_special_tokens": False})
-            return replace(await completion_request(body, inference, name), session=session)
-
-        return self.reply(request, CompletionBody, to_request, CompletionDialect)
+        """Text completions."""
+        return self.reply(request, CompletionBody, completion_request, CompletionDialect)
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         """Chat completions."""

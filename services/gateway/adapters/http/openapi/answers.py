@@ -138,22 +138,6 @@ class CompletionChunk(GeneratedAnswer):
     usage: Usage | None = None
 
 
-class Session(Answer):
-    """A session that is open or was just ended. If `is_held` is true, a replica keeps the session's
-    KV cache for the next turn.
-    """
-
-    id: str
-    object: Literal["session"]
-    created: int
-    model: str
-    status: Literal["idle", "in_turn", "ended"]
-    num_turns: int
-    num_tokens: int
-    is_held: bool
-    idle_timeout_seconds: float
-
-
 class TokenLogprob(Answer):
     """A token and its log-probability."""
 

@@ -130,7 +130,7 @@ class SessionDeltas:
         require(len(ends) == len(set(ends)), "a request ends twice")
         for turn in deltas.turns:
             sent = self._of(turn.handle)
-            is_turn = sent.inflight.request.session is not None and not sent.is_between_turns
+            is_turn = sent.inflight.request.turn is not None and not sent.is_between_turns
             require(is_turn, "a turn ended of a request that has none")
         return frozenset(ends)
 

@@ -6,10 +6,10 @@ the session's blocks and a slot of a running sequence, so that the next turn can
 the replica does not keep them, the next turn is sent as a normal request with all tokens.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.errors import FailedPrecondition, StepwellError
+from services.gateway.core.request.request import HeldSequence
 from services.gateway.core.tenant import Tenant
 
 
@@ -19,33 +19,6 @@ class TurnListener(Protocol):
     def turn_began(self, session: "ClientSession") -> None: ...
 
     def turn_ended(self, session: "ClientSession") -> None: ...
-
-
-class Holder(Protocol):
-    """A replica that keeps clients' sessions between their turns."""
-
-    def release(self, handle: int) -> None:
-        """Ends a session at the replica. Does nothing if the session has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldSession:
-    """A session that a replica keeps between two turns. The last three fields are from its last
-    turn.
-    """
-
-    holder: Holder
-    handle: int
-    """The handle of the session at the replica."""
-    num_tokens: int
-    """Number of the session's leading tokens that the replica keeps."""
-    priority: int
-    cache_salt: str
-    adapter_digest: bytes
-
-    def release(self) -> None:
-        """Ends the session at the replica."""
-        self.holder.release(self.handle)
 
 
 class ClientSession:
@@ -63,7 +36,8 @@ class ClientSession:
         self.num_turns = 0
         """Number of completed turns."""
         self.is_in_turn = False
-        self.held: HeldSession | None = None
+        self.held: HeldSequence | None = None
+        """The session's sequence, if a replica keeps it between two turns. Otherwise None."""
         self.ended: StepwellError | None = None
         """The error that further turns raise, if the session has ended. Otherwise None."""
         self._listener = listener
@@ -107,9 +81,9 @@ class ClientSession:
             self.release()
         self._listener.turn_ended(self)
 
-    def take_held(self) -> HeldSession | None:
-        """Returns the session that a replica keeps, and sets it to None here. The caller must
-        continue or release the session.
+    def take_held(self) -> HeldSequence | None:
+        """Returns the sequence that a replica keeps, and sets it to None here. The caller must
+        continue or release the sequence.
         """
         held, self.held = self.held, None
         return held
@@ -119,7 +93,7 @@ class ClientSession:
         if (held := self.take_held()) is not None:
             held.release()
 
-    def hold(self, held: HeldSession) -> None:
+    def hold(self, held: HeldSequence) -> None:
         """Records that a replica keeps the session. If the session has ended, releases it at the
         replica.
         """

@@ -5,18 +5,70 @@ from dataclasses import replace
 
 from services.common.errors import InvalidArgument
 from services.common.request.finish_reason import FinishReason
-from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
-from services.gateway.options.sessions.core.client_session import HeldSession
+from services.gateway.core.request.request import ClientRequest, EngineRequest, HeldSequence, Prompt
+from services.gateway.options.sessions.core.client_session import ClientSession
 
 
-def in_session(request: ClientRequest) -> ClientRequest:
+class SessionTurn:
+    """One turn of a session, and its output. Implements the interface Turn of requests."""
+
+    def __init__(self, session: ClientSession, prompt_token_ids: Sequence[int]) -> None:
+        """`prompt_token_ids` are the session's tokens, followed by the turn's tokens."""
+        self.number = session.num_turns
+        """The turn's number, from 0."""
+        self._session = session
+        self._token_ids = [*prompt_token_ids]
+        self._is_running = self._is_complete = False
+
+    def begin(self) -> None:
+        """Raises FailedPrecondition if another turn is running or was completed meanwhile."""
+        self._session.begin_turn(self.number)
+        self._is_running = True
+
+    def add(
+        self, token_ids: Sequence[int], reason: FinishReason | None, stop: str | int | None
+    ) -> None:
+        """Adds tokens. An end-of-sequence or stop token that ended the turn is omitted, as in vLLM.
+        All other tokens are kept, including the tokens of a stop string.
+        """
+        self._token_ids += token_ids
+        self._is_complete = reason is not None
+        if reason is FinishReason.STOP and not isinstance(stop, str):
+            del self._token_ids[-1]
+
+    def end(self) -> None:
+        if self._is_running:
+            self._is_running = False
+            self._session.end_turn(self._token_ids if self._is_complete else None)
+
+    def take_held(self, request: EngineRequest) -> HeldSequence | None:
+        """Returns the kept sequence if `request` has more tokens, the same priority, cache salt and
+        adapter, and does not skip the prefix cache.
+        """
+        held = self._session.take_held()
+        if held is None or (
+            held.num_tokens < len(request.prompt_token_ids)
+            and not request.skip_reading_prefix_cache
+            and held.priority == request.priority
+            and held.cache_salt == request.cache_salt
+            and held.adapter_digest == request.adapter_digest
+        ):
+            return held
+        held.release()
+        return None
+
+    def hold(self, held: HeldSequence) -> None:
+        self._session.hold(held)
+
+    def drop_held(self) -> None:
+        self._session.held = None
+
+
+def turn_of(session: ClientSession, request: ClientRequest) -> ClientRequest:
     """Returns the request of a turn with its whole prompt: the session's tokens, followed by the
     turn's tokens. Raises InvalidArgument for a parameter that sessions do not support, and
     FailedPrecondition while another turn runs.
     """
-    session = request.session
-    if session is None:
-        return request
     session.check_idle()
     sampling, prompt = request.sampling, request.prompts[0] if request.prompts else Prompt([])
     for field, is_given, why in (
@@ -36,34 +88,4 @@ def in_session(request: ClientRequest) -> ClientRequest:
     if not prompt.token_ids:
         raise InvalidArgument("prompt must not be empty: it has no tokens", field="prompt")
     whole = Prompt([*session.token_ids, *prompt.token_ids])
-    return replace(request, prompts=(whole,), turn=session.num_turns)
-
-
-def tokens_after(
-    request: EngineRequest,
-    output_token_ids: Sequence[int],
-    reason: FinishReason,
-    *,
-    by_token: bool,
-) -> list[int]:
-    """Returns the session's tokens after a turn with this output. If `by_token` is true, an
-    end-of-sequence or stop token ended the turn, and is omitted, as in vLLM. All other tokens are
-    kept, including the tokens of a stop string.
-    """
-    tokens = [*request.prompt_token_ids, *output_token_ids]
-    if reason is FinishReason.STOP and by_token:
-        del tokens[-1]
-    return tokens
-
-
-def fits(held: HeldSession, request: EngineRequest) -> bool:
-    """Whether the next turn can continue a kept session. The turn must have more tokens, must
-    have the same priority, cache salt and adapter, and must not skip the prefix cache.
-    """
-    return (
-        held.num_tokens < len(request.prompt_token_ids)
-        and not request.skip_reading_prefix_cache
-        and held.priority == request.priority
-        and held.cache_salt == request.cache_salt
-        and held.adapter_digest == request.adapter_digest
-    )
+    return replace(request, prompts=(whole,), turn=SessionTurn(session, whole.token_ids))
