@@ -274,7 +274,7 @@ class Fleet:
         if held is None:
             return False
         for replica in self.membership.ready():
-            if replica is held.holder:
+            if replica is held.replica:
                 route = replica.continue_held(held, inflight)
                 if inflight.request.tenant != ANYONE:
                     self.admission.sent(inflight, route)

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from functools import partial
 from typing import Protocol
 
 from services.common.errors import ResourceExhausted, StepwellError
@@ -221,8 +222,8 @@ class Replica:
         num_tokens = len(request.prompt_token_ids) + len(inflight.output_token_ids) - 1
         self._held[handle] = turn
         self.load.num_sessions += 1
-        cached_apart = request.cache_salt, request.adapter_digest
-        turn.hold(HeldSequence(self, handle, num_tokens, request.priority, *cached_apart))
+        shared = request.priority, request.cache_salt, request.adapter_digest
+        turn.hold(HeldSequence(self, handle, partial(self.release, handle), num_tokens, *shared))
         inflight.finished(finish)
 
     def _drop_held(self, handle: int) -> bool:

@@ -1,6 +1,6 @@
 """A client's request, and the sequences that are sent to engines for it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
@@ -135,31 +135,22 @@ class EngineRequest:
         return b"" if self.adapter is None else self.adapter.digest
 
 
-class Holder(Protocol):
-    """A replica that keeps sequences after their end."""
-
-    def release(self, handle: int) -> None:
-        """Ends a kept sequence. Does nothing if the sequence has ended."""
-
-
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """A sequence that a replica keeps, with the fields that a sequence that continues it must
-    share.
+    """A sequence that a replica keeps. A sequence that continues it must share the last three
+    fields.
     """
 
-    holder: Holder
+    replica: object
     handle: int
     """The handle of the sequence at the replica."""
+    release: Callable[[], None]
+    """Ends the sequence at the replica. Does nothing if the sequence has ended."""
     num_tokens: int
     """Number of leading tokens that the replica keeps."""
     priority: int
     cache_salt: str
     adapter_digest: bytes
-
-    def release(self) -> None:
-        """Ends the sequence at the replica."""
-        self.holder.release(self.handle)
 
 
 class Turn(Protocol):

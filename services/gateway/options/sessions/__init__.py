@@ -1,6 +1,5 @@
 """Clients' sessions: prompts that grow turn by turn. vLLM calls such requests resumable."""
 
-from services.gateway.options.sessions.option import Sessions
-from services.gateway.options.sessions.settings import SessionSettings
+from services.gateway.options.sessions.option import Sessions, SessionSettings
 
 __all__ = ["SessionSettings", "Sessions"]

@@ -3,21 +3,37 @@
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
 
 from services.common.errors import StepwellError
+from services.common.process.settings import at_least, setting
 from services.gateway.adapters.http.exchange.route import Route
 from services.gateway.adapters.http.openai.generation_routes import COMPLETIONS
 from services.gateway.options.option import Option, OptionParts, Options
 from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
 from services.gateway.options.sessions.calls import GENERATE_SESSION, SessionCalls
-from services.gateway.options.sessions.core.client_sessions import ClientSessions
+from services.gateway.options.sessions.core.client_sessions import ClientSessions, SessionLimits
 from services.gateway.options.sessions.metrics import SPECS, SessionsCollector
 from services.gateway.options.sessions.routes import SESSIONS, SessionBody, SessionRoutes, TurnBody
-from services.gateway.options.sessions.settings import SessionSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionSettings:
+    """The part of GatewaySettings that concerns clients' sessions."""
+
+    max_client_sessions: int = setting(
+        256,
+        doc="open sessions of clients, an eighth of them per tenant; others get 503 (429 for the "
+        "tenant)",
+        check=at_least(0),
+    )
+    client_session_idle_seconds: float = setting(
+        60.0, doc="time without a turn after which a client's session ends", check=at_least(0.1)
+    )
 
 
 class Sessions(Option):
@@ -27,9 +43,10 @@ class Sessions(Option):
     bodies: ClassVar[Mapping[str, type[BaseModel]]] = {COMPLETIONS: TurnBody, SESSIONS: SessionBody}
 
     def __init__(self, settings: SessionSettings, parts: OptionParts) -> None:
+        most, idle_seconds = settings.max_client_sessions, settings.client_session_idle_seconds
         self.sessions = ClientSessions(
             parts.clock,
-            settings.session_limits,
+            SessionLimits(most, -(-most // 8), idle_seconds),
             new_id=lambda: f"sess-{secrets.token_hex(16)}",
             unix_seconds=time.time,
         )

@@ -99,7 +99,8 @@ async def test_every_other_answer_is_as_documented(served: Serving) -> None:
         for operation in operations.values()
         if "requestBody" in operation
     }
-    assert named_bodies == {body.__name__ for body in BODIES.values()}, "docs/fields.md"
+    bases = {base.__name__ for body in BODIES.values() for base in body.__mro__}
+    assert {body.__name__ for body in BODIES.values()} <= named_bodies <= bases, "docs/fields.md"
     opened = await served.http.post("/v1/sessions", json={})
     document.check("/v1/sessions", opened)
     session = opened.json()["id"]
