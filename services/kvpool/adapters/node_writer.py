@@ -53,9 +53,7 @@ class WriterTimes:
     """The time after which an unrenewed lease expires."""
     snapshot_seconds: float = 30.0
     snapshot_changes: int = 50_000
-    """A snapshot is written after `snapshot_seconds` seconds or `snapshot_changes` changes,
-    whichever is first. The log keeps the entries of two snapshot periods.
-    """
+    """A snapshot follows after either limit. The log keeps the entries of two snapshot periods."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
     max_unwritten_keys: int = 262_144
@@ -229,9 +227,7 @@ class NodeWriter:
         return len(self.changes) > 0
 
     def _is_snapshot_due(self, now: float) -> bool:
-        """Whether a snapshot is due. In a large pool more changes are needed before one is due,
-        because its snapshot costs more.
-        """
+        """Whether a snapshot is due. In a large pool it costs more, and needs more changes."""
         bound = max(self._times.snapshot_changes, self._digest.count // 2)
         return now >= self._snapshot_at or self._num_changes_since_snapshot >= bound
 

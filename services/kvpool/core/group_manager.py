@@ -28,9 +28,7 @@ class Need(NamedTuple):
     num_slots: int
     """Number of token slots, lookahead slots included."""
     num_tokens: int
-    """Number of tokens that are computed at the end of the step, draft tokens included. The state
-    of a state-space layer covers these tokens.
-    """
+    """Number of tokens, drafts included, that are computed at the end of the step."""
 
 
 @dataclass(slots=True)
@@ -71,9 +69,7 @@ class GroupHit:
     blocks: Sequence[BlockId]
     num_tokens: int
     num_computed_tokens: int
-    """Number of computed tokens after the admission. It is the sum of the hit's tokens and of the
-    tokens after the hit that are loaded from elsewhere.
-    """
+    """Number of computed tokens after the admission: tokens of the hit and of loads."""
 
 
 Tables = tuple[BlockTable, ...]

@@ -91,9 +91,7 @@ class PoolConfig:
         self._validate_units()
 
     def _group_conflicts(self, group: KVCacheGroup) -> Iterator[tuple[str, str | None]]:
-        """Yields pairs of a field's name and a sentence. The sentence is the reason why the field's
-        value is invalid, or None if the value is valid.
-        """
+        """Yields a field's name, and why the field's value is invalid, or None."""
         yield "window", _window_conflict(group)
         is_chunked = group.attention_type is AttentionType.CHUNKED_LOCAL
         is_state = group.attention_type is AttentionType.STATE_SPACE

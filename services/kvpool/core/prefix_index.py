@@ -127,9 +127,7 @@ class PrefixIndex:
         return [] if first is None else [first, *self._further.get(block, ())]
 
     def end_of(self, block: BlockId) -> int | None:
-        """The length, in tokens, of the prefix of a block's first hash. None if `insert` added the
-        block, because then the hash covers the whole block.
-        """
+        """The length, in tokens, of a block's first hash. None if it covers the whole block."""
         return self._end_of.get(block)
 
     def hashes(self) -> list[BlockHash]:

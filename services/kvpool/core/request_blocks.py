@@ -325,9 +325,7 @@ def _need(admission: Admission) -> Need:
 
 
 def _num_stored(admission: Admission) -> int:
-    """The number of tokens after which windows begin: blocks that no query after these tokens can
-    see are freed.
-    """
+    """The number of tokens after which windows begin. Blocks before them are freed."""
     num_stored = admission.num_stored_tokens
     return admission.num_computed_tokens if num_stored is None else num_stored
 

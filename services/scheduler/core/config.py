@@ -14,9 +14,7 @@ from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRol
 
 @dataclass(frozen=True)  # without slots: cached properties are stored in the instance
 class SchedulerConfig:
-    """The scheduler's configuration. Names and meanings are vLLM's. Limits on tokens apply to one
-    step unless stated otherwise.
-    """
+    """The scheduler's configuration, in vLLM's names. Limits on tokens apply to one step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -41,13 +39,9 @@ class SchedulerConfig:
     max_num_active_seqs: int | None = None
     """The limit on running requests. None selects `max_num_seqs`, the rows in the batch."""
     scheduler_reserve_full_isl: bool = True
-    """Whether the admission of a request requires free blocks for its whole sequence. If not, free
-    blocks for its first chunk suffice.
-    """
+    """Whether an admission needs free blocks for the whole sequence, not only a first chunk."""
     async_scheduling: bool = False
-    """Whether a step is planned while the previous step runs. Placeholders stand for the tokens
-    that the previous step samples.
-    """
+    """Whether a step is planned while the previous step runs, with placeholders for tokens."""
     num_speculative_tokens: int = 0
     """Limit on the draft tokens that the workers propose for a request in a step."""
     num_speculative_rows: int = 0
@@ -85,9 +79,7 @@ class SchedulerConfig:
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
     """What happens to requests whose load through the connector failed."""
     requires_kv_delivery: bool = False
-    """Whether a preempted request loses its outputs in flight. A connector needs this if it must
-    deliver the blocks from which these outputs are computed.
-    """
+    """Whether a preempted request loses its outputs in flight, as some connectors need."""
     supports_divergent_local_hybrid_hits: bool = False
     """Whether the connector always loads the states of state-space layers. A load may then begin at
     the end of the full-attention layers' local hit, even if no state is cached there.
@@ -95,9 +87,7 @@ class SchedulerConfig:
     groups: tuple[KVCacheGroup, ...] = ()
     """KV-cache groups (layers that share a block table). Empty for one of full attention."""
     prefix_match_unit: int | None = None
-    """Number of tokens that each block hash adds to a chain. None selects the largest number that
-    the block sizes of all groups allow.
-    """
+    """Number of tokens of each block hash. None selects the largest that all groups allow."""
     prefix_cache_retention_interval: int | None = None
     """Distance, in tokens, between positions whose windows or states the pool publishes. Windows
     and states at positions where later requests are likely to continue are always published. With
@@ -125,9 +115,7 @@ class SchedulerConfig:
         return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
 
     def num_reserve_slots(self, num_tokens: int) -> int:
-        """Number of slots for which free blocks must exist when a request with `num_tokens` tokens
-        is admitted, even if its first step needs fewer slots.
-        """
+        """Number of slots that need free blocks when `num_tokens` tokens are admitted."""
         return num_tokens if self.scheduler_reserve_full_isl else 0
 
     @cached_property
@@ -197,9 +185,7 @@ class SchedulerConfig:
 
     @cached_property
     def hits_may_diverge(self) -> bool:
-        """Whether a prefix hit may count full-attention layers only, because a connector supplies
-        the states of the other layers.
-        """
+        """Whether a hit may count full-attention layers only (a connector has the states)."""
         return self.supports_divergent_local_hybrid_hits and self.aligns_states
 
     @cached_property

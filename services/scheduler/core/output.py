@@ -37,15 +37,11 @@ class WaitReason(Enum):
     HELD_BACK = "held_back"
     """The request is held back during the search for a request whose steps always fail."""
     PAUSED = "paused"
-    """An operator paused the engine. Steps have this reason only in a pause with mode WAIT, because
-    no step is planned in the other modes.
-    """
+    """An operator paused the engine. Steps, planned only with mode WAIT, have this reason."""
     RECOVERY = "recovery"
     """Pool or workers are lost. No step has this reason, because none is planned."""
     ADAPTERS = "adapters"
-    """The workers have not loaded the request's adapter, or running requests already use the
-    largest number of different adapters (`max_loras`).
-    """
+    """The adapter is not loaded, or running requests use `max_loras` other adapters."""
     SESSION = "session"
     """The request is a session and waits for its next input."""
     REMOTE_KV = "remote_kv"
@@ -105,9 +101,7 @@ class Preemption:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The plan of one engine step. `requests`, `num_scheduled_tokens` and `num_computed_tokens` are
-    parallel, in scheduling order.
-    """
+    """The plan of one engine step. The first three lists are parallel, in scheduling order."""
 
     step: int
     requests: list[Request] = field(default_factory=list)
@@ -158,9 +152,7 @@ class SchedulerOutput:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the step is sent to the workers. It is sent if it computes tokens, frees rows,
-        contains a connector's message, or awaits transfers.
-        """
+        """Whether workers get the step: it has tokens, freed rows, a message or transfers."""
         has_message = self.removed_rows or self.kv_connector_metadata or self.awaits_transfers
         return bool(self.requests or has_message)
 
@@ -192,9 +184,7 @@ class ModelRunnerOutput:
     grammar_errors: Mapping[int, str] = field(default_factory=dict)
     """Maps the index of a request with a refused token to the reason if its grammar failed."""
     pooled: Mapping[int, object] = field(default_factory=dict)
-    """Maps the index of a request to the vector of its prompt, which the step completed. The
-    scheduler does not read the vectors.
-    """
+    """Maps the index of a request to the vector of its prompt, which is not read here."""
     execute_nanos: int = 0
     """Compute time of the workers, in nanoseconds; 0 if not measured."""
     slack_seconds: float | None = None
@@ -215,9 +205,7 @@ class EngineCoreOutput:
 
 @dataclass(slots=True)  # see ModelRunnerOutput
 class EngineCoreOutputs:
-    """The tokens that a step appended, and the requests that it ended. Iterating yields the
-    requests with new tokens or an end, in scheduling order.
-    """
+    """The tokens that a step appended, and the requests that it ended, in scheduling order."""
 
     plan: SchedulerOutput
     token_ids: Sequence[Sequence[int] | None]

@@ -66,14 +66,10 @@ class PoolAndWorkers(Protocol):
 
     @property
     def workers_were_ended(self) -> bool:
-        """Whether a worker of the last generation was stopped by a signal or by its supervisor, so
-        that no step caused the loss.
-        """
+        """Whether a signal or the supervisor, and no step, ended a worker of the generation."""
 
     async def open(self) -> object:
-        """Begins a new generation with an empty pool and empty workers, as soon as both are
-        reachable. Waits without a time limit.
-        """
+        """Begins a generation with an empty pool and workers. Waits until both are reachable."""
 
 
 class Readiness(Protocol):

@@ -83,9 +83,7 @@ class Request(ComputedTokens):
     """Items of the prompt, such as images, that an encoder computes, sorted by position."""
     traceparent: str = ""
     tracestate: str = ""
-    """The caller's trace context consists of `traceparent`, `tracestate` and `baggage`. The
-    scheduler's core does not interpret them.
-    """
+    """The caller's trace context is `traceparent`, `tracestate` and `baggage`."""
     baggage: str = ""
     queued_unix_nanos: int = 0
     """Time of arrival at this replica, in Unix nanoseconds. Used by telemetry only."""
@@ -100,13 +98,9 @@ class Request(ComputedTokens):
     pooling: PoolingParams | None = None
     """How the workers compute one vector from the prompt. None for generative models."""
     num_choices: int = 0
-    """The client's parameter `n` (answers per prompt) for the first sequence of a prompt, otherwise
-    0. Used by metrics only.
-    """
+    """The client's `n` (answers per prompt) for a prompt's first sequence. For metrics."""
     resumable: bool = False
-    """Whether the request is a session, which keeps its blocks at the end of its output and waits
-    for the next chunk of input.
-    """
+    """Whether the request is a session: it keeps its blocks, and waits for the next input."""
     turn_ended_unix_nanos: int = 0
     """Time of the end of a session's previous turn, in Unix nanoseconds. Used by traces only."""
     chunks: deque[InputChunk | None] = field(default_factory=deque)
@@ -151,9 +145,7 @@ class Request(ComputedTokens):
     The output of that step must arrive before the request is admitted again.
     """
     num_cached_tokens: int | None = None
-    """Number of cached tokens at the first admission of the request, or of a session's present
-    turn. None before that admission.
-    """
+    """Number of cached tokens at the first admission, also of a session's turn, or None."""
     num_external_tokens: int = 0
     """Number of tokens whose keys and values the last load through the connector supplied."""
     num_preemptions: int = 0
@@ -200,9 +192,7 @@ class Request(ComputedTokens):
 
     @property
     def max_hit_tokens(self) -> int:
-        """The longest prefix hit, in tokens, that the request can use. At least one token must be
-        computed, so that a token can be sampled.
-        """
+        """The longest prefix hit, in tokens. At least one token must be computed."""
         return len(self.token_ids) - 1 if self.reads_prefix_cache else 0
 
     @property
@@ -301,9 +291,7 @@ class Request(ComputedTokens):
         self.known_to_pool = True
 
     def forget_blocks(self) -> None:
-        """Records that the request has no blocks in the pool, no row and no computed tokens. Tokens
-        of steps in flight may still arrive.
-        """
+        """Records that the request has no blocks, no row and no computed tokens."""
         self.draft_token_ids = []
         self.is_prefill_chunk = False
         self.num_computed_tokens = self.num_slots = self.num_tokens_left_behind = 0

@@ -84,9 +84,7 @@ class Outbox:
             self._is_empty = False
 
     def logprobs(self, handle: int, item: worker_pb2.RequestLogprobs, num_skipped: int = 0) -> None:
-        """Adds log-probabilities of new tokens or of the prompt, without the first `num_skipped`
-        rows of the prompt.
-        """
+        """Adds log-probabilities, without the first `num_skipped` rows of the prompt."""
         added = self._deltas.logprobs.add(handle=handle)
         if item.HasField("sampled"):
             added.sampled.CopyFrom(item.sampled)
@@ -126,15 +124,11 @@ class Outbox:
         self._woken.set()
 
     def note_queue(self, queue: scheduler_pb2.QueueState) -> None:
-        """Sets the queue state to send, and replaces one that was not taken. The queue state is
-        sent with the next deltas, or when `report` has made it due.
-        """
+        """Sets the queue state to send with the next deltas, or when `report` makes it due."""
         self._queue = queue
 
     def note_load(self, load: scheduler_pb2.ReplicaLoad) -> None:
-        """Sets the load to send, and replaces one that was not taken. The load is sent with the
-        next deltas, or when `report` has made it due.
-        """
+        """Sets the load to send with the next deltas, or when `report` makes it due."""
         self._load = load
 
     def report(self, *, may_wait: bool) -> None:

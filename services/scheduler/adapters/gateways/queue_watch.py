@@ -101,9 +101,7 @@ class QueueWatch:
             self._look()
 
     def _look(self) -> None:
-        """Takes a sample. Ends requests that were not scheduled in time. Sends queue state and load
-        to the gateways if they changed.
-        """
+        """Takes a sample, ends requests that waited too long, and reports to the gateways."""
         now = time.monotonic()
         if self._engine.state is EngineState.RUNNING:
             self._sample(now)

@@ -104,9 +104,7 @@ class Registration(Collector):
 
 
 def _require_usable_address(settings: SchedulerSettings) -> None:
-    """Raises SettingError if gateways cannot reach the scheduler at the address to register, or if
-    an address is set but not used.
-    """
+    """Raises SettingError if an address is unreachable for gateways, or set but not used."""
     if settings.redis_url is None:
         if settings.advertise_address is not None:
             raise SettingError("--advertise-address needs --redis-url, where it is registered")

@@ -150,9 +150,7 @@ class Sessions:
                 session.outbox.note_load(replica_load_to_proto(load))
 
     def _send_load_if_changed(self) -> None:
-        """Sends the load if the number of requests or the number of uncomputed tokens has changed.
-        In most steps neither has changed, and only these numbers are compared.
-        """
+        """Sends the load if the number of requests or of uncomputed tokens has changed."""
         if self._num_sent != (len(self._owners), self._num_uncomputed):
             self._send_load()
 
@@ -186,9 +184,7 @@ class Sessions:
         self._sorted = ()
 
     def refuse(self, request: Request, error: StepwellError) -> None:
-        """Sends the gateway a refusal of a request that is about to end on this replica. The
-        gateway then continues the request on another replica.
-        """
+        """Sends a refusal of a request that ends here and continues on another replica."""
         owner = self._owners.get(request)
         if owner is not None:
             owner.session.reject(owner.handle, error)
@@ -228,9 +224,7 @@ class Sessions:
             session.outbox.flush()
 
     def _deliver_admissions(self, plan: SchedulerOutput) -> None:
-        """Sends each request's first admission. If the step of the first admission was lost, the
-        next admission, a resumption, is sent in its place.
-        """
+        """Sends each request's first admission, or the next one if its step was lost."""
         for request in chain(plan.new, plan.resumed):
             owner, num_cached = self._owners.get(request), request.num_cached_tokens
             if owner is not None and not owner.is_admitted and num_cached is not None:

@@ -54,9 +54,7 @@ class RequestSubmitter:
         self._client_sessions.end_all()
 
     async def submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
-        """Queues a request, whose tokens will be sent to the outbox of `session`. If the request is
-        refused, raises StepwellError and stores nothing.
-        """
+        """Queues a request of a session. If it is refused, raises StepwellError."""
         if self.is_draining or self.is_drained:
             raise Unavailable("the scheduler is draining", reason="DRAINING")
         if not message.arrival_unix_nanos:

@@ -1,6 +1,4 @@
-"""Checks the pool's answers against the operations that were sent. An answer that contradicts its
-operations is rejected before its blocks or hits are used.
-"""
+"""Checks the pool's answers against the operations that were sent, before they are used."""
 
 from collections.abc import Iterable, Sequence
 from operator import le

@@ -1,6 +1,4 @@
-"""The client of the pool over gRPC. Sends one transaction at a time on one long stream. Each
-transaction is executed exactly once.
-"""
+"""The client of the pool over gRPC. One stream executes each transaction exactly once, in order."""
 
 import asyncio
 import logging

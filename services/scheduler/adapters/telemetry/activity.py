@@ -50,9 +50,7 @@ class WatchedSteps:
         self._done: deque[scheduler_pb2.StepActivity] = deque(maxlen=MAX_STEPS)
 
     def after(self, step: int) -> list[scheduler_pb2.StepActivity]:
-        """The recorded steps after step number `step`, or all recorded steps if `step` is 0.
-        Further steps are recorded for `WATCHED_SECONDS`.
-        """
+        """The recorded steps after `step`. Further steps are recorded for `WATCHED_SECONDS`."""
         self._watched_until, self.is_on = self._monotonic() + WATCHED_SECONDS, True
         if not self._done or self._done[-1].step < step:
             step = 0  # the number is from an earlier process

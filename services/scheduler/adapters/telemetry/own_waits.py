@@ -57,9 +57,7 @@ class OwnWaits:
         self._last = dict(passed_over)
 
     def interrupted(self, now: int) -> None:
-        """Ends all waits in which a request was passed over, because no step is planned for a
-        while. During that time all requests wait for the same reason.
-        """
+        """Ends all waits, because during a pause all requests wait for the same reason."""
         self.planned({}, now)
 
     def forget(self, request: Request, now: int) -> Sequence[OwnWait]:

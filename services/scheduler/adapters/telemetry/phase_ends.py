@@ -68,9 +68,7 @@ class PhaseEnds:
 
 
 def _reason_starts(reasons: WaitReasons, waiting: WaitStart) -> Sequence[ReasonStart]:
-    """The reasons for which a request waited, each with its start. Until the first step that does
-    not admit the request, the reason is WAIT_NEXT_STEP.
-    """
+    """The reasons for which a request waited, each with its start, WAIT_NEXT_STEP first."""
     changes = reasons.changes_since(waiting)
     starts = [
         ReasonStart(change.unix_nanos, change.reason.value, change.step, change.holder)

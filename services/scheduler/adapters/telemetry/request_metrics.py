@@ -45,9 +45,7 @@ _FINISHED_REASONS = (
     FinishReason.REPETITION.value,
     ERROR,
 )
-"""vLLM's finish reasons. Other finish reasons count as errors. A request that timed out in the
-queue does not count, because it was refused.
-"""
+"""vLLM's finish reasons. Others count as errors, except a timeout in the queue (refused)."""
 
 
 @dataclass(slots=True)

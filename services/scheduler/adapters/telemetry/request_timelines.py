@@ -56,9 +56,7 @@ class StepRecord:
     only_decodes: bool = False
     """Whether the step contains all running requests and each of them decodes."""
     chunks: Sequence[tuple[int, Tracked, Phase, int]] = ()
-    """One entry for each request in the prefill phase: its index in the plan, its timeline, its
-    phase, and its number of tokens in the step.
-    """
+    """Index in the plan, timeline, phase and number of tokens of each request in prefill."""
     left_out: Sequence[Phase] = ()
     """Decode phases of running requests that the step does not contain."""
 

@@ -72,9 +72,7 @@ class RequestTraces:
             self._sampled[turn] = sampled
 
     def keep(self, request_id: str, parent: SpanContext, unfinished: Iterable[Request]) -> None:
-        """Samples a request that was not sampled at arrival. If the request has ended, its spans
-        are recorded at once, otherwise at its end.
-        """
+        """Samples a request after its arrival. Its spans are recorded at its end, or at once."""
         if not self._is_enabled:
             return
         for request in unfinished:

@@ -179,9 +179,7 @@ class StepTracer:
         self.ended(self._timelines.requests)
 
     def keep(self, request_id: str, traceparent: str, tracestate: str = "") -> None:
-        """Samples a request after its arrival, so that its spans are recorded. Does nothing if the
-        request's timeline is no longer stored.
-        """
+        """Samples a request after its arrival, if its timeline is still stored."""
         parent = sampled_parent(traceparent, tracestate)
         if parent is not None:
             self._traces.keep(request_id, parent, self._timelines.requests)

@@ -45,13 +45,9 @@ class WaitReasons:
 
     def __init__(self) -> None:
         self.current: WaitReason | None = None
-        """The wait reason of the last step, or PAUSED or RECOVERY if a pause or a recovery followed
-        the step. None if no request waited.
-        """
+        """The last step's wait reason, or PAUSED or RECOVERY after it. None if none waited."""
         self.num_steps: Counter[WaitReason] = Counter()
-        """Maps a reason to the number of steps that had it. A pause or a recovery has no steps, so
-        its reason is not counted.
-        """
+        """Maps a reason to the number of steps that had it. Pauses have no steps."""
         self.passed_over: Counter[WaitReason] = Counter()
         """Maps a reason to the number of requests that the last step passed over for it."""
         self._holder = ""

@@ -49,9 +49,7 @@ class Answers:
         self.num_open = len(self._answers)
 
     def take(self, deltas: scheduler_pb2.StepDeltas) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """Converts deltas to messages. Raises InternalError, InvalidArgument or ResourceExhausted
-        for an answer whose finish reason vLLM does not have.
-        """
+        """Converts deltas to messages. Raises for a finish reason that vLLM does not have."""
         for admitted in deltas.admitted:
             self._answers[admitted.handle].num_cached_tokens = admitted.num_cached_tokens
         for item in deltas.logprobs:

@@ -43,9 +43,7 @@ class AdapterLoader:
         unfinished: Callable[[], Iterable[Request]],
         failed: Callable[[Request, str], None],
     ) -> None:
-        """If new workers cannot load an adapter that the replaced workers had, `failed` is called
-        with each request that uses the adapter, and with the reason.
-        """
+        """`failed` is called with each request whose adapter new workers cannot load."""
         self._workers = workers
         self._max_cpu_loras = max_cpu_loras
         self._unfinished = unfinished
@@ -72,9 +70,7 @@ class AdapterLoader:
         return digest in self._loaded
 
     async def load_for(self, request: Request, adapter: Adapter) -> str:
-        """Waits until the adapter of a request is loaded or the request has ended. Returns an error
-        if the adapter cannot be loaded, otherwise an empty string.
-        """
+        """Waits until the request's adapter is loaded. Returns an error, or an empty string."""
         self._claims[adapter.digest] += 1
         try:
             while not request.is_finished:

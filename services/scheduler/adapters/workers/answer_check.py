@@ -1,6 +1,4 @@
-"""Checks the answers of workers against the steps that were sent. An answer that contradicts its
-step is rejected before it is used as the step's output.
-"""
+"""Checks the answers of workers against the steps that were sent, before they are used."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -155,9 +153,7 @@ class RequestsWithLogprobs:
         self.requests: set[Request] = set()
 
     def in_step(self, plan: SchedulerOutput) -> Mapping[int, _WantedLogprobs]:
-        """Maps the indexes of a step's requests that need log-probabilities to what they need. Also
-        adds such requests to `requests` if the step admits them.
-        """
+        """Maps the indexes of a step's requests that need log-probabilities to these needs."""
         for request in plan.block_tables:
             sampling = request.sampling
             if sampling.logprobs is not None or sampling.prompt_logprobs is not None:

@@ -50,9 +50,7 @@ class GrammarPreparation:
         self._tasks: set[asyncio.Task[object]] = set()
 
     def begin(self, request: Request, adapter: Adapter | None = None) -> None:
-        """Begins to prepare a request that is about to be queued. The request waits for its grammar
-        and adapter if the workers do not have them yet.
-        """
+        """Begins to prepare a request. It waits if the workers lack its grammar or adapter."""
         wanted = request.sampling.structured_outputs
         if adapter is not None and self._adapters.is_loaded(adapter.digest):
             adapter = None

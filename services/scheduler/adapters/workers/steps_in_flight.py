@@ -55,9 +55,7 @@ class SentStep:
         self._other_nanos = 0
         """Sum of the compute times of all ranks except the last rank, in nanoseconds."""
         self._slack_nanos: int | None = None
-        """The smallest slack of all ranks except the last rank, in nanoseconds. Slack is the time
-        from when a step is ready to run until the previous step ends.
-        """
+        """The smallest slack of all ranks except the last rank, in nanoseconds."""
         self._tokens: tuple[bytes, bytes] | None = None
         """The tokens that the last stage sampled, from the first of its ranks that answered."""
 
@@ -131,9 +129,7 @@ class SentStep:
         )
 
     def _compare(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Raises WrongAnswer if ranks of the last stage sampled different tokens, or if a rank of
-        another stage returned tokens.
-        """
+        """Raises WrongAnswer if ranks of the last stage differ, or another stage sampled."""
         ranks = self._steps.ranks
         tokens = response.num_tokens, response.token_ids
         if ranks.index(rank) < len(ranks) - len(ranks) // self._steps.num_stages:

@@ -54,9 +54,7 @@ class EndedLoads:
             self._blocks[load.request] = frozenset(one.block for one in load.blocks)
 
     def note(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Records the ended loads in a rank's answer. Raises ValueError if a load is not in
-        progress, or if the rank has already reported its end.
-        """
+        """Records the ended loads in a rank's answer. Raises ValueError for any other load."""
         for load in response.ended_tier_loads:
             request, blocks = load.request, self._blocks.get(load.request)
             reported = self._reported.setdefault(request, set())

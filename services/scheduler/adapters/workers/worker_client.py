@@ -36,9 +36,7 @@ from services.scheduler.core.ports import WorkersLost
 _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 DESCRIBE_TIMEOUT_SECONDS = 3.0
-"""Time limit of a Describe call. If the call or its answer is lost, a recovery, which should take
-at most 5 s, is delayed by this time.
-"""
+"""Time limit of a Describe call. A lost call delays a recovery, of at most 5 s, by this time."""
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
 REASON_SECONDS = 1.0
@@ -81,9 +79,7 @@ class Rank:
         return self._was_told_to_stop or was_ended(self.address, self._pid)
 
     async def describe(self) -> worker_pb2.DescribeResponse:
-        """The worker's description. Raises StepwellError if the worker is unreachable, is still
-        loading, or has another protocol.
-        """
+        """The worker's description. Raises StepwellError if it is unreachable or loading."""
         name = f"the worker at {self.address}"
         try:
             response: worker_pb2.DescribeResponse = await self._stub.Describe(
@@ -95,9 +91,7 @@ class Rank:
         return response
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
-        """Makes the worker compile a grammar. Raises InvalidArgument if it cannot be compiled, and
-        another StepwellError if the call fails.
-        """
+        """Makes the worker compile a grammar. Raises InvalidArgument or StepwellError."""
         message = structured_outputs_to_proto(wanted)
         try:
             await self._stub.PrepareGrammar(

@@ -17,9 +17,7 @@ maximum and the new time becomes the maximum.
 
 
 class Deadlines:
-    """Computes deadlines between `floor_seconds` and `ceiling_seconds`. Because of the floor, a
-    short delay on a busy machine does not count as a hang.
-    """
+    """Computes deadlines. Because of the floor, a busy machine's delay is not a hang."""
 
     def __init__(self, floor_seconds: float, ceiling_seconds: float) -> None:
         self.ceiling_seconds = ceiling_seconds

@@ -130,9 +130,7 @@ class EngineCore:
         self._wake.set()
 
     async def run(self) -> None:
-        """Runs steps until cancelled. Recovers from a lost pool or worker. Any other error is a
-        defect and ends the loop.
-        """
+        """Runs steps until cancelled, and recovers from losses. Other errors end the loop."""
         try:
             while True:
                 try:
@@ -283,9 +281,7 @@ class EngineCore:
                 timer.cancel()
 
     async def _recover(self, lost: PoolLost | WorkersLost) -> None:
-        """Restarts with an empty pool and empty workers as soon as both can be opened. Requests
-        keep their tokens. Meanwhile requests are added and ended as usual.
-        """
+        """Restarts with an empty pool and workers once both are open. Requests keep tokens."""
         logger.warning("%s; recovering", lost.message)
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
         self._readiness.not_ready(lost.message)
@@ -306,9 +302,7 @@ class EngineCore:
         logger.info("recovered; %d requests are computed again", len(preempted))
 
     def _may_plan(self) -> bool:
-        """Whether a step may be planned. While steps are in flight, no step is planned if the fault
-        search selects other requests than those that may run now.
-        """
+        """Whether a step may be planned. Steps in flight must end before the trial changes."""
         if self._recovery.is_trial_due:
             if self._batch_queue:
                 return False

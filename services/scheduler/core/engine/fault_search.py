@@ -50,9 +50,7 @@ class FaultSearch:
         return bool(self._goals)
 
     def trial(self) -> Sequence[Request] | None:
-        """The only requests that may run now, or None if every request may run. The requests stay
-        the same until all of them are cleared.
-        """
+        """The only requests that may run until all of them are cleared, or None for all."""
         if not self._goals and not self._groups:
             return None
         for request in [request for request in self._goals if request.is_finished]:

@@ -66,9 +66,7 @@ class PlanningClock:
         self.seconds_put_off += put_off
 
     def answered(self, step: int, slack_seconds: float | None) -> None:
-        """Records the slack that workers reported for a step. None if it was not measured. Does
-        nothing if no step was running when this step was planned.
-        """
+        """Records the slack of a step, if it was measured and another step was running."""
         planned = self._planned.pop(step, None)
         if planned is None or slack_seconds is None:
             return

@@ -5,9 +5,7 @@ from collections import deque
 MIN_COMPLETIONS = 8
 """Number of requests that must have ended before the rate of completions is estimated from them."""
 MIN_BUSY_SECONDS = 0.5
-"""Busy seconds that must have passed before a rate is estimated from tokens, because the first
-steps take longer than later ones.
-"""
+"""Busy seconds before a rate is estimated from tokens, because the first steps take longer."""
 WINDOW_COMPLETIONS = 64
 """Number of most recent completions from which the rate is estimated."""
 MARGIN = 1.4
@@ -37,9 +35,7 @@ class QueueEstimate:
         """Tokens that were computed in the busy seconds."""
         self._tokens_per_request = 0.0
         self._marks: deque[tuple[float, float, int]] = deque([(0.0, 0.0, 0)])
-        """The totals of busy seconds, running seconds and completed requests at each sample with
-        new completions, oldest first.
-        """
+        """Totals of busy and running seconds and completed requests at samples, oldest first."""
         self._num_completed = 0
         self._last: tuple[float, int, int] | None = None
         self.seconds_per_request = 0.0
@@ -96,9 +92,7 @@ class QueueEstimate:
         return self._num_completed < MIN_COMPLETIONS
 
     def _window(self) -> tuple[float, float, float]:
-        """The busy seconds and running seconds of the recent time from which the rates are
-        estimated, and the number of requests completed in it. All 0 if unknown.
-        """
+        """The recent busy seconds, running seconds and completed requests. 0 if unknown."""
         if self.counts_tokens:
             if self._busy_seconds < MIN_BUSY_SECONDS or not self._tokens_per_request:
                 return 0.0, 0.0, 0.0

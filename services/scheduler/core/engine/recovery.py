@@ -49,9 +49,7 @@ class Recovery:
         return self._search.trial() != self._scheduler.queues.admitted_only
 
     def plan_of(self, keys: Collection[RequestKey]) -> SchedulerOutput:
-        """A plan that stands for a step whose planning failed in a pool transaction. `keys` are the
-        requests of that transaction. The plan contains the next token of each.
-        """
+        """A stand-in for the step whose transaction, with the requests of `keys`, failed."""
         requests = [one for one in self._scheduler.requests if one.key in set(keys)] if keys else []
         computed = [request.num_computed_tokens for request in requests]
         return SchedulerOutput(-1, requests, [1] * len(requests), computed)

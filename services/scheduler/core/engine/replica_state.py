@@ -87,9 +87,7 @@ class ReplicaState:
 
 
 class BatchRows:
-    """Allocates the rows of the workers' batch, and lists the rows that the workers must clear. The
-    row that was freed last is allocated first.
-    """
+    """Allocates the rows of the workers' batch, the last freed one first. Lists freed rows."""
 
     def __init__(self, num_rows: int) -> None:
         self.removed: list[int] = []

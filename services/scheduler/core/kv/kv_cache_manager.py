@@ -1,6 +1,4 @@
-"""The scheduler's view of the pool. Sends operations to the pool, and stores parts of its answers.
-Every method makes at most one transaction.
-"""
+"""The scheduler's view of the pool. Every method makes at most one transaction."""
 
 from collections.abc import Collection, Sequence
 
@@ -137,9 +135,7 @@ class KVCacheManager:
         return outcome.reset_done
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """With the next transaction, publishes the full blocks among the first `num_tokens` tokens.
-        These tokens must have known ids and must be computed.
-        """
+        """Publishes, with the next transaction, the full blocks of `num_tokens` known tokens."""
         num_full = num_tokens // self._hash_block_size
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
             hashes = self._unsent_hashes(request, num_full)

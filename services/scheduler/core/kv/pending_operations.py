@@ -34,9 +34,7 @@ class PendingOperations:
         return bool(self.commits or self._releases or self.evictions or self._early_releases)
 
     def commit(self, key: RequestKey, num_tokens: int, new_hashes: list[BlockHash]) -> None:
-        """Publishes the full blocks of a request's first `num_tokens` tokens. `new_hashes` follow
-        the hashes of earlier commits.
-        """
+        """Publishes a request's full blocks. `new_hashes` follow those of earlier commits."""
         _, earlier = self.commits.get(key, (0, []))
         self.commits[key] = num_tokens, earlier + new_hashes
 
@@ -49,9 +47,7 @@ class PendingOperations:
         self.give_back_in_order(RemoveSkippedBlocks([key], [num_computed_tokens]))
 
     def give_back_in_order(self, operation: Operation) -> None:
-        """Adds an operation that frees blocks. The pool applies it after all releases that were
-        added before, and before all later releases.
-        """
+        """Adds an operation that frees blocks, between earlier and later releases."""
         if self._releases:
             self._early_releases.append(Release(tuple(self._releases)))
             self._releases = []

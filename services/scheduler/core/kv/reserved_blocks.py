@@ -7,9 +7,7 @@ from services.scheduler.core.request import Request
 
 
 class ReservedBlocks:
-    """Counts the blocks that a load of keys and values must leave free. A load cannot be preempted,
-    so it must not use up the blocks that running prefills need.
-    """
+    """Counts the blocks that running prefills need, which a load must leave free."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._longest = config.max_model_len
@@ -27,9 +25,7 @@ class ReservedBlocks:
             for group in config.all_groups
             if group.attention_type is not AttentionType.STATE_SPACE
         )
-        """Number of blocks for the first drafts of a loading request. Groups of states do not
-        count, because their blocks for drafts are allocated at admission.
-        """
+        """Number of blocks for the first drafts of a loading request, without states."""
 
     def lacking(
         self, request: Request, tables: BlockTables | None, appended: BlockTables | None

@@ -51,9 +51,7 @@ class AdmissionPlan:
     """Planned admissions of waiting requests."""
 
     decisions: list[PlannedAdmission | PassedOver] = field(default_factory=list)
-    """One decision for each request that was examined, in the order of the queue. A decision is
-    only valid if all earlier admissions of the plan succeed.
-    """
+    """A decision for each examined request, valid if all earlier admissions succeed."""
     admissions: list[PlannedAdmission] = field(default_factory=list)
     """The admissions in `decisions`."""
     wait_reason: WaitReason | None = None
@@ -184,9 +182,7 @@ class AdmissionPlanner:
     def _decide_items(
         builder: StepBuilder, trial: _Trial, request: Request, start: int, num_new: int
     ) -> step_encoder.EncoderDecision | None:
-        """Decides which items the encoder computes for `num_new` tokens from position `start` on.
-        None if there are no tokens, or if no item ends after `start`.
-        """
+        """Decides which items the encoder computes for `num_new` tokens, if there are any."""
         if not num_new or start >= request.num_encoded_tokens:
             return None
         trial.encoder = trial.encoder or builder.encoder.copy()

@@ -71,9 +71,7 @@ class EncoderCacheManager:
         return self._num_embeds.get(identifier)
 
     def use_cached(self, request: Request, index: int) -> bool:
-        """Marks the cached output of an item as used by the request. `index` is the item's index in
-        the request. Returns False if the output is not cached.
-        """
+        """Marks the cached output of item `index` as used. Returns False if it is not cached."""
         identifier = request.encoder_inputs[index].identifier
         users = self._users.get(identifier)
         if users is None:

@@ -70,9 +70,7 @@ class RunningRequests:
         del self._requests[index], self._admission_numbers[index]
 
     def off_fast_path(self, begin: int) -> list[Request]:
-        """The requests from index `begin` on that the next step must examine, in the order of
-        admission. First removes requests from the fast path whose number of steps has passed.
-        """
+        """The requests from index `begin` on that the next step examines, in admission order."""
         self.take_due_off_fast_path()
         requests = sorted(self._off_fast_path, key=_admission_number)
         if begin == 0:
@@ -135,9 +133,7 @@ class ComputedTokens:
     """The number of computed tokens of one request. The base class of `Request`."""
 
     is_on_fast_path: bool = field(init=False, default=False)
-    """Whether each step computes exactly one more token of the request, without a further block.
-    Such a step can end the request only by the token that it samples.
-    """
+    """Whether each step computes exactly one more token of the request, in the same blocks."""
     origin: int = field(init=False, default=0)
     clock: StepClock = field(init=False, default=_STOPPED)
 

@@ -169,9 +169,7 @@ class RunningScheduler:
         return growing
 
     def _schedule_run(self, builder: StepBuilder, begin: int, end: int) -> None:
-        """Schedules one token of each running request from index `begin` up to, but not including,
-        index `end`. Requests for which no budget is left leave the fast path.
-        """
+        """Schedules a token of each running request from `begin` to `end`, within the budget."""
         if begin < end:
             last = min(end, begin + builder.token_budget)
             builder.schedule_one_token_each(self._running.between(begin, last))
@@ -245,9 +243,7 @@ class RunningScheduler:
         return self._kv_cache_manager.grow(builder, growing, leaving, looked_up, steps, traceparent)
 
     def _waits_for_blocks(self) -> bool:
-        """Whether transfers or steps in flight are about to free blocks, so that the preemption of
-        another request would free nothing now.
-        """
+        """Whether blocks are about to be freed, so that no preemption is needed."""
         transfers, in_flight = self._state.transfers, self._state.steps.in_flight
         return transfers is not None and (
             transfers.connector.has_pending_block_frees()

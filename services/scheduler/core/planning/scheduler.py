@@ -55,17 +55,13 @@ class Scheduler(ReplicaState):
 
     @property
     def only_frees(self) -> bool:
-        """Whether a step would only free blocks of ended requests, because no request runs or
-        waits, no block must be published, and no transfer is in progress.
-        """
+        """Whether a step would only free blocks of ended requests."""
         has_commits = bool(self.kv_cache_manager.pending.commits)
         return not (self.running or self.queues or has_commits or self.has_transfers)
 
     @property
     def has_transfers(self) -> bool:
-        """Whether a transfer of keys and values is in progress. Steps must continue then, because
-        their outputs report the end of a transfer.
-        """
+        """Whether a transfer is in progress, whose end a step's output must report."""
         return self.transfers is not None and self.transfers.is_busy
 
     @property

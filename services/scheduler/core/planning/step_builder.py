@@ -70,15 +70,11 @@ class WaitingPrefixes:
     external: dict[Request, int] = field(default_factory=dict)
     """Number of tokens after a request's hit that a connector loads."""
     divergent_hits: dict[Request, int] = field(default_factory=dict)
-    """Number of tokens of a request that are cached for the full-attention layers, if a connector
-    supplies the states of the other layers.
-    """
+    """Number of tokens cached for full-attention layers alone. Empty if hits cannot diverge."""
     diverging: set[Request] = field(default_factory=set)
     """Requests whose hit counts the tokens cached for full-attention layers only."""
     num_stored: dict[Request, int] = field(default_factory=dict)
-    """Maps a request to the number of tokens after which its sliding windows begin, if this is less
-    than the number of computed tokens.
-    """
+    """Maps a request to the token where its windows begin, if before the computed tokens."""
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish. Later admissions of the step can hit them."""
 

@@ -28,9 +28,7 @@ class EncoderDecision:
     repeated: list[int] = field(default_factory=list)
     """Indexes of items that equal an earlier item in `inputs` and share its output."""
     mismatch: str = ""
-    """Identifier of an item whose size differs from the size of its cached output. `num_tokens` is
-    0 then. Empty if there is no such item.
-    """
+    """Identifier of an item, if any, whose size differs from its cached output's size."""
 
 
 @dataclass(slots=True)
@@ -44,13 +42,9 @@ class StepEncoder:
     decisions: dict[Request, EncoderDecision] = field(default_factory=dict)
     """Decisions for running requests with items, in the order in which the decisions were made."""
     kept: dict[Request, EncoderDecision] = field(default_factory=dict)
-    """Decisions for running requests that lacked blocks and so caused the preemption of another
-    request. They are used again when planning resumes at these requests.
-    """
+    """Decisions for requests that caused a preemption, used again when planning resumes."""
     _marks: list[tuple[Request, int, EncoderCacheManager]] = field(default_factory=list)
-    """One entry for each decision for a running request, in the order of the decisions: the
-    request, and the budget and the cache before the decision.
-    """
+    """For each decision, in order: the request, and budget and cache before the decision."""
 
     def copy(self) -> "StepEncoder":
         """A copy of budget and cache, to plan admissions that may fail."""
@@ -109,9 +103,7 @@ class StepEncoder:
         return decision.inputs
 
     def schedule(self, request: Request, num_computed: int, num_tokens: int) -> EncoderDecision:
-        """Decides which items of a running request are computed. If tokens of the request can be
-        computed, allocates budget and cache space for the items.
-        """
+        """Decides and, if tokens can be computed, allocates the items of a running request."""
         decision = self.kept.get(request)
         if decision is None:
             self._mark(request)

@@ -26,9 +26,7 @@ class WaitingRequests:
         self.admitted_only: Collection[Request] | None = None
         """The only requests that may be admitted. None if all requests may."""
         self.between_turns: dict[Request, None] = {}
-        """Sessions that wait for input, in the order in which they began to wait. Each of them
-        counts against the limit on running requests.
-        """
+        """Sessions that wait for input, the longest waiting first. Each counts as running."""
         self.passed_over: dict[Request, WaitReason] = {}
         """Maps waiting requests to the most recent reason for which they were passed over. A
         request whose grammar or adapter must be prepared has an entry from its arrival on.

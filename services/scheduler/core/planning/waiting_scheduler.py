@@ -76,9 +76,7 @@ class WaitingScheduler:
     async def _carry_out(
         self, builder: StepBuilder, planned: AdmissionPlan, traceparent: str
     ) -> WaitReason | None:
-        """Makes the transaction of a plan, and admits the requests for which it allocated blocks.
-        Returns a reason if admission must stop.
-        """
+        """Makes a plan's transaction, and admits requests. Returns why admission must stop."""
         if not planned.admissions:
             self._decide(builder, planned, ())
             self._refuse(builder, planned.refused)
@@ -137,9 +135,7 @@ class WaitingScheduler:
         return candidates
 
     def not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
-        """The candidates that may be admitted and whose prefix must be looked up. A candidate that
-        holds blocks needs no lookup, because its computed tokens are its hit.
-        """
+        """The candidates that must be looked up: they may be admitted, and hold no blocks."""
         not_looked_up: list[Request] = []
         for request in candidates:
             if request in builder.prefixes.hits or builder.passing_over.reason(request) is not None:

@@ -20,9 +20,7 @@ class FCFSPolicy:
 
 
 class FCFSRequestQueue(deque[Request]):
-    """Requests in the order of arrival. Preempted requests precede all other requests. The request
-    that was preempted last is at the head.
-    """
+    """Requests in the order of arrival, preempted requests first, the last of them at the head."""
 
     add = deque[Request].append
     prepend = deque[Request].appendleft

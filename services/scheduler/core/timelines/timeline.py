@@ -123,9 +123,7 @@ class Phase:
     first_step: int = 0
     last_step: int = 0
     num_output_tokens: int = 0
-    """While the phase is open, the output tokens known at its start. Afterwards, the output tokens
-    that arrived in the phase.
-    """
+    """While the phase is open, the output tokens at its start. Afterwards, its own."""
     totals: StepTotals = NO_STEPS
     """While the phase is open, the totals at its start. Afterwards, its own sums."""
     behind: StepTotals = NO_STEPS
@@ -164,9 +162,7 @@ class Phase:
 
 
 class RequestTimes(NamedTuple):
-    """The parts of a request's total time. The first three fields are parts with vLLM's meaning and
-    add up to the total time.
-    """
+    """The parts of a request's total time. The first three are vLLM's, and add up to it."""
 
     queue_nanos: int
     prefill_nanos: int

@@ -7,9 +7,7 @@ from services.common.pool.block_hash import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class CacheNamespace:
-    """What is hashed with a sequence's first block besides its tokens: the cache salt and the
-    adapter. A field is empty if the sequence has no salt or no adapter.
-    """
+    """The cache salt and the adapter, which are hashed with a sequence's first block."""
 
     cache_salt: str = ""
     lora_name: str = ""
@@ -18,9 +16,7 @@ class CacheNamespace:
 
     @property
     def lora_id(self) -> int | None:
-        """A positive int32 that is derived from the adapter's digest. None if there is no adapter.
-        In vLLM the id is a number that each process assigns.
-        """
+        """A positive int32 from the adapter's digest, or None. vLLM assigns ids per process."""
         if not self.adapter_digest:
             return None
         return int.from_bytes(self.adapter_digest[:4], "big") >> 1 or 1
@@ -81,7 +77,5 @@ class KVEventBatch:
 
 
 def external_block_hash(block_hash: BlockHash) -> int:
-    """The last 64 bits of a hash as an unsigned number. By default vLLM publishes its hashes in
-    this form. Consumers treat the number as an opaque name.
-    """
+    """The last 64 bits of a hash as an unsigned number, as vLLM publishes by default."""
     return int.from_bytes(block_hash[-8:], "big")

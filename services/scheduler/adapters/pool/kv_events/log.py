@@ -98,9 +98,7 @@ class KVEventLog:
         return [self._batches[index] for index in range(begin - self.oldest, len(self._batches))]
 
     async def after(self, sequence: int) -> list[KVEventBatch]:
-        """Waits for a batch after number `sequence`, and returns all such batches. Raises Trimmed
-        if the first of them is no longer stored.
-        """
+        """Waits for batches after number `sequence`. Raises Trimmed if the first is deleted."""
         while sequence >= self.newest:
             await self._news.wait()
         return self.batches(sequence + 1)

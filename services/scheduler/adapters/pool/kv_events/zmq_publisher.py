@@ -110,9 +110,7 @@ class ZmqEventPublisher:
         topic: str,
         max_lag: int,
     ) -> None:
-        """Binds `endpoint` if it contains a wildcard or is local to the machine, as vLLM does.
-        Otherwise connects to `endpoint`. Raises Unavailable if this fails.
-        """
+        """Binds `endpoint` or connects to it, as vLLM does. Raises Unavailable."""
         self._log = log
         self._encoder = encoder
         self._topic = topic.encode()
