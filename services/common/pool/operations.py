@@ -311,44 +311,34 @@ class Outcome:
     @property
     def grown(self) -> list[BlockTables]:
         """New blocks of each request that grew, in the order of the operations."""
-        return [
-            tables
-            for result in self.results
-            if isinstance(result, GrowResult)
-            for tables in block_tables(result.groups)
-        ]
+        return self._tables(GrowResult)
 
     @property
     def admitted(self) -> list[BlockTables]:
         """Complete block tables of each admitted request, hits first."""
-        return [
-            tables
-            for result in self.results
-            if isinstance(result, AdmitResult)
-            for tables in block_tables(result.groups)
-        ]
+        return self._tables(AdmitResult)
+
+    def _tables(self, kind: type[GrowResult] | type[AdmitResult]) -> list[BlockTables]:
+        results = (result for result in self.results if isinstance(result, kind))
+        return [tables for result in results for tables in block_tables(result.groups)]
 
     @property
     def hits(self) -> list[tuple[int, int]]:
         """The number of cached tokens and the shared prefix boundary of each look-up."""
         return [
             hit
-            for result in self.results
-            if isinstance(result, LookupResult)
+            for result in self._lookups
             for hit in zip(result.num_hit_tokens, result.shared_prefix_boundaries, strict=True)
         ]
 
     @property
     def divergent_hits(self) -> list[int]:
-        """The divergent hits, in tokens, of the requests that were looked up. Empty if the look-up
-        did not request divergent hits.
-        """
-        return [
-            num_tokens
-            for result in self.results
-            if isinstance(result, LookupResult)
-            for num_tokens in result.num_divergent_hit_tokens
-        ]
+        """The tokens of the divergent hits of the look-ups, if they were requested."""
+        return [num for result in self._lookups for num in result.num_divergent_hit_tokens]
+
+    @property
+    def _lookups(self) -> list[LookupResult]:
+        return [result for result in self.results if isinstance(result, LookupResult)]
 
     @property
     def reset_done(self) -> bool:

@@ -1,6 +1,7 @@
 """Converts pool transactions from and to the messages of stepwell.kvpool.v1."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from itertools import chain
 from typing import cast
 
@@ -177,51 +178,27 @@ def _operation_from_proto(  # noqa: PLR0911 - one for each kind
             )
 
 
+_CONVERTED = {"new_hashes", "num_tokens", "num_stored_tokens"}
+_EQUAL = [one.name for one in fields(ops.Admission) if one.name not in _CONVERTED]
+"""The fields of an admission that its message has with the same name, type and default."""
+
+
 def _admission_to_proto(admission: ops.Admission) -> kvpool_pb2.Admission:
     return kvpool_pb2.Admission(
-        request=admission.request,
-        max_hit_tokens=admission.max_hit_tokens,
-        num_hit_tokens=admission.num_hit_tokens,
-        num_slots=admission.num_slots,
-        num_commit_tokens=admission.num_commit_tokens,
-        num_reserve_slots=admission.num_reserve_slots,
-        num_watermark_blocks=admission.num_watermark_blocks,
         new_hashes=b"".join(admission.new_hashes),
-        traceparent=admission.traceparent,
-        resumed=admission.resumed,
-        num_external_tokens=admission.num_external_tokens,
-        num_blocks_kept_free=admission.num_blocks_kept_free,
-        holds_blocks=admission.holds_blocks,
         num_tokens=admission.num_tokens,
-        num_prompt_tokens=admission.num_prompt_tokens,
-        shared_prefix_boundary=admission.shared_prefix_boundary,
-        diverges=admission.diverges,
         num_stored_tokens=admission.num_stored_tokens,
+        **{name: getattr(admission, name) for name in _EQUAL},
     )
 
 
 def _admission_from_proto(message: kvpool_pb2.Admission, where: str) -> ops.Admission:
+    has_stored = message.HasField("num_stored_tokens")
     return ops.Admission(
-        request=RequestKey(message.request),
-        max_hit_tokens=message.max_hit_tokens,
-        num_hit_tokens=message.num_hit_tokens,
-        num_slots=message.num_slots,
-        num_commit_tokens=message.num_commit_tokens,
-        num_reserve_slots=message.num_reserve_slots,
-        num_watermark_blocks=message.num_watermark_blocks,
         new_hashes=block_hashes_from_proto(message.new_hashes, f"{where}.new_hashes"),
-        traceparent=message.traceparent,
-        resumed=message.resumed,
-        num_external_tokens=message.num_external_tokens,
-        num_blocks_kept_free=message.num_blocks_kept_free,
-        holds_blocks=message.holds_blocks,
         num_tokens=message.num_tokens if message.HasField("num_tokens") else None,
-        num_prompt_tokens=message.num_prompt_tokens,
-        shared_prefix_boundary=message.shared_prefix_boundary,
-        diverges=message.diverges,
-        num_stored_tokens=(
-            message.num_stored_tokens if message.HasField("num_stored_tokens") else None
-        ),
+        num_stored_tokens=message.num_stored_tokens if has_stored else None,
+        **{name: getattr(message, name) for name in _EQUAL},
     )
 
 

@@ -2,26 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType
-from services.common.pool.operations import (
-    Admit,
-    BeginStep,
-    Commit,
-    EvictBlocks,
-    Grow,
-    Lookup,
-    Operation,
-    OperationResult,
-    Outcome,
-    Release,
-    ReleaseCopies,
-    RemoveSkippedBlocks,
-    ResetPrefixCache,
-    ResetPrefixCacheResult,
-    Stop,
-)
 from services.kvpool.core.block_map import BlockMap, block_map
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.events import BlocksStored, Event
@@ -53,7 +37,7 @@ class KVPool:
         self._tables = self._requests.tables
         self._observe_blocks_to_zero: Callable[[Sequence[Sequence[BlockId]]], object] | None = None
 
-    def transact(self, operations: Sequence[Operation]) -> Outcome:
+    def transact(self, operations: Sequence[ops.Operation]) -> ops.Outcome:
         """Executes operations in order and stops at the first item for which blocks are missing.
 
         All items before that item are applied. That item and all later items are not applied, with
@@ -63,7 +47,7 @@ class KVPool:
         """
         TransactionValidator(self._tables.keys(), self.config.num_blocks).validate(operations)
         self._blocks.ages.now += 1
-        results: list[OperationResult | None] = []
+        results: list[ops.OperationResult | None] = []
         stop = None
         for index, operation in enumerate(operations):
             result, stop = self._execute(index, operation)
@@ -71,13 +55,15 @@ class KVPool:
             if stop is not None:
                 break
         if not self._holds_states:
-            return Outcome(self._blocks.num_free_blocks, tuple(results), stop)
+            return ops.Outcome(self._blocks.num_free_blocks, tuple(results), stop)
         new_blocks = [group.take_blocks_to_zero() for group in self._groups]
         if self._observe_blocks_to_zero is not None:
             self._observe_blocks_to_zero(new_blocks)
         to_zero = [block for blocks in new_blocks for block in blocks]
         copies = self._blocks.take_copies()
-        return Outcome(self._blocks.num_free_blocks, tuple(results), stop, tuple(to_zero), copies)
+        return ops.Outcome(
+            self._blocks.num_free_blocks, tuple(results), stop, tuple(to_zero), copies
+        )
 
     @property
     def num_free_blocks(self) -> int:
@@ -193,35 +179,35 @@ class KVPool:
         return [hashes[start * step : (start + 1) * step] for start in range(num_blocks)]
 
     def _execute(  # noqa: PLR0911 - one for each kind
-        self, index: int, operation: Operation
-    ) -> tuple[OperationResult | None, Stop | None]:
+        self, index: int, operation: ops.Operation
+    ) -> tuple[ops.OperationResult | None, ops.Stop | None]:
         match operation:
-            case Grow():
+            case ops.Grow():
                 return self._requests.grow(index, operation)
-            case Commit():
+            case ops.Commit():
                 self._requests.publish(
                     operation.requests, operation.num_tokens, operation.new_hashes
                 )
                 return None, None
-            case Release():
+            case ops.Release():
                 self._requests.release(operation)
                 return None, None
-            case RemoveSkippedBlocks():
+            case ops.RemoveSkippedBlocks():
                 self._requests.remove_skipped(operation)
                 return None, None
-            case Lookup():
+            case ops.Lookup():
                 return self._requests.look_up(operation), None
-            case Admit():
+            case ops.Admit():
                 return self._requests.admit(index, operation)
-            case BeginStep():
+            case ops.BeginStep():
                 for group in self._groups:
                     group.begin_step()
                 return None, None
-            case ReleaseCopies(num_copies):
+            case ops.ReleaseCopies(num_copies):
                 self._blocks.release_copies(num_copies)
                 return None, None
-            case EvictBlocks():
+            case ops.EvictBlocks():
                 self._requests.evict(operation)
                 return None, None
-            case ResetPrefixCache():
-                return ResetPrefixCacheResult(self._blocks.reset()), None
+            case ops.ResetPrefixCache():
+                return ops.ResetPrefixCacheResult(self._blocks.reset()), None

@@ -3,24 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType
-from services.common.pool.operations import (
-    Admission,
-    Admit,
-    AdmitResult,
-    EvictBlocks,
-    GroupBlocks,
-    Grow,
-    GrowResult,
-    Lookup,
-    LookupResult,
-    Release,
-    RemoveSkippedBlocks,
-    Stop,
-    StopReason,
-)
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.coordinator import Coordinator, PrefixHit
 from services.kvpool.core.group_manager import Chain, Filling, GroupHit, Need, Tables
@@ -60,7 +46,7 @@ class RequestBlocks:
             spec.attention_type is AttentionType.STATE_SPACE for spec in config.groups
         )
 
-    def release(self, release: Release) -> None:
+    def release(self, release: ops.Release) -> None:
         """Frees the blocks of requests and deletes their hashes."""
         for request in release.requests:
             self.chains.pop(request, None)
@@ -78,7 +64,7 @@ class RequestBlocks:
             for group, table in zip(self._groups, tables, strict=True):
                 group.free(table)
 
-    def remove_skipped(self, removal: RemoveSkippedBlocks) -> None:
+    def remove_skipped(self, removal: ops.RemoveSkippedBlocks) -> None:
         """Frees the blocks that no later query of the requests can see."""
         for request, num_computed_tokens in zip(
             removal.requests, removal.num_computed_tokens, strict=True
@@ -86,7 +72,7 @@ class RequestBlocks:
             if (tables := self.tables.get(request)) is not None:
                 self.coordinator.remove_skipped_blocks(tables, num_computed_tokens)
 
-    def grow(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
+    def grow(self, index: int, grow: ops.Grow) -> tuple[ops.GrowResult, ops.Stop | None]:
         """Extends the tables of admitted requests, up to the first request for which blocks are
         missing.
 
@@ -105,16 +91,16 @@ class RequestBlocks:
             missing = max(0, -(-num_slots // size) - len(tables[0].blocks))
             num_left -= missing
             if num_left < 0:
-                stop = Stop(index, len(growing), StopReason.NO_BLOCKS)
+                stop = ops.Stop(index, len(growing), ops.StopReason.NO_BLOCKS)
                 break
             growing.append((tables, missing))
         num_missing = sum([missing for _, missing in growing])
         blocks = self._blocks.get_new_blocks(num_missing * num_groups)
-        return GrowResult(self._distribute(blocks, growing)), stop
+        return ops.GrowResult(self._distribute(blocks, growing)), stop
 
     def _distribute(
         self, blocks: list[BlockId], growing: Sequence[tuple[Tables, int]]
-    ) -> tuple[GroupBlocks, ...]:
+    ) -> tuple[ops.GroupBlocks, ...]:
         """Distributes `blocks` in order: each table receives the number of blocks that it lacks."""
         groups, end = self._no_blocks(), 0
         for tables, missing in growing:
@@ -126,8 +112,10 @@ class RequestBlocks:
                 groups[index].block_ids.extend(entries)
         return groups
 
-    def _grow_one_by_one(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
-        result = GrowResult(self._no_blocks())
+    def _grow_one_by_one(
+        self, index: int, grow: ops.Grow
+    ) -> tuple[ops.GrowResult, ops.Stop | None]:
+        result = ops.GrowResult(self._no_blocks())
         needs = map(Need, grow.num_slots, grow.num_tokens or grow.num_slots)
         for item, (request, num_computed_tokens, need) in enumerate(
             zip(grow.requests, grow.num_computed_tokens, needs, strict=True)
@@ -135,14 +123,14 @@ class RequestBlocks:
             tables = self.tables[request]
             self.coordinator.remove_skipped_blocks(tables, num_computed_tokens)
             if self._num_missing(tables, need) > self._blocks.num_free_blocks:
-                return result, Stop(index, item, StopReason.NO_BLOCKS)
+                return result, ops.Stop(index, item, ops.StopReason.NO_BLOCKS)
             for group, table, granted in zip(self._groups, tables, result.groups, strict=True):
                 _append(granted, group.extend(table, need))
         return result, None
 
-    def look_up(self, lookup: Lookup) -> LookupResult:
+    def look_up(self, lookup: ops.Lookup) -> ops.LookupResult:
         """Returns the number of each request's tokens that are cached."""
-        result, num_changes = LookupResult([], []), self._blocks.num_index_changes
+        result, num_changes = ops.LookupResult([], []), self._blocks.num_index_changes
         for request, max_hit_tokens, new_hashes in zip(
             lookup.requests, lookup.max_hit_tokens, lookup.new_hashes, strict=True
         ):
@@ -158,35 +146,35 @@ class RequestBlocks:
                 result.num_divergent_hit_tokens.append(divergent.num_tokens)
         return result
 
-    def admit(self, index: int, admit: Admit) -> tuple[AdmitResult, Stop | None]:
+    def admit(self, index: int, admit: ops.Admit) -> tuple[ops.AdmitResult, ops.Stop | None]:
         """Allocates blocks to requests, cached ones first.
 
         Stops at the first request for which blocks are missing, or whose prefix hit has changed
         since its look-up.
         """
-        result = AdmitResult(self._no_blocks())
+        result = ops.AdmitResult(self._no_blocks())
         for item, admission in enumerate(admit.admissions):
             if admission.holds_blocks:
                 continued = self._continue(admission)
                 if continued is None:
-                    return result, Stop(index, item, StopReason.NO_BLOCKS)
+                    return result, ops.Stop(index, item, ops.StopReason.NO_BLOCKS)
                 for granted, table in zip(result.groups, continued, strict=True):
                     _append(granted, table.blocks)
                 continue
             hit = self._hit(admission)
             now = hit.num_tokens, hit.shared_prefix_boundary
             if _has_changed(hit, admission):
-                return result, Stop(index, item, StopReason.HIT_CHANGED, *now)
+                return result, ops.Stop(index, item, ops.StopReason.HIT_CHANGED, *now)
             num_stored = _num_stored(admission)
             hits = [GroupHit(blocks, hit.num_tokens, num_stored) for blocks in hit.tables]
             if not self._fits(admission, hits):
-                return result, Stop(index, item, StopReason.NO_BLOCKS)
+                return result, ops.Stop(index, item, ops.StopReason.NO_BLOCKS)
             tables = self._admit_one(admission, hits)
             for granted, table in zip(result.groups, tables, strict=True):
                 _append(granted, table.blocks)
         return result, None
 
-    def _hit(self, admission: Admission) -> PrefixHit:
+    def _hit(self, admission: ops.Admission) -> PrefixHit:
         """Returns the hit of a request. Repeats its look-up only if the index has changed."""
         limit, known = admission.max_hit_tokens, self._hits.pop(admission.request, None)
         if not (admission.new_hashes or admission.diverges) and known is not None:
@@ -197,7 +185,7 @@ class RequestBlocks:
         hashes = [*(chain.hashes if chain else ()), *admission.new_hashes]
         return self._find_cache_hit(hashes, limit, diverges=admission.diverges)
 
-    def _fits(self, admission: Admission, hits: Sequence[GroupHit]) -> bool:
+    def _fits(self, admission: ops.Admission, hits: Sequence[GroupHit]) -> bool:
         """Whether there are enough free blocks and all hit blocks are stored.
 
         A hit block that is free must not be allocated, so it does not count as a free block. Free
@@ -216,7 +204,7 @@ class RequestBlocks:
             for group, hit in zip(self._groups, hits, strict=True)
         )
 
-    def _admit_one(self, admission: Admission, hits: Sequence[GroupHit]) -> Tables:
+    def _admit_one(self, admission: ops.Admission, hits: Sequence[GroupHit]) -> Tables:
         tables = self.coordinator.admit(hits, _need(admission), admission.num_computed_tokens)
         self.tables[admission.request] = tables
         self._publish_admitted(admission)
@@ -225,7 +213,7 @@ class RequestBlocks:
             self.num_hit_tokens += admission.num_hit_tokens
         return tables
 
-    def _continue(self, admission: Admission) -> Tables | None:
+    def _continue(self, admission: ops.Admission) -> Tables | None:
         """Extends and publishes the tables of a waiting request that already has blocks.
 
         Returns None if blocks are missing. Even then blocks outside the request's window may be
@@ -248,7 +236,7 @@ class RequestBlocks:
         self._publish_admitted(admission)
         return tables
 
-    def _publish_admitted(self, admission: Admission) -> None:
+    def _publish_admitted(self, admission: ops.Admission) -> None:
         chain = self._chain(admission.request)
         chain.num_prompt_tokens = admission.num_prompt_tokens
         chain.shared_prefix_boundary = admission.shared_prefix_boundary
@@ -261,7 +249,7 @@ class RequestBlocks:
             for group, table in zip(self._groups, tables, strict=True)
         )
 
-    def evict(self, evict: EvictBlocks) -> None:
+    def evict(self, evict: ops.EvictBlocks) -> None:
         """Removes blocks from the prefix index."""
         evicted = self._blocks.evict(evict.block_ids)
         for tables in self.tables.values() if evicted else ():
@@ -306,11 +294,11 @@ class RequestBlocks:
             return self.coordinator.find_divergent_cache_hit(chain, max_hit_tokens)
         return self.coordinator.find_longest_cache_hit(chain, max_hit_tokens)
 
-    def _no_blocks(self) -> tuple[GroupBlocks, ...]:
-        return tuple([GroupBlocks([], []) for _ in self._groups])
+    def _no_blocks(self) -> tuple[ops.GroupBlocks, ...]:
+        return tuple([ops.GroupBlocks([], []) for _ in self._groups])
 
 
-def _has_changed(hit: PrefixHit, admission: Admission) -> bool:
+def _has_changed(hit: PrefixHit, admission: ops.Admission) -> bool:
     """Whether a hit differs from the hit that the admission was planned with."""
     if hit.num_tokens != admission.num_hit_tokens:
         return True
@@ -318,18 +306,18 @@ def _has_changed(hit: PrefixHit, admission: Admission) -> bool:
     return not admission.diverges and hit.shared_prefix_boundary != boundary
 
 
-def _need(admission: Admission) -> Need:
+def _need(admission: ops.Admission) -> Need:
     """The slots and tokens that a request needs in its first step."""
     num_slots, num_tokens = admission.num_slots, admission.num_tokens
     return Need(num_slots, num_slots if num_tokens is None else num_tokens)
 
 
-def _num_stored(admission: Admission) -> int:
+def _num_stored(admission: ops.Admission) -> int:
     """The number of tokens after which windows begin. Blocks before them are freed."""
     num_stored = admission.num_stored_tokens
     return admission.num_computed_tokens if num_stored is None else num_stored
 
 
-def _append(granted: GroupBlocks, blocks: Sequence[BlockId]) -> None:
+def _append(granted: ops.GroupBlocks, blocks: Sequence[BlockId]) -> None:
     granted.num_blocks.append(len(blocks))
     granted.block_ids.extend(blocks)

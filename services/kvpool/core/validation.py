@@ -3,19 +3,8 @@
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
+from services.common.pool import operations as ops
 from services.common.pool.ids import RequestKey
-from services.common.pool.operations import (
-    Admission,
-    Admit,
-    Commit,
-    EvictBlocks,
-    Grow,
-    Lookup,
-    MalformedTransaction,
-    Operation,
-    Release,
-    RemoveSkippedBlocks,
-)
 from services.kvpool.core.errors import RequestAlreadyAdmitted, RequestNotAdmitted
 
 
@@ -32,80 +21,80 @@ class TransactionValidator:
         self._arrived: set[RequestKey] = set()
         self._departed: set[RequestKey] = set()
 
-    def validate(self, operations: Sequence[Operation]) -> None:
+    def validate(self, operations: Sequence[ops.Operation]) -> None:
         """Raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted."""
         for index, operation in enumerate(operations):
             match operation:
-                case Grow():
+                case ops.Grow():
                     self._grow(operation, f"operations[{index}].grow")
-                case Commit():
+                case ops.Commit():
                     self._commit(operation, f"operations[{index}].commit")
-                case Release():
+                case ops.Release():
                     self._arrived.difference_update(operation.requests)
                     self._departed.update(operation.requests)
-                case RemoveSkippedBlocks(requests, num_computed_tokens):
+                case ops.RemoveSkippedBlocks(requests, num_computed_tokens):
                     where = f"operations[{index}].remove_skipped_blocks"
                     _require_parallel(requests, num_computed_tokens, where, "num_computed_tokens")
-                case Lookup():
+                case ops.Lookup():
                     self._lookup(operation, f"operations[{index}].lookup")
-                case Admit():
+                case ops.Admit():
                     for item, admission in enumerate(operation.admissions):
                         where = f"operations[{index}].admit.admissions[{item}]"
                         self._admission(admission, where)
-                case EvictBlocks():
+                case ops.EvictBlocks():
                     self._evict(operation, f"operations[{index}].evict_blocks")
 
-    def _grow(self, grow: Grow, where: str) -> None:
+    def _grow(self, grow: ops.Grow, where: str) -> None:
         _require_parallel(grow.requests, grow.num_slots, where, "num_slots")
         _require_parallel(grow.requests, grow.num_computed_tokens, where, "num_computed_tokens")
         if grow.num_tokens:
             _require_parallel(grow.requests, grow.num_tokens, where, "num_tokens")
         self._require_admitted(grow.requests, where)
 
-    def _commit(self, commit: Commit, where: str) -> None:
+    def _commit(self, commit: ops.Commit, where: str) -> None:
         _require_parallel(commit.requests, commit.num_tokens, where, "num_tokens")
         _require_parallel(commit.requests, commit.new_hashes, where, "num_new_hashes")
         self._require_admitted(commit.requests, where)
 
-    def _lookup(self, lookup: Lookup, where: str) -> None:
+    def _lookup(self, lookup: ops.Lookup, where: str) -> None:
         _require_parallel(lookup.requests, lookup.max_hit_tokens, where, "max_hit_tokens")
         _require_parallel(lookup.requests, lookup.new_hashes, where, "num_new_hashes")
         for item, request in enumerate(lookup.requests):
             self._require_waiting(request, f"{where}.requests[{item}]")
 
-    def _admission(self, admission: Admission, where: str) -> None:
+    def _admission(self, admission: ops.Admission, where: str) -> None:
         if admission.holds_blocks:
             self._require_admitted([admission.request], where)
         else:
             self._require_waiting(admission.request, f"{where}.request")
         if admission.num_hit_tokens > admission.max_hit_tokens:
-            raise MalformedTransaction(
+            raise ops.MalformedTransaction(
                 f"a hit of {admission.num_hit_tokens} tokens is planned, "
                 f"of at most {admission.max_hit_tokens}",
                 field=f"{where}.num_hit_tokens",
             )
         if admission.num_slots < admission.num_computed_tokens:
-            raise MalformedTransaction(
+            raise ops.MalformedTransaction(
                 f"{admission.num_slots} slots do not hold the hit of {admission.num_hit_tokens} "
                 f"tokens and the {admission.num_external_tokens} loaded after it",
                 field=f"{where}.num_slots",
             )
         num_stored = admission.num_stored_tokens
         if num_stored is not None and num_stored > admission.num_computed_tokens:
-            raise MalformedTransaction(
+            raise ops.MalformedTransaction(
                 f"{num_stored} tokens are stored, and {admission.num_computed_tokens} computed",
                 field=f"{where}.num_stored_tokens",
             )
         if admission.holds_blocks and admission.num_external_tokens:
-            raise MalformedTransaction(
+            raise ops.MalformedTransaction(
                 "a request that holds blocks loads nothing", field=f"{where}.num_external_tokens"
             )
         self._arrived.add(admission.request)
 
-    def _evict(self, evict: EvictBlocks, where: str) -> None:
+    def _evict(self, evict: ops.EvictBlocks, where: str) -> None:
         for item, block in enumerate(evict.block_ids):
             if not 0 < block < self._num_blocks:
-                raise MalformedTransaction(
+                raise ops.MalformedTransaction(
                     f"there is no block {block}: they are 1 to {self._num_blocks - 1}",
                     field=f"{where}.block_ids[{item}]",
                 )
@@ -131,6 +120,6 @@ def _require_parallel(
     requests: Sequence[object], values: Sequence[object], where: str, name: str
 ) -> None:
     if len(requests) != len(values):
-        raise MalformedTransaction(
+        raise ops.MalformedTransaction(
             f"{len(values)} values for {len(requests)} requests", field=f"{where}.{name}"
         )

@@ -2,15 +2,9 @@
 
 from collections.abc import Sequence
 
+from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import BlockId, RequestKey
-from services.common.pool.operations import (
-    Commit,
-    EvictBlocks,
-    Operation,
-    Release,
-    RemoveSkippedBlocks,
-)
 
 
 class PendingOperations:
@@ -27,7 +21,7 @@ class PendingOperations:
         """Blocks whose hash is to be removed."""
         self._releases: list[RequestKey] = []
         """Requests whose blocks are to be freed."""
-        self._early_releases: list[Operation] = []
+        self._early_releases: list[ops.Operation] = []
         """Operations that free blocks and precede `_releases`."""
 
     def __bool__(self) -> bool:
@@ -44,12 +38,12 @@ class PendingOperations:
 
     def remove_skipped_blocks(self, key: RequestKey, num_computed_tokens: int) -> None:
         """Frees the blocks that no query from position `num_computed_tokens` on attends to."""
-        self.give_back_in_order(RemoveSkippedBlocks([key], [num_computed_tokens]))
+        self.give_back_in_order(ops.RemoveSkippedBlocks([key], [num_computed_tokens]))
 
-    def give_back_in_order(self, operation: Operation) -> None:
+    def give_back_in_order(self, operation: ops.Operation) -> None:
         """Adds an operation that frees blocks, between earlier and later releases."""
         if self._releases:
-            self._early_releases.append(Release(tuple(self._releases)))
+            self._early_releases.append(ops.Release(tuple(self._releases)))
             self._releases = []
         self._early_releases.append(operation)
 
@@ -57,17 +51,17 @@ class PendingOperations:
         """Removes the hashes of these blocks."""
         self.evictions += blocks
 
-    def take(self) -> list[Operation]:
+    def take(self) -> list[ops.Operation]:
         """Removes and returns the operations, in the order in which the pool applies them."""
-        operations: list[Operation] = []
+        operations: list[ops.Operation] = []
         if self.commits:
             num_tokens, new_hashes = zip(*self.commits.values(), strict=True)
-            operations.append(Commit(list(self.commits), num_tokens, new_hashes))
+            operations.append(ops.Commit(list(self.commits), num_tokens, new_hashes))
         if self.evictions:
-            operations.append(EvictBlocks(tuple(self.evictions)))
+            operations.append(ops.EvictBlocks(tuple(self.evictions)))
         operations += self._early_releases
         if self._releases:
-            operations.append(Release(tuple(self._releases)))
+            operations.append(ops.Release(tuple(self._releases)))
         self.clear()
         return operations
 
