@@ -5,7 +5,7 @@ import gc
 import signal
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -58,26 +58,19 @@ class Outcome:
         return f"{exactly}, by {self.vocabulary.source}"
 
 
+@dataclass(eq=False)
 class BenchRun:
     """Sends the load of `settings` to the server.
 
     If `vocabulary` is None, the number of tokens per word is estimated from the server's `usage`.
     """
 
-    def __init__(
-        self,
-        settings: BenchSettings,
-        address: Address,
-        model: str,
-        vocabulary: Vocabulary | None,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._settings = settings
-        self._address = address
-        self._vocabulary = vocabulary
-        self._warn = warn
-        self._clock = RunClock()
-        self._model = model
+    settings: BenchSettings
+    address: Address
+    model: str
+    vocabulary: Vocabulary | None
+    warn: Callable[[str], None]
+    _clock: RunClock = field(init=False, default_factory=RunClock)
 
     async def run(self) -> Outcome:
         """Runs the load. Raises CommandError if the load cannot begin."""
@@ -85,12 +78,12 @@ class BenchRun:
             return await self._run(server)
 
     async def _run(self, server: OpenAIServer) -> Outcome:
-        settings = self._settings
+        settings = self.settings
         left_out = await fit_form(server)
         if left_out:
-            self._warn(f"the server refuses {', '.join(left_out)}: requests go without")
-        if self._vocabulary is None and settings.dataset is None:
-            self._vocabulary = await vocabulary_by_usage(server)
+            self.warn(f"the server refuses {', '.join(left_out)}: requests go without")
+        if self.vocabulary is None and settings.dataset is None:
+            self.vocabulary = await vocabulary_by_usage(server)
         budget = Budget(settings.num_requests, settings.duration_seconds, settings.num_warmups)
         progress = Progress(settings.num_expected)
         records: list[RequestRecord] = []
@@ -105,21 +98,21 @@ class BenchRun:
             is_interrupted = await _until_interrupted(sending)
         return Outcome(
             settings=settings,
-            url=self._address.url,
-            model=self._model,
+            url=self.address.url,
+            model=self.model,
             started_at=started_at,
             left_out=left_out,
-            vocabulary=self._vocabulary,
+            vocabulary=self.vocabulary,
             records=records,
             usage=lag.usage(),
             is_interrupted=is_interrupted,
         )
 
     def _server(self) -> OpenAIServer:
-        settings = self._settings
+        settings = self.settings
         form = RequestForm(
             api=settings.api,
-            model=self._model,
+            model=self.model,
             stream=settings.stream,
             ignore_eos=settings.ignore_eos,
             min_tokens=settings.ignore_eos,
@@ -128,7 +121,7 @@ class BenchRun:
         )
         key = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         return OpenAIServer(
-            self._address,
+            self.address,
             form,
             {**key, **settings.headers},
             self._clock.now,
@@ -139,7 +132,7 @@ class BenchRun:
         self, server: OpenAIServer, budget: Budget, observer: Observer, records: list[RequestRecord]
     ) -> Coroutine[Any, Any, None]:
         """Returns the coroutine that sends the whole load and fills `records`."""
-        settings, load = self._settings, LoadRun(self._clock, budget)
+        settings, load = self.settings, LoadRun(self._clock, budget)
         at_most = settings.max_concurrency if settings.is_open else None
         limit = None if at_most is None else asyncio.Semaphore(at_most)
         is_chat = settings.api == CHAT
@@ -156,13 +149,13 @@ class BenchRun:
         return load.open_loop((seconds, run(session)) for seconds, session in timed)
 
     def _sessions(self) -> Iterable[Session]:
-        settings = self._settings
+        settings = self.settings
         if settings.dataset is not None:
             return dataset_load(settings, settings.dataset)
-        assert self._vocabulary is not None
+        assert self.vocabulary is not None
         if settings.trace is not None:
-            return trace_load(settings, trace_lines(settings.trace), self._vocabulary)
-        return synthetic_load(settings, self._vocabulary)
+            return trace_load(settings, trace_lines(settings.trace), self.vocabulary)
+        return synthetic_load(settings, self.vocabulary)
 
 
 async def _until_interrupted(sending: Coroutine[Any, Any, None]) -> bool:

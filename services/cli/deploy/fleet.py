@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from threading import Event, Thread
 
 from services.cli.client import Client
@@ -14,22 +15,16 @@ _PROMPT_TOKENS = 64
 """An upper bound of the number of tokens in a prompt."""
 
 
+@dataclass(eq=False)
 class GatewayFleet:
     """A client's view of the gateway at a URL."""
 
-    def __init__(
-        self,
-        url: str,
-        api_key: str | None = None,
-        *,
-        num_streams: int = 1,
-        max_tokens: int = 1,
-        stream_seconds: float = 60.0,
-    ) -> None:
-        """An unfinished stream counts as failed after `stream_seconds`."""
-        self._url, self._api_key = url, api_key
-        self._num_streams, self._max_tokens = num_streams, max_tokens
-        self._stream_seconds = stream_seconds
+    url: str
+    api_key: str | None = None
+    num_streams: int = 1
+    max_tokens: int = 1
+    stream_seconds: float = 60.0
+    """Time limit of a stream."""
 
     def streams(self) -> "GatewayStreams":
         """New streams, with the same prompts each time. Raises CommandError if nothing answers."""
@@ -38,16 +33,16 @@ class GatewayFleet:
         # Each stream runs to its token limit, because the end-of-sequence token does not end it.
         body = {
             "model": card["id"],
-            "max_tokens": min(self._max_tokens, card["max_model_len"] - _PROMPT_TOKENS),
+            "max_tokens": min(self.max_tokens, card["max_model_len"] - _PROMPT_TOKENS),
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
         }
         prompts = [
-            f"# {number}\n{_STARTS[number % len(_STARTS)]}" for number in range(self._num_streams)
+            f"# {number}\n{_STARTS[number % len(_STARTS)]}" for number in range(self.num_streams)
         ]
         streams = [_Stream(self._client(), {**body, "prompt": prompt}) for prompt in prompts]
-        return GatewayStreams(streams, self._stream_seconds)
+        return GatewayStreams(streams, self.stream_seconds)
 
     def running(self) -> dict[str, int]:
         """Maps the scheduler's host of each ready replica to its number of running requests."""
@@ -60,7 +55,7 @@ class GatewayFleet:
         }
 
     def _client(self) -> Client:
-        return Client(self._url, self._api_key)
+        return Client(self.url, self.api_key)
 
 
 class GatewayStreams:

@@ -1,7 +1,7 @@
 """The pools of a process, each with its generation, transaction numbers and events."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from services.common.pool.ids import MAX_GENERATION, PoolId
@@ -32,6 +32,7 @@ class HostedPool(Generic[Answer]):
         return EventBatch(self.generation, self.num_batches, True, self.pool.snapshot())
 
 
+@dataclass(eq=False)
 class PoolHost(Generic[Answer]):
     """Opens pools and publishes their events. Each block takes about a hundred bytes of memory.
 
@@ -41,20 +42,12 @@ class PoolHost(Generic[Answer]):
     that numbers increase even if the clock was set back.
     """
 
-    def __init__(
-        self,
-        sinks: Sequence[EventSink],
-        clock_micros: Callable[[], int],
-        *,
-        max_pools: int,
-        max_blocks_per_pool: int,
-    ) -> None:
-        self._max_pools = max_pools
-        self._max_blocks_per_pool = max_blocks_per_pool
-        self._sinks = sinks
-        self._clock_micros = clock_micros
-        self._pools: dict[PoolId, HostedPool[Answer]] = {}
-        self._last_generation = 0
+    sinks: Sequence[EventSink]
+    clock_micros: Callable[[], int]
+    max_pools: int
+    max_blocks_per_pool: int
+    _pools: dict[PoolId, HostedPool[Answer]] = field(init=False, default_factory=dict)
+    _last_generation: int = field(init=False, default=0)
 
     def open(
         self,
@@ -71,13 +64,13 @@ class PoolHost(Generic[Answer]):
         """
         if not pool_id:
             raise InvalidPool("a pool has a name", field="pool_id")
-        if config.num_blocks > self._max_blocks_per_pool:
+        if config.num_blocks > self.max_blocks_per_pool:
             raise InvalidPool(
-                f"{config.num_blocks} blocks are more than the {self._max_blocks_per_pool} "
+                f"{config.num_blocks} blocks are more than the {self.max_blocks_per_pool} "
                 "that a pool may have here",
                 field="num_blocks",
             )
-        if pool_id not in self._pools and len(self._pools) >= self._max_pools:
+        if pool_id not in self._pools and len(self._pools) >= self.max_pools:
             raise TooManyPools(f"{len(self._pools)} pools are open, and no more may be")
         if seen_generation >= MAX_GENERATION:
             raise InvalidPool(
@@ -86,12 +79,12 @@ class PoolHost(Generic[Answer]):
             )
         pool = KVPool(config)
         seen = max(self._last_generation, seen_generation)
-        self._last_generation = max(seen + 1, self._clock_micros())
+        self._last_generation = max(seen + 1, self.clock_micros())
         generation = self._last_generation
         ledger = TransactionLedger[Answer](generation)
         hosted = HostedPool(pool_id, generation, pool, ledger, reports_events)
         self._pools[pool_id] = hosted
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.open(pool_id, hosted.generation, config)
         return hosted
 
@@ -116,6 +109,6 @@ class PoolHost(Generic[Answer]):
             return ()
         hosted.num_batches += 1
         batch = EventBatch(hosted.generation, hosted.num_batches, False, events)
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.publish(hosted.pool_id, batch)
         return events

@@ -1,6 +1,7 @@
 """The gRPC service for operators, over an engine."""
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -20,31 +21,24 @@ logger = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(eq=False)
 class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     """Serves operators' calls. Each call is logged, because it affects all clients."""
 
-    def __init__(
-        self,
-        engine: EngineCore,
-        submitter: RequestSubmitter,
-        sessions: Sessions,
-        readiness: ReplicaReadiness,
-        adapters: AdapterLoader,
-    ) -> None:
-        self._engine = engine
-        self._submitter = submitter
-        self._sessions = sessions
-        self._readiness = readiness
-        self._adapters = adapters
+    engine: EngineCore
+    submitter: RequestSubmitter
+    sessions: Sessions
+    readiness: ReplicaReadiness
+    adapters: AdapterLoader
 
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: _Context
     ) -> scheduler_pb2.AbortResponse:
         """Serves the RPC Abort, as scheduler.proto defines it."""
-        found = self._sessions.find(request.request_ids)
+        found = self.sessions.find(request.request_ids)
         for one in found:
             logger.info("an operator aborts a request", extra=one.log_fields)
-        self._engine.changes.abort(found)
+        self.engine.changes.abort(found)
         return scheduler_pb2.AbortResponse(num_aborted=len(found))
 
     async def Pause(
@@ -55,7 +49,7 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
         if mode is None:
             raise InvalidArgument(f"mode is {request.mode}, which is none", field="mode")
         logger.info("an operator pauses the engine: %s", mode.value)
-        await self._engine.pause(mode)
+        await self.engine.pause(mode)
         return scheduler_pb2.PauseResponse()
 
     async def Resume(
@@ -63,7 +57,7 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     ) -> scheduler_pb2.ResumeResponse:
         """Serves the RPC Resume, as scheduler.proto defines it."""
         logger.info("an operator resumes the engine")
-        await self._engine.resume()
+        await self.engine.resume()
         return scheduler_pb2.ResumeResponse()
 
     async def ResetPrefixCache(
@@ -71,7 +65,7 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     ) -> scheduler_pb2.ResetPrefixCacheResponse:
         """Serves the RPC ResetPrefixCache, as scheduler.proto defines it."""
         logger.info("an operator resets the prefix cache")
-        await self._engine.reset_prefix_cache(
+        await self.engine.reset_prefix_cache(
             preempt_running=request.preempt_running, reset_connector=request.reset_connector
         )
         return scheduler_pb2.ResetPrefixCacheResponse()
@@ -81,7 +75,7 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     ) -> scheduler_pb2.LoadAdapterResponse:
         """Serves the RPC LoadAdapter, as scheduler.proto defines it."""
         logger.info("an operator loads the adapter %s", request.adapter.name)
-        await self._adapters.load(adapter_from_proto(request.adapter))
+        await self.adapters.load(adapter_from_proto(request.adapter))
         return scheduler_pb2.LoadAdapterResponse()
 
     async def Drain(
@@ -90,7 +84,7 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
         """Serves the RPC Drain, as scheduler.proto defines it."""
         logger.info("an operator drains this replica")
         self._set_drained(True)
-        return scheduler_pb2.DrainResponse(num_unfinished=len(self._engine.unfinished))
+        return scheduler_pb2.DrainResponse(num_unfinished=len(self.engine.unfinished))
 
     async def Undrain(
         self, request: scheduler_pb2.UndrainRequest, context: _Context
@@ -102,7 +96,7 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
 
     def _set_drained(self, drained: bool) -> None:
         if drained:
-            self._submitter.refuse_new()
+            self.submitter.refuse_new()
         else:
-            self._submitter.is_drained = False
-        self._readiness.set_drained(drained)
+            self.submitter.is_drained = False
+        self.readiness.set_drained(drained)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -29,27 +30,20 @@ logger = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(eq=False)
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     """Serves gateways' sessions over one engine. `opened` is the first message of each session."""
 
-    def __init__(
-        self,
-        engine: EngineCore,
-        submitter: RequestSubmitter,
-        sessions: Sessions,
-        statistics: Statistics,
-        activity: Activity,
-        tracer: StepTracer,
-        opened: scheduler_pb2.SessionOpened,
-    ) -> None:
-        self._engine = engine
-        self._tracer = tracer
-        self._submitter = submitter
-        self._sessions = sessions
-        self._statistics = statistics
-        self._activity = activity
-        self._opened = opened
-        self._spans_so_far = SpanCollector("scheduler")
+    engine: EngineCore
+    submitter: RequestSubmitter
+    sessions: Sessions
+    statistics: Statistics
+    activity: Activity
+    tracer: StepTracer
+    opened: scheduler_pb2.SessionOpened
+    _spans_so_far: SpanCollector = field(
+        init=False, default_factory=lambda: SpanCollector("scheduler")
+    )
 
     async def Session(
         self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: _Context
@@ -61,13 +55,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         require_same_protocol("the gateway", first.open.release, "scheduler")
         if first.number != 1:
             raise InvalidArgument(f"a session begins with message {first.number}", field="number")
-        session = self._sessions.open(first.open.gateway_id)
+        session = self.sessions.open(first.open.gateway_id)
         session.take(first)
         reader = asyncio.create_task(self._read(session, request_iterator))
         logger.info("session of %s opened", session.gateway_id)
         try:
-            yield session.numbered(scheduler_pb2.SessionResponse(opened=self._opened))
-            state = scheduler_pb2.SessionResponse(state=self._sessions.state)
+            yield session.numbered(scheduler_pb2.SessionResponse(opened=self.opened))
+            state = scheduler_pb2.SessionResponse(state=self.sessions.state)
             yield session.numbered(state)
             async for response in self._responses(session, reader):
                 yield session.numbered(response)
@@ -78,8 +72,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             raise
         finally:
             reader.cancel()
-            aborted = self._sessions.close(session)
-            self._engine.changes.abort(aborted)
+            aborted = self.sessions.close(session)
+            self.engine.changes.abort(aborted)
             logger.info(
                 "session of %s ended; %d requests aborted", session.gateway_id, len(aborted)
             )
@@ -88,8 +82,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self, request: scheduler_pb2.GetStatsRequest, context: _Context
     ) -> scheduler_pb2.GetStatsResponse:
         """Serves the RPC GetStats, as scheduler.proto defines it."""
-        message = self._statistics.message()
-        message.drained = self._submitter.is_drained
+        message = self.statistics.message()
+        message.drained = self.submitter.is_drained
         return message
 
     async def GetActivity(
@@ -98,8 +92,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         """Serves the RPC GetActivity, as scheduler.proto defines it."""
         if request.max_cells > MAX_CELLS:
             raise InvalidArgument(f"max_cells must be at most {MAX_CELLS}", field="max_cells")
-        message = await self._activity.message(request)
-        message.stats.drained = self._submitter.is_drained
+        message = await self.activity.message(request)
+        message.stats.drained = self.submitter.is_drained
         return message
 
     async def GetRunningSpans(
@@ -111,7 +105,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 f"requests must be at most {MAX_RUNNING_REQUESTS}", field="requests"
             )
         for one in request.requests:
-            self._tracer.so_far(one.request_id, one.traceparent, self._spans_so_far.tracing)
+            self.tracer.so_far(one.request_id, one.traceparent, self._spans_so_far.tracing)
         encoded = await asyncio.to_thread(encoded_spans, self._spans_so_far.take())
         return scheduler_pb2.GetRunningSpansResponse(otlp=encoded.SerializeToString())
 
@@ -128,14 +122,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                         await self._add(session, add)
                 case "chunk":
                     try:
-                        await self._submitter.submit_chunk(session, message.chunk)
+                        await self.submitter.submit_chunk(session, message.chunk)
                     except StepwellError as error:
                         session.reject(message.chunk.handle, error)
                 case "abort":
                     self._abort(session, message.abort)
                 case "keep":
                     keep = message.keep
-                    self._tracer.keep(keep.request_id, keep.traceparent, keep.tracestate)
+                    self.tracer.keep(keep.request_id, keep.traceparent, keep.tracestate)
                 case kind:
                     raise InvalidArgument(
                         "an open session takes add, adds, chunk, abort and keep, "
@@ -152,13 +146,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         ):
             found = map(session.requests.get, handles)
             if requests := [request for request in found if request is not None]:
-                self._engine.changes.abort(requests, reason)
+                self.engine.changes.abort(requests, reason)
 
     async def _add(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         if message.handle in session.requests:
             raise InvalidArgument(f"handle {message.handle} is in use", field="handle")
         try:
-            await self._submitter.submit(session, message)
+            await self.submitter.submit(session, message)
         except StepwellError as error:
             session.reject(message.handle, error)
 
@@ -173,7 +167,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 yield announced
             elif outbox.has_deltas:
                 yield scheduler_pb2.SessionResponse(deltas=outbox.take())
-            elif reader.done() or (self._submitter.is_draining and not session.requests):
+            elif reader.done() or (self.submitter.is_draining and not session.requests):
                 return
             else:
                 await outbox.wait()

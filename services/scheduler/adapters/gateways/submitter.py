@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -20,38 +20,31 @@ HASH_INLINE_TOKENS = 2048
 """Prompts with more tokens are hashed in a thread, so that hashing delays no step."""
 
 
+@dataclass(eq=False)
 class RequestSubmitter:
     """Checks requests, hashes their prompts, and adds them to the engine."""
 
-    def __init__(
-        self,
-        engine: EngineCore,
-        intake: RequestIntake,
-        sessions: Sessions,
-        client_sessions: ResumableSessions,
-        grammars: GrammarPreparation,
-    ) -> None:
-        self.is_draining = False
-        """Whether this process is stopping. A gateway's session then ends with its last request."""
-        self.is_drained = False
-        """Whether new requests are refused by an operator's command. Gateways' sessions stay open.
+    engine: EngineCore
+    intake: RequestIntake
+    sessions: Sessions
+    client_sessions: ResumableSessions
+    grammars: GrammarPreparation
+    is_draining: bool = field(init=False, default=False)
+    """Whether this process is stopping. A gateway's session then ends with its last request."""
+    is_drained: bool = field(init=False, default=False)
+    """Whether new requests are refused by an operator's command. Gateways' sessions stay open.
         """
-        self._engine = engine
-        self._intake = intake
-        self._sessions = sessions
-        self._client_sessions = client_sessions
-        self._grammars = grammars
 
     def drain(self) -> None:
         """Refuses new requests and further turns from here on."""
         self.is_draining = True
-        self._client_sessions.end_all()
-        self._sessions.wake()
+        self.client_sessions.end_all()
+        self.sessions.wake()
 
     def refuse_new(self) -> None:
         """Refuses new requests and further turns until `is_drained` is set to False."""
         self.is_drained = True
-        self._client_sessions.end_all()
+        self.client_sessions.end_all()
 
     async def submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         """Queues a request of a session. If it is refused, raises StepwellError."""
@@ -59,33 +52,33 @@ class RequestSubmitter:
             raise Unavailable("the scheduler is draining", reason="DRAINING")
         if not message.arrival_unix_nanos:
             message.arrival_unix_nanos = time.time_ns()
-        request = self._intake.accept(message)
-        request.resumable = message.resumable and self._client_sessions.has_room
+        request = self.intake.accept(message)
+        request.resumable = message.resumable and self.client_sessions.has_room
         await self._hash(request)
-        self._sessions.own(session, message.handle, request)
+        self.sessions.own(session, message.handle, request)
         has_adapter = message.HasField("adapter")
-        self._grammars.begin(request, adapter_from_proto(message.adapter) if has_adapter else None)
-        self._engine.changes.add(request)
+        self.grammars.begin(request, adapter_from_proto(message.adapter) if has_adapter else None)
+        self.engine.changes.add(request)
 
     async def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
         """Begins a session's next turn. If the input is refused, ends the session and raises."""
         try:
-            request = self._client_sessions.find(session, message)
-            chunk = self._intake.accept_chunk(request, message)
+            request = self.client_sessions.find(session, message)
+            chunk = self.intake.accept_chunk(request, message)
         except StepwellError:
-            self._client_sessions.end(session, message.handle)
+            self.client_sessions.end(session, message.handle)
             raise
-        self._grammars.begin_turn(chunk)
-        config = self._intake.config
+        self.grammars.begin_turn(chunk)
+        config = self.intake.config
         if config.enable_prefix_caching and len(chunk.token_ids) > HASH_INLINE_TOKENS:
             hashes = await asyncio.to_thread(
                 request.hashes_with, config.fingerprint, config.hash_block_size, chunk.token_ids
             )
             chunk = replace(chunk, block_hashes=hashes)
-        self._engine.changes.add_chunk(request, chunk)
+        self.engine.changes.add_chunk(request, chunk)
 
     async def _hash(self, request: Request) -> None:
-        config = self._intake.config
+        config = self.intake.config
         if not config.enable_prefix_caching or request.num_tokens <= HASH_INLINE_TOKENS:
             return
         await asyncio.to_thread(

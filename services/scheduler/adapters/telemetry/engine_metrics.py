@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -24,26 +25,19 @@ _DEFERRED = frozenset({WaitReason.HELD_BACK, WaitReason.PAUSED, WaitReason.RECOV
 """Wait reasons that count as "deferred" in vLLM's metric: more capacity would not end the wait."""
 
 
+@dataclass(eq=False)
 class EngineCollector(Collector):
     """Collects metrics of an engine's queues, steps and losses."""
 
-    def __init__(
-        self,
-        engine: EngineCore,
-        sessions: Sessions,
-        counts: StepCounts,
-        watch: QueueWatch,
-        cache_dtype: str,
-    ) -> None:
-        self._engine = engine
-        self._sessions = sessions
-        self._counts = counts
-        self._watch = watch
-        self._cache_dtype = cache_dtype
+    engine: EngineCore
+    sessions: Sessions
+    counts: StepCounts
+    watch: QueueWatch
+    cache_dtype: str
 
     def collect(self) -> Iterator[Metric]:
         """Yields one metric family for each metric."""
-        engine, scheduler, counts = self._engine, self._engine.scheduler, self._counts
+        engine, scheduler, counts = self.engine, self.engine.scheduler, self.counts
         num_usable = scheduler.config.num_blocks - 1
         for name, value in (
             (names.METRIC_NUM_REQUESTS_RUNNING, len(scheduler.running)),
@@ -55,9 +49,9 @@ class EngineCollector(Collector):
             (names.METRIC_NUM_PREEMPTIONS, scheduler.num_preemptions),
             (names.METRIC_STEP_LATE_SECONDS, engine.planning.seconds_late),
             (names.METRIC_LOST_TOKENS, counts.num_lost_tokens),
-            (names.METRIC_CORRUPTED_REQUESTS, self._sessions.num_corrupted),
-            (names.METRIC_QUEUE_ESTIMATE, self._watch.estimated_wait_seconds),
-            (names.METRIC_SESSIONS, len(self._sessions)),
+            (names.METRIC_CORRUPTED_REQUESTS, self.sessions.num_corrupted),
+            (names.METRIC_QUEUE_ESTIMATE, self.watch.estimated_wait_seconds),
+            (names.METRIC_SESSIONS, len(self.sessions)),
         ):
             yield single(name, value)
         steps = histogram_family(names.METRIC_STEP_SECONDS)
@@ -76,37 +70,37 @@ class EngineCollector(Collector):
     def _state(self) -> Metric:
         states = value_family(names.METRIC_ENGINE_STATE)
         for state in EngineState:
-            states.add_metric([state.value], self._engine.state is state)
+            states.add_metric([state.value], self.engine.state is state)
         return states
 
     def _recoveries(self) -> Metric:
-        recoveries, losses = value_family(names.METRIC_RECOVERIES), self._engine.losses
+        recoveries, losses = value_family(names.METRIC_RECOVERIES), self.engine.losses
         recoveries.add_metric(["pool"], losses.num_of_pool)
         recoveries.add_metric(["workers"], losses.num_of_workers)
         return recoveries
 
     def _cache_config(self) -> Metric:
-        config, shape = self._engine.scheduler.config, value_family(names.METRIC_CACHE_CONFIG)
+        config, shape = self.engine.scheduler.config, value_family(names.METRIC_CACHE_CONFIG)
         values = (
             config.block_size,
             config.num_blocks,
-            self._cache_dtype,
+            self.cache_dtype,
             config.enable_prefix_caching,
         )
         shape.add_metric([str(value) for value in values], 1)
         return shape
 
     def _adapters(self, max_loras: int) -> Metric:
-        scheduler, info = self._engine.scheduler, value_family(names.METRIC_LORA_REQUESTS)
+        scheduler, info = self.engine.scheduler, value_family(names.METRIC_LORA_REQUESTS)
         running = {one.adapter_name for one in scheduler.running}
-        unfinished = (one for one in self._engine.unfinished if one not in scheduler.running)
+        unfinished = (one for one in self.engine.unfinished if one not in scheduler.running)
         waiting = {one.adapter_name for one in unfinished}
         named = (",".join(sorted(of - {""})) for of in (waiting, running))
         info.add_metric([str(max_loras), *named], time.time())
         return info
 
     def _wait_reasons(self, num_waiting: int) -> Iterator[Metric]:
-        reasons = self._counts.wait_reasons
+        reasons = self.counts.wait_reasons
         ours, steps = (
             value_family(names.METRIC_WAITING_BY_REASON),
             value_family(names.METRIC_WAIT_STEPS),
@@ -123,7 +117,7 @@ class EngineCollector(Collector):
         theirs.add_metric(["capacity"], num_waiting - num_deferred)
         theirs.add_metric(["deferred"], num_deferred)
         seconds = value_family(names.METRIC_WAIT_SECONDS)
-        for name, nanos in list(self._counts.wait_nanos.items()):
+        for name, nanos in list(self.counts.wait_nanos.items()):
             seconds.add_metric([name], nanos / 1e9)
         yield from (ours, steps, seconds, theirs)
 

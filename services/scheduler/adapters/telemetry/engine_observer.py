@@ -1,6 +1,7 @@
 """The observer of a replica's engine, for traces, metrics and recorded steps."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from services.scheduler.adapters.telemetry.activity import WatchedSteps
 from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics
@@ -11,64 +12,58 @@ from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request
 
 
+@dataclass(eq=False)
 class EngineObserver:
     """A `StepObserver` that forwards each call to traces, metrics and recorded steps."""
 
-    def __init__(
-        self,
-        tracer: StepTracer,
-        metrics: RequestMetrics,
-        speculation: SpeculationMetrics,
-        watched: WatchedSteps,
-    ) -> None:
-        self._tracer = tracer
-        self._metrics = metrics
-        self._speculation = speculation
-        self._watched = watched
+    tracer: StepTracer
+    metrics: RequestMetrics
+    speculation: SpeculationMetrics
+    watched: WatchedSteps
 
     def arrived(self, requests: Sequence[Request]) -> None:
-        self._metrics.arrived(requests)
-        self._tracer.arrived(requests)
+        self.metrics.arrived(requests)
+        self.tracer.arrived(requests)
 
     def begin(self) -> str:
-        if self._watched.is_on:
-            self._watched.begin()
-        return self._tracer.begin()
+        if self.watched.is_on:
+            self.watched.begin()
+        return self.tracer.begin()
 
     def planned(self, plan: SchedulerOutput) -> None:
         if plan.new:
-            self._metrics.admitted(plan.new)
-        self._tracer.planned(plan)
-        if self._watched.is_on:
-            self._watched.planned(plan)
+            self.metrics.admitted(plan.new)
+        self.tracer.planned(plan)
+        if self.watched.is_on:
+            self.watched.planned(plan)
 
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
-        self._metrics.done(plan, update)
+        self.metrics.done(plan, update)
         if update.num_draft_tokens:
-            self._speculation.done(update)
-        self._tracer.done(plan, update)
-        if self._watched.is_on:
-            self._watched.done(plan)
+            self.speculation.done(update)
+        self.tracer.done(plan, update)
+        if self.watched.is_on:
+            self.watched.done(plan)
 
     def ended(self, requests: Sequence[Request]) -> None:
-        self._metrics.ended(requests)
-        self._tracer.ended(requests)
+        self.metrics.ended(requests)
+        self.tracer.ended(requests)
 
     def paused(self) -> None:
-        self._tracer.paused()
+        self.tracer.paused()
 
     def resumed(self) -> None:
-        self._tracer.resumed()
+        self.tracer.resumed()
 
     def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
-        self._tracer.preempted(requests, cause)
+        self.tracer.preempted(requests, cause)
 
     def lost(self, preempted: Sequence[Request], lost: PoolLost | WorkersLost) -> None:
-        self._watched.lost()
-        self._tracer.lost(preempted, lost)
+        self.watched.lost()
+        self.tracer.lost(preempted, lost)
 
     def recovered(self) -> None:
-        self._tracer.recovered()
+        self.tracer.recovered()
 
     def stopped(self) -> None:
-        self._tracer.stopped()
+        self.tracer.stopped()

@@ -1,6 +1,7 @@
 """Answers the RPC GetStats with present numbers of the replica."""
 
 from collections import Counter, deque
+from dataclasses import dataclass
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -58,30 +59,23 @@ class StepCounts:
         return sum(self.step_nanos) // len(self.step_nanos) if self.step_nanos else 0
 
 
+@dataclass(eq=False)
 class Statistics:
     """Numbers of an engine, its sessions and its steps."""
 
-    def __init__(
-        self,
-        engine: EngineCore,
-        sessions: Sessions,
-        counts: StepCounts,
-        incarnation: str,
-        model_name: str,
-    ) -> None:
-        self._engine = engine
-        self._sessions = sessions
-        self._counts = counts
-        self._incarnation = incarnation
-        self._model_name = model_name
+    engine: EngineCore
+    sessions: Sessions
+    counts: StepCounts
+    incarnation: str
+    model_name: str
 
     def message(self) -> scheduler_pb2.GetStatsResponse:
         """The numbers as the answer to GetStats."""
-        engine, scheduler, counts = self._engine, self._engine.scheduler, self._counts
+        engine, scheduler, counts = self.engine, self.engine.scheduler, self.counts
         reason = counts.wait_reasons.current if engine.num_waiting else None
         return scheduler_pb2.GetStatsResponse(
-            incarnation=self._incarnation,
-            model_name=self._model_name,
+            incarnation=self.incarnation,
+            model_name=self.model_name,
             state=_STATES.to_proto(engine.state),
             state_reason=engine.state_reason,
             num_running=len(scheduler.running),
@@ -94,10 +88,10 @@ class Statistics:
             num_steps=counts.num_steps,
             num_prompt_tokens=counts.num_prompt_tokens,
             num_cached_tokens=counts.num_cached_tokens,
-            num_generated_tokens=self._sessions.num_generated_tokens,
+            num_generated_tokens=self.sessions.num_generated_tokens,
             num_preemptions=scheduler.num_preemptions,
-            num_finished=self._sessions.num_finished,
-            num_sessions=len(self._sessions),
+            num_finished=self.sessions.num_finished,
+            num_sessions=len(self.sessions),
             mean_step_nanos=counts.mean_step_nanos,
             wait_reason=WAIT_REASONS.to_proto(reason)
             if reason is not None

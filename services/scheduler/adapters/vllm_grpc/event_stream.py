@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
 
 from smg_grpc_proto.generated import common_pb2
@@ -28,6 +29,7 @@ _LOOK_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 1.0
 
 
+@dataclass(eq=False)
 class EventStream:
     """Makes the messages for a subscriber: first a snapshot, or the batches from a given number on,
     and then all later batches.
@@ -36,18 +38,11 @@ class EventStream:
     second, the load is sent in a separate message with the sequence number of the previous message.
     """
 
-    def __init__(
-        self,
-        log: KVEventLog,
-        groups: Sequence[KVCacheGroup],
-        load: Callable[[], common_pb2.EngineLoad],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._log = log
-        self._groups = groups
-        self._load = load
-        self._clock = clock
-        self._event_ids = count(1)
+    log: KVEventLog
+    groups: Sequence[KVCacheGroup]
+    load: Callable[[], common_pb2.EngineLoad]
+    clock: Callable[[], float] = time.monotonic
+    _event_ids: count[int] = field(init=False, default_factory=lambda: count(1))
 
     async def batches(self, begin: int) -> AsyncGenerator[common_pb2.KvEventBatch]:
         """An endless stream of batches. `begin` is the number of the first batch to send, or 0 for
@@ -56,12 +51,12 @@ class EventStream:
         """
         if begin:
             sequence = begin - 1
-            self._log.batches(begin)
+            self.log.batches(begin)
         else:
-            sequence = self._log.newest
+            sequence = self.log.newest
             for message in self._snapshot():
                 yield message
-        loads = _LoadRecords(self._load, self._clock)
+        loads = _LoadRecords(self.load, self.clock)
         while True:
             for batch in await self._batches_after(sequence):
                 sequence = batch.sequence
@@ -74,14 +69,14 @@ class EventStream:
                 )
             if (record := loads.next_if_due()) is not None:
                 yield common_pb2.KvEventBatch(
-                    sequence_number=sequence, timestamp=self._log.time(), dp_rank=0, load=record
+                    sequence_number=sequence, timestamp=self.log.time(), dp_rank=0, load=record
                 )
 
     async def _batches_after(self, sequence: int) -> list[KVEventBatch]:
         """The batches after number `sequence`. Empty if none arrives within `_LOOK_SECONDS`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
-                return await self._log.after(sequence)
+                return await self.log.after(sequence)
         return []
 
     def _snapshot(self) -> Iterator[common_pb2.KvEventBatch]:
@@ -89,7 +84,7 @@ class EventStream:
         sequence numbers. The last message has the number of the newest batch. There are at most
         `newest + 1` messages, so that no number is negative.
         """
-        newest, stored = self._log.newest, self._log.snapshot()
+        newest, stored = self.log.newest, self.log.snapshot()
         num_blocks = sum(len(event.block_hashes) for event in stored)
         chunks: list[list[BlockStored]] = [[]]
         size = 0
@@ -105,7 +100,7 @@ class EventStream:
         for index, chunk in enumerate(chunks):
             yield common_pb2.KvEventBatch(
                 sequence_number=newest - len(chunks) + 1 + index,
-                timestamp=self._log.time(),
+                timestamp=self.log.time(),
                 events=[_without_id(self._event(event)) for event in (*first, *chunk)],
                 dp_rank=0,
                 snapshot=common_pb2.KvSnapshotChunk(
@@ -133,7 +128,7 @@ class EventStream:
                 )
 
     def _stored(self, event: BlockStored) -> common_pb2.KvBlocksStored:
-        group = self._groups[event.group_idx]
+        group = self.groups[event.group_idx]
         tokens, size = unpack_token_ids(event.token_ids), event.block_size
         stored = common_pb2.KvBlocksStored(
             blocks=[

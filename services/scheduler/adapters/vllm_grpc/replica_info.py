@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
@@ -34,23 +35,17 @@ class GenerationRate:
         return self._rate
 
 
+@dataclass(eq=False)
 class ReplicaInfo:
     """Builds the answers about one replica."""
 
-    def __init__(
-        self,
-        shape: ReplicaShape,
-        config: SchedulerConfig,
-        engine: EngineCore,
-        statistics: Statistics,
-    ) -> None:
-        self._shape = shape
-        self._config = config
-        self._engine = engine
-        self._statistics = statistics
-        self._rate = GenerationRate()
-        self._started = time.monotonic()
-        self._received_unix_seconds = 0.0
+    shape: ReplicaShape
+    config: SchedulerConfig
+    engine: EngineCore
+    statistics: Statistics
+    _rate: GenerationRate = field(init=False, default_factory=GenerationRate)
+    _started: float = field(init=False, default_factory=time.monotonic)
+    _received_unix_seconds: float = field(init=False, default=0.0)
 
     def received(self) -> None:
         """Records that a request arrived."""
@@ -58,31 +53,31 @@ class ReplicaInfo:
 
     def model(self) -> vllm_engine_pb2.GetModelInfoResponse:
         """The description of the model, from the worker's description of itself."""
-        built = self._shape.description
+        built = self.shape.description
         return vllm_engine_pb2.GetModelInfoResponse(
             model_path=built.model_name,
             served_model_name=built.model_name,
             is_generation=True,
-            max_context_length=self._config.max_model_len,
+            max_context_length=self.config.max_model_len,
             vocab_size=built.vocab_size,
             eos_token_ids=built.eos_token_ids,
-            max_req_input_len=self._config.max_model_len - 1,
+            max_req_input_len=self.config.max_model_len - 1,
         )
 
     def server(self) -> vllm_engine_pb2.GetServerInfoResponse:
         """The replica's state and configuration."""
-        scheduler = self._engine.scheduler
+        scheduler = self.engine.scheduler
         return vllm_engine_pb2.GetServerInfoResponse(
-            active_requests=len(scheduler.running) + self._engine.num_waiting,
+            active_requests=len(scheduler.running) + self.engine.num_waiting,
             is_paused=scheduler.pause_mode is not None,
             last_receive_timestamp=self._received_unix_seconds,
             uptime_seconds=time.monotonic() - self._started,
             server_type=_SERVER_TYPE,
             data_parallel_size=1,
-            kv_cache_dtype=self._shape.description.kv_cache_dtype,
-            model_dtype=self._shape.description.dtype,
-            block_size=self._config.block_size,
-            max_num_seqs=self._config.max_running,
+            kv_cache_dtype=self.shape.description.kv_cache_dtype,
+            model_dtype=self.shape.description.dtype,
+            block_size=self.config.block_size,
+            max_num_seqs=self.config.max_running,
         )
 
     def loads(self, rank: int) -> vllm_engine_pb2.GetLoadsResponse:
@@ -110,10 +105,10 @@ class ReplicaInfo:
         )
 
     def _load(self) -> vllm_engine_pb2.SchedulerLoad:
-        stats = self._statistics.message()
+        stats = self.statistics.message()
         size, num_blocks = stats.block_size, stats.num_usable_blocks
         num_used = num_blocks - stats.num_free_blocks
-        unscheduled = self._engine.unscheduled()
+        unscheduled = self.engine.unscheduled()
         return vllm_engine_pb2.SchedulerLoad(
             num_running_reqs=stats.num_running,
             num_waiting_reqs=stats.num_waiting,

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import grpc
@@ -29,42 +30,35 @@ _IDLE_POLL_SECONDS = 0.01
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+@dataclass(eq=False)
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Serves each Generate call with a separate session, which ends with the call. If the client
     disconnects, the call's requests are aborted. If the client reads slowly, a chunk contains the
     tokens of several steps.
     """
 
-    def __init__(
-        self,
-        engine: EngineCore,
-        sessions: Sessions,
-        submitter: RequestSubmitter,
-        converter: GenerateConverter,
-        info: ReplicaInfo,
-        files: ModelFiles,
-        events: EventStream,
-    ) -> None:
-        self._engine = engine
-        self._sessions = sessions
-        self._submitter = submitter
-        self._converter = converter
-        self._info = info
-        self._files = files
-        self._events = events
-        self._calls: defaultdict[str, set[GatewaySession]] = defaultdict(set)
+    engine: EngineCore
+    sessions: Sessions
+    submitter: RequestSubmitter
+    converter: GenerateConverter
+    info: ReplicaInfo
+    files: ModelFiles
+    events: EventStream
+    _calls: defaultdict[str, set[GatewaySession]] = field(
+        init=False, default_factory=lambda: defaultdict(set)
+    )
 
     async def Generate(
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[vllm_engine_pb2.GenerateResponse]:
         """Generates the answers to one prompt, streamed or as a whole."""
         REQUEST_FIELDS.set({"request_id": request.request_id})
-        generation = self._converter.convert(
+        generation = self.converter.convert(
             request, traceparent=_traceparent(context), timeout_seconds=context.time_remaining()
         )
-        session = self._sessions.open_call(generation.request_id)
+        session = self.sessions.open_call(generation.request_id)
         self._calls[generation.request_id].add(session)
-        self._info.received()
+        self.info.received()
         try:
             for message in generation.requests:
                 await self._submit(session, message)
@@ -76,7 +70,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                         yield response
         finally:
             self._forget(generation.request_id, session)
-            self._engine.changes.abort(self._sessions.close(session))
+            self.engine.changes.abort(self.sessions.close(session))
 
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: Context
@@ -84,15 +78,15 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Ends the requests of the named calls. Ids of calls that have ended are ignored."""
         for request_id in request.request_ids:
             for session in self._calls.get(request_id, ()):
-                self._engine.changes.abort(list(session.requests.values()))
+                self.engine.changes.abort(list(session.requests.values()))
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(
         self, request: vllm_engine_pb2.HealthCheckRequest, context: Context
     ) -> vllm_engine_pb2.HealthCheckResponse:
         """Whether steps can run and new requests are accepted."""
-        state = self._sessions.state
-        healthy = state.ready and not self._submitter.is_draining
+        state = self.sessions.state
+        healthy = state.ready and not self.submitter.is_draining
         return vllm_engine_pb2.HealthCheckResponse(
             healthy=healthy, message="" if healthy else state.reason or "draining"
         )
@@ -104,7 +98,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         deadline = time.monotonic() + request.timeout_s
         while True:
             try:
-                await self._engine.reset_prefix_cache(preempt_running=False)
+                await self.engine.reset_prefix_cache(preempt_running=False)
             except FailedPrecondition as error:
                 if time.monotonic() >= deadline:
                     return common_pb2.FlushCacheResponse(success=False, message=error.message)
@@ -116,34 +110,34 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetModelInfoResponse:
         """The model, from the worker's description and the model's files."""
-        response = self._info.model()
-        self._files.describe(response)
+        response = self.info.model()
+        self.files.describe(response)
         return response
 
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetServerInfoResponse:
         """The replica's present state and configuration."""
-        return self._info.server()
+        return self.info.server()
 
     async def GetLoads(
         self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
     ) -> vllm_engine_pb2.GetLoadsResponse:
         """The replica's load. Empty for ranks other than 0."""
-        return self._info.loads(request.dp_rank)
+        return self.info.loads(request.dp_rank)
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         """The tokenizer's files, from the model directory in the scheduler's settings."""
-        for chunk in await asyncio.to_thread(lambda: list(self._files.tokenizer_chunks())):
+        for chunk in await asyncio.to_thread(lambda: list(self.files.tokenizer_chunks())):
             yield chunk
 
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
         """Streams the events of the prefix cache."""
-        async with aclosing(self._events.batches(request.start_sequence_number)) as batches:
+        async with aclosing(self.events.batches(request.start_sequence_number)) as batches:
             async for batch in batches:
                 yield batch
 
@@ -167,7 +161,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def _submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         try:
-            await self._submitter.submit(session, message)
+            await self.submitter.submit(session, message)
         except StepwellError as error:
             raise with_client_names(error) from error
 

@@ -5,6 +5,7 @@ until it is prepared, and other requests may overtake it.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.common.errors import InvalidArgument, StepwellError
@@ -31,32 +32,26 @@ class GrammarWorkers(Protocol):
         """
 
 
+@dataclass(eq=False)
 class GrammarPreparation:
     """Makes workers compile grammars and load adapters, and reports when a request is prepared."""
 
-    def __init__(
-        self,
-        workers: GrammarWorkers,
-        adapters: AdapterLoader,
-        compiled: Callable[[Request, str, FinishReason], None],
-    ) -> None:
-        """`compiled` is called with a prepared request, an error, and the finish reason for that
-        error. The error is empty if the preparation succeeded. If workers refuse a grammar, the
-        finish reason is a client error, because the gateway reports refused grammars in this way.
-        """
-        self._adapters = adapters
-        self._workers = workers
-        self._compiled = compiled
-        self._tasks: set[asyncio.Task[object]] = set()
+    workers: GrammarWorkers
+    adapters: AdapterLoader
+    compiled: Callable[[Request, str, FinishReason], None]
+    """Called with a prepared request, an error, or an empty text, and the error's finish reason,
+    which is a client error if workers refuse the grammar.
+    """
+    _tasks: set[asyncio.Task[object]] = field(init=False, default_factory=set)
 
     def begin(self, request: Request, adapter: Adapter | None = None) -> None:
         """Begins to prepare a request. It waits if the workers lack its grammar or adapter."""
         wanted = request.sampling.structured_outputs
-        if adapter is not None and self._adapters.is_loaded(adapter.digest):
+        if adapter is not None and self.adapters.is_loaded(adapter.digest):
             adapter = None
         if wanted is None and adapter is None:
             return
-        if adapter is None and wanted is not None and self._workers.has_grammar(wanted):
+        if adapter is None and wanted is not None and self.workers.has_grammar(wanted):
             request.grammar = GrammarStatus.READY
             return
         request.grammar, request.awaits_adapter = GrammarStatus.COMPILING, adapter is not None
@@ -65,7 +60,7 @@ class GrammarPreparation:
     def begin_turn(self, chunk: InputChunk) -> None:
         """Makes workers compile the grammar of a session's next turn. The turn does not wait."""
         wanted = chunk.sampling.structured_outputs
-        if wanted is not None and not self._workers.has_grammar(wanted):
+        if wanted is not None and not self.workers.has_grammar(wanted):
             self._spawn(self._error(wanted))
 
     async def _prepare(
@@ -73,10 +68,10 @@ class GrammarPreparation:
     ) -> None:
         error, reason = "", FinishReason.ERROR
         if adapter is not None:
-            error = await self._adapters.load_for(request, adapter)
+            error = await self.adapters.load_for(request, adapter)
         if wanted is not None and not error:
             error, reason = await self._error(wanted), FinishReason.GRAMMAR_ERROR
-        self._compiled(request, error, reason)
+        self.compiled(request, error, reason)
 
     async def _error(self, wanted: StructuredOutputs) -> str:
         """Makes the workers compile a grammar. Returns an error if they refuse the grammar,
@@ -84,7 +79,7 @@ class GrammarPreparation:
         request runs.
         """
         try:
-            await self._workers.prepare_grammar(wanted)
+            await self.workers.prepare_grammar(wanted)
         except InvalidArgument as refusal:
             return refusal.message
         except StepwellError as failure:

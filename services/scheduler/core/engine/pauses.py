@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import dataclass
 
 from services.common.errors import Aborted
 from services.common.replica.pause_mode import PauseMode
@@ -12,62 +13,55 @@ from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolLost, StepObserver
 
 
+@dataclass(eq=False)
 class Pauses:
     """Begins and ends pauses, always between two iterations of the engine loop. If a pause began
     during planning, it would apply to only some requests of the step.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        changes: PendingChanges,
-        observer: StepObserver,
-        lock: EngineLock,
-        wake: asyncio.Event,
-    ) -> None:
-        self._scheduler = scheduler
-        self._changes = changes
-        self._observer = observer
-        self._lock = lock
-        self._wake = wake
+    scheduler: Scheduler
+    changes: PendingChanges
+    observer: StepObserver
+    lock: EngineLock
+    wake: asyncio.Event
 
     @property
     def is_on(self) -> bool:
         """Whether a pause prevents steps. With mode WAIT, steps continue while requests run."""
-        mode = self._scheduler.pause_mode
-        return mode is not None and not (mode is PauseMode.WAIT and self._scheduler.running)
+        mode = self.scheduler.pause_mode
+        return mode is not None and not (mode is PauseMode.WAIT and self.scheduler.running)
 
     async def begin(self, mode: PauseMode) -> None:
         """Begins a pause, with the effects described in `EngineCore.pause`."""
         if mode is PauseMode.WAIT:
             await self._finish_running()
         else:
-            async with self._lock:
-                self._scheduler.pause(mode)
-        self._observer.paused()
-        async with self._lock.standstill():
-            self._changes.apply()
+            async with self.lock:
+                self.scheduler.pause(mode)
+        self.observer.paused()
+        async with self.lock.standstill():
+            self.changes.apply()
             if mode is PauseMode.ABORT:
-                self._changes.end(dict.fromkeys(self._scheduler.requests, FinishReason.ABORT))
+                self.changes.end(dict.fromkeys(self.scheduler.requests, FinishReason.ABORT))
             with suppress(PoolLost):  # the next step detects the loss and recovers
-                await self._scheduler.flush()
+                await self.scheduler.flush()
 
     async def _finish_running(self) -> None:
         """Waits until no request runs."""
 
         def is_over() -> bool:
-            return self._scheduler.pause_mode is not PauseMode.WAIT or not self._scheduler.running
+            return self.scheduler.pause_mode is not PauseMode.WAIT or not self.scheduler.running
 
-        async with self._lock:
-            self._scheduler.pause(PauseMode.WAIT)
-            self._wake.set()
-            await self._lock.until(is_over)
-        if self._scheduler.pause_mode is None:
+        async with self.lock:
+            self.scheduler.pause(PauseMode.WAIT)
+            self.wake.set()
+            await self.lock.until(is_over)
+        if self.scheduler.pause_mode is None:
             raise Aborted("the engine was resumed while requests ran", reason="RESUMED")
 
     async def end(self) -> None:
         """Ends the pause: steps are planned again."""
-        async with self._lock:
-            self._scheduler.resume()
-        self._observer.resumed()
-        self._wake.set()
+        async with self.lock:
+            self.scheduler.resume()
+        self.observer.resumed()
+        self.wake.set()

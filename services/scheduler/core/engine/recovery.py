@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from services.common.pool.ids import RequestKey
 from services.common.request.finish_reason import FinishReason
@@ -17,6 +18,7 @@ from services.scheduler.core.ports import PoolAndWorkers, StepObserver
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Recovery:
     """Counts losses of pool and workers, and reopens both. During a fault search, which finds a
     request whose steps always fail, allows only the selected requests to be admitted.
@@ -25,32 +27,23 @@ class Recovery:
     `wake` is the loop's event, which is set when there are changes.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        replica: PoolAndWorkers,
-        changes: PendingChanges,
-        observer: StepObserver,
-        lock: EngineLock,
-        wake: asyncio.Event,
-    ) -> None:
-        self.losses = Losses()
-        self._search = FaultSearch()
-        self._scheduler = scheduler
-        self._replica = replica
-        self._changes = changes
-        self._observer = observer
-        self._lock = lock
-        self._wake = wake
+    scheduler: Scheduler
+    replica: PoolAndWorkers
+    changes: PendingChanges
+    observer: StepObserver
+    lock: EngineLock
+    wake: asyncio.Event
+    losses: Losses = field(init=False, default_factory=Losses)
+    _search: FaultSearch = field(init=False, default_factory=FaultSearch)
 
     @property
     def is_trial_due(self) -> bool:
         """Whether the fault search selects other requests than those that may be admitted now."""
-        return self._search.trial() != self._scheduler.queues.admitted_only
+        return self._search.trial() != self.scheduler.queues.admitted_only
 
     def plan_of(self, keys: Collection[RequestKey]) -> SchedulerOutput:
         """A stand-in for the step whose transaction, with the requests of `keys`, failed."""
-        requests = [one for one in self._scheduler.requests if one.key in set(keys)] if keys else []
+        requests = [one for one in self.scheduler.requests if one.key in set(keys)] if keys else []
         computed = [request.num_computed_tokens for request in requests]
         return SchedulerOutput(-1, requests, [1] * len(requests), computed)
 
@@ -58,13 +51,13 @@ class Recovery:
         """Makes the requests of lost steps suspects. Ends a request whose steps always fail, if one
         was found. Does nothing if a signal or a supervisor ended the workers.
         """
-        if self._replica.workers_were_ended or not any(plan.requests for plan in plans):
+        if self.replica.workers_were_ended or not any(plan.requests for plan in plans):
             return
         culprit = self._search.steps_failed(plans)
         if culprit is not None:
             logger.error("a request is given up: its steps always fail", extra=culprit.log_fields)
             self.losses.made_progress()
-            self._changes.end({culprit: FinishReason.STEP_FAILED})
+            self.changes.end({culprit: FinishReason.STEP_FAILED})
 
     def step_done(self, plan: SchedulerOutput) -> None:
         """Records a successful step after a loss. If no suspects are left, later losses no longer
@@ -77,13 +70,13 @@ class Recovery:
 
     def begin_trial(self) -> None:
         """Allows only the requests of the fault search to be admitted. No request may run."""
-        if (trial := self._search.trial()) != self._scheduler.queues.admitted_only:
-            self._scheduler.admit_only(trial)
+        if (trial := self._search.trial()) != self.scheduler.queues.admitted_only:
+            self.scheduler.admit_only(trial)
 
     def change_trial(self) -> None:
         """Preempts all requests, then allows only the requests that the fault search selects."""
-        preempted = self._scheduler.preempt_all()
-        self._observer.preempted(preempted, PreemptionCause.FAULT_SEARCH)
+        preempted = self.scheduler.preempt_all()
+        self.observer.preempted(preempted, PreemptionCause.FAULT_SEARCH)
         self.begin_trial()
 
     async def reopen(self) -> None:
@@ -91,16 +84,16 @@ class Recovery:
 
         async def open_again() -> None:
             await asyncio.sleep(self.losses.backoff_seconds)
-            await self._replica.open()
+            await self.replica.open()
 
         reopening = asyncio.create_task(open_again(), name="reopen")
-        reopening.add_done_callback(lambda _: self._wake.set())
+        reopening.add_done_callback(lambda _: self.wake.set())
         try:
             while not reopening.done():
-                self._wake.clear()
-                async with self._lock:
-                    self._changes.apply()
-                await self._wake.wait()
+                self.wake.clear()
+                async with self.lock:
+                    self.changes.apply()
+                await self.wake.wait()
             reopening.result()
         finally:
             reopening.cancel()
