@@ -102,9 +102,7 @@ class Check:
         return wrong
 
     def _until_healed(self, killed: Container | None) -> str:
-        """Waits until the deployment is healthy. Returns a description of what is unhealthy after
-        the time limit, or an empty text.
-        """
+        """Waits until the deployment is healthy. Returns what is unhealthy at the limit."""
         deadline = time.monotonic() + self._times.heal_seconds
         while problem := self._problem(killed):
             if time.monotonic() > deadline:
@@ -141,9 +139,7 @@ def until_healthy(deployment: Deployment, seconds: float) -> Sequence[Container]
 
 
 def _victim(containers: Sequence[Container], role: str, running: dict[str, int]) -> Container:
-    """A container of the role. If the role belongs to replicas, it is a container of the replica in
-    which most requests run.
-    """
+    """A container of the role, in a role of replicas of the one that runs most requests."""
     candidates = [container for container in containers if container.role == role]
     if not candidates:
         raise CommandError(f"the deployment has no {role}", exit_status=2)

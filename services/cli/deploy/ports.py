@@ -47,9 +47,7 @@ class Deployment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of one stream. It has the text, the error (or an empty text), and the longest time
-    between two events, in seconds.
-    """
+    """A stream's text, error (or ""), and longest time between two events, in seconds."""
 
     text: str
     error: str

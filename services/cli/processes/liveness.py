@@ -47,9 +47,7 @@ class LivenessPolicy:
 async def until_hung(
     child: Child, is_ready: Callable[[], bool], num_hangs: int, policy: LivenessPolicy
 ) -> str:
-    """Checks a child's liveness until it hangs. Returns the reason. `num_hangs` counts the
-    consecutive earlier runs that ended in a hang.
-    """
+    """Checks a child until it hangs. Returns why. `num_hangs` runs in a row ended so."""
     address = child.spec.liveness_address
     assert address is not None
     watch = _Watch(child, is_ready, num_hangs, policy)

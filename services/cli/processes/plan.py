@@ -36,9 +36,7 @@ _RESTART_SECONDS = 600.0
 its loading may take minutes.
 """
 _GATEWAY_PATIENCE = 5
-"""Multiplies the gateway's liveness timeout. Killing a gateway breaks its clients' streams, while
-streams survive the end of any other service.
-"""
+"""Multiplies the gateway's liveness timeout, because killing it breaks its clients' streams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +53,7 @@ class Addresses:
     master_ports: tuple[int, ...] = ()
     """For each replica, the port where its model's ranks connect. Empty without ranks."""
     vllm_grpc_ports: tuple[int, ...] = ()
-    """For each replica, the port where its scheduler serves vllm.grpc.engine. The tuple is empty if
-    schedulers do not serve vllm.grpc.engine.
-    """
+    """For each replica, the port where its scheduler serves vllm.grpc.engine, if it does."""
     admin_port: int | None = None
     """The loopback port of operator calls. It is None if operator calls are not served."""
 
@@ -101,9 +97,7 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
 
 
 class _Specs:
-    """Builds the specifications of child processes. The settings of `stepwell up` are distributed
-    to the services that have them.
-    """
+    """Builds the child processes, each with the settings of `stepwell up` that it has."""
 
     def __init__(
         self, settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]
@@ -232,9 +226,7 @@ class _Replica:
 
     @classmethod
     def named(cls, index: int, settings: UpSettings) -> "_Replica":
-        """Names with the replica's index if there are several replicas. Worker names then have the
-        rank if there are several ranks.
-        """
+        """Names with the index of the replica and the rank, where there are several."""
         suffix = f"-{index}" if settings.replicas > 1 else ""
         size = settings.num_ranks
         team = f"worker{suffix}"

@@ -18,9 +18,7 @@ _PRIVATE = 0o700
 
 
 def ensure_directory(path: Path) -> None:
-    """Creates the directory of a run again if it was removed. Raises CommandError if another user
-    has created a file or directory of that name.
-    """
+    """Creates a run's directory if it was removed. Raises CommandError if another user did."""
     try:
         path.mkdir(mode=_PRIVATE)
     except FileExistsError:

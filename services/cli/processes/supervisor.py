@@ -83,9 +83,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a run. It has the exit status in words, the seconds for which the program was
-    ready, and whether it was killed because it hung.
-    """
+    """The end of a run: exit status in words, seconds of readiness, and whether it hung."""
 
     status: str
     ready_seconds: float

@@ -58,9 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _replay_log(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    """Replays the log up to its end or up to damage. At damage, the figures of the steps before it
-    are printed, and CommandError is raised.
-    """
+    """Replays the log to its end, or to damage, after which CommandError is raised."""
     path, plot = arguments.file, arguments.plot
     log = StepLogFile(path)
     config = changed_config(log.header.config, overrides)

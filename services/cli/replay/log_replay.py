@@ -182,9 +182,7 @@ class LogReplay(SchedulerRun):
         )
 
     def _read_chunk(self, entry: Field) -> InputChunk | None:
-        """The next input of a session. None ends the session. The input's length is not checked
-        here, because planning limits it.
-        """
+        """The next input of a session, or None, which ends it. Planning limits its length."""
         if "tokens" not in entry.members():
             return None
         token_ids = entry["tokens"].integers()

@@ -25,9 +25,7 @@ class SchedulerRun:
         """Maps step numbers to the plans whose output has not arrived yet."""
 
     async def apply(self, event: Event, now: int) -> None:
-        """Makes the scheduler call of an event that occurred after `now` steps had been planned.
-        Aborting a request that was not added does nothing.
-        """
+        """Makes an event's scheduler call. Aborting a request not yet added does nothing."""
         if isinstance(event, Request):
             request = as_added(event)
             self.requests[request.key] = request

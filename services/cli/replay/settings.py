@@ -44,9 +44,7 @@ NAMES = tuple(
 
 
 def read_config(field: Field, fingerprint: bytes = b"") -> SchedulerConfig:
-    """Reads a configuration from an object with the field names of `SchedulerConfig`. Fields with a
-    default are optional. Raises FieldError.
-    """
+    """Reads a configuration from an object. Defaults are optional. Raises FieldError."""
     field.only(NAMES)
     values: dict[str, Any] = {"fingerprint": fingerprint}
     for spec in dataclasses.fields(SchedulerConfig):

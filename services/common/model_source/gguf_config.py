@@ -100,9 +100,7 @@ class _Reader:
         self._architecture = architecture
 
     def optional(self, key: str) -> Any:
-        """Returns the value of a key, or None if it is missing. A list with an equal value for each
-        layer counts as one value.
-        """
+        """Returns a key's value, a list's if all layers have the same, or None."""
         value = self._metadata.get(f"{self._architecture}.{key}")
         if isinstance(value, list) and len(set(value)) == 1:
             return value[0]

@@ -113,9 +113,7 @@ class Lookup:
     max_hit_tokens: Sequence[int]
     new_hashes: Sequence[Sequence[BlockHash]]
     with_divergent_hits: bool = False
-    """Whether the hit of the full-attention groups alone is also looked up. Other groups may have
-    cached only a part of this hit.
-    """
+    """Whether the hit of the full-attention groups alone is also looked up."""
 
 
 @dataclass(slots=True)
@@ -166,9 +164,7 @@ class Admission:
     or 0. If this length differs now, the hit counts as changed, except if `diverges` is set.
     """
     diverges: bool = False
-    """Whether the hit is a hit of the full-attention groups alone. Blocks that other groups lack
-    are loaded from elsewhere.
-    """
+    """Whether the hit is of full-attention groups alone. Others load their blocks."""
     num_stored_tokens: int | None = None
     """Blocks that no query after this number of tokens can see are freed. None if it equals the
     number of computed tokens. It is less if the remaining tokens are computed again, or if steps in
@@ -287,9 +283,7 @@ class Stop:
     item_index: int
     reason: StopReason
     num_hit_tokens: int = 0
-    """Number of tokens of the current hit if the hit has changed, otherwise 0.
-    `shared_prefix_boundary` is set in the same case.
-    """
+    """Number of tokens of the current hit if the hit has changed, otherwise 0."""
     shared_prefix_boundary: int = 0
 
 

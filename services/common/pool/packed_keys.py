@@ -84,9 +84,7 @@ def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
 
 
 def unpack_key_set(packed: bytes) -> Iterator[list[int]]:
-    """The inverse of `pack_key_set`. Returns an iterator over parts of the set. Raises DamagedKeys
-    before the iteration begins.
-    """
+    """The inverse of `pack_key_set`, in parts. Raises DamagedKeys before the first part."""
     try:
         num_keys, num_compressed = _LENGTHS.unpack_from(packed)
         begin = _LENGTHS.size + num_compressed

@@ -1,6 +1,4 @@
-"""Settings that every service has: addresses, the certificate for connections to other services,
-traces, logs, and the drain time.
-"""
+"""Settings of every service: addresses, certificate, traces, logs, and the drain time."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -69,9 +69,7 @@ class RedisConnection:
         self._connecting = asyncio.Lock()
 
     async def call(self, use: Callable[[Client], Awaitable[T]], seconds: float = CALL_SECONDS) -> T:
-        """Calls `use` with the client and returns its result. Raises RedisUnavailable if the call
-        fails or takes longer than `seconds`.
-        """
+        """Returns `use(client)`. Raises RedisUnavailable on failure or after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 answer = await use(await self._connected())

@@ -76,9 +76,7 @@ class DirectoryKeys:
         return f"{self.prefix}:lease:{node}"
 
     def snapshot(self, node: str, epoch: int) -> str:
-        """The name of an epoch's snapshot. Each epoch has another name, so no epoch overwrites the
-        snapshot of another one.
-        """
+        """The name of an epoch's snapshot, which no other epoch overwrites."""
         return f"{self.prefix}:snap:{node}:{epoch}"
 
 

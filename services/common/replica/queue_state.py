@@ -71,9 +71,7 @@ class QueueState:
         has_output: bool = False,
         num_waiting: int | None = None,
     ) -> ResourceExhausted | None:
-        """Returns the error that rejects another request while `num_waiting` requests wait. None if
-        the request may be queued.
-        """
+        """Returns the error that rejects a request behind `num_waiting` others, or None."""
         longest = self.longest_wait(timeout_seconds, has_output=has_output)
         return self.refusal_within(longest, num_waiting)
 

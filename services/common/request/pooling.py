@@ -64,9 +64,7 @@ class Pooler:
         return self.pooling_type is PoolingType.LAST and not self.takes_whole_prompts
 
     def check(self, params: PoolingParams, num_tokens: int) -> None:
-        """Raises InvalidArgument, which names the field, if the model cannot pool a prompt of
-        `num_tokens` tokens with these parameters.
-        """
+        """Raises InvalidArgument if the model cannot pool such a prompt with these parameters."""
         wanted = params.dimensions
         if params.num_first_text_tokens > num_tokens:
             raise InvalidArgument(

@@ -44,9 +44,7 @@ _CONNECTION_ENDS = (
     (r"Connection reset", "closed the connection"),
     (r"Socket closed", "closed the connection"),
 )
-"""Pairs of a pattern for grpc's messages about connections, and the meaning of such a message. The
-first pattern that matches is used.
-"""
+"""Pairs of a pattern for grpc's connection messages and its meaning. The first match counts."""
 _WRITE_FAILED = "Internal error from Core"
 """grpc.aio's message, with the status INTERNAL, for a connection that ended during a write."""
 

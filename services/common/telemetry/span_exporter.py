@@ -19,9 +19,7 @@ from services.common.telemetry.span_sender import NotTaken
 
 
 class OtlpExporter(OTLPSpanExporter):
-    """The SDK's exporter with a faster encoder. If an export fails, it raises an error with the
-    reason, which the SDK's exporter only logs.
-    """
+    """The SDK's exporter with a faster encoder. A failed export raises the reason."""
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint` is a URL, http://host:port or https://host:port."""

@@ -43,7 +43,5 @@ class Address:
         return f"{host}:{self.port}"
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Returns a context that trusts the authorities in SSL_CERT_FILE or, without it, the
-        system's authorities. None for http.
-        """
+        """A context that trusts SSL_CERT_FILE or the system's authorities. None for http."""
         return ssl.create_default_context() if self.is_https else None

@@ -42,9 +42,7 @@ class RequestRecord:
     token_times: "array[float]" = field(default_factory=lambda: array("d"))
     """The arrival time of each event with output."""
     ended: float | None = None
-    """The arrival time of the answer's last event, or of the end of an unstreamed answer. None if
-    the answer has not ended.
-    """
+    """The arrival of the answer's last event, or of an unstreamed answer's end, or None."""
     num_input_tokens: int | None = None
     """Number of prompt tokens. All `num_*_tokens` are the server's `usage`, or None."""
     num_output_tokens: int | None = None

@@ -108,9 +108,7 @@ class Silence:
         self._last: Reading | None = None
         self._began = began
         self._unjudged = 0.0
-        """Seconds from `began` to the first reading. Reset to 0 by the second reading, which shows
-        what fraction of them counts.
-        """
+        """Seconds from `began` to the first reading, until the second one weighs them."""
 
     def look(self, reading: Reading) -> float:
         """Adds the time since the last reading. Returns `seconds`."""

@@ -28,9 +28,7 @@ ValueFamily: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
 
 def value_family(metric: str | MetricSpec) -> ValueFamily:
-    """Creates an empty gauge or counter family, for a name in SPECS or for any specification.
-    Raises KeyError if the name is not in SPECS.
-    """
+    """Creates an empty gauge or counter family, by name or specification. Raises KeyError."""
     spec = SPECS[metric] if isinstance(metric, str) else metric
     if spec.kind is Kind.COUNTER:
         return CounterMetricFamily(spec.name, spec.text, labels=spec.labels)
