@@ -16,7 +16,6 @@ from services.cli.console import Console, announce
 from services.cli.errors import CommandError
 from services.cli.processes.plan import Addresses, stages
 from services.cli.processes.ports import claim_port
-from services.cli.processes.redis_check import require_redis
 from services.cli.processes.replica_variables import check_variables
 from services.cli.processes.run_directory import run_directory
 from services.cli.processes.supervisor import Stage, StartFailed, Supervisor
@@ -25,6 +24,7 @@ from services.common.model_source.find import model_name
 from services.common.process.logs import LogFormat
 from services.common.process.settings import load_settings, variable_name
 from services.common.process.standard_streams import drop_unwritten
+from services.common.redis.url import NEEDS_REDIS, missing_file, without_secrets
 from services.common.request.tokenizer_files import has_tokenizer
 from services.common.rpc.addresses import LARGEST_PORT, join_host_port
 from services.worker.models.errors import ModelError
@@ -235,3 +235,35 @@ def _why(failure: StartFailed, console: Console) -> str:
             return f"{failure.name} cannot start: {line.removeprefix(beginning)}"
     console.tail(failure.name, failure.tail)
     return f"{failure.name} cannot start: {failure.status}"
+
+
+def require_redis(url: str) -> None:
+    """Raises CommandError if no Redis answers at a URL or if Redis refuses the password.
+
+    The services themselves tolerate an unreachable Redis, which may return later.
+    """
+    try:
+        from services.common.redis.connection import (  # noqa: PLC0415 - an extra
+            FIRST_CALL_SECONDS,
+            RedisConnection,
+            RedisUnavailable,
+            why_unusable,
+        )
+    except ModuleNotFoundError as error:
+        raise CommandError(NEEDS_REDIS.replace("--redis-url", "--redis")) from error
+
+    if (complaint := missing_file(url)) is not None:
+        raise CommandError(f"--redis-url {without_secrets(url)}: {complaint}", exit_status=2)
+
+    async def ask() -> None:
+        connection = RedisConnection(url)
+        try:
+            await connection.call(lambda client: client.ping(), FIRST_CALL_SECONDS)
+        finally:
+            await connection.close()
+
+    try:
+        asyncio.run(ask())
+    except RedisUnavailable as error:
+        complaint = why_unusable(error) or "nothing answers there"
+        raise CommandError(f"--redis-url {without_secrets(url)}: {complaint}") from error

@@ -26,10 +26,9 @@ from services.common.telemetry.tracing import Tracing, service_tracing
 from services.common.telemetry.tracing_metrics import TracingCollector
 from services.common.tls.metrics import TlsCollector
 from services.common.tls.settings import tls_of
-from services.kvpool.adapters.directory_metrics import DirectoryCollector
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.memory_directory import MemoryDirectory
-from services.kvpool.adapters.metrics import PoolCollector
+from services.kvpool.adapters.metrics import DirectoryCollector, PoolCollector
 from services.kvpool.adapters.servicer import KVPoolServicer
 from services.kvpool.core.pool_host import PoolHost
 from services.kvpool.settings import KVPoolSettings

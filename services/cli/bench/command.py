@@ -3,6 +3,8 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,14 @@ from services.cli.bench.adapters.address import Address
 from services.cli.bench.adapters.report import report
 from services.cli.bench.adapters.tokenizers import local_counter, server_counter
 from services.cli.bench.arguments import parse
-from services.cli.bench.core.summary import summarize
+from services.cli.bench.core.result import (
+    SCHEMA_VERSION,
+    distribution_document,
+    request_rows,
+    summary_document,
+)
+from services.cli.bench.core.summary import Summary, summarize
 from services.cli.bench.core.vocabulary import Vocabulary, counted_vocabulary
-from services.cli.bench.json_document import document
 from services.cli.bench.run import BenchRun, Outcome
 from services.cli.bench.settings import BenchSettings
 from services.cli.client import Client
@@ -85,3 +92,27 @@ def _write_json(value: dict[str, Any], path: Path) -> None:
 
 def _warn(sentence: str) -> None:
     print(f"stepwell bench: {sentence}", file=sys.stderr, flush=True)
+
+
+def document(outcome: Outcome, summary: Summary) -> dict[str, Any]:
+    usage, vocabulary = outcome.usage, outcome.vocabulary
+    return {
+        "schema": "stepwell-bench",
+        "schema_version": SCHEMA_VERSION,
+        "stepwell_version": version("stepwell"),
+        "started_at": outcome.started_at.isoformat(),
+        "interrupted": outcome.is_interrupted,
+        "server": {"url": outcome.url, "model": outcome.model, "left_out": outcome.left_out},
+        "prompt_lengths": {
+            "by": None if vocabulary is None else vocabulary.source,
+            "tokens_per_word": None if vocabulary is None else vocabulary.tokens_per_word,
+        },
+        "settings": outcome.settings.public(),
+        "summary": summary_document(summary),
+        "generator": {
+            **asdict(usage),
+            "loop_lag_ms": distribution_document(usage.loop_lag_ms),
+            "warning": usage.warning,
+        },
+        "requests": request_rows(outcome.records),
+    }

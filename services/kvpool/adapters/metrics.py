@@ -1,19 +1,22 @@
-"""Prometheus metrics of the pools, read from their counts at each scrape.
+"""Prometheus metrics of the pools and of writes to Redis, read from counts at each scrape.
 
 The hot path updates no metric. A metric has vLLM's name if it has the same meaning. Metrics of a
 replica as a whole belong to the scheduler.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry import names
-from services.common.telemetry.metric_specs import summary_family, value_family
+from services.common.telemetry.metric_specs import single, summary_family, value_family
 from services.kvpool.core.pool_host import Answer, PoolHost
 from services.kvpool.core.stats import PoolStats
+
+if TYPE_CHECKING:
+    from services.kvpool.adapters.redis_directory import RedisDirectory
 
 Read = Callable[[PoolStats], float]
 
@@ -65,3 +68,25 @@ class PoolCollector(Collector, Generic[Answer]):
             for pool_id, stats in pools:
                 summary.add_metric([pool_id], int(read_count(stats)), read_sum(stats))
             yield summary
+
+
+class DirectoryCollector(Collector):
+    """Exports the writers' counts, summed over all pools and read at each scrape."""
+
+    def __init__(self, directory: "RedisDirectory") -> None:
+        self._directory = directory
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields one family for each metric."""
+        directory, counts = self._directory, self._directory.counts
+        for name, value in (
+            (names.METRIC_DIRECTORY_ENTRIES, counts.entries),
+            (names.METRIC_DIRECTORY_KEYS, counts.keys),
+            (names.METRIC_DIRECTORY_SNAPSHOTS, counts.snapshots),
+            (names.METRIC_DIRECTORY_LIVES, counts.num_epochs),
+            (names.METRIC_DIRECTORY_FAILURES, counts.failures),
+            (names.METRIC_DIRECTORY_DROPPED, directory.num_dropped),
+            (names.METRIC_DIRECTORY_CONNECTED, len(counts.nodes_connected)),
+            (names.METRIC_DIRECTORY_UNWRITTEN, directory.num_unwritten),
+        ):
+            yield single(name, value)

@@ -5,7 +5,7 @@ one, is accepted.
 import pytest
 
 from services.kvpool.core.errors import OutOfSequence, StaleGeneration
-from services.kvpool.core.ledger import TransactionLedger
+from services.kvpool.core.pool_host import TransactionLedger
 
 
 def test_the_last_transaction_is_answered_again():

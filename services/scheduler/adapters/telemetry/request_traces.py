@@ -1,5 +1,6 @@
 """Decides at arrival or later which requests are sampled, and records their spans."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -7,8 +8,8 @@ from opentelemetry.trace import Link, SpanContext
 
 from services.common.telemetry.trace_context import child_of, sampled_parent
 from services.common.telemetry.tracing import Tracing
-from services.scheduler.adapters.telemetry.kept_traces import KeptTrace, KeptTraces
 from services.scheduler.adapters.telemetry.request_spans import (
+    Attributes,
     RequestSpans,
     StepLinks,
     is_defect,
@@ -16,6 +17,40 @@ from services.scheduler.adapters.telemetry.request_spans import (
 )
 from services.scheduler.core.request import Request
 from services.scheduler.core.timelines.timeline import Timeline
+
+MAX_KEPT = 2048
+"""Limit on the number of stored timelines. A timeline takes some kilobytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTrace:
+    """The data from which the spans of one request are made."""
+
+    timeline: Timeline
+    attributes: Attributes
+    failed: bool
+
+
+class KeptTraces:
+    """Maps the ids of recently ended requests to their timelines. `take` removes a timeline."""
+
+    def __init__(self, most: int = MAX_KEPT) -> None:
+        self._most = most
+        self._traces: OrderedDict[str, KeptTrace] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._traces)
+
+    def add(self, request_id: str, trace: KeptTrace) -> None:
+        """Stores a timeline. Drops the oldest one if there are too many."""
+        self._traces.pop(request_id, None)
+        self._traces[request_id] = trace
+        if len(self._traces) > self._most:
+            self._traces.popitem(last=False)
+
+    def take(self, request_id: str) -> KeptTrace | None:
+        """Removes and returns the timeline of a request. None if it is not stored."""
+        return self._traces.pop(request_id, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import pytest
 from services.common.request.finish_reason import FinishReason
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.engine.fault_search import FaultSearch
-from services.scheduler.core.engine.losses import Losses
+from services.scheduler.core.engine.recovery import Losses
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 from tests.scheduler.engine_bench import Bench, eventually, running

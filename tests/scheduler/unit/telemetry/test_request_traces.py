@@ -4,7 +4,7 @@ import pytest
 
 from services.common.request.sampling import SamplingParams
 from services.common.telemetry import names
-from services.scheduler.adapters.telemetry.kept_traces import KeptTrace, KeptTraces
+from services.scheduler.adapters.telemetry.request_traces import KeptTrace, KeptTraces
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import PreemptionCause
 from services.scheduler.core.ports import PoolLost, WorkersLost
