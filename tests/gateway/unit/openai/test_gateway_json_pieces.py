@@ -23,7 +23,7 @@ from services.gateway.adapters.http.openai.bodies import (
 )
 from services.gateway.adapters.http.openai.chat import ChatDialect
 from services.gateway.adapters.http.openai.completions import CompletionDialect
-from services.gateway.adapters.http.openai.dialect import Dialect
+from services.gateway.adapters.http.openai.dialect import ConvertedRequest, Dialect
 from services.gateway.adapters.tokenizer.hf_tokenizer import load_tokenizer
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Answer, Usage
@@ -59,7 +59,7 @@ def test_many_logprobs_are_never_whole_in_memory(
 ):
     tokenizer = load_tokenizer(model)
     request = ClientRequest("r", (Prompt([5]),), SamplingParams(logprobs=WIDTH - 1), n=NUM_ANSWERS)
-    dialect = kind(body, request, 0, "tiny", tokenizer)
+    dialect = kind(ConvertedRequest(body, request, 0, "tiny", tokenizer))
     tracemalloc.start()
     answers = [Answer() for _ in range(NUM_ANSWERS)]
     for token in range(NUM_TOKENS):

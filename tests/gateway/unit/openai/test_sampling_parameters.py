@@ -185,7 +185,9 @@ async def test_render_writes_a_parameter_so_that_it_is_read_again(name: str) -> 
 def test_the_terminal_has_a_flag_for_each_number() -> None:
     parser = argparse.ArgumentParser()
     add_sampling(parser)
-    numbers = {name for name, (_, value) in EXAMPLES.items() if isinstance(value, int | float)}
+    numbers = {
+        field.name for field in fields(SamplingParams) if field.type in (int, float, int | None)
+    }
     assert vars(parser.parse_args([])).keys() - {"model", "stop"} == numbers - NO_FLAG
 
 

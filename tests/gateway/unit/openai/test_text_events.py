@@ -19,7 +19,7 @@ from services.gateway.adapters.http.openai.bodies import (
 )
 from services.gateway.adapters.http.openai.chat import ChatDialect
 from services.gateway.adapters.http.openai.completions import CompletionDialect
-from services.gateway.adapters.http.openai.dialect import Dialect
+from services.gateway.adapters.http.openai.dialect import ConvertedRequest, Dialect
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Usage
@@ -48,9 +48,9 @@ def make_dialect(api: str, tokenizer: HfTokenizer, *, ids: bool, counts: bool) -
     if api == "chat":
         said = [ChatMessage(role="user", content="hi")]
         chat = ChatCompletionBody(messages=said, return_token_ids=ids, stream_options=options)
-        return ChatDialect(chat, request, 7, "tiny", tokenizer)
+        return ChatDialect(ConvertedRequest(chat, request, 7, "tiny", tokenizer))
     completion = CompletionBody(prompt="hi", return_token_ids=ids, stream_options=options)
-    return CompletionDialect(completion, request, 7, "tiny", tokenizer)
+    return CompletionDialect(ConvertedRequest(completion, request, 7, "tiny", tokenizer))
 
 
 @settings(max_examples=300, deadline=None)

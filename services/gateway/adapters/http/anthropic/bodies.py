@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 from services.common.errors import StepwellError
 from services.gateway.adapters.grammars.tool_calls import CallableTool
 from services.gateway.adapters.http.anthropic.blocks import AnthropicMessage
+from services.gateway.adapters.http.exchange.asking_body import StreamedBody, renamed
 from services.gateway.adapters.http.exchange.fields import (
     Body,
     HistoryBody,
@@ -17,7 +18,6 @@ from services.gateway.adapters.http.exchange.fields import (
     Texts,
     Without,
 )
-from services.gateway.adapters.http.openai.bodies import renamed
 from services.gateway.adapters.http.openai.content_parts import TextOrParts
 from services.gateway.adapters.http.openai.sampling_fields import CommonSamplingFields
 from services.gateway.adapters.http.openai.tool_bodies import (
@@ -140,18 +140,11 @@ class Metadata(Body):
     user_id: str | None = None
 
 
-class MessagesBody(CommonSamplingFields, CountTokensBody):
+class MessagesBody(CountTokensBody, StreamedBody, CommonSamplingFields):
     """POST /v1/messages."""
 
     max_tokens: Annotated[Int, Field(ge=1)]
     stop_sequences: Texts | None = None
-    stream: bool | None = None
-    # vLLM's.
-    priority: Int | None = None
-    cache_salt: str | None = None
-    skip_reading_prefix_cache: bool | None = None
-    include_metrics: bool | None = None
-    request_id: str | None = Field(default=None, min_length=1, max_length=128)
     # Requests with this field are refused. The error code makes clients send whole conversations.
     thread: dict[str, Any] | None = None
     # Fields without effect.

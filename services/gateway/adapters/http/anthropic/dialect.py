@@ -9,11 +9,13 @@ from services.common.telemetry import names
 from services.gateway.adapters.http.anthropic.block_writer import BlockWriter
 from services.gateway.adapters.http.anthropic.bodies import MessagesBody
 from services.gateway.adapters.http.exchange.errors import AnthropicErrors, described
-from services.gateway.adapters.http.openai.dialect import StreamingDialect, named_event
-from services.gateway.core.ports import Tokenizer
+from services.gateway.adapters.http.openai.dialect import (
+    ConvertedRequest,
+    StreamingDialect,
+    named_event,
+)
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Answer, Usage
-from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.text.parsing.events import CallStart
 
 _STOP_REASONS = {
@@ -32,19 +34,14 @@ class MessagesDialect(StreamingDialect):
     id_prefix = "msg"
     keep_alive = named_event({"type": "ping"})
 
-    def __init__(
-        self,
-        body: MessagesBody,
-        request: ClientRequest,
-        created: int,
-        model_name: str,
-        _tokenizer: Tokenizer,
-    ) -> None:
-        """`request` was converted from `body`. `created` is its arrival in seconds since 1970."""
-        self._request = request
-        self._model = model_name
-        is_omitted = body.thinking is not None and body.thinking.display == "omitted"
-        self._blocks = BlockWriter(request, created, shows_thinking=not is_omitted)
+    def __init__(self, converted: ConvertedRequest[MessagesBody]) -> None:
+        self._request = converted.request
+        self._model = converted.model_name
+        thinking = converted.body.thinking
+        is_omitted = thinking is not None and thinking.display == "omitted"
+        self._blocks = BlockWriter(
+            converted.request, converted.created, shows_thinking=not is_omitted
+        )
         self._last = Piece(0)
         self._has_called = False
 

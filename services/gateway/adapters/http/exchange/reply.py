@@ -4,30 +4,35 @@ client disconnects, the work is cancelled.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InternalError, StepwellError
+from services.gateway.adapters.http.exchange.asking_body import AskingBody, StreamedBody
 from services.gateway.adapters.http.exchange.deadline import ending_at, until
 from services.gateway.adapters.http.exchange.errors import error_response
 from services.gateway.adapters.http.exchange.event_stream import EventStream
 from services.gateway.adapters.http.exchange.json_pieces import send_json
 from services.gateway.adapters.http.exchange.request_state import CLIENT
 from services.gateway.adapters.http.exchange.while_connected import while_connected
-from services.gateway.adapters.http.openai.dialect import StreamingDialect
+from services.gateway.adapters.http.openai.dialect import (
+    Api,
+    ConvertedRequest,
+    StreamingDialect,
+    WholeDialect,
+)
 from services.gateway.adapters.telemetry.observation import Observation, Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.adapters.telemetry.request_times import metrics_body
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.gate import Gate
 from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance
-from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.delivery import Answers
-from services.gateway.core.request.generation import Answer, Usage, best_answers
+from services.gateway.core.request.generation import best_answers
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.tenant import Tenant
@@ -37,40 +42,12 @@ from services.gateway.options.option import Options
 logger = logging.getLogger(__name__)
 
 
-class AskingBody(Protocol):
-    """The body of a request that a model computes."""
-
-    @property
-    def model(self) -> str | None: ...
-
-    @property
-    def stream(self) -> bool | None: ...
-
-    @property
-    def request_id(self) -> str | None: ...
-
-    @property
-    def include_metrics(self) -> bool | None: ...
-
-    def in_client_words(self, error: StepwellError) -> StepwellError:
-        """Returns the error with the body's own names of fields."""
-
-
-class WholeDialect(Protocol):
-    """Writes the answers of an API that never streams."""
-
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """Returns the body of an answer."""
-
-
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A request's body, and the data that the route derived from the body and the headers."""
 
     body: AskingBody
-    operation: str
-    id_prefix: str
-    make_dialect: Callable[[ClientRequest, int, str, Tokenizer], StreamingDialect | WholeDialect]
+    api: Api[Any]
     tenant: Tenant
     allowance: Allowance
     record: RequestRecord
@@ -124,20 +101,20 @@ class GenerationReply:
     async def _work(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._observer.observing(
-                exchange.operation, exchange.record, exchange.tenant
+                exchange.api.operation, exchange.record, exchange.tenant
             ) as observation:
                 await self._generate(exchange, observation, scope["state"], send)
         except StepwellError as error:
             await self._refuse(exchange.body.in_client_words(error), scope, receive, send)
         except Exception:
-            logger.exception("defect while serving %s", exchange.operation)
+            logger.exception("defect while serving %s", exchange.api.operation)
             await self._refuse(InternalError("a defect here"), scope, receive, send)
 
     async def _generate(
         self, exchange: Exchange, observation: Observation, state: dict[str, Any], send: Send
     ) -> None:
-        inference, is_stream = self._inference, bool(exchange.body.stream)
-        record = exchange.record
+        inference, record, body = self._inference, exchange.record, exchange.body
+        is_stream = isinstance(body, StreamedBody) and bool(body.stream)
         async with until(exchange.deadline):
             record.enter(Part.TOKENIZE)
             request = await exchange.to_request()
@@ -150,14 +127,15 @@ class GenerationReply:
             if exchange.allowance is not NO_LIMITS:
                 record.wait("limits")
             await exchange.allowance.reserve(generation)
-            generation = await self._options.before_queue(generation, record, exchange.id_prefix)
+            generation = await self._options.before_queue(
+                generation, record, exchange.api.id_prefix
+            )
         record.enter(Part.PREPARE)
         adapter = generation.request.adapter
-        dialect = self._dialect = exchange.make_dialect(
-            generation.request,
-            generation.identity.created,
-            inference.model_name if adapter is None else adapter.name,
-            inference.tokenizer,
+        name = inference.model_name if adapter is None else adapter.name
+        created = generation.identity.created
+        dialect = self._dialect = exchange.api(
+            ConvertedRequest(body, generation.request, created, name, inference.tokenizer)
         )
         sink = (
             EventStream(generation, dialect, state, send, record)
@@ -173,11 +151,11 @@ class GenerationReply:
                     entered.enter_context(kept_alive(sink, self._keep_alive, delivery.wake))
                 await delivery.run()
         if isinstance(sink, EventStream):
-            await sink.close(metrics_body(record) if exchange.body.include_metrics else None)
+            await sink.close(metrics_body(record) if body.include_metrics else None)
         else:
             returned = best_answers(sink.answers, generation.request)
             answer = dialect.whole(returned, generation.usage())
-            if exchange.body.include_metrics:
+            if body.include_metrics:
                 answer["metrics"] = metrics_body(record)
             await send_json(answer, send)
 

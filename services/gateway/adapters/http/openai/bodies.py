@@ -2,14 +2,12 @@
 the core.
 """
 
-import re
-from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from services.common.errors import InvalidArgument, StepwellError
+from services.gateway.adapters.http.exchange.asking_body import AskingBody, StreamedBody, renamed
 from services.gateway.adapters.http.exchange.fields import (
     Body,
     HistoryBody,
@@ -56,28 +54,21 @@ class TruncationFields(Body):
     truncation_side: Literal["left", "right"] | None = None
 
 
-class SamplingBody(SamplingFields, UnservedSamplingFields, TruncationFields):
+class SamplingBody(StreamedBody, SamplingFields, UnservedSamplingFields, TruncationFields):
     """The fields that completions and chat completions share."""
 
-    model: str | None = None
     # OpenAI's.
     response_format: ResponseFormat | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     # vLLM's.
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Annotated[Any, Only(True, why="it cannot be turned off")] = None
     add_special_tokens: bool | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
-    skip_reading_prefix_cache: bool | None = None
     prompt_cache_key: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     # Only for /render, as in vLLM.
     return_token_offsets: bool | None = None
-    include_metrics: bool | None = None
-    request_id: str | None = Field(default=None, min_length=1, max_length=128)
     # vLLM's former names for fields of structured_outputs.
     guided_json: Annotated[Any, Only(why="send structured_outputs.json")] = None
     guided_regex: Annotated[Any, Only(why="send structured_outputs.regex")] = None
@@ -91,7 +82,6 @@ class SamplingBody(SamplingFields, UnservedSamplingFields, TruncationFields):
     safety_identifier: str | None = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """Returns the error with the core's field name replaced by the name in this body."""
         error = renamed(error, {"session_id": "prompt_cache_key"})
         of_format = self.response_format is not None and self.structured_outputs is None
         if not of_format or isinstance(self.response_format, TextFormat):
@@ -227,27 +217,12 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody, UnservedChatFields):
         return renamed(super().in_client_words(error), names)
 
 
-class PooledBody(UnservedPoolingFields, TruncationFields):
+class PooledBody(AskingBody, UnservedPoolingFields, TruncationFields):
     """The fields that embeddings and scores share."""
 
-    model: str | None = None
     user: str | None = None
     # vLLM's.
     use_activation: bool | None = None
-    include_metrics: bool | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
-    skip_reading_prefix_cache: bool | None = None
-    request_id: str | None = Field(default=None, min_length=1, max_length=128)
-
-    @property
-    def stream(self) -> None:
-        """Always None, because vectors are never streamed."""
-        return
-
-    @abstractmethod
-    def in_client_words(self, error: StepwellError) -> StepwellError:
-        """Returns the error with the core's field name replaced by the name in this body."""
 
 
 class InputBody(PooledBody):
@@ -283,22 +258,6 @@ class ScoreBody(PooledBody):
             message = error.message.replace(error.field, "text_2", 1)
             return type(error)(message, field="text_2", reason=error.error_reason)
         return renamed(error, {"prompt": "text_2"})
-
-
-def renamed(error: StepwellError, names: Mapping[str, str]) -> StepwellError:
-    """Returns the error with its field renamed by `names`. An error whose field is not a key of
-    `names` is returned unchanged.
-    """
-    own, bracket, number = (error.field or "").partition("[")
-    name = names.get(own)
-    if name is None:
-        return error
-    return type(error)(
-        re.sub(rf"\b{own}\b", name, error.message, count=1),
-        field=name + bracket + number,
-        reason=error.error_reason,
-        retry_after_seconds=error.retry_after_seconds,
-    )
 
 
 class TokenizeBody(ChatTemplateBody, UnservedPromptFields):

@@ -10,7 +10,7 @@ from services.common.telemetry import names
 from services.gateway.adapters.http.exchange.json_pieces import LongList, listed
 from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, Effort, TokenizeBody
 from services.gateway.adapters.http.openai.chat_messages import MessageWriter
-from services.gateway.adapters.http.openai.dialect import Dialect, stop_reason
+from services.gateway.adapters.http.openai.dialect import ConvertedRequest, Dialect, stop_reason
 from services.gateway.adapters.http.openai.logprobs import chat_logprobs
 from services.gateway.adapters.http.openai.output_plan import AUTO, NONE, ToolUse, planned
 from services.gateway.adapters.http.openai.rendering import render_turns
@@ -20,7 +20,6 @@ from services.gateway.adapters.http.openai.sampling import (
     sampling_from_body,
 )
 from services.gateway.adapters.http.openai.tool_bodies import CHAT_TOOLS, check_tools
-from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.inference import Inference
@@ -131,17 +130,12 @@ class ChatDialect(Dialect):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        body: ChatCompletionBody,
-        request: ClientRequest,
-        created: int,
-        model_name: str,
-        tokenizer: Tokenizer,
-    ) -> None:
-        super().__init__(body, request, created, model_name, tokenizer)
-        shows_reasoning = body.include_reasoning is not False
-        self._messages = MessageWriter(request, created, shows_reasoning=shows_reasoning)
+    def __init__(self, converted: ConvertedRequest[ChatCompletionBody]) -> None:
+        super().__init__(converted)
+        shows_reasoning = converted.body.include_reasoning is not False
+        self._messages = MessageWriter(
+            converted.request, converted.created, shows_reasoning=shows_reasoning
+        )
 
     def opening(self, _usage: Usage) -> list[dict[str, Any]]:
         choices = []

@@ -8,7 +8,7 @@ from services.common.errors import InvalidArgument
 from services.common.telemetry import names
 from services.gateway.adapters.http.exchange.json_pieces import listed
 from services.gateway.adapters.http.openai.bodies import CompletionBody
-from services.gateway.adapters.http.openai.dialect import Dialect, stop_reason
+from services.gateway.adapters.http.openai.dialect import ConvertedRequest, Dialect, stop_reason
 from services.gateway.adapters.http.openai.embeds import read_prompt_embeds
 from services.gateway.adapters.http.openai.logprobs import completion_logprobs, echoed_logprobs
 from services.gateway.adapters.http.openai.sampling import (
@@ -150,8 +150,8 @@ class CompletionDialect(Dialect):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, converted: ConvertedRequest[CompletionBody]) -> None:
+        super().__init__(converted)
         self._unsent: dict[int, LogprobRows | None] = dict.fromkeys(range(self.request.num_choices))
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:

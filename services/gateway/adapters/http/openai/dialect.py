@@ -4,10 +4,12 @@ and chat completions.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from services.common.errors import StepwellError
 from services.common.request.finish_reason import FinishReason
+from services.gateway.adapters.http.exchange.asking_body import AskingBody
 from services.gateway.adapters.http.exchange.errors import error_body
 from services.gateway.adapters.http.exchange.json_pieces import (
     HoldsLongList,
@@ -30,11 +32,45 @@ precedes the ids, which may be absent.
 """
 
 
+B_co = TypeVar("B_co", bound=AskingBody, covariant=True)
+B_contra = TypeVar("B_contra", bound=AskingBody, contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedRequest(Generic[B_co]):
+    """What a dialect is made from: a body, and the request to which it was converted."""
+
+    body: B_co
+    request: ClientRequest
+    created: int
+    """The request's arrival, in seconds since 1970."""
+    model_name: str
+    tokenizer: Tokenizer
+
+
+class WholeDialect(Protocol):
+    """Writes the answers of an API that never streams."""
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """Returns the body of an answer."""
+
+
+class Api(Protocol[B_contra]):
+    """The class of an API's dialect, the object that writes answers in the API's schema."""
+
+    operation: str
+    """The name of the operation in traces and metrics, from OpenTelemetry's GenAI conventions."""
+    id_prefix: str
+
+    def __call__(
+        self, converted: ConvertedRequest[B_contra], /
+    ) -> "StreamingDialect | WholeDialect": ...
+
+
 class StreamingDialect(ABC):
     """Writes the answers of one request in one API's schema, whole or streamed."""
 
     operation: str
-    """The name of the operation in traces and metrics, from OpenTelemetry's GenAI conventions."""
     id_prefix: str
     keep_alive = b": keep-alive\n\n"
     """A comment of the event stream. Clients ignore it."""
@@ -84,24 +120,17 @@ class Dialect(StreamingDialect):
     whole_object: str
     chunk_object: str
 
-    def __init__(
-        self,
-        body: SamplingBody,
-        request: ClientRequest,
-        created: int,
-        model_name: str,
-        tokenizer: Tokenizer,
-    ) -> None:
-        """`request` was converted from `body`. `created` is its arrival in seconds since 1970."""
-        self.request = request
-        self.tokenizer = tokenizer
+    def __init__(self, converted: ConvertedRequest[SamplingBody]) -> None:
+        body = converted.body
+        self.request = converted.request
+        self.tokenizer = converted.tokenizer
         self.return_token_ids = bool(body.return_token_ids)
         self.token_text = token_number if body.return_tokens_as_token_ids else token_text
         self.return_prompt_logprobs = body.prompt_logprobs is not None
         options = body.stream_options or StreamOptions()
         self._include_usage = bool(options.include_usage)
         self._usage_in_every_chunk = bool(options.continuous_usage_stats)
-        self._origin = {"created": created, "model": model_name}
+        self._origin = {"created": converted.created, "model": converted.model_name}
         head = to_json(self._head(self.chunk_object)).encode()
         tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
         self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail

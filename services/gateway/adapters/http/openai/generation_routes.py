@@ -5,8 +5,7 @@ embeddings and scores.
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -14,15 +13,11 @@ from starlette.types import ASGIApp
 from services.gateway.adapters.http.anthropic.bodies import SESSION_HEADER, MessagesBody
 from services.gateway.adapters.http.anthropic.dialect import MessagesDialect
 from services.gateway.adapters.http.anthropic.request import messages_request
+from services.gateway.adapters.http.exchange.asking_body import AskingBody
 from services.gateway.adapters.http.exchange.deadline import deadline_of
 from services.gateway.adapters.http.exchange.errors import MESSAGES
 from services.gateway.adapters.http.exchange.parse import BodyReader
-from services.gateway.adapters.http.exchange.reply import (
-    AskingBody,
-    Exchange,
-    GenerationReply,
-    WholeDialect,
-)
+from services.gateway.adapters.http.exchange.reply import Exchange, GenerationReply
 from services.gateway.adapters.http.exchange.request_state import ARRIVAL
 from services.gateway.adapters.http.openai.bodies import (
     ChatCompletionBody,
@@ -33,7 +28,7 @@ from services.gateway.adapters.http.openai.bodies import (
 )
 from services.gateway.adapters.http.openai.chat import ChatDialect, chat_request
 from services.gateway.adapters.http.openai.completions import CompletionDialect, completion_request
-from services.gateway.adapters.http.openai.dialect import StreamingDialect
+from services.gateway.adapters.http.openai.dialect import Api
 from services.gateway.adapters.http.openai.pooled import (
     EmbeddingDialect,
     ScoreDialect,
@@ -47,7 +42,6 @@ from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.gate import Gate
 from services.gateway.core.limits.tenant_limits import NO_LIMITS
-from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.request.request_check import check_request_id
@@ -55,7 +49,6 @@ from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.options.option import NO_OPTIONS, Options
 
 B = TypeVar("B", bound=AskingBody)
-C_contra = TypeVar("C_contra", bound=AskingBody, contravariant=True)
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
@@ -75,23 +68,6 @@ OPERATIONS = {
 """Maps each path to its operation in traces and metrics, a name from OpenTelemetry's GenAI
 conventions.
 """
-
-
-class _Api(Protocol[C_contra]):
-    """The constructor of an API's dialect, the object that writes answers in the API's schema."""
-
-    operation: str
-    id_prefix: str
-
-    def __call__(
-        self,
-        body: C_contra,
-        request: ClientRequest,
-        created: int,
-        name: str,
-        tokenizer: Tokenizer,
-        /,
-    ) -> StreamingDialect | WholeDialect: ...
 
 
 class GenerationRoutes:
@@ -156,7 +132,7 @@ class GenerationRoutes:
         request: Request,
         body_type: type[B],
         to_request: Callable[[B, Inference, str], Awaitable[ClientRequest]],
-        dialect: "_Api[B]",
+        api: Api[B],
     ) -> ASGIApp:
         """Returns the ASGI application that answers a request with a body of type `body_type`. The
         body is read when the application runs.
@@ -175,9 +151,9 @@ class GenerationRoutes:
                 needs_room = options.needs_room(record.headers, tenant)
                 arrival = self._inference.arriving(tenant, deadline, needs_room=needs_room)
             entered.enter_context(arrival)
-            body = await self._bodies.read(request, body_type)  # type: ignore[type-var]
+            body = await self._bodies.read(request, body_type)
             self._inference.check_model(body.model, tenant)
-            name = _request_id(dialect.id_prefix, body, record)
+            name = _request_id(api.id_prefix, body, record)
 
             async def client_request() -> ClientRequest:
                 asked = await to_request(body, self._inference, name)
@@ -188,9 +164,7 @@ class GenerationRoutes:
 
             return Exchange(
                 body=body,
-                operation=dialect.operation,
-                id_prefix=dialect.id_prefix,
-                make_dialect=partial(dialect, body),
+                api=api,
                 tenant=tenant,
                 allowance=state.get("allowance", NO_LIMITS),
                 record=record,

@@ -8,17 +8,16 @@ from services.common.errors import InvalidArgument
 from services.common.request.pooling import PoolingParams, PoolingTask
 from services.common.request.sampling import SamplingParams
 from services.common.telemetry import names
+from services.gateway.adapters.http.exchange.asking_body import renamed
 from services.gateway.adapters.http.exchange.json_pieces import LongList
 from services.gateway.adapters.http.openai.bodies import (
     EmbeddingBody,
     InputBody,
     PooledBody,
     ScoreBody,
-    renamed,
 )
-from services.gateway.adapters.http.openai.dialect import usage_body
+from services.gateway.adapters.http.openai.dialect import ConvertedRequest, usage_body
 from services.gateway.adapters.http.openai.sampling import check_texts
-from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest, Prompt
@@ -131,16 +130,9 @@ class EmbeddingDialect:
     operation = names.GENAI_OPERATION_EMBEDDINGS
     id_prefix = "embd"
 
-    def __init__(
-        self,
-        body: EmbeddingBody,
-        request: ClientRequest,
-        created: int,
-        model_name: str,
-        _tokenizer: Tokenizer,
-    ) -> None:
-        self._in_base64 = body.encoding_format == "base64"
-        self._head = answer_head(request, created, model_name)
+    def __init__(self, converted: ConvertedRequest[EmbeddingBody]) -> None:
+        self._in_base64 = converted.body.encoding_format == "base64"
+        self._head = answer_head(converted)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """Returns the body of the answer. Its vectors are encoded while the body is sent."""
@@ -168,16 +160,10 @@ class ScoreDialect:
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "score"
 
-    def __init__(
-        self,
-        body: ScoreBody,
-        request: ClientRequest,
-        created: int,
-        model_name: str,
-        _tokenizer: Tokenizer,
-    ) -> None:
-        self._num_second = 1 if isinstance(body.text_2, str) else len(body.text_2)
-        self._head = answer_head(request, created, model_name)
+    def __init__(self, converted: ConvertedRequest[ScoreBody]) -> None:
+        texts = converted.body.text_2
+        self._num_second = 1 if isinstance(texts, str) else len(texts)
+        self._head = answer_head(converted)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """Returns the body of the answer."""
@@ -201,10 +187,6 @@ def pair_scores(answers: Sequence[Answer], num_second: int) -> list[float]:
     return [*map(cosine, first, vectors[num_first:])]
 
 
-def answer_head(request: ClientRequest, created: int, model_name: str) -> dict[str, Any]:
-    return {
-        "id": request.request_id,
-        "object": "list",
-        "created": created,
-        "model": model_name,
-    }
+def answer_head(converted: ConvertedRequest[PooledBody]) -> dict[str, Any]:
+    head = {"id": converted.request.request_id, "object": "list"}
+    return {**head, "created": converted.created, "model": converted.model_name}

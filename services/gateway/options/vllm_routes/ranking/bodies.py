@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag
 
 from services.common.errors import StepwellError
+from services.gateway.adapters.http.exchange.asking_body import renamed
 from services.gateway.adapters.http.exchange.fields import (
     HistoryBody,
     Int,
@@ -12,7 +13,7 @@ from services.gateway.adapters.http.exchange.fields import (
     choice,
     text_or_object,
 )
-from services.gateway.adapters.http.openai.bodies import InputBody, PooledBody, renamed
+from services.gateway.adapters.http.openai.bodies import InputBody, PooledBody
 
 _NO_TEXT_LIMITS = "send truncate_prompt_tokens"
 

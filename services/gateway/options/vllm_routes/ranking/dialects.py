@@ -7,7 +7,7 @@ from services.common.errors import InvalidArgument
 from services.common.request.pooling import PoolingParams, PoolingTask
 from services.common.telemetry import names
 from services.gateway.adapters.http.exchange.json_pieces import LongList
-from services.gateway.adapters.http.openai.dialect import usage_body
+from services.gateway.adapters.http.openai.dialect import ConvertedRequest, usage_body
 from services.gateway.adapters.http.openai.pooled import (
     answer_head,
     pair_request,
@@ -15,7 +15,6 @@ from services.gateway.adapters.http.openai.pooled import (
     prompts_request,
     vector_body,
 )
-from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
@@ -62,18 +61,11 @@ class RerankDialect:
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "rerank"
 
-    def __init__(
-        self,
-        body: RerankBody,
-        request: ClientRequest,
-        _created: int,
-        model_name: str,
-        _tokenizer: Tokenizer,
-    ) -> None:
-        self._texts = body.texts
-        self._top_n = body.top_n or len(self._texts)
-        self._has_documents = body.return_documents is not False
-        self._head = {"id": request.request_id, "model": model_name}
+    def __init__(self, converted: ConvertedRequest[RerankBody]) -> None:
+        self._texts = converted.body.texts
+        self._top_n = converted.body.top_n or len(self._texts)
+        self._has_documents = converted.body.return_documents is not False
+        self._head = {"id": converted.request.request_id, "model": converted.model_name}
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """The body of the answer."""
@@ -121,16 +113,8 @@ class ClassifyApi:
     def __init__(self, labels: Sequence[str]) -> None:
         self._labels = labels
 
-    def __call__(
-        self,
-        _body: ClassifyBody,
-        request: ClientRequest,
-        created: int,
-        model_name: str,
-        _tokenizer: Tokenizer,
-        /,
-    ) -> ClassifyDialect:
-        return ClassifyDialect(answer_head(request, created, model_name), self._labels)
+    def __call__(self, converted: ConvertedRequest[ClassifyBody], /) -> ClassifyDialect:
+        return ClassifyDialect(answer_head(converted), self._labels)
 
 
 class PoolingDialect:
@@ -139,16 +123,9 @@ class PoolingDialect:
     operation = names.GENAI_OPERATION_EMBEDDINGS
     id_prefix = "pool"
 
-    def __init__(
-        self,
-        body: PoolingBody,
-        request: ClientRequest,
-        created: int,
-        model_name: str,
-        _tokenizer: Tokenizer,
-    ) -> None:
-        self._in_base64 = body.encoding_format == "base64"
-        self._head = answer_head(request, created, model_name)
+    def __init__(self, converted: ConvertedRequest[PoolingBody]) -> None:
+        self._in_base64 = converted.body.encoding_format == "base64"
+        self._head = answer_head(converted)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """Returns the body of the answer. Its vectors are encoded while the body is sent."""

@@ -5,14 +5,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from services.common.errors import StepwellError
+from services.gateway.adapters.http.exchange.asking_body import StreamedBody, renamed
 from services.gateway.adapters.http.exchange.fields import (
-    Body,
     Ignored,
     Int,
     Only,
     TokenIds,
 )
-from services.gateway.adapters.http.openai.bodies import StreamOptions, renamed
+from services.gateway.adapters.http.openai.bodies import StreamOptions
 from services.gateway.adapters.http.openai.sampling_fields import SamplingFields
 
 _NO_MEDIA = "only tokens are read"
@@ -31,19 +31,12 @@ class TokenSamplingBody(SamplingFields):
     output_kind: Ignored = None
 
 
-class GenerateTokensBody(Body):
+class GenerateTokensBody(StreamedBody):
     """POST /inference/v1/generate."""
 
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: TokenSamplingBody
-    model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    request_id: str | None = Field(default=None, min_length=1, max_length=128)
-    priority: Int | None = None
-    cache_salt: str | None = None
-    skip_reading_prefix_cache: bool | None = None
-    include_metrics: bool | None = None
     output_mode: Annotated[Any, Only("tokens", why="ask completions for text")] = None
     token_offsets: Ignored = None
     features: Annotated[Any, Only(why=_NO_MEDIA)] = None

@@ -13,6 +13,7 @@ from services.common.request.sampling import SamplingParams
 from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, CompletionBody
 from services.gateway.adapters.http.openai.chat import ChatDialect, chat_request
 from services.gateway.adapters.http.openai.completions import CompletionDialect, completion_request
+from services.gateway.adapters.http.openai.dialect import ConvertedRequest
 from services.gateway.adapters.http.openai.sampling import client_request
 from services.gateway.core.request.choice import Choice
 from services.gateway.core.request.delta import Delta
@@ -59,8 +60,8 @@ async def derendered_chat(body: DerenderChatBody, inference: Inference) -> dict[
     num_prompt = len(token_ids) if body.prompt_tokens is None else body.prompt_tokens
     read = await _read(request, choices, num_prompt, inference)
     name = body.model or asked.model or inference.model_name
-    dialect = ChatDialect(asked, request, int(time.time()), name, inference.tokenizer)
-    return dialect.whole(read.answers, read.usage)
+    converted = ConvertedRequest(asked, request, int(time.time()), name, inference.tokenizer)
+    return ChatDialect(converted).whole(read.answers, read.usage)
 
 
 async def derendered_completion(
@@ -97,8 +98,8 @@ async def derendered_completion(
     choices = [choice for response in given for choice in response.choices]
     read = await _read(request, choices, sum(counts), inference)
     name = body.model or asked.model or inference.model_name
-    dialect = CompletionDialect(asked, request, int(time.time()), name, inference.tokenizer)
-    return dialect.whole(read.answers, read.usage)
+    converted = ConvertedRequest(asked, request, int(time.time()), name, inference.tokenizer)
+    return CompletionDialect(converted).whole(read.answers, read.usage)
 
 
 def _plain(

@@ -17,6 +17,7 @@ from services.gateway.adapters.http.exchange.json_pieces import (
 )
 from services.gateway.adapters.http.openai.bodies import CompletionBody, StreamOptions
 from services.gateway.adapters.http.openai.dialect import (
+    ConvertedRequest,
     StreamingDialect,
     event,
     stop_reason,
@@ -27,7 +28,6 @@ from services.gateway.adapters.http.openai.sampling import (
     client_request,
     sampling_from_body,
 )
-from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.inference import Inference
@@ -63,19 +63,15 @@ class TokensDialect(StreamingDialect):
     operation = names.GENAI_OPERATION_TEXT_COMPLETION
     id_prefix = "gen"
 
-    def __init__(
-        self,
-        body: GenerateTokensBody,
-        request: ClientRequest,
-        created: int,
-        model_name: str,
-        _tokenizer: Tokenizer,
-    ) -> None:
-        options = body.stream_options or StreamOptions()
+    def __init__(self, converted: ConvertedRequest[GenerateTokensBody]) -> None:
+        options = converted.body.stream_options or StreamOptions()
         self._include_usage = bool(options.include_usage)
         self._usage_in_every_chunk = bool(options.continuous_usage_stats)
-        self._head: dict[str, Any] = {"request_id": request.request_id, "output_mode": "tokens"}
-        self._origin = {"model": model_name, "created": created}
+        self._head: dict[str, Any] = {
+            "request_id": converted.request.request_id,
+            "output_mode": "tokens",
+        }
+        self._origin = {"model": converted.model_name, "created": converted.created}
 
     def opening(self, _usage: Usage) -> list[dict[str, Any]]:
         return []

@@ -7,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from services.common.errors import StepwellError
 from services.gateway.adapters.grammars.tool_calls import CallableTool
+from services.gateway.adapters.http.exchange.asking_body import StreamedBody, renamed
 from services.gateway.adapters.http.exchange.fields import (
     Body,
     HistoryBody,
@@ -20,7 +21,7 @@ from services.gateway.adapters.http.exchange.fields import (
     text_or_list,
     text_or_object,
 )
-from services.gateway.adapters.http.openai.bodies import Effort, renamed
+from services.gateway.adapters.http.openai.bodies import Effort
 from services.gateway.adapters.http.openai.formats import JsonObjectFormat, JsonSchema, TextFormat
 from services.gateway.adapters.http.openai.responses.items import AnyItem
 from services.gateway.adapters.http.openai.sampling_fields import CommonSamplingFields
@@ -124,10 +125,9 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: Annotated[Any, Only(False, why="events are not padded")] = None
 
 
-class ResponsesBody(CommonSamplingFields, UnservedResponsesFields):
+class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields):
     """POST /v1/responses."""
 
-    model: str | None = None
     input: Annotated[
         Annotated[str, Tag("<text>")]
         | Annotated[list[AnyItem], Field(min_length=1, fail_fast=True), Tag("<list>")],
@@ -138,18 +138,12 @@ class ResponsesBody(CommonSamplingFields, UnservedResponsesFields):
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     reasoning: ResponsesReasoning | None = None
-    stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: ResponsesText | None = None
     tool_choice: ResponsesToolChoice | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     # vLLM's.
-    cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    include_metrics: bool | None = None
-    priority: Int | None = None
-    request_id: str | None = Field(default=None, min_length=1, max_length=128)
-    skip_reading_prefix_cache: bool | None = None
     # Fields without effect.
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -172,7 +166,6 @@ class ResponsesBody(CommonSamplingFields, UnservedResponsesFields):
     truncation: Annotated[Any, Only("disabled", why="conversations are not cut")] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """Returns the error with the core's field name replaced by the name in this body."""
         names = {
             "prompt": "input",
             "messages": "input",

@@ -7,13 +7,15 @@ from services.common.errors import InvalidArgument, StepwellError
 from services.common.request.finish_reason import FinishReason
 from services.common.telemetry import names
 from services.gateway.adapters.http.exchange.fields import Body
-from services.gateway.adapters.http.openai.dialect import StreamingDialect, named_event
+from services.gateway.adapters.http.openai.dialect import (
+    ConvertedRequest,
+    StreamingDialect,
+    named_event,
+)
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.openai.responses.item_writer import ItemWriter
-from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Answer, Usage
-from services.gateway.core.request.request import ClientRequest
 
 _CUT = {FinishReason.LENGTH: "max_output_tokens", FinishReason.ABORT: None}
 """Maps finish reasons of incomplete answers to OpenAI's names. OpenAI has no name for an answer
@@ -27,17 +29,9 @@ class ResponsesDialect(StreamingDialect):
     operation = names.GENAI_OPERATION_CHAT
     id_prefix = "resp"
 
-    def __init__(
-        self,
-        body: ResponsesBody,
-        request: ClientRequest,
-        created: int,
-        model_name: str,
-        _tokenizer: Tokenizer,
-    ) -> None:
-        """`request` was converted from `body`. `created` is its arrival in seconds since 1970."""
-        self._writer = ItemWriter(request, created)
-        self._frame = _frame(body, request, created, model_name)
+    def __init__(self, converted: ConvertedRequest[ResponsesBody]) -> None:
+        self._writer = ItemWriter(converted.request, converted.created)
+        self._frame = _frame(converted)
         self._last = Piece(0)
         self._num_events = 0
 
@@ -92,20 +86,19 @@ class ResponsesDialect(StreamingDialect):
         return named_event({**body, "sequence_number": number})
 
 
-def _frame(
-    body: ResponsesBody, request: ClientRequest, created: int, model_name: str
-) -> dict[str, Any]:
+def _frame(converted: ConvertedRequest[ResponsesBody]) -> dict[str, Any]:
     """Returns a response without output. It contains the request's parameters as the client sent
     them.
     """
+    body, request = converted.body, converted.request
     form = None if body.text is None else body.text.format
     choice = body.tool_choice or "auto"
     effort = None if body.reasoning is None else body.reasoning.effort
     return {
         "id": request.request_id,
         "object": "response",
-        "created_at": created,
-        "model": model_name,
+        "created_at": converted.created,
+        "model": converted.model_name,
         "output": [],
         "error": None,
         "incomplete_details": None,
