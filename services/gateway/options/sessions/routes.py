@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from services.common.errors import InvalidArgument
 from services.gateway.adapters.http.exchange.fields import Body
-from services.gateway.adapters.http.exchange.route import READ, Route
+from services.gateway.adapters.http.exchange.route import READ, Route, body_route, computed_route
 from services.gateway.adapters.http.openai.bodies import CompletionBody
 from services.gateway.adapters.http.openai.completions import CompletionDialect, completion_request
 from services.gateway.adapters.http.openai.generation_routes import COMPLETIONS
@@ -67,27 +67,17 @@ class SessionRoutes:
     def routes(self) -> Sequence[Route]:
         """Returns the routes."""
         return (
-            Route(
+            computed_route(
                 COMPLETIONS,
                 self.completions,
                 answers.Completion,
-                ("POST",),
                 tag="openai",
                 body=TurnBody,
                 events=answers.CompletionChunk,
                 errors=(404, 409, 504),
                 headers=self._parts.generating_headers,
-                is_limited=True,
             ),
-            Route(
-                SESSIONS,
-                self.open_session,
-                Session,
-                ("POST",),
-                tag="sessions",
-                body=SessionBody,
-                errors=(404,),
-            ),
+            body_route(SESSIONS, self.open_session, Session, tag="sessions", body=SessionBody),
             Route(
                 f"{SESSIONS}/{{session_id}}",
                 self.session,

@@ -4,6 +4,7 @@ answers.
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -66,3 +67,9 @@ class Route:
     """Whether requests count towards their tenant's limits. If true, headers of the answer contain
     the remaining amounts.
     """
+
+
+computed_route = partial(Route, methods=("POST",), errors=(404, 504), is_limited=True)
+"""Makes a route whose answers a model computes."""
+body_route = partial(Route, methods=("POST",), errors=(404,))
+"""Makes another route with a body that names a model."""

@@ -1,6 +1,7 @@
 """The table of the routes for clients."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from services.common.telemetry.exposition import CONTENT_TYPE
 from services.gateway.adapters.http.anthropic.bodies import (
@@ -11,7 +12,13 @@ from services.gateway.adapters.http.anthropic.bodies import (
 from services.gateway.adapters.http.exchange.deadline import HEADER as TIMEOUT_HEADER
 from services.gateway.adapters.http.exchange.deadline import MAX_SECONDS
 from services.gateway.adapters.http.exchange.errors import MESSAGES
-from services.gateway.adapters.http.exchange.route import READ, RequestHeader, Route
+from services.gateway.adapters.http.exchange.route import (
+    READ,
+    RequestHeader,
+    Route,
+    body_route,
+    computed_route,
+)
 from services.gateway.adapters.http.openai.bodies import (
     ChatCompletionBody,
     CompletionBody,
@@ -72,11 +79,14 @@ def client_routes(
     """Returns all routes for clients. `further` are the routes of options and displays. Each of
     them replaces a route with the same path. `headers` are those of requests that generate tokens.
     """
+    info = Route(
+        "/tokenizer_info", tokenizer.tokenizer_info, server_answers.TokenizerInfo, tag="tokenizer"
+    )
     routes = (
         *_generating(generation, headers),
         *_pooling(generation),
         *_tokenizing(tokenizer),
-        *(_tokenizer_info(tokenizer) if has_tokenizer_info else ()),
+        *((info,) if has_tokenizer_info else ()),
         *_about_the_server(server),
         *((Route(METRICS, server.metrics, CONTENT_TYPE, needs_key=False),) if has_metrics else ()),
         *further,
@@ -87,158 +97,88 @@ def client_routes(
 def _generating(
     generation: GenerationRoutes, headers: tuple[RequestHeader, ...]
 ) -> Sequence[Route]:
+    generating = partial(computed_route, tag="openai", headers=headers)
     return (
-        Route(
+        generating(
             COMPLETIONS,
             generation.completions,
             answers.Completion,
-            ("POST",),
-            tag="openai",
             body=CompletionBody,
             events=answers.CompletionChunk,
             errors=(404, 409, 504),
-            headers=headers,
-            is_limited=True,
         ),
-        Route(
+        generating(
             CHAT_COMPLETIONS,
             generation.chat_completions,
             answers.ChatCompletion,
-            ("POST",),
-            tag="openai",
             body=ChatCompletionBody,
             events=answers.ChatCompletionChunk,
-            errors=(404, 504),
-            headers=headers,
-            is_limited=True,
         ),
-        Route(
+        generating(
             MESSAGES,
             generation.messages,
             messages_answers.AnthropicResponse,
-            ("POST",),
             tag="anthropic",
             body=MessagesBody,
             events=messages_answers.AnthropicEvent,
             has_named_events=True,
-            errors=(404, 504),
             error=messages_answers.AnthropicError,
             headers=(*headers, _SESSION_HEADER),
-            is_limited=True,
         ),
-        Route(
+        generating(
             RESPONSES,
             generation.responses,
             responses_answers.ResponseObject,
-            ("POST",),
-            tag="openai",
             body=ResponsesBody,
             events=responses_answers.ResponseEvent,
             has_named_events=True,
-            errors=(404, 504),
-            headers=headers,
-            is_limited=True,
         ),
     )
 
 
 def _pooling(generation: GenerationRoutes) -> Sequence[Route]:
+    pooling = partial(computed_route, tag="pooling", headers=HEADERS)
+    embeddings, scores = answers.Embeddings, answers.Scores
     return (
-        Route(
-            EMBEDDINGS,
-            generation.embeddings,
-            answers.Embeddings,
-            ("POST",),
-            tag="openai",
-            body=EmbeddingBody,
-            errors=(404, 504),
-            headers=HEADERS,
-            is_limited=True,
-        ),
-        *(
-            Route(
-                path,
-                handler,
-                answers.Scores,
-                ("POST",),
-                tag="pooling",
-                body=ScoreBody,
-                errors=(404, 504),
-                headers=HEADERS,
-                is_limited=True,
-            )
-            for path, handler in ((SCORE, generation.score), (V1_SCORE, generation.v1_score))
-        ),
+        pooling(EMBEDDINGS, generation.embeddings, embeddings, tag="openai", body=EmbeddingBody),
+        pooling(SCORE, generation.score, scores, body=ScoreBody),
+        pooling(V1_SCORE, generation.v1_score, scores, body=ScoreBody),
     )
 
 
 def _tokenizing(tokenizer: TokenizerRoutes) -> Sequence[Route]:
+    tokenizing = partial(body_route, tag="tokenizer")
     return (
-        Route(
-            "/tokenize",
-            tokenizer.tokenize,
-            server_answers.Tokens,
-            ("POST",),
-            tag="tokenizer",
-            body=TokenizeBody,
-            errors=(404,),
-        ),
-        Route(
-            "/detokenize",
-            tokenizer.detokenize,
-            server_answers.Text,
-            ("POST",),
-            tag="tokenizer",
-            body=DetokenizeBody,
-            errors=(404,),
-        ),
-        Route(
+        tokenizing("/tokenize", tokenizer.tokenize, server_answers.Tokens, body=TokenizeBody),
+        tokenizing("/detokenize", tokenizer.detokenize, server_answers.Text, body=DetokenizeBody),
+        tokenizing(
             COUNT_TOKENS,
             tokenizer.count_tokens,
             messages_answers.TokenCount,
-            ("POST",),
             tag="anthropic",
             body=CountTokensBody,
-            errors=(404,),
             error=messages_answers.AnthropicError,
         ),
     )
-
-
-def _tokenizer_info(tokenizer: TokenizerRoutes) -> Sequence[Route]:
-    handler = tokenizer.tokenizer_info
-    return (Route("/tokenizer_info", handler, server_answers.TokenizerInfo, tag="tokenizer"),)
 
 
 def _about_the_server(server: ServerRoutes) -> Sequence[Route]:
     """Returns the routes about the server. The routes that probes, monitors and routers call need
     no key.
     """
+    probe = partial(
+        Route,
+        answer=server_answers.Healthy,
+        needs_key=False,
+        other_answers={503: server_answers.Unhealthy},
+    )
+    model, card = f"{MODELS}/{{name:path}}", server_answers.ModelCard
     return (
         Route(MODELS, server.models, server_answers.ModelList, tag="openai"),
-        Route(
-            f"{MODELS}/{{name:path}}",
-            server.model,
-            server_answers.ModelCard,
-            tag="openai",
-            errors=(404,),
-        ),
+        Route(model, server.model, card, tag="openai", errors=(404,)),
         Route("/status", server.status, server_answers.Status),
-        Route(
-            "/health",
-            server.health,
-            server_answers.Healthy,
-            needs_key=False,
-            other_answers={503: server_answers.Unhealthy},
-        ),
-        Route(
-            "/ping",
-            server.ping,
-            server_answers.Healthy,
-            (*READ, "POST"),
-            needs_key=False,
-            other_answers={503: server_answers.Unhealthy},
-        ),
+        probe("/health", server.health),
+        probe("/ping", server.ping, methods=(*READ, "POST")),
         Route("/version", server.version, server_answers.Version, needs_key=False),
         Route("/load", server.load, server_answers.Load, needs_key=False),
     )

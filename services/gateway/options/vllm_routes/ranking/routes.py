@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from services.gateway.adapters.http.exchange.route import RequestHeader, Route
+from services.gateway.adapters.http.exchange.route import RequestHeader, Route, computed_route
 from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
 from services.gateway.options.vllm_routes.ranking import answers
 from services.gateway.options.vllm_routes.ranking.bodies import (
@@ -74,27 +75,14 @@ class RankingRoutes:
 
     def routes(self, headers: tuple[RequestHeader, ...]) -> Sequence[Route]:
         """Returns the routes. `headers` are the request headers that all of them read."""
-        table = (
-            (RERANK, self.rerank, answers.Ranking, RerankBody),
-            (V1_RERANK, self.v1_rerank, answers.Ranking, RerankBody),
-            (V2_RERANK, self.v2_rerank, answers.Ranking, RerankBody),
-            (CLASSIFY, self.classify, answers.Classification, ClassifyBody),
-            (POOLING, self.pooling, answers.PoolingAnswer, PoolingBody),
+        pooling = partial(computed_route, tag="pooling", headers=headers)
+        return (
+            pooling(RERANK, self.rerank, answers.Ranking, body=RerankBody),
+            pooling(V1_RERANK, self.v1_rerank, answers.Ranking, body=RerankBody),
+            pooling(V2_RERANK, self.v2_rerank, answers.Ranking, body=RerankBody),
+            pooling(CLASSIFY, self.classify, answers.Classification, body=ClassifyBody),
+            pooling(POOLING, self.pooling, answers.PoolingAnswer, body=PoolingBody),
         )
-        return [
-            Route(
-                path,
-                handler,
-                answer,
-                ("POST",),
-                tag="pooling",
-                body=body,
-                errors=(404, 504),
-                headers=headers,
-                is_limited=True,
-            )
-            for path, handler, answer, body in table
-        ]
 
 
 def read_class_labels(model: Path) -> tuple[str, ...]:

@@ -3,6 +3,7 @@ completions. Requests to /render and /derender are answered without a replica.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -13,7 +14,12 @@ from starlette.types import ASGIApp
 from services.common.errors import StepwellError
 from services.gateway.adapters.http.exchange.json_pieces import JsonReply
 from services.gateway.adapters.http.exchange.parse import BodyReader
-from services.gateway.adapters.http.exchange.route import RequestHeader, Route
+from services.gateway.adapters.http.exchange.route import (
+    RequestHeader,
+    Route,
+    body_route,
+    computed_route,
+)
 from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, CompletionBody
 from services.gateway.adapters.http.openai.generation_routes import (
     CHAT_COMPLETIONS,
@@ -59,17 +65,14 @@ class TokenRoutes:
         return self._generation.reply(request, GenerateTokensBody, tokens_request, TokensDialect)
 
     def route(self, headers: tuple[RequestHeader, ...]) -> Route:
-        return Route(
+        return computed_route(
             GENERATE_TOKENS,
             self.generate_tokens,
             answers.GeneratedTokens,
-            ("POST",),
             tag="tokens",
             body=GenerateTokensBody,
             events=answers.GeneratedTokensChunk,
-            errors=(404, 504),
             headers=headers,
-            is_limited=True,
         )
 
 
@@ -111,39 +114,30 @@ class RenderRoutes:
                 raise
 
     def routes(self) -> Sequence[Route]:
-        table = (
-            (COMPLETIONS, "render", self.render_completion, answers.Rendered, CompletionBody),
-            (
-                CHAT_COMPLETIONS,
-                "render",
+        rendering = partial(body_route, tag="tokens")
+        return (
+            rendering(
+                f"{COMPLETIONS}/render",
+                self.render_completion,
+                answers.Rendered,
+                body=CompletionBody,
+            ),
+            rendering(
+                f"{CHAT_COMPLETIONS}/render",
                 self.render_chat,
                 answers.RenderedPrompt,
-                ChatCompletionBody,
+                body=ChatCompletionBody,
             ),
-            (
-                COMPLETIONS,
-                "derender",
+            rendering(
+                f"{COMPLETIONS}/derender",
                 self.derender_completion,
                 openai_answers.Completion,
-                DerenderCompletionBody,
+                body=DerenderCompletionBody,
             ),
-            (
-                CHAT_COMPLETIONS,
-                "derender",
+            rendering(
+                f"{CHAT_COMPLETIONS}/derender",
                 self.derender_chat,
                 openai_answers.ChatCompletion,
-                DerenderChatBody,
+                body=DerenderChatBody,
             ),
         )
-        return [
-            Route(
-                f"{path}/{verb}",
-                handler,
-                answer,
-                ("POST",),
-                tag="tokens",
-                body=body,
-                errors=(404,),
-            )
-            for path, verb, handler, answer, body in table
-        ]
