@@ -188,9 +188,7 @@ class ExactServing:
                 ],
                 what,
             )
-            for request in running:
-                if request.finished:
-                    self.driver.remove(request)
+            self.driver.remove_finished(running)
 
     def run_preempted(self, requests: Sequence[Request], random: np.random.Generator) -> None:
         """Computes requests in chunks of random lengths, and preempts random ones."""

@@ -127,9 +127,7 @@ def test_sixteen_that_join_one_after_the_other(served) -> None:
                 if not request.finished
             ]
         )
-        for request in together:
-            if request.finished and request.row is not None:
-                driver.remove(request)
+        driver.remove_finished(together)
     driver.run(together)
     assert_parity(model, together)
 

@@ -306,9 +306,13 @@ class Driver:
                     for request in running
                 ]
             )
-            for request in running:
-                if request.finished:
-                    self.remove(request)
+            self.remove_finished(running)
+
+    def remove_finished(self, requests: Sequence[Request]) -> None:
+        """Removes the finished requests that are in the batch."""
+        for request in requests:
+            if request.finished and request.row is not None:
+                self.remove(request)
 
     def share(self, first: Request, follower: Request, num_blocks: int) -> None:
         """Simulates a prefix hit: the follower starts with those blocks of the first request that
