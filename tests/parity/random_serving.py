@@ -83,6 +83,10 @@ class RandomServing:
         self._runner = runner
         self._random = np.random.default_rng(seed)
         self._max_chunk = max_chunk
+        self._loss_rate = min(1.0, max_chunk / 7)
+        """How often computed tokens are lost, relative to chunks of 7 and more tokens. In shorter
+        chunks the same loss costs more steps.
+        """
         self._pool = RandomPool(runner.limits.num_blocks, self._random)
         self._rows = list(range(runner.limits.max_num_seqs))
         self._removed: list[int] = []
@@ -106,7 +110,7 @@ class RandomServing:
                     self._remove(request)
 
     def _preempt(self, running: list[Request]) -> None:
-        if self._random.random() < 0.03:
+        if self._random.random() < 0.03 * self._loss_rate:
             self.happened.generations += 1
             for request in running:
                 self._remove(request)
@@ -114,7 +118,7 @@ class RandomServing:
             self._pool.forget()
             return
         for request in running:
-            if self._random.random() < 0.05:
+            if self._random.random() < 0.05 * self._loss_rate:
                 self.happened.preempted += 1
                 self._remove(request)
 
