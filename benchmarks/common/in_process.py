@@ -31,7 +31,7 @@ from services.common.request.finish import Finish
 from services.common.request.sampling import SamplingParams
 from services.gateway.adapters.grammars.judge import GrammarJudge
 from services.gateway.adapters.tokenizer.hf_tokenizer import load_tokenizer
-from services.gateway.core.admission.arrivals import Arrival, Arrivals
+from services.gateway.core.request.arrivals import Arrival, Arrivals
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.inflight import Inflight, Mailbox

@@ -21,9 +21,6 @@ from services.gateway.adapters.directory.metrics import IndexCollector
 from services.gateway.adapters.discovery.discovery import Discovery
 from services.gateway.adapters.grammars.judge import GrammarJudge
 from services.gateway.adapters.http.operators.server_routes import ServerRoutes
-from services.gateway.adapters.keys.auth import ApiKeys
-from services.gateway.adapters.keys.make import make_key_store
-from services.gateway.adapters.limits.make import make_limit_store
 from services.gateway.adapters.lora_files import lora_modules
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.adapters.telemetry.fleet_metrics import FleetCollector, FleetMetrics
@@ -31,18 +28,14 @@ from services.gateway.adapters.telemetry.genai_metrics import GenAiMetrics
 from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_recorder import RecorderSettings, RequestRecorder
-from services.gateway.adapters.telemetry.tenant_metrics import TenantQueueCollector
 from services.gateway.adapters.tokenizer.generation_config import read_sampling_defaults
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer
 from services.gateway.adapters.traces.running import RunningTraces
-from services.gateway.core.admission.queue_bounds import QueueBounds
 from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing import make_policy
 from services.gateway.core.fleet.routing.policy import RoutingParts
 from services.gateway.core.gate import Gate
-from services.gateway.core.limits.cached_estimate import CachedEstimate
-from services.gateway.core.limits.tenant_limits import TenantLimits
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.text.parsing.output_formats import OutputFormats
@@ -50,6 +43,13 @@ from services.gateway.core.traces.history import History
 from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.options.listed import OPTIONS
 from services.gateway.options.option import OptionParts, Options
+from services.gateway.options.tenants.core.limits.cached_estimate import CachedEstimate
+from services.gateway.options.tenants.core.limits.tenant_limits import TenantLimits
+from services.gateway.options.tenants.core.queues.queue_bounds import QueueBounds
+from services.gateway.options.tenants.keys.api_keys import ApiKeys
+from services.gateway.options.tenants.keys.make import make_key_store
+from services.gateway.options.tenants.limits.make import make_limit_store
+from services.gateway.options.tenants.metrics import TenantQueueCollector
 from services.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from services.gateway.adapters.grpc.request_interceptor import RequestIntercepto
 from services.gateway.adapters.http.exchange.app import guarded, make_app
 from services.gateway.adapters.http.exchange.parse import BodyReader
 from services.gateway.adapters.http.exchange.route import Route
-from services.gateway.adapters.http.exchange.tenant_checks import TenantChecks
 from services.gateway.adapters.http.openai.client_routes import HEADERS, client_routes
 from services.gateway.adapters.http.openai.generation_routes import OPERATIONS as GENERATING
 from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
@@ -38,10 +37,11 @@ from services.gateway.adapters.http.transport.hosts import HostNames, hosts_for
 from services.gateway.adapters.http.transport.http_counts import HttpCounts
 from services.gateway.adapters.http.transport.quick_refusals import QuickRefusals
 from services.gateway.adapters.http.transport.server import HttpServer
-from services.gateway.adapters.keys.auth import ApiKeys
 from services.gateway.adapters.traces.keeping import TraceServicer
 from services.gateway.core.fleet.administration import Administration
 from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
+from services.gateway.options.tenants.keys.api_keys import ApiKeys
+from services.gateway.options.tenants.limits.http_checks import TenantChecks
 from services.gateway.parts import Parts
 
 SERVICE_NAME = "stepwell.gateway.v1.Inference"

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from services.common.errors import StepwellError
 from services.common.request.sampling import SamplingParams
-from services.gateway.core.admission.queue_bounds import QueueBounds
 from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
@@ -18,6 +17,7 @@ from services.gateway.core.request.inflight import Inflight, Mailbox
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.options.tenants.core.queues.queue_bounds import QueueBounds
 
 LIMITS = ModelLimits(100, 90, 320, (0,), priority_scheduling=False, hidden_size=4)
 RESUBMIT_TIMEOUT_SECONDS, MIGRATE_AFTER_SECONDS = 30.0, 1.0

@@ -19,7 +19,6 @@ from services.common.replica.load import ReplicaLoad
 from services.common.request.finish import Finish
 from services.common.request.finish_reason import FinishReason
 from services.common.request.sampling import SamplingParams
-from services.gateway.core.admission.queue_bounds import QueueBounds
 from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
@@ -29,6 +28,7 @@ from services.gateway.core.fleet.routing.policy import RoutingParts
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request import EngineRequest
+from services.gateway.options.tenants.core.queues.queue_bounds import QueueBounds
 
 BLOCK_SIZE = 16
 STEP_SECONDS, PROMPT_TOKEN_SECONDS, DECODE_SECONDS = 3e-3, 1.5e-4, 5e-4

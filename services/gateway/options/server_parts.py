@@ -12,8 +12,8 @@ from services.gateway.adapters.http.exchange.route import RequestHeader
 from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.core.gate import Gate
-from services.gateway.core.limits.tenant_limits import TenantLimits
 from services.gateway.core.request.inference import Inference
+from services.gateway.options.tenants.core.limits.tenant_limits import TenantLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,15 @@ from services.gateway.adapters.grpc.generate_requests import (
     to_response,
 )
 from services.gateway.adapters.grpc.message_stream import AnswerStreams
-from services.gateway.adapters.keys.auth import CALL_ALLOWANCE, CALL_TENANT
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import (
     CALL_ARRIVAL,
     CALL_RECORD,
     RequestRecord,
 )
-from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.fleet.membership import Membership
 from services.gateway.core.gate import Gate
-from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance, TenantLimits
+from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.request.delivery import Answers
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.inference import Inference
@@ -40,6 +38,12 @@ from services.gateway.core.tenant import Tenant
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.option import Options
 from services.gateway.options.server_parts import StreamCall
+from services.gateway.options.tenants.core.limits.tenant_limits import (
+    NO_LIMITS,
+    Allowance,
+    TenantLimits,
+)
+from services.gateway.options.tenants.keys.api_keys import CALL_ALLOWANCE, CALL_TENANT
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -12,7 +12,7 @@ from services.gateway.adapters.grpc.stream_reader_timeout import StreamReaderTim
 from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.observation import Observation
 from services.gateway.adapters.telemetry.request_record import RequestRecord
-from services.gateway.core.admission.arrivals import Arrival
+from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.inference import Inference

@@ -17,14 +17,18 @@ from services.common.errors import (
 from services.gateway.adapters.grpc.call_records import CallRecords, metadata_of
 from services.gateway.adapters.grpc.message_readers import MessageReaders
 from services.gateway.adapters.grpc.proto_meter import check_message
-from services.gateway.adapters.keys.auth import CALL_ALLOWANCE, CALL_TENANT, ApiKeys
-from services.gateway.adapters.keys.rate_limit_headers import rate_limit_headers
 from services.gateway.adapters.telemetry.request_record import CALL_ARRIVAL
 from services.gateway.adapters.telemetry.request_recorder import RequestRecorder
-from services.gateway.core.admission.arrivals import Arrival
-from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance, was_refused
+from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.traces.timeline import Part
+from services.gateway.options.tenants.core.limits.tenant_limits import (
+    NO_LIMITS,
+    Allowance,
+    was_refused,
+)
+from services.gateway.options.tenants.keys.api_keys import CALL_ALLOWANCE, CALL_TENANT, ApiKeys
+from services.gateway.options.tenants.limits.rate_limit_headers import rate_limit_headers
 
 _HEALTH = "/grpc.health.v1.Health/"
 _MAX_OTHER_STREAMS = 64

@@ -12,7 +12,7 @@ from services.common.telemetry import names
 from services.common.telemetry.histogram import Histogram
 from services.common.telemetry.metric_specs import SPECS, histogram_family, value_family
 from services.gateway.adapters.telemetry.request_record import KeptFor
-from services.gateway.adapters.telemetry.tenant_metrics import TenantMetrics
+from services.gateway.options.tenants.metrics import TenantMetrics
 
 
 class Metrics:

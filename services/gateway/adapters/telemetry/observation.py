@@ -13,15 +13,15 @@ from services.gateway.adapters.telemetry.genai_metrics import GenAiMetrics
 from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.request_record import CANCELLED, RequestRecord, is_failure
 from services.gateway.adapters.telemetry.request_times import traces_of
-from services.gateway.core.admission.wait import Wait
-from services.gateway.core.limits.tenant_limits import LimitReached
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.delivery import Sink
 from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.wait import Wait
 from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.traces.history import History
 from services.gateway.core.traces.timeline import Part
+from services.gateway.options.tenants.core.limits.tenant_limits import LimitReached
 
 
 class Observation:

@@ -18,7 +18,7 @@ from services.common.telemetry import names
 from services.common.telemetry.trace_context import new_span_id, traceparent_text
 from services.common.telemetry.trace_headers import TraceHeaders
 from services.common.telemetry.tracing import TraceOrigin
-from services.gateway.core.admission.arrivals import Arrival
+from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.traces.timeline import Part, Timeline

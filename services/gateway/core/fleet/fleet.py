@@ -13,10 +13,6 @@ from services.common.errors import (
     StepwellError,
     Unavailable,
 )
-from services.gateway.core.admission.arrivals import Arrival
-from services.gateway.core.admission.capacity import Capacity, capacity_of
-from services.gateway.core.admission.queue_bounds import QueueBounds
-from services.gateway.core.admission.tenant_queues import TenantQueues
 from services.gateway.core.fleet.membership import Links, Membership, no_replica_ready
 from services.gateway.core.fleet.placement import Placement
 from services.gateway.core.fleet.replica import Replica
@@ -25,11 +21,15 @@ from services.gateway.core.fleet.routing_decision import RoutingDecision, Routin
 from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.fleet.waiting_queue import WaitingQueue
 from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock
+from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.request.inflight import Inflight, Mailbox, ended
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.options.tenants.core.queues.capacity import Capacity, capacity_of
+from services.gateway.options.tenants.core.queues.queue_bounds import QueueBounds
+from services.gateway.options.tenants.core.queues.tenant_queues import TenantQueues
 
 logger = logging.getLogger(__name__)
 

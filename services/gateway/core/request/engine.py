@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.gateway.core.admission.arrivals import Arrival
-from services.gateway.core.admission.wait import Wait
 from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import SequenceTrace
+from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request import EngineRequest
+from services.gateway.core.request.wait import Wait
 from services.gateway.core.tenant import Tenant
 
 

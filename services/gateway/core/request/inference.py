@@ -10,9 +10,9 @@ from services.common.request.pooling import Pooler, PoolingTask
 from services.common.request.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from services.common.request.structured_outputs import StructuredOutputs
 from services.common.telemetry.trace_headers import UNTRACED, TraceHeaders
-from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.lora_modules import LoraModules
 from services.gateway.core.ports import Grammars, TextTooLong, Tokenizer
+from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.request.delivery import TOKENS_AT_A_TIME, Delivery, Sink
 from services.gateway.core.request.engine import Engine
 from services.gateway.core.request.generation import Generation

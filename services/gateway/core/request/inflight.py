@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from services.common.errors import StepwellError
 from services.common.request.finish import Finish, append_until_end, ending_token_ids
 from services.common.request.sampling import MAX_INT32
-from services.gateway.core.admission.wait import Wait
 from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import ResubmitCause, SequenceTrace
 from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.logprobs import LogprobRows, joined
 from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
+from services.gateway.core.request.wait import Wait
 
 MAX_LOSSES_COMPUTED = 5
 """Limit on the number of replicas that may be lost in succession while they compute a sequence. A

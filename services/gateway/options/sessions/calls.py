@@ -14,14 +14,14 @@ from services.common.errors import InvalidArgument, StepwellError
 from services.common.telemetry import names
 from services.gateway.adapters.grpc.generate_requests import GenerateRequests, to_response
 from services.gateway.adapters.grpc.inference_servicer import METHOD_PREFIX, deadline_of_call
-from services.gateway.adapters.keys.auth import CALL_TENANT
-from services.gateway.core.limits.tenant_limits import was_refused
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.option import Options
 from services.gateway.options.server_parts import CallParts
 from services.gateway.options.sessions.core.client_session import ClientSession
 from services.gateway.options.sessions.core.client_sessions import ClientSessions
 from services.gateway.options.sessions.core.turn import turn_of
+from services.gateway.options.tenants.core.limits.tenant_limits import was_refused
+from services.gateway.options.tenants.keys.api_keys import CALL_TENANT
 
 GENERATE_SESSION = "GenerateSession"
 

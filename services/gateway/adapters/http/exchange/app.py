@@ -15,10 +15,10 @@ from services.gateway.adapters.http.exchange.request_records import RequestRecor
 from services.gateway.adapters.http.exchange.route import Route
 from services.gateway.adapters.http.openapi.document import openapi_document
 from services.gateway.adapters.http.transport.hosts import HostCheck, HostNames
-from services.gateway.adapters.keys.auth import ApiKeys, authorization_of
-from services.gateway.adapters.keys.rate_limit_headers import RATE_LIMIT_HEADERS
 from services.gateway.adapters.telemetry.request_record import REQUEST_ID, TRACE_ID
 from services.gateway.adapters.telemetry.request_recorder import RequestRecorder
+from services.gateway.options.tenants.keys.api_keys import ApiKeys, authorization_of
+from services.gateway.options.tenants.limits.rate_limit_headers import RATE_LIMIT_HEADERS
 
 
 def make_app(

@@ -28,9 +28,8 @@ from services.gateway.adapters.http.openai.dialect import (
 from services.gateway.adapters.telemetry.observation import Observation, Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.adapters.telemetry.request_times import metrics_body
-from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.gate import Gate
-from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance
+from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.request.delivery import Answers
 from services.gateway.core.request.generation import best_answers
 from services.gateway.core.request.inference import Inference
@@ -38,6 +37,7 @@ from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.option import Options
+from services.gateway.options.tenants.core.limits.tenant_limits import NO_LIMITS, Allowance
 
 logger = logging.getLogger(__name__)
 

@@ -41,12 +41,12 @@ from services.gateway.adapters.http.openai.responses.request import responses_re
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.gate import Gate
-from services.gateway.core.limits.tenant_limits import NO_LIMITS
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.request.request_check import check_request_id
 from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.options.option import NO_OPTIONS, Options
+from services.gateway.options.tenants.core.limits.tenant_limits import NO_LIMITS
 
 B = TypeVar("B", bound=AskingBody)
 

@@ -16,7 +16,7 @@ from services.gateway.adapters.http.exchange.route import RequestHeader, Route
 from services.gateway.adapters.http.openapi.answers import Error
 from services.gateway.adapters.http.openapi.body_ranges import add_ranges, generates
 from services.gateway.adapters.http.openapi.errors import ERRORS, EVERYWHERE, HEADERS, ErrorAnswer
-from services.gateway.adapters.keys.rate_limit_headers import RATE_LIMIT_HEADERS
+from services.gateway.options.tenants.limits.rate_limit_headers import RATE_LIMIT_HEADERS
 
 _SCHEMAS = "#/components/schemas/"
 _KEY, _KEY_IN_HEADER = "apiKey", "apiKeyInHeader"

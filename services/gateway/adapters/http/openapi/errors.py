@@ -6,7 +6,7 @@ from typing import Any
 
 from services.gateway.adapters.http.exchange.errors import HINT_HEADERS
 from services.gateway.adapters.http.exchange.ignored_fields import HEADER as IGNORED_FIELDS
-from services.gateway.adapters.keys.rate_limit_headers import RATE_LIMIT_HEADERS
+from services.gateway.options.tenants.limits.rate_limit_headers import RATE_LIMIT_HEADERS
 
 _TEXT = {"type": "string"}
 

@@ -32,7 +32,7 @@ from services.gateway.adapters.http.transport.raw_errors import raw_refusal
 from services.gateway.adapters.http.transport.reader_timeout import ReaderTimeout
 from services.gateway.adapters.http.transport.sliced_protocol import SlicedProtocol
 from services.gateway.adapters.http.transport.without_chunks import answer_without_chunks
-from services.gateway.core.admission.arrivals import Arrival
+from services.gateway.core.request.arrivals import Arrival
 
 MAX_HEADERS = 100
 _MAX_HEADER_BYTES = 64 * 1024

@@ -16,14 +16,14 @@ from services.gateway.adapters.http.exchange.request_records import call_of, hea
 from services.gateway.adapters.http.exchange.request_state import ARRIVAL, ARRIVED
 from services.gateway.adapters.http.transport.hosts import HostNames, hosts_of
 from services.gateway.adapters.http.transport.raw_errors import raw_error_response
-from services.gateway.adapters.keys.auth import ApiKeys, authorization_of
 from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_recorder import RequestRecorder
 from services.gateway.core.gate import Gate
-from services.gateway.core.limits.rule import LimitSet
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.tenant import Tenant
+from services.gateway.options.tenants.core.limits.rule import LimitSet
+from services.gateway.options.tenants.keys.api_keys import ApiKeys, authorization_of
 
 Header = tuple[bytes, bytes]
 

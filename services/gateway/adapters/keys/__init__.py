@@ -1,1 +1,0 @@
-"""Stores of API keys: a file, or Redis."""

@@ -1,1 +1,0 @@
-"""Tenants' limits that several gateways count together."""

@@ -1,1 +1,0 @@
-"""Fair admission: chooses the tenant whose waiting sequence is sent to the replicas next."""

@@ -1,1 +1,0 @@
-"""Limits of tenants: requests and tokens per minute, and concurrent requests."""

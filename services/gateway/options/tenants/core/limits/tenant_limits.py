@@ -1,0 +1,239 @@
+"""Takes amounts from a tenant's limits for each request, and returns unused amounts at the
+request's end.
+"""
+
+import itertools
+from collections.abc import Callable
+
+from services.common.errors import (
+    InternalError,
+    QuotaExceeded,
+    ResourceExhausted,
+    StepwellError,
+    Unavailable,
+)
+from services.gateway.core.request.engine import KeptSource, Made
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.request import EngineRequest
+from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.options.tenants.core.limits.rule import (
+    UNITS,
+    Change,
+    LimitSet,
+    Quota,
+    SlotChange,
+    Standing,
+)
+from services.gateway.options.tenants.core.limits.store import LimitStore
+
+MAX_RESERVED_OUTPUT_TOKENS = 4096
+"""Limit on the number of tokens reserved for an answer if the client sets no maximum length."""
+_CONCURRENCY_RETRY_SECONDS = 1.0
+_SHORTEST_RETRY_SECONDS = 0.1
+
+
+_NOT_THE_CLIENTS = (ResourceExhausted, Unavailable, InternalError)
+"""Errors that are not the client's fault."""
+
+
+class LimitReached(QuotaExceeded):
+    """A tenant has exceeded one of its limits. `standing` has the levels of all limits."""
+
+    def __init__(self, limits: LimitSet, standing: Standing, num_tokens: int = 0) -> None:
+        quota = standing.refused_by or Quota.CONCURRENCY
+        wait = standing.wait_millis / 1000
+        if quota is Quota.CONCURRENCY:
+            wait = _CONCURRENCY_RETRY_SECONDS
+        super().__init__(
+            f"tenant {limits.tenant_id} is over its limit of "
+            + _sentence(limits, standing, num_tokens),
+            tenant_id=limits.tenant_id,
+            quota=quota.value,
+            retry_after_seconds=max(wait, _SHORTEST_RETRY_SECONDS),
+        )
+        self.limits = limits
+        self.standing = standing
+
+
+def _sentence(limits: LimitSet, standing: Standing, num_tokens: int) -> str:
+    match standing.refused_by:
+        case Quota.REQUESTS:
+            return f"{limits.requests_per_minute} requests per minute"
+        case Quota.TOKENS:
+            left = max(0, standing.tokens_level // UNITS)
+            needs = f", of which this request may take {num_tokens}" if num_tokens else ""
+            return f"{limits.tokens_per_minute} tokens per minute; {left} are left{needs}"
+        case _:
+            return f"{limits.max_concurrent_requests} requests at once"
+
+
+class TenantLimits:
+    """Admits requests within their tenants' limits.
+
+    1. Before its body is read, a request takes one of the tenant's requests per minute, and a slot
+       of a concurrent request.
+    2. Once its prompt is tokenized, the request reserves tokens: the prompt tokens that are not
+       expected to be cached, and the longest possible answer.
+    3. At its end, the request releases the slot and returns the unused part of the reservation.
+    """
+
+    def __init__(
+        self,
+        store: LimitStore,
+        process_name: str,
+        num_cached_tokens: Callable[[EngineRequest], int],
+    ) -> None:
+        """`process_name` makes this gateway's slots distinct from others'. `num_cached_tokens`
+        estimates how many tokens of a prompt are cached.
+        """
+        self._store = store
+        self._process_name = process_name
+        self._numbers = itertools.count(1)
+        self._num_cached_tokens = num_cached_tokens
+
+    async def admit(self, tenant: Tenant) -> "Allowance":
+        """Takes one request from a tenant's limits. Raises LimitReached."""
+        limits = LimitSet.of(tenant)
+        if limits.is_empty:
+            return NO_LIMITS
+        slot = f"{self._process_name}-{next(self._numbers)}"
+        holds = limits.max_concurrent_requests is not None
+        change = Change(
+            slot,
+            num_requests=1,
+            slot_change=SlotChange.HOLD if holds else SlotChange.KEEP,
+        )
+        standing = await self._store.take(limits, change)
+        if standing.refused_by is not None:
+            raise LimitReached(limits, standing)
+        return Allowance(tenant, limits, slot, standing, self._store, self._num_cached_tokens)
+
+
+class Allowance:
+    """The amounts that one request has taken from its tenant's limits. It must be closed exactly
+    once, at the end of the request.
+    """
+
+    def __init__(
+        self,
+        tenant: Tenant,
+        limits: LimitSet,
+        slot: str,
+        standing: Standing | None,
+        store: LimitStore | None,
+        num_cached_tokens: Callable[[EngineRequest], int],
+    ) -> None:
+        self.tenant = tenant
+        self.limits = limits
+        self.standing = standing
+        """The levels of the tenant's limits after the last change. They are None if the tenant has
+        no limits.
+        """
+        self._slot = slot
+        self._store = store
+        self._num_cached_tokens = num_cached_tokens
+        self._generation: Generation | None = None
+        self._num_reserved = 0
+
+    async def reserve(self, generation: Generation) -> None:
+        """Reserves the largest number of tokens that the request may use. Raises QuotaExceeded."""
+        limit = self.limits.tokens_per_minute
+        if self._store is None or limit is None:
+            return
+        num_tokens = self._demand(generation, limit)
+        if num_tokens > limit:
+            raise QuotaExceeded(
+                f"this request may take {num_tokens} tokens, more than the {limit} tokens per "
+                f"minute of tenant {self.tenant.tenant_id}; lower max_tokens or n, or shorten the "
+                "prompt",
+                tenant_id=self.tenant.tenant_id,
+                quota=Quota.TOKENS.value,
+                may_retry=False,
+            )
+        change = Change(self._slot, num_tokens=num_tokens)
+        standing = self.standing = await self._store.take(self.limits, change)
+        if standing.refused_by is not None:
+            raise LimitReached(self.limits, standing, num_tokens)
+        self._generation, self._num_reserved = generation, num_tokens
+
+    def close(self, *, was_refused: bool = False) -> None:
+        """Ends the request. If the request was refused for another reason than its tenant's limits,
+        it does not count towards the requests per minute.
+        """
+        if self._store is None:
+            return
+        kept = self._kept_source()
+        num_used = self._num_reserved if kept is not None else self._num_used()
+        holds = self.limits.max_concurrent_requests is not None
+        change = Change(
+            self._slot,
+            num_requests=-1 if was_refused else 0,
+            num_tokens=num_used - self._num_reserved,
+            slot_change=SlotChange.RELEASE if holds else SlotChange.KEEP,
+            must_fit=False,
+        )
+        if holds or change.num_requests or change.num_tokens:
+            self._store.give_back(self.limits, change)
+        if kept is not None:
+            kept.when_making_ends(self._give_back_unused)
+
+    def _kept_source(self) -> KeptSource | None:
+        """Returns the source that may continue the answer after this request. Returns None if there
+        is none.
+        """
+        generation = self._generation
+        if generation is None or len(generation.finish_reasons()) == len(generation.choices):
+            return None
+        return generation.source
+
+    def _give_back_unused(self, made: Made) -> None:
+        """Returns the unused tokens of an answer that continued without its client."""
+        if self._store is None or self._generation is None:
+            return
+        num_used = 0
+        if any(num_cached is not None for num_cached in made.num_cached_tokens):
+            usage = self._generation.usage()
+            firsts = made.num_cached_tokens[:: self._generation.request.num_candidates]
+            num_cached = sum(num or 0 for num in firsts)
+            num_used = usage.num_prompt_tokens - num_cached + made.num_tokens
+        if num_used != self._num_reserved:
+            num_tokens = num_used - self._num_reserved
+            change = Change(self._slot, num_tokens=num_tokens, must_fit=False)
+            self._store.give_back(self.limits, change)
+
+    def _demand(self, generation: Generation, limit: int) -> int:
+        """Returns the largest number of tokens that a request may use: the uncached tokens of each
+        prompt, and the maximum length of each answer.
+        """
+        request = generation.request
+        firsts = generation.sequences[:: request.num_candidates]
+        num_uncached = sum(
+            len(first.prompt_token_ids) - self._num_cached_tokens(first) for first in firsts
+        )
+        longest = sum(sequence.sampling.max_tokens or 0 for sequence in generation.sequences)
+        if request.sampling.max_tokens is None and request.default_max_tokens is None:
+            usual = MAX_RESERVED_OUTPUT_TOKENS * len(generation.sequences)
+            longest = min(longest, usual, max(limit - num_uncached, 1))
+        return num_uncached + longest
+
+    def _num_used(self) -> int:
+        generation = self._generation
+        if generation is None or not generation.was_taken:
+            return 0
+        usage = generation.usage()
+        return usage.num_prompt_tokens - usage.num_cached_tokens + usage.num_generated_tokens
+
+
+def was_refused(error: StepwellError) -> bool:
+    """Whether a request with this error does not count towards its tenant's limits, since the error
+    is not the client's fault.
+    """
+    return isinstance(error, _NOT_THE_CLIENTS) and not isinstance(error, QuotaExceeded)
+
+
+def _none_cached(_request: EngineRequest) -> int:
+    return 0
+
+
+NO_LIMITS = Allowance(ANYONE, LimitSet(""), "", None, None, _none_cached)
+"""The allowance of requests whose tenant has no limits."""

@@ -1,0 +1,135 @@
+"""Limits on the length of a tenant's queue at the gateway, and on the time that sequences wait in
+it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from services.common.errors import (
+    DeadlineExceeded,
+    QuotaExceeded,
+    ResourceExhausted,
+    StepwellError,
+)
+from services.common.replica.queue_state import RETRY_AFTER_SECONDS, longest_wait
+from services.gateway.core.tenant import Tenant
+from services.gateway.options.tenants.core.queues.capacity import Capacity
+from services.gateway.options.tenants.core.queues.places import TenantUsage
+
+
+class TenantQueueFull(QuotaExceeded):
+    """The tenant's queue is full, or another request would wait in it for too long."""
+
+    reason = "TENANT_QUEUE_FULL"
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBounds:
+    """The limits of every tenant's queue. The number of sequences in a queue is limited to the
+    tenant's share of `max_total_waiting`, and to `max_num_waiting`. A sequence waits for at most
+    `max_queue_seconds`. 0 means no limit.
+    """
+
+    max_num_waiting: int
+    max_total_waiting: int
+    max_queue_seconds: float
+    max_num_queued_tokens: int | None = None
+    """Limit on the total number of prompt tokens of all tenants' sequences without output. None
+    means no limit.
+    """
+
+    def check_tokens(self, num_queued_tokens: Callable[[], int]) -> None:
+        """Raises ResourceExhausted if the number of queued prompt tokens has reached the limit."""
+        if self.max_num_queued_tokens is None:
+            return
+        queued = num_queued_tokens()
+        if queued >= self.max_num_queued_tokens:
+            raise ResourceExhausted(
+                f"{queued} prompt tokens wait for their first output, and may be "
+                f"{self.max_num_queued_tokens}",
+                reason="QUEUED_TOKENS",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+
+    def check_number(self, tenant: Tenant, num_waiting: int, share: float) -> None:
+        """Raises TenantQueueFull if a queue of `num_waiting` sequences is full. `share` is the
+        tenant's fraction of all weights, 0 to 1.
+        """
+        most = min(self.max_num_waiting, max(1, int(self.max_total_waiting * share)))
+        if num_waiting >= most:
+            raise _queue_full(tenant, f"{num_waiting} of its requests wait already", 0.0)
+
+    def check_time(
+        self, tenant: Tenant, timeout_seconds: float | None, wait: float, service_seconds: float
+    ) -> None:
+        """Raises TenantQueueFull if `wait`, the expected wait in seconds, exceeds
+        `max_queue_seconds`. Raises DeadlineExceeded if the request would not end within
+        `timeout_seconds`. `service_seconds` is the usual running time of such a request.
+        """
+        if self.max_queue_seconds and wait > self.max_queue_seconds:
+            excess = wait - self.max_queue_seconds
+            raise _queue_full(tenant, f"one more would wait for about {wait:.1f} s", excess)
+        if timeout_seconds is None:
+            return
+        longest = longest_wait(timeout_seconds, service_seconds)
+        if wait > longest:
+            raise DeadlineExceeded(
+                f"the request would wait for about {wait:.1f} s, and may for {longest:.1f} s",
+                reason="DEADLINE_TOO_SHORT",
+            )
+
+    def latest_start(
+        self, now: float, deadline: float | None, service_seconds: float
+    ) -> float | None:
+        """Returns the latest time at which a request that arrives at `now` may be sent. None means
+        no limit. Times are in seconds on the event loop's clock.
+        """
+        bounds = []
+        if self.max_queue_seconds:
+            bounds.append(now + self.max_queue_seconds)
+        if deadline is not None:
+            bounds.append(now + longest_wait(deadline - now, service_seconds))
+        return min(bounds, default=None)
+
+
+def expected_wait(
+    tenant: Tenant, num_ahead: int, others: Iterable[TenantUsage], capacity: Capacity
+) -> float:
+    """Returns the expected seconds until a sequence is sent. `num_ahead` sequences of its tenant
+    wait before it.
+
+    The estimate assumes that other tenants' waiting sequences are sent in proportion to the
+    tenants' weights, but at most as many as wait. It also assumes that a tenant without waiting
+    sequences keeps its places.
+    """
+    num_before, num_kept = float(num_ahead), 0
+    for usage in others:
+        if usage.num_waiting:
+            turns = (num_ahead + 1) * usage.tenant.weight / tenant.weight
+            num_before += min(usage.num_waiting, turns)
+        else:
+            num_kept += usage.num_running
+    num_before -= max(0, capacity.num_free)
+    share = capacity.num_places / max(1, capacity.num_places - num_kept)
+    return max(0.0, num_before) * capacity.seconds_per_request * share
+
+
+def _queue_full(tenant: Tenant, why: str, excess_seconds: float) -> TenantQueueFull:
+    return TenantQueueFull(
+        f"tenant {tenant.tenant_id} asks for more than its share: {why}",
+        tenant_id=tenant.tenant_id,
+        quota="queue",
+        retry_after_seconds=max(RETRY_AFTER_SECONDS, excess_seconds),
+    )
+
+
+def too_late(deadline: float | None) -> StepwellError:
+    """Returns the error of a sequence that was not sent in time. It is DeadlineExceeded if the
+    client set a deadline, and otherwise ResourceExhausted.
+    """
+    message = "the request was not sent to a replica within the time that it may wait"
+    if deadline is not None:
+        return DeadlineExceeded(message, reason="QUEUE_TIMEOUT")
+    return ResourceExhausted(
+        message, reason="QUEUE_TIMEOUT", retry_after_seconds=RETRY_AFTER_SECONDS
+    )

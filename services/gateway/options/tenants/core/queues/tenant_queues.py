@@ -1,0 +1,349 @@
+"""Sends sequences to the replicas while these have free places. A place is a slot for one running
+sequence. Each tenant gets its fair share of the places.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from services.common.telemetry import names
+from services.gateway.core.fleet.routing_decision import RoutingDecision
+from services.gateway.core.fleet.sequence_trace import ResubmitCause
+from services.gateway.core.ports import Clock
+from services.gateway.core.request.arrivals import Arrivals
+from services.gateway.core.request.inflight import Inflight, ended
+from services.gateway.core.request.wait import Wait, WaitReason, wait_reason
+from services.gateway.core.tenant import Tenant
+from services.gateway.core.traces.timeline import Part
+from services.gateway.options.tenants.core.queues.capacity import Capacity
+from services.gateway.options.tenants.core.queues.fair_queue import FairQueue, Order
+from services.gateway.options.tenants.core.queues.places import FairShares, Places, TenantUsage
+from services.gateway.options.tenants.core.queues.queue_bounds import (
+    QueueBounds,
+    TenantQueueFull,
+    expected_wait,
+    too_late,
+)
+from services.gateway.options.tenants.core.queues.service_charge import ServiceCharge, charge_for
+from services.gateway.options.tenants.core.queues.service_time import ServiceTime
+
+_SHARE_OF_NEWEST = 0.1
+"""Weight of the newest answer's length in its tenant's moving mean of answer lengths."""
+_SWEEP_SECONDS = 0.1
+"""Seconds between two searches for sequences that have waited too long."""
+_ENDED_AT_A_TIME = 2
+"""Limit on the number of sequences that time out in one iteration of the event loop. All sequences
+of a burst time out at the same time, and writing an error to each client takes time.
+"""
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """A sequence that waits for a place."""
+
+    inflight: Inflight
+    reason: WaitReason
+    num_ahead: int
+    """Number of the tenant's sequences that were already waiting when this sequence arrived."""
+    began: float
+    """Time when the wait began, in seconds on the event loop's clock."""
+    was_preempted: bool = False
+    """Whether the sequence was running and lost its place. If true, the queue's time limit does not
+    apply.
+    """
+    has_to_wait: bool = False
+    """Whether the sequence was not sent at once. If so, its wait is recorded when it is sent."""
+
+
+class TenantQueues:
+    """Queues sequences while the replicas have no place for them. Each tenant has its own queue.
+    The length of a queue and the wait in it are limited. The replicas' own queues stay short.
+
+    1. `add` queues a sequence. `admit` sends the sequences that may take a place. `admit` is called
+       whenever a place may have become free: when a sequence leaves its replica, and when a replica
+       reports its load.
+    2. `FairShares` determines which tenants may take a place. `FairQueue` chooses the next tenant
+       among these. A tenant's sequences are sent by priority, then in order of arrival.
+    3. If no place is free while a tenant below its share waits, sequences of tenants above their
+       shares are preempted. A preempted sequence is aborted at its replica and queued again, with
+       the tokens that it has generated.
+    4. When a sequence is sent, its prompt tokens and an estimate of its output tokens are charged
+       to the tenant. The charge is corrected after the sequence has left its replica.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        bounds: QueueBounds,
+        *,
+        capacity: Callable[[], Capacity | None],
+        send: Callable[[Inflight], object],
+    ) -> None:
+        """`capacity` returns the current capacity of all ready replicas. While it returns None,
+        sequences are sent without regard to shares. `send` sends a sequence to a replica.
+        """
+        self.arrivals = Arrivals()
+        self.places = Places(clock.time)
+        self._clock = clock
+        self._bounds = bounds
+        self._capacity = capacity
+        self._send = send
+        self._queue: FairQueue[_Waiter] = FairQueue()
+        self._waiters: dict[Inflight, _Waiter] = {}
+        self._charges: dict[Inflight, ServiceCharge] = {}
+        self._starting: set[Inflight] = set()
+        """Sequences that were sent, but that their replica has not yet reported as scheduled."""
+        self._is_sweeping = False
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __iter__(self) -> Iterator[Inflight]:
+        """A copy of the waiting sequences."""
+        return iter(list(self._waiters))
+
+    def waits(self) -> list[tuple[Inflight, WaitReason, float]]:
+        """Returns each waiting sequence, its wait reason, and the seconds waited so far."""
+        now = self._clock.time()
+        waiters = self._waiters.values()
+        return [(waiter.inflight, waiter.reason, now - waiter.began) for waiter in waiters]
+
+    # New requests and sequences.
+
+    def check_room(self, tenant: Tenant, deadline: float | None) -> None:
+        """Raises TenantQueueFull if the tenant's queue has no room for a request. Raises
+        DeadlineExceeded if a request would not end by `deadline`, a time in seconds on the event
+        loop's clock.
+        """
+        num_waiting, num_arriving = self.places.num_waiting(tenant), self.arrivals.num(tenant)
+        share, capacity = self.places.share(tenant), self._capacity()
+        if capacity is None:
+            self._bounds.check_number(tenant, num_waiting, share)
+            return
+        num_ahead = num_waiting + num_arriving
+        num_to_wait = num_ahead - min(num_arriving, max(0, capacity.num_free))
+        self._bounds.check_number(tenant, num_to_wait, share)
+        wait = expected_wait(tenant, num_ahead, self.places.others(tenant), capacity)
+        timeout = None if deadline is None else deadline - self._clock.time()
+        self._bounds.check_time(tenant, timeout, wait, self._service_seconds(tenant, capacity))
+
+    def add(self, inflight: Inflight) -> None:
+        """Queues a new sequence, and sends it at once if its tenant may take a place. If the queue
+        is full, the sequence fails with TenantQueueFull.
+        """
+        tenant = inflight.request.tenant
+        for idle in self.places.drop_idle():
+            self._queue.forget(idle)
+        num_ahead = self.places.num_waiting(tenant)
+        try:
+            self._bounds.check_number(tenant, num_ahead, self.places.share(tenant))
+        except TenantQueueFull as error:
+            inflight.failed(error)
+            return
+        usage, capacity, now = self.places.usage(tenant), self._capacity(), self._clock.time()
+        usage.asked_at = now
+        waiter = _Waiter(inflight, wait_reason(num_ahead, capacity), num_ahead, now)
+        self._enqueue(waiter, self._credit(usage, capacity))
+        self.admit()
+        waiter.has_to_wait = inflight in self._waiters
+        if waiter.has_to_wait:
+            wait = {names.ATTR_WAIT_REASON: waiter.reason.value, names.ATTR_NUM_AHEAD: num_ahead}
+            inflight.trace.timeline.enter(Part.WAIT, wait)
+        self._sweep_later()
+
+    def discard(self, inflight: Inflight) -> None:
+        """Removes a sequence from its tenant's queue. Does nothing if it is not queued."""
+        waiter = self._waiters.get(inflight)
+        if waiter is not None:
+            self._queue.remove(inflight.request.tenant, _order(inflight))
+            self._remove(waiter)
+
+    # Taking and freeing places.
+
+    def admit(self) -> None:
+        """Sends waiting sequences until no waiting tenant may take a place. Sequences that have
+        waited too long end with an error. If there are more than _ENDED_AT_A_TIME of these, `admit`
+        is called again for the others in the next iteration of the event loop.
+        """
+        num_late = 0
+        while self._waiters and num_late < _ENDED_AT_A_TIME:
+            waiter = self._queue.take(self._may_take_place(self._preempt()))
+            if waiter is None:
+                return
+            self._remove(waiter)
+            if self._is_too_late(waiter, self._capacity()):
+                waiter.inflight.failed(too_late(waiter.inflight.request.deadline))
+                num_late += 1
+            else:
+                self._send_waiter(waiter)
+        if self._waiters:
+            self._clock.call_at(self._clock.time(), self.admit)
+
+    def sent(self, inflight: Inflight, route: RoutingDecision) -> None:
+        """Counts the place of a sequence that was sent to a replica, and charges its tenant."""
+        tenant = inflight.request.tenant
+        usage = self.places.usage(tenant)
+        usage.num_running += 1
+        usage.num_starting += 1
+        self._starting.add(inflight)
+        charge = charge_for(inflight, route, usage.mean_output_tokens, self._clock.time())
+        self._charges[inflight] = charge
+        self._queue.charge(tenant, charge.num_tokens)
+
+    def started(self, inflight: Inflight) -> None:
+        """Stops counting a scheduled sequence as starting, and then sends waiting sequences."""
+        if self._end_start(inflight):
+            self.admit()
+
+    def left(self, inflight: Inflight) -> None:
+        """Frees the place of a sequence that ended or was lost, and then sends waiting sequences.
+        Does nothing if the sequence had no place.
+        """
+        charge = self._charges.get(inflight)
+        if charge is not None:
+            self._free_place(inflight)
+            usage = self.places.usage(inflight.request.tenant)
+            _measure(usage.service_time, inflight, charge, self._clock.time())
+            num_output = len(inflight.output_token_ids)
+            usage.mean_output_tokens += _SHARE_OF_NEWEST * (num_output - usage.mean_output_tokens)
+            self.admit()
+
+    def _end_start(self, inflight: Inflight) -> bool:
+        """Stops counting a sequence as starting. Returns whether the sequence was counted
+        before.
+        """
+        if inflight not in self._starting:
+            return False
+        self._starting.discard(inflight)
+        self.places.usage(inflight.request.tenant).num_starting -= 1
+        return True
+
+    def _free_place(self, inflight: Inflight) -> None:
+        """Frees a sequence's place, and corrects its charge by its generated tokens."""
+        charge = self._charges.pop(inflight)
+        self._end_start(inflight)
+        tenant = inflight.request.tenant
+        self.places.usage(tenant).num_running -= 1
+        num_output = len(inflight.output_token_ids) - charge.num_output_tokens_before
+        self._queue.charge(tenant, charge.difference(num_output))
+
+    def _may_take_place(self, shares: FairShares | None) -> Callable[[Tenant], bool]:
+        if shares is None:
+            return lambda _: True
+        return lambda tenant: shares.may_take_place(self.places.usage(tenant))
+
+    def _preempt(self) -> FairShares | None:
+        """Preempts sequences until no tenant must return a place. Returns the shares after this, or
+        None if the replicas' capacity is not known.
+        """
+        while (capacity := self._capacity()) is not None:
+            lags = self._queue.lags()
+            shares = self.places.fair_shares(capacity.num_free, capacity.num_places, lags)
+            usage = shares.to_preempt()
+            if usage is None:
+                return shares
+            self._take_back(self._victim(usage.tenant))
+        return None
+
+    def _victim(self, tenant: Tenant) -> Inflight:
+        """Returns the tenant's sequence to preempt: the one with the largest `priority` number.
+        Among equals it is the sequence with the fewest preemptions so far, and then the latest
+        arrival. The full blocks of the sequence stay cached, so that only the tokens after them are
+        recomputed.
+        """
+        running = (one for one in self._charges if one.request.tenant.tenant_id == tenant.tenant_id)
+        return max(
+            running, key=lambda one: (one.request.priority, -one.num_times_taken_back, one.number)
+        )
+
+    def _take_back(self, inflight: Inflight) -> None:
+        """Aborts a sequence at its replica, and queues it by its priority and order of arrival."""
+        self._free_place(inflight)
+        inflight.taken_back(ResubmitCause.PREEMPTED)
+        now = self._clock.time()
+        reason = WaitReason.PREEMPTED
+        waiter = _Waiter(inflight, reason, 0, now, was_preempted=True, has_to_wait=True)
+        self._enqueue(waiter, 0.0)
+
+    def _enqueue(self, waiter: _Waiter, credit_tokens: float) -> None:
+        inflight = waiter.inflight
+        self._waiters[inflight] = waiter
+        self.places.usage(inflight.request.tenant).num_waiting += 1
+        self._queue.add(inflight.request.tenant, _order(inflight), waiter, credit_tokens)
+
+    def _remove(self, waiter: _Waiter) -> None:
+        """Updates the counts after a waiter was removed from its queue."""
+        del self._waiters[waiter.inflight]
+        self.places.usage(waiter.inflight.request.tenant).num_waiting -= 1
+
+    def _send_waiter(self, waiter: _Waiter) -> None:
+        inflight = waiter.inflight
+        if waiter.has_to_wait:
+            now = self._clock.time()
+            wait = Wait(waiter.reason, waiter.began, now, waiter.num_ahead)
+            inflight.mailbox.waits.append(wait)
+        self._send(inflight)
+
+    def _credit(self, usage: TenantUsage, capacity: Capacity | None) -> float:
+        """Returns the credit of a tenant in tokens. It is the charge of one answer of mean length
+        for each place of the tenant's share.
+        """
+        if capacity is None:
+            return 0.0
+        return usage.tokens_of(capacity.num_places * self.places.share(usage.tenant))
+
+    # Timeouts.
+
+    def _sweep_later(self, seconds: float = _SWEEP_SECONDS) -> None:
+        if self._waiters and not self._is_sweeping:
+            self._is_sweeping = True
+            self._clock.call_at(self._clock.time() + seconds, self._sweep)
+
+    def _sweep(self) -> None:
+        """Ends sequences that can no longer start in time. Ends at most _ENDED_AT_A_TIME of them at
+        once, and the others in later iterations of the event loop.
+        """
+        self._is_sweeping = False
+        capacity = self._capacity()
+        waiters = self._waiters.values()
+        late = [waiter for waiter in waiters if self._is_too_late(waiter, capacity)]
+        for waiter in late[:_ENDED_AT_A_TIME]:
+            self.discard(waiter.inflight)
+            waiter.inflight.failed(too_late(waiter.inflight.request.deadline))
+        self.admit()
+        self._sweep_later(0.0 if len(late) > _ENDED_AT_A_TIME else _SWEEP_SECONDS)
+
+    def _is_too_late(self, waiter: _Waiter, capacity: Capacity | None) -> bool:
+        """Whether a sequence can no longer start in time. This is never true of preempted
+        sequences.
+        """
+        if waiter.was_preempted:
+            return False
+        request = waiter.inflight.request
+        seconds = self._service_seconds(request.tenant, capacity)
+        latest = self._bounds.latest_start(waiter.began, request.deadline, seconds)
+        return latest is not None and latest <= self._clock.time()
+
+    def _service_seconds(self, tenant: Tenant, capacity: Capacity | None) -> float:
+        """Returns a running time in seconds that few sequences of the tenant exceed. 0 means that
+        it is not known.
+        """
+        usual = self.places.service_time(tenant).longest_usual
+        return usual if capacity is None else max(usual, capacity.service_seconds)
+
+
+def _order(inflight: Inflight) -> Order:
+    return inflight.request.priority, inflight.number
+
+
+def _measure(times: ServiceTime, inflight: Inflight, charge: ServiceCharge, now: float) -> None:
+    """Adds the running time of a sequence to the tenant's service time.
+
+    A sequence that already had output when it was sent is not measured. A sequence that was lost
+    before its end is measured only if it ran longer than usual.
+    """
+    if charge.num_output_tokens_before:
+        return
+    seconds = now - charge.sent_at
+    has_ended = inflight.was_stopped or ended(inflight) is not None
+    if has_ended or seconds > times.longest_usual > 0:
+        times.add(seconds)

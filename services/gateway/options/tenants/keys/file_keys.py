@@ -1,0 +1,76 @@
+"""API keys in a file, which is read again whenever it changes."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+from services.common.keys.api_keys import DamagedRecord
+from services.common.keys.book import KeyBook
+from services.common.keys.book_file import read_book, version_of
+from services.common.process.settings import SettingError
+from services.gateway.options.tenants.keys.store import KnownKey
+
+_LOOK_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class FileKeys:
+    """A KeyStore that caches all keys of a file. If the file becomes damaged or is removed, the
+    known keys stay valid.
+    """
+
+    def __init__(self, path: Path, *, share_cache: bool) -> None:
+        self._path = path
+        self._share_cache = share_cache
+        self._version: tuple[int, int, int] | None = None
+        self._keys: dict[str, KnownKey] = {}
+        self._reading = asyncio.Lock()
+
+    def known(self, key_id: str) -> KnownKey | None:
+        return self._keys.get(key_id)
+
+    async def find(self, key_id: str) -> KnownKey | None:
+        """Reads the file again first if it has changed."""
+        await self._follow()
+        return self._keys.get(key_id)
+
+    async def require_usable(self) -> None:
+        try:
+            await self._read()
+        except (OSError, DamagedRecord) as error:
+            raise SettingError(f"--api-key-file {self._path}: {_why(error)}") from error
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            await self._follow()
+
+    async def _follow(self) -> None:
+        async with self._reading:
+            if version_of(self._path) == self._version:
+                return
+            try:
+                await self._read()
+            except (OSError, DamagedRecord) as error:
+                self._version = version_of(self._path)
+                logger.error(
+                    "--api-key-file %s: %s; the keys read before are in use",
+                    self._path,
+                    _why(error),
+                )
+            else:
+                logger.info("%d API keys are in use", len(self._keys))
+
+    async def _read(self) -> None:
+        version = version_of(self._path)
+        book: KeyBook = await asyncio.to_thread(read_book, self._path)
+        self._keys = {
+            key.key_id: KnownKey.of(key, book.tenant_of(key), share_cache=self._share_cache)
+            for key in book.keys.values()
+        }
+        self._version = version
+
+
+def _why(error: OSError | DamagedRecord) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

@@ -1,0 +1,124 @@
+"""API keys in Redis. Used keys are cached in memory.
+
+1. A key that is not in memory is looked up within at most LOOK_UP_SECONDS.
+2. Every REFRESH_SECONDS, the version number of the keys in Redis is read. If it has changed, the
+   keys in memory are read again. So a revoked key is refused after at most this time.
+3. While Redis cannot be reached, or has lost its data, keys in memory are accepted for
+   `cache_seconds`. Other keys are refused as Unavailable, since they may exist.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from services.common.errors import Unavailable
+from services.common.keys.book_redis import LookUp, look_up
+from services.common.redis.connection import RedisConnection, RedisUnavailable
+from services.gateway.options.tenants.keys.store import KnownKey
+
+LOOK_UP_SECONDS = 0.3
+REFRESH_SECONDS = 1.0
+_LOST_SECONDS = 0.25
+_MAX_LOOK_UPS = 64
+_MAX_KEYS = 65_536
+_KEYS_PER_CALL = 256
+
+logger = logging.getLogger(__name__)
+
+
+class RedisKeys:
+    """A KeyStore in Redis. It owns the connection and closes it at the end."""
+
+    def __init__(self, redis: RedisConnection, *, cache_seconds: float, share_cache: bool) -> None:
+        self._redis = redis
+        self._cache_seconds = cache_seconds
+        self._share_cache = share_cache
+        self._keys: dict[str, KnownKey] = {}
+        self._version: str | None = None
+        """The version number of the keys in memory. It is None if the keys must be read again."""
+        self._contact_at = asyncio.get_running_loop().time()
+        self._is_lost = False
+        self._num_look_ups = 0
+
+    def known(self, key_id: str) -> KnownKey | None:
+        return self._keys.get(key_id)
+
+    async def find(self, key_id: str) -> KnownKey | None:
+        if self._is_lost or self._num_look_ups >= _MAX_LOOK_UPS:
+            raise _keys_unavailable()
+        self._num_look_ups += 1
+        try:
+            answer = await look_up(self._redis, (key_id,), LOOK_UP_SECONDS)
+        except RedisUnavailable as error:
+            self._lost(str(error))
+            raise _keys_unavailable() from error
+        finally:
+            self._num_look_ups -= 1
+        if not answer.version and self._keys:
+            raise _keys_unavailable()
+        if answer.version != self._version:
+            self._version = None  # The keys in memory may be older.
+        self._take(answer, (key_id,))
+        return self._keys.get(key_id)
+
+    async def require_usable(self) -> None:
+        await self._redis.require_usable()
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(_LOST_SECONDS if self._is_lost else REFRESH_SECONDS)
+                try:
+                    await self._refresh()
+                except RedisUnavailable as error:
+                    self._lost(str(error))
+                if asyncio.get_running_loop().time() > self._contact_at + self._cache_seconds:
+                    self._keys.clear()
+        finally:
+            await self._redis.close()
+
+    async def _refresh(self) -> None:
+        """Reads the keys in memory again if any may have changed."""
+        version = (await look_up(self._redis, ())).version
+        if not version and self._keys:
+            self._lost("it holds no API keys any more")
+            return
+        if version != self._version:
+            key_ids = list(self._keys)
+            for start in range(0, len(key_ids), _KEYS_PER_CALL):
+                part = key_ids[start : start + _KEYS_PER_CALL]
+                self._take(await look_up(self._redis, part), part)
+            self._version = version
+        if self._is_lost:
+            logger.info("API keys are looked up again")
+        self._is_lost = False
+        self._contact_at = asyncio.get_running_loop().time()
+
+    def _take(self, answer: LookUp, key_ids: Iterable[str]) -> None:
+        """Replaces the cached records of these keys."""
+        for key_id in key_ids:
+            self._keys.pop(key_id, None)
+            if (found := answer.found.get(key_id)) is not None:
+                self._keys[key_id] = KnownKey.of(*found, share_cache=self._share_cache)
+        if answer.damaged:
+            logger.error("%d records of API keys in Redis are damaged", answer.damaged)
+        while len(self._keys) > _MAX_KEYS:
+            del self._keys[next(iter(self._keys))]
+
+    def _lost(self, why: str) -> None:
+        if not self._is_lost:
+            logger.warning(
+                "API keys cannot be looked up, %d that are known go on working for %.0f s: %s",
+                len(self._keys),
+                self._cache_seconds,
+                why,
+            )
+        self._is_lost = True
+
+
+def _keys_unavailable() -> Unavailable:
+    return Unavailable(
+        "this API key cannot be looked up now",
+        reason="API_KEYS_UNAVAILABLE",
+        retry_after_seconds=1.0,
+    )

@@ -1,0 +1,102 @@
+"""Determines the tenant of an HTTP request and checks its limits, before the body is read."""
+
+from collections.abc import Collection
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.errors import PayloadTooLarge, StepwellError
+from services.gateway.adapters.http.exchange.errors import error_response
+from services.gateway.adapters.telemetry.observation import Observer
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.options.tenants.core.limits.tenant_limits import (
+    NO_LIMITS,
+    Allowance,
+    LimitReached,
+    TenantLimits,
+)
+from services.gateway.options.tenants.keys.api_keys import ApiKeys, authorization_of
+from services.gateway.options.tenants.limits.rate_limit_headers import rate_limit_headers
+
+_SERVER_ERROR = 500
+
+
+class TenantChecks:
+    """Checks POST requests to `paths`: the declared size of the body, the API key, and the tenant's
+    limits.
+
+    `tenant` and `allowance` are stored in the request's state. The allowance is closed when the
+    application has returned. Headers of the answer contain the remaining amounts of the tenant's
+    limits.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        paths: Collection[str],
+        keys: ApiKeys,
+        limits: TenantLimits,
+        observer: Observer,
+        max_body_bytes: int,
+    ) -> None:
+        self._app = app
+        self._paths = frozenset(paths)
+        self._keys = keys
+        self._limits = limits
+        self._observer = observer
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            not self._keys.are_needed
+            or scope["type"] != "http"
+            or scope["method"] != "POST"
+            or scope["path"] not in self._paths
+        ):
+            await self._app(scope, receive, send)
+            return
+        try:
+            allowance = await self._admit(scope["state"])
+        except StepwellError as error:
+            response = error_response(error, scope)
+            if isinstance(error, LimitReached):
+                response.headers.update(dict(rate_limit_headers(error.limits, error.standing)))
+            await response(scope, receive, send)
+            return
+        if allowance is NO_LIMITS:
+            await self._app(scope, receive, send)
+        else:
+            await self._serve(allowance, scope, receive, send)
+
+    async def _admit(self, state: dict[str, Any]) -> Allowance:
+        record: RequestRecord = state["record"]
+        with self._observer.counting_refusals(record):
+            declared = record.headers.get("content-length", "")
+            if declared.isdigit() and int(declared) > self._max_body_bytes:
+                raise PayloadTooLarge(
+                    f"the body is larger than the {self._max_body_bytes} bytes that are read"
+                )
+            tenant = await self._keys.authenticate(authorization_of(record.headers))
+        with self._observer.counting_refusals(record, tenant):
+            allowance = await self._limits.admit(tenant)
+        state["tenant"], state["allowance"] = tenant, allowance
+        return allowance
+
+    async def _serve(
+        self, allowance: Allowance, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        status = 0
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers.update(dict(rate_limit_headers(allowance.limits, allowance.standing)))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        finally:
+            allowance.close(was_refused=status >= _SERVER_ERROR)

@@ -1,0 +1,229 @@
+"""Counts tenants' requests and tokens in Redis, for all gateways together. While Redis is
+unreachable, each gateway applies its own part of the limits.
+
+No request fails because of Redis, or waits for Redis longer than TAKE_SECONDS. After a failed call,
+no request calls Redis until this gateway has renewed its lease. Meanwhile each gateway divides the
+limits by the last known number of gateways with leases. A tenant's local levels start from its last
+levels in Redis, divided by the same number.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Awaitable
+from typing import Any
+
+from redis.exceptions import NoScriptError
+
+from services.common.redis.connection import Client, RedisConnection, RedisUnavailable
+from services.gateway.options.tenants.core.limits.memory_limits import MemoryLimits
+from services.gateway.options.tenants.core.limits.rule import (
+    Change,
+    LimitSet,
+    Quota,
+    SlotChange,
+    Standing,
+)
+from services.gateway.options.tenants.limits.scripts import GATEWAYS, HOLD, LEASE, TAKE, tenant_keys
+
+TAKE_SECONDS = 0.04
+RENEW_SECONDS = 1.0
+_LOST_SECONDS = 0.25
+_RENEW_CALL_SECONDS = 0.2
+_LEASE_MILLIS = 3000
+"""Milliseconds without a renewal after which a gateway is not counted."""
+SLOT_LEASE_MILLIS = 15_000
+_SLOTS_PER_CALL = 500
+_MAX_UNRELEASED = 10_000
+_MAX_CALLS = 32
+"""Limit on the number of concurrent calls. Each call uses its own connection."""
+_QUOTAS = (None, Quota.REQUESTS, Quota.TOKENS, Quota.CONCURRENCY)
+
+logger = logging.getLogger(__name__)
+
+
+class RedisLimits:
+    """A LimitStore in Redis. It owns the connection and closes it at the end.
+
+    This gateway's slots (one for each concurrent request) are also in `local`. This gateway renews
+    the leases in Redis of all slots in `local`. While Redis is unreachable, only the slots in
+    `local` count.
+    """
+
+    def __init__(
+        self,
+        redis: RedisConnection,
+        process_name: str,
+        local: MemoryLimits,
+        *,
+        take_seconds: float = TAKE_SECONDS,
+        slot_lease_millis: int = SLOT_LEASE_MILLIS,
+    ) -> None:
+        """Slots in `local` do not expire. No request waits for Redis longer than `take_seconds`.
+        The slots of a dead gateway expire in Redis after `slot_lease_millis`.
+        """
+        self._take_seconds = take_seconds
+        self._slot_lease_millis = slot_lease_millis
+        self.num_gateways = 1
+        self._redis = redis
+        self._process_name = process_name
+        self._local = local
+        self._is_lost = False
+        self._last: dict[str, Standing] = {}
+        """Maps tenants to their levels in the last answer from Redis."""
+        self._unreleased: deque[tuple[LimitSet, str]] = deque(maxlen=_MAX_UNRELEASED)
+        """Slots that may still be occupied in Redis, although no request uses them."""
+        self._in_flight = asyncio.Semaphore(_MAX_CALLS)
+        self._sending: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this gateway counts alone, because Redis is unreachable."""
+        return self._is_lost
+
+    async def take(self, limits: LimitSet, change: Change) -> Standing:
+        if self._is_lost:
+            return self._take_locally(limits, change)
+        try:
+            standing = await self._change(limits, change)
+        except RedisUnavailable as error:
+            self._lost(error)
+            standing = self._take_locally(limits, change)
+            if standing.refused_by is not None and change.slot_change is SlotChange.HOLD:
+                self._unreleased.append((limits, change.slot))
+            return standing
+        except asyncio.CancelledError:
+            self._unreleased.append((limits, change.slot))
+            raise
+        self._last[limits.tenant_id] = standing
+        if standing.refused_by is None:
+            self._mirror_slot(limits, change)
+        return standing
+
+    def give_back(self, limits: LimitSet, change: Change) -> None:
+        if self._is_lost:
+            self._local.give_back(limits.divided(self.num_gateways), change)
+            if change.slot_change is SlotChange.RELEASE:
+                self._unreleased.append((limits, change.slot))
+            return
+        self._mirror_slot(limits, change)
+        task = asyncio.get_running_loop().create_task(self._send(limits, change))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def run(self) -> None:
+        """Renews the leases of this gateway and of its slots until cancelled."""
+        loop, slots_at = asyncio.get_running_loop(), 0.0
+        slots_seconds = self._slot_lease_millis / 3000
+        renew_seconds = min(RENEW_SECONDS, slots_seconds)
+        try:
+            while True:
+                try:
+                    await self._renew()
+                    if loop.time() >= slots_at:
+                        slots_at = loop.time() + slots_seconds
+                        await self._hold_slots()
+                except RedisUnavailable as error:
+                    self._lost(error)
+                    slots_at = 0.0
+                await asyncio.sleep(_LOST_SECONDS if self._is_lost else renew_seconds)
+        finally:
+            await asyncio.gather(*self._sending)
+            await self._redis.close()
+
+    def _take_locally(self, limits: LimitSet, change: Change) -> Standing:
+        share = limits.divided(self.num_gateways)
+        last = self._last.get(limits.tenant_id)
+        if last is not None:
+            requests, tokens = last.requests_level, last.tokens_level
+            self._local.begin(share, requests // self.num_gateways, tokens // self.num_gateways)
+        return self._local.apply(share, change)
+
+    def _mirror_slot(self, limits: LimitSet, change: Change) -> None:
+        if change.slot_change is not SlotChange.KEEP:
+            slot = Change(change.slot, slot_change=change.slot_change, must_fit=False)
+            self._local.apply(LimitSet(limits.tenant_id), slot)
+
+    async def _send(self, limits: LimitSet, change: Change) -> None:
+        try:
+            self._last[limits.tenant_id] = await self._change(limits, change)
+        except RedisUnavailable as error:
+            self._lost(error)
+            if change.slot_change is SlotChange.RELEASE:
+                self._unreleased.append((limits, change.slot))
+
+    async def _change(self, limits: LimitSet, change: Change) -> Standing:
+        refused_by, wait, requests, tokens, num_slots, now = await self._call(
+            TAKE,
+            tenant_keys(limits.tenant_id),
+            (
+                limits.requests_per_minute or 0,
+                limits.tokens_per_minute or 0,
+                change.num_requests,
+                change.num_tokens,
+                limits.max_concurrent_requests or 0,
+                change.slot,
+                change.slot_change.value,
+                int(change.must_fit),
+                self._slot_lease_millis,
+            ),
+            self._take_seconds,
+        )
+        return Standing(_QUOTAS[refused_by], wait, requests, tokens, num_slots, now)
+
+    async def _renew(self) -> None:
+        """Renews this gateway's lease. This call also detects that Redis is reachable again."""
+        arguments = (_LEASE_MILLIS, self._process_name)
+        num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, _RENEW_CALL_SECONDS)
+        if self._is_lost:  # A call for a request has less time than this call had.
+            num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, self._take_seconds)
+        self.num_gateways = max(1, num_gateways)
+        if self._is_lost:
+            logger.info("limits are counted in Redis again, by %d gateways", self.num_gateways)
+            self._is_lost = False
+            self._local.forget_levels()
+        while self._unreleased:
+            limits, slot = self._unreleased.popleft()
+            release = Change(slot, slot_change=SlotChange.RELEASE, must_fit=False)
+            await self._change(limits, release)
+
+    async def _hold_slots(self) -> None:
+        """Renews the leases of the slots of running requests, and restores slots
+        that Redis has lost.
+        """
+        for tenant_id, slots in self._local.slots().items():
+            _, key = tenant_keys(tenant_id)
+            for start in range(0, len(slots), _SLOTS_PER_CALL):
+                arguments = (self._slot_lease_millis, *slots[start : start + _SLOTS_PER_CALL])
+                await self._call(HOLD, (key,), arguments, _RENEW_CALL_SECONDS)
+
+    async def _call(
+        self, script: str, keys: tuple[str, ...], arguments: tuple[Any, ...], seconds: float
+    ) -> Any:
+        async def use(client: Client) -> Any:
+            async with self._in_flight:
+                return await _evaluate(client, script, keys, arguments)
+
+        return await self._redis.call(use, seconds)
+
+    def _lost(self, error: RedisUnavailable) -> None:
+        if not self._is_lost:
+            logger.warning(
+                "each of %d gateways counts its share of the limits: %s", self.num_gateways, error
+            )
+        self._is_lost = True
+
+
+_DIGESTS = {script: hashlib.sha1(script.encode()).hexdigest() for script in (TAKE, HOLD, LEASE)}
+
+
+async def _evaluate(
+    client: Client, script: str, keys: tuple[str, ...], arguments: tuple[Any, ...]
+) -> Any:
+    """Runs a script by its digest. Sends the script if the server does not know it."""
+    run: Awaitable[Any] = client.evalsha(_DIGESTS[script], len(keys), *keys, *arguments)
+    try:
+        return await run
+    except NoScriptError:
+        return await client.eval(script, len(keys), *keys, *arguments)

@@ -1,0 +1,250 @@
+"""Sequences of tenants occupy slots of the replicas and release them."""
+
+from services.common.replica.load import ReplicaLoad
+from services.common.replica.queue_state import QueueState
+from services.gateway.core.request.inflight import Mailbox
+from services.gateway.core.request.wait import WaitReason
+from services.gateway.core.tenant import ANYONE
+from tests.gateway.fake_fleet import BOUNDS, FakeFleet, error_of
+from tests.gateway.options.tenants.tenant_fleet import (
+    A,
+    B,
+    connected,
+    finish,
+    finish_first,
+    schedule_all,
+    tenants_at,
+)
+
+# The number of places.
+
+
+def test_a_tenant_alone_has_all_places_and_one_sequence_ahead() -> None:
+    world = connected(num_places=2)
+    mailboxes = [world.start(tenant=A) for _ in range(5)]
+    assert (tenants_at(world), world.fleet.num_waiting) == ("aaa", 2)
+    assert [len(mailbox.routes) for mailbox in mailboxes] == [1, 1, 1, 0, 0]
+    finish_first(world)
+    assert (tenants_at(world), world.fleet.num_waiting) == ("aaa", 1)
+
+
+def test_the_next_place_is_for_the_tenant_that_was_served_less() -> None:
+    """Another gateway has all places, and gives them up one after another."""
+    world = connected(num_places=6)
+    for num_others, expected in ((7, ""), (5, "a"), (4, "ab"), (3, "aba"), (2, "abab")):
+        world.replicas["a"].load_changed(ReplicaLoad(7, 0, num_other_requests=num_others))
+        for tenant in (A, A, A, B, B) if num_others == 7 else ():
+            world.start(tenant=tenant)
+        assert tenants_at(world) == expected
+
+
+def test_requests_without_a_tenant_never_wait_here() -> None:
+    world = connected(num_places=2)
+    for _ in range(10):
+        world.start(tenant=ANYONE)
+    assert (len(world.has("a")), world.fleet.num_waiting) == (10, 0)
+
+
+def test_nothing_waits_where_a_replica_does_not_say_how_many_it_runs() -> None:
+    world = FakeFleet(1)
+    world.connect("a")
+    for _ in range(6):
+        world.start(tenant=A)
+    assert tenants_at(world) == "aaaaaa"
+
+
+def test_requests_of_other_gateways_take_places() -> None:
+    world = connected(num_places=4)
+    world.replicas["a"].load_changed(ReplicaLoad(3, 0, num_other_requests=3))
+    world.start(tenant=B).close()
+    world.start(tenant=A)
+    world.start(tenant=A)
+    assert (tenants_at(world), world.fleet.num_waiting) == ("a", 1)
+    world.replicas["a"].load_changed(ReplicaLoad(2, 0, num_other_requests=1))
+    assert (tenants_at(world), world.fleet.num_waiting) == ("aa", 0)
+
+
+def test_where_blocks_are_missing_few_wait_at_the_replica() -> None:
+    """The number of places becomes smaller after two consecutive reports."""
+    world = connected(num_places=8)
+    blocked = QueueState(4, 1024, 60.0, num_running=3, is_blocked=True)
+    world.replicas["a"].queue_changed(blocked)
+    assert world.replicas["a"].num_places == 8, "it may have been a burst of prompts"
+    world.replicas["a"].queue_changed(blocked)
+    assert world.replicas["a"].num_places == 5
+    world.replicas["a"].queue_changed(QueueState(0, 1024, 60.0, num_running=3))
+    assert world.replicas["a"].num_places == 8
+
+
+def test_requests_that_wait_at_a_replica_for_its_next_step_take_no_places_away() -> None:
+    """If a step takes longer than the interval of reports, several reports show the same
+    requests.
+    """
+    world = connected(num_places=8)
+    for _ in range(3):
+        world.replicas["a"].queue_changed(QueueState(4, 1024, 60.0, num_running=3))
+    assert world.replicas["a"].num_places == 8
+
+
+def test_of_several_replicas_one_with_a_free_place_is_chosen() -> None:
+    world = connected(num_places=2, num_replicas=2)
+    world.replicas["a"].load_changed(ReplicaLoad(2, 0, num_other_requests=2))
+    world.replicas["b"].load_changed(ReplicaLoad(1, 0, num_other_requests=1))
+    world.start(tenant=A)
+    assert (tenants_at(world, "a"), tenants_at(world, "b")) == ("", "a")
+
+
+def test_answers_to_one_prompt_follow_each_other_to_one_replica() -> None:
+    world = connected(num_places=4, num_replicas=2)
+    world.start(tenant=A, num_prompts=2, n=3)
+    for name in "ab":
+        prompts = {tuple(inflight.request.prompt_token_ids) for inflight in world.has(name)}
+        assert (len(world.has(name)), len(prompts)) == (3, 1)
+
+
+# Places that tenants give back.
+
+
+def flooded(num_running: int = 4) -> tuple[FakeFleet, list[Mailbox]]:
+    """Tenant A has all places of a replica, and one more sequence there. Two of its sequences
+    wait.
+    """
+    world = connected(num_places=num_running)
+    mailboxes = [world.start(tenant=A) for _ in range(num_running + 3)]
+    assert (tenants_at(world), world.fleet.num_waiting) == ("a" * (num_running + 1), 2)
+    schedule_all(world)
+    return world, mailboxes
+
+
+def test_a_tenant_below_its_share_has_a_place_at_once() -> None:
+    world, mailboxes = flooded(num_running=4)
+    quiet = [world.start(tenant=B) for _ in range(3)]
+    assert tenants_at(world) == "aabb", "each has two of the four"
+    assert [len(mailbox.waits) for mailbox in quiet] == [0, 0, 0]
+    assert world.links["a"].aborted == [5, 4, 3], "those that came last, and no more than needed"
+    assert world.fleet.admission.places.num_waiting(A) == 5
+    assert [one.mailbox for one in world.has("a")[:2]] == mailboxes[:2]
+
+
+def test_a_sequence_that_was_taken_back_goes_on_before_those_that_came_later() -> None:
+    world, mailboxes = flooded(num_running=2)
+    for number, inflight in enumerate(world.has("a")):
+        inflight.tokens([7, number])
+    world.start(tenant=B)
+    assert tenants_at(world) == "ab"
+    world.clock.advance(BOUNDS.max_queue_seconds - 1.0)
+    finish_first(world)
+    [again] = [one for one in world.has("a") if one.request.tenant is A]
+    assert (again.mailbox, again.output_token_ids) == (mailboxes[1], [7, 1])
+    [wait] = again.mailbox.waits
+    assert (wait.reason, wait.seconds) == (WaitReason.PREEMPTED, BOUNDS.max_queue_seconds - 1.0)
+    assert len(again.mailbox.routes) == 2
+
+
+async def test_a_sequence_that_was_taken_back_may_wait_for_any_time() -> None:
+    world, mailboxes = flooded(num_running=2)
+    world.start(tenant=B)
+    world.clock.advance(BOUNDS.max_queue_seconds + 1.0)
+    assert [(await error_of(mailbox)).error_reason for mailbox in mailboxes[3:]] == [
+        "QUEUE_TIMEOUT"
+    ] * 2
+    assert world.fleet.num_waiting == 2
+    finish_first(world)
+    finish(world, world.has("a")[0])
+    assert [one.mailbox for one in world.has("a")] == mailboxes[1:3]
+
+
+def test_the_sequence_that_was_taken_back_least_often_is_taken_back_next() -> None:
+    world, mailboxes = flooded(num_running=4)
+    for mailbox in mailboxes[4:]:
+        mailbox.close()
+    for _ in range(2):
+        world.start(tenant=B).close()
+    taken = [mailbox.inflights[0].num_times_taken_back for mailbox in mailboxes[:4]]
+    assert taken == [0, 0, 1, 1], "the last one, and then the one before it"
+
+
+def test_of_a_tenants_sequences_those_that_may_run_latest_are_taken_back() -> None:
+    world = connected(num_places=4)
+    for priority in (0, 5, 5, 0):
+        world.start(tenant=A, priority=priority)
+    world.start(tenant=B)
+    world.start(tenant=B)
+    assert world.links["a"].aborted == [3, 2]
+
+
+def test_what_a_sequence_cost_until_it_was_taken_back_is_charged() -> None:
+    """The sequence got 3 of 50 tokens. The rest is charged when it continues."""
+    world = connected(num_places=2)
+    for _ in range(2):
+        world.start(tenant=A, max_tokens=50)
+    for inflight in world.has("a"):
+        inflight.tokens([1, 2, 3])
+    queue = world.fleet.admission
+    use = queue.places.usage(A)
+    assert (use.num_running, use.num_waiting) == (2, 0)
+    world.start(tenant=B)
+    assert (use.num_running, use.num_waiting) == (1, 1)
+    assert use.mean_output_tokens == 128.0, "no answer has ended"
+    finish_first(world)
+    assert (use.num_running, use.num_waiting) == (1, 0)
+
+
+def test_a_tenant_with_its_share_waits_for_one_of_its_own_to_end() -> None:
+    world, _ = flooded(num_running=4)
+    own = [world.start(tenant=B) for _ in range(3)]
+    assert [len(mailbox.routes) for mailbox in own] == [1, 1, 0]
+    finish(world, own[0].inflights[0])
+    assert [len(mailbox.routes) for mailbox in own] == [1, 1, 1]
+
+
+# How many sequences start at once.
+
+
+def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
+    """Each tenant has 4 of 8 places, and may start two sequences at once."""
+    world = connected(num_places=8)
+    world.start(tenant=B).close()
+    mailboxes = [world.start(tenant=A) for _ in range(6)]
+    replica = world.replicas["a"]
+    assert [len(mailbox.routes) for mailbox in mailboxes] == [1, 1, 0, 0, 0, 0]
+    world.start(tenant=B)
+    assert tenants_at(world) == "aab", "another one does not wait for them"
+    replica.admitted(world.handle(replica, mailboxes[0].inflights[0]), 0)
+    assert tenants_at(world) == "aaba"
+    finish(world, mailboxes[1].inflights[0])
+    mailboxes[2].close()
+    assert [len(mailbox.routes) for mailbox in mailboxes] == [1, 1, 1, 1, 1, 0]
+    assert world.fleet.admission.places.usage(A).num_starting == 2
+
+
+# The order of sequences.
+
+
+def test_sequences_of_a_tenant_go_by_priority_and_then_in_order_of_arrival() -> None:
+    world = connected(num_places=1)
+    world.start(tenant=A)
+    world.start(tenant=A)
+    later = [world.start(tenant=A, priority=priority) for priority in (0, 5, -5, 0)]
+    order = []
+    for _ in range(4):
+        finish_first(world)
+        order.append(
+            next(i for i, mailbox in enumerate(later) if mailbox.inflights[0] is world.has("a")[-1])
+        )
+    assert order == [2, 0, 3, 1]
+
+
+def test_what_answers_became_shorter_than_expected_is_given_back() -> None:
+    """Both tenants requested equally many tokens. One gets a single token each time, and is
+    therefore next again.
+    """
+    world = connected(num_places=2)
+    for tenant in (A, B) * 4:
+        world.start(tenant=tenant, max_tokens=50)
+    for _ in range(3):
+        assert sorted(tenants_at(world)) == ["a", "b"]
+        (short,) = [one for one in world.has("a") if one.request.tenant is B]
+        short.tokens([1])
+        finish(world, short)
+    assert tenants_at(world) == "ab"

@@ -1,0 +1,274 @@
+"""Which tenant may occupy a free slot, and which tenant must release one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.core.tenant import Tenant
+from services.gateway.options.tenants.core.queues.places import ACTIVE_SECONDS, Places
+
+A, B, HEAVY = Tenant("a"), Tenant("b"), Tenant("heavy", weight=3.0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def running(counts: dict[Tenant, int], clock: Clock | None = None) -> Places:
+    """Occupied slots: each tenant has its count. The last request of each tenant arrived
+    just now.
+    """
+    places = Places(clock or Clock())
+    for tenant, count in counts.items():
+        places.usage(tenant).num_running = count
+    return places
+
+
+def may_take(places: Places, tenant: Tenant, num_free: int, num_places: int = 32) -> bool:
+    return places.fair_shares(num_free, num_places).may_take_place(places.usage(tenant))
+
+
+def to_preempt(places: Places, num_free: int = 0, num_places: int = 32) -> Tenant | None:
+    usage = places.fair_shares(num_free, num_places).to_preempt()
+    return None if usage is None else usage.tenant
+
+
+def test_a_tenant_alone_may_have_all_places_and_a_few_ahead() -> None:
+    places = running({A: 32})
+    assert [may_take(places, A, num_free) for num_free in (1, 0, -1, -2)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_a_place_is_kept_free_for_a_tenant_below_its_share() -> None:
+    places = running({A: 23, B: 8})
+    assert may_take(places, B, 1)
+    assert not may_take(places, A, 1)
+    assert may_take(places, A, 2)
+
+
+def test_what_a_tenant_below_its_share_waits_for_is_not_for_one_above() -> None:
+    """Tenant B waits for 3 places within its share of 16. These and one more are kept free."""
+    places = running({A: 20, B: 8})
+    places.usage(B).num_waiting = 3
+    assert [may_take(places, A, num_free) for num_free in (4, 5)] == [False, True]
+    places.usage(B).num_waiting = 30
+    assert [may_take(places, A, num_free) for num_free in (8, 9)] == [False, True]
+
+
+def test_no_place_is_kept_for_a_tenant_that_has_its_share() -> None:
+    places = running({A: 15, B: 16})
+    assert may_take(places, A, 1)
+    assert not may_take(places, B, 1), "the other one is below its share"
+
+
+def test_shares_go_by_weight() -> None:
+    places = running({A: 8, HEAVY: 23})
+    assert (places.share(A), places.share(HEAVY)) == (0.25, 0.75)
+    assert may_take(places, HEAVY, 1), "it has less than its 24"
+    assert not may_take(places, A, 1), "it has its 8, and the last is kept for the other"
+
+
+def test_at_most_one_in_16_places_is_kept_free() -> None:
+    many = {Tenant(f"t{number}"): 0 for number in range(20)}
+    places = running({A: 30, **many})
+    assert may_take(places, A, 3)
+    assert not may_take(places, A, 2)
+
+
+def test_of_few_places_none_is_kept_free() -> None:
+    places = running({A: 3, B: 0})
+    assert may_take(places, A, 1, 4)
+
+
+def test_the_tenant_with_most_above_its_share_gives_back_what_one_below_waits_for() -> None:
+    places = running({A: 20, B: 0, HEAVY: 12})
+    assert to_preempt(places) is None, "no other waits"
+    places.usage(B).num_waiting = 1
+    assert to_preempt(places) is A
+    assert to_preempt(places, num_free=1) is None
+    places.usage(B).num_running = 6
+    assert to_preempt(places) is None, "it has its share"
+
+
+def test_no_tenant_gives_back_what_is_its_share() -> None:
+    places = running({A: 16, B: 15})
+    places.usage(B).num_waiting = 1
+    assert to_preempt(places) is None
+
+
+def test_a_tenant_that_lacks_service_may_take_a_little_more_than_its_share() -> None:
+    """Tenant B lacks 4 answers of 128 tokens, each of which counts twice."""
+    places = running({A: 16, B: 16})
+    places.usage(B).lag = 4 * 2 * 128.0
+    assert may_take(places, B, 1)
+    assert not may_take(places, A, 1), "it is kept for the other one"
+    places.usage(B).num_waiting = 1
+    assert to_preempt(places) is None, "but none is given back for it"
+    places.usage(B).lag -= 1.0
+    assert may_take(places, A, 1)
+
+
+def test_what_a_tenant_has_beyond_its_share_stays_its_own_while_it_lacks_service() -> None:
+    places = running({A: 12, B: 20})
+    places.usage(A).num_waiting = 1
+    places.usage(B).lag = 1.0
+    assert to_preempt(places) is None
+    places.usage(B).num_running += 1
+    assert to_preempt(places) is B, "it is more than the square root of its share"
+    places.usage(B).num_running -= 1
+    places.usage(B).lag = 0.0
+    assert to_preempt(places) is B
+
+
+def test_few_sequences_of_a_tenant_start_at_once() -> None:
+    """A tenant may start an eighth of its share of 32 at once, and at least two."""
+    places = running({A: 8, B: 3})
+    places.usage(A).num_starting = 3
+    assert may_take(places, A, 53, 64)
+    places.usage(A).num_starting = 4
+    assert not may_take(places, A, 53, 64)
+    assert may_take(places, B, 53, 64)
+    places.usage(B).num_starting = 1
+    assert may_take(places, B, 3, 5)
+    places.usage(B).num_starting = 2
+    assert not may_take(places, B, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("mean_output_tokens", "num_starting"), [(128.0, 2), (32.0, 3), (16.0, 5), (8.0, 8), (0.0, 8)]
+)
+def test_as_many_start_as_end_meanwhile(mean_output_tokens: float, num_starting: int) -> None:
+    """These are the sequences of 20 that end within four steps, and at most half of the share of
+    16.
+    """
+    places = running({A: 20, B: 3})
+    usage = places.usage(A)
+    usage.mean_output_tokens = mean_output_tokens
+    usage.num_starting = num_starting - 1
+    assert may_take(places, A, 9)
+    usage.num_starting = num_starting
+    assert not may_take(places, A, 9)
+
+
+def test_nothing_is_given_back_for_what_may_not_start_yet() -> None:
+    places = running({A: 22, B: 10})
+    places.usage(B).num_waiting = 1
+    places.usage(B).num_starting = 2
+    assert to_preempt(places) is None
+    places.usage(B).num_starting = 1
+    assert to_preempt(places) is A
+
+
+def test_a_tenant_alone_starts_as_many_as_there_are_places() -> None:
+    places = running({A: 20})
+    places.usage(A).num_starting = 20
+    assert may_take(places, A, 12)
+
+
+def test_every_tenant_may_have_one_place() -> None:
+    """Eight tenants with equal weights share four places."""
+    many = [Tenant(f"t{number}") for number in range(7)]
+    places = running({A: 2, **dict.fromkeys(many[:2], 1), **dict.fromkeys(many[2:], 0)})
+    places.usage(many[2]).num_waiting = 1
+    assert to_preempt(places, num_places=4) is A
+    places.usage(A).num_running = 1
+    assert to_preempt(places, num_places=4) is None
+
+
+def test_a_tenant_that_asks_no_more_has_no_share() -> None:
+    clock = Clock()
+    places = running({A: 31, B: 0}, clock)
+    clock.now += ACTIVE_SECONDS + 1
+    assert not may_take(places, A, 1)
+    assert places.drop_idle() == [B]
+    assert may_take(places, A, 1)
+    assert places.share(A) == 1.0
+
+
+COUNTS = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from([0.5, 1.0, 4.0])), min_size=1, max_size=6
+)
+
+
+@given(COUNTS, st.integers(1, 64))
+def test_places_are_never_left_idle_while_only_one_asks_or_one_is_below_its_share(
+    counts: list[tuple[int, float]], num_places: int
+) -> None:
+    """A waiting tenant may occupy a free slot, except for the few reserved slots."""
+    tenants = [Tenant(str(number), weight) for number, (_, weight) in enumerate(counts)]
+    places = running({tenant: count for tenant, (count, _) in zip(tenants, counts, strict=True)})
+    num_free = num_places - sum(count for count, _ in counts)
+    below = [
+        tenant
+        for tenant, (count, _) in zip(tenants, counts, strict=True)
+        if count < int(num_places * places.share(tenant))
+    ]
+    for tenant in below if num_free > 0 else []:
+        assert may_take(places, tenant, num_free, num_places)
+    if num_free > num_places // 16:
+        assert all(may_take(places, tenant, num_free, num_places) for tenant in tenants)
+    if len(tenants) > 1 and num_free <= 0:
+        assert not any(may_take(places, tenant, num_free, num_places) for tenant in tenants)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 9), st.sampled_from([0.5, 1.0, 4.0])),
+        min_size=2,
+        max_size=6,
+    ),
+    st.integers(1, 64),
+)
+def test_giving_back_ends_with_a_free_place_or_with_no_tenant_above_its_share(
+    counts: list[tuple[int, int, float]], num_places: int
+) -> None:
+    tenants = [Tenant(str(number), weight) for number, (*_, weight) in enumerate(counts)]
+    places = running({})
+    for tenant, (num_running, num_waiting, _) in zip(tenants, counts, strict=True):
+        usage = places.usage(tenant)
+        usage.num_running, usage.num_waiting = num_running, num_waiting
+
+    def num_free() -> int:
+        return num_places - sum(usage.num_running for usage in places)
+
+    def at_least(tenant: Tenant) -> int:
+        return min(places.usage(tenant).num_running, int(num_places * places.share(tenant)))
+
+    before = {tenant: at_least(tenant) for tenant in tenants}
+    while (giver := to_preempt(places, num_free(), num_places)) is not None:
+        assert num_free() <= 0
+        places.usage(giver).num_running -= 1
+        places.usage(giver).num_waiting += 1
+    assert all(places.usage(tenant).num_running >= count for tenant, count in before.items())
+
+
+@pytest.mark.parametrize("num_places", [8, 32, 100])
+def test_a_tenant_has_its_share_at_once_while_another_one_floods(num_places: int) -> None:
+    """Tenant A takes every place that it may, and gives back the share of B."""
+    places = running({A: 0, B: 0})
+
+    def num_free() -> int:
+        return num_places - sum(usage.num_running for usage in places)
+
+    def take_all(tenant: Tenant) -> None:
+        while True:
+            places.usage(tenant).num_waiting = 100
+            while to_preempt(places, num_free(), num_places) not in (None, tenant):
+                places.usage(A if tenant is B else B).num_running -= 1
+            if not may_take(places, tenant, num_free(), num_places):
+                return
+            places.usage(tenant).num_running += 1
+
+    take_all(A)
+    assert places.usage(A).num_running == num_places - (num_places >= 16)
+    take_all(B)
+    take_all(A)
+    assert {usage.num_running for usage in places} == {num_places // 2}

@@ -1,0 +1,100 @@
+"""Tests the measured duration of sequences, and how long a sequence may wait before its
+deadline.
+"""
+
+import pytest
+
+from services.common.errors import DeadlineExceeded
+from services.common.replica.queue_state import QueueState
+from services.common.request.finish import Finish
+from services.common.request.finish_reason import FinishReason
+from services.gateway.core.tenant import Tenant
+from services.gateway.options.tenants.core.queues.service_time import ServiceTime
+from tests.gateway.fake_fleet import FakeFleet
+
+A, B = Tenant("a"), Tenant("b")
+
+
+def test_what_usually_takes_as_long_leaves_no_margin_in_the_end() -> None:
+    times = ServiceTime()
+    assert times.longest_usual == 0.0
+    times.add(2.0)
+    assert times.longest_usual == 4.0, "one says nothing of how far others are from it"
+    for _ in range(30):
+        times.add(2.0)
+    assert times.longest_usual == pytest.approx(2.0, rel=0.01)
+
+
+def test_what_varies_leaves_twice_its_mean_deviation() -> None:
+    times = ServiceTime()
+    for _ in range(100):
+        for seconds in (1.0, 3.0):
+            times.add(seconds)
+    assert times.mean == pytest.approx(2.0, rel=0.1)
+    assert times.longest_usual == pytest.approx(4.0, rel=0.1)
+
+
+class World:
+    """A replica with two places, and a tenant that sends it one request after another."""
+
+    def __init__(self) -> None:
+        self.fake = FakeFleet(1)
+        self.fake.connect(*self.fake.replicas, max_num_seqs=2)
+        self.replica = self.fake.replicas["a"]
+        # The scheduler announces this: a request ends every half second, and each takes a second.
+        self.replica.queue_changed(QueueState(0, 1024, 60.0, 0.5, 1.0, num_running=2))
+
+    def serve(self, seconds: float, num_tokens: int = 1, tenant: Tenant = A) -> None:
+        """Sends a request for one token. It ends after `seconds` with `num_tokens`."""
+        mailbox = self.fake.start(max_tokens=1, tenant=tenant)
+        (inflight,) = mailbox.inflights
+        handle = self.fake.handle(self.replica, inflight)
+        self.replica.admitted(handle, 0)
+        self.fake.clock.advance(seconds)
+        if num_tokens:
+            inflight.tokens([7] * num_tokens)
+            self.replica.finished(handle, Finish(FinishReason.LENGTH))
+        else:
+            mailbox.close()
+
+    def fill(self, num_waiting: int) -> None:
+        """Fills all places, and lets `num_waiting` sequences wait. One can start every half
+        second.
+        """
+        for _ in range(3 + num_waiting):
+            self.fake.start(tenant=A)
+
+    def check(self, timeout_seconds: float, tenant: Tenant = A) -> None:
+        self.fake.fleet.check_room(tenant, self.fake.clock.time() + timeout_seconds)
+
+
+def test_a_deadline_leaves_time_for_a_request_that_takes_as_long_as_few_do() -> None:
+    """By the scheduler's mean of one second alone, it would be accepted and run in vain."""
+    world = World()
+    for _ in range(20):
+        for seconds in (0.5, 3.5):
+            world.serve(seconds)
+    world.fill(4)
+    with pytest.raises(DeadlineExceeded, match=r"about 2\.0 s, and may for 1\.9 s"):
+        world.check(3.8)
+    world.check(4.2)
+    world.check(3.8, tenant=B)
+
+
+def test_requests_whose_clients_leave_early_say_nothing_of_the_time() -> None:
+    world = World()
+    for _ in range(20):
+        world.serve(1.0)
+    for _ in range(20):
+        world.serve(0.01, num_tokens=0)
+    assert world.fake.fleet.admission.places.service_time(A).mean == pytest.approx(1.0)
+
+
+def test_requests_that_miss_their_deadlines_say_that_it_takes_longer() -> None:
+    """Otherwise only requests that are quick enough would count."""
+    world = World()
+    for _ in range(20):
+        world.serve(1.0)
+    for _ in range(20):
+        world.serve(3.0, num_tokens=0)
+    assert world.fake.fleet.admission.places.service_time(A).longest_usual > 2.0
