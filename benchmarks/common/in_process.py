@@ -31,6 +31,7 @@ from services.common.request.finish import Finish
 from services.common.request.sampling import SamplingParams
 from services.gateway.adapters.grammars.judge import GrammarJudge
 from services.gateway.adapters.tokenizer.hf_tokenizer import load_tokenizer
+from services.gateway.core.caller import Caller
 from services.gateway.core.request.arrivals import Arrival, Arrivals
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.inference import Inference
@@ -38,7 +39,6 @@ from services.gateway.core.request.inflight import Inflight, Mailbox
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
 from services.gateway.core.request.sampling_defaults import SamplingDefaults
-from services.gateway.core.tenant import Tenant
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.adapters.replica_config import make_connector, scheduler_config
 from services.scheduler.core.config import SchedulerConfig
@@ -144,10 +144,10 @@ class LocalEngine:
     def limits(self) -> ModelLimits:
         return self._limits
 
-    def check_room(self, tenant: Tenant, deadline: float | None) -> None:
+    def check_room(self, tenant: Caller, deadline: float | None) -> None:
         pass
 
-    def arriving(self, tenant: Tenant, _deadline: float | None) -> Arrival:
+    def arriving(self, tenant: Caller, _deadline: float | None) -> Arrival:
         return Arrivals().begin(tenant)
 
     def start(self, requests: Sequence[EngineRequest]) -> Mailbox:

@@ -48,6 +48,11 @@ class StepwellError(Exception):
         if may_retry is not None:
             self.may_retry = may_retry
 
+    @property
+    def metric_reason(self) -> str:
+        """The reason under which metrics count this error."""
+        return self.error_reason.lower()
+
 
 class InvalidArgument(StepwellError):
     """The request is invalid in any state of the system. `field` names the invalid field."""

@@ -96,7 +96,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             addresses.http,
             addresses.grpc,
         )
-        if not gateway.parts.keys.are_needed:
+        if not gateway.parts.options.access.needs_key:
             logger.info("no key is needed: every client that reaches these addresses is served")
         if addresses.admin is not None:
             logger.info("operators' calls on %s", addresses.admin)
@@ -158,8 +158,8 @@ class Gateway:
         password, or the file of keys cannot be read. After an error, no address is open.
         """
         await self.parts.follower.require_usable()
-        if self.parts.key_store is not None:
-            await self.parts.key_store.require_usable()
+        for option in self.parts.options:
+            await option.require_usable()
         try:
             http_address = await self._http.start(self._settings.http_address)
             grpc_address = await self._grpc.start(
@@ -185,16 +185,13 @@ class Gateway:
             *(asyncio.create_task(option.run()) for option in self.parts.options),
             asyncio.create_task(self.parts.history.run()),
         ]
-        if self.parts.key_store is not None:
-            self._tasks.append(asyncio.create_task(self.parts.key_store.run()))
-            self._tasks.append(asyncio.create_task(self.parts.limit_store.run()))
         return Addresses(http_address, grpc_address, admin_address, trace_address, metrics_address)
 
     def _render_metrics(self, exemplars: bool) -> bytes:
         """Returns the metrics of the gateway and its replicas. Blocks until the event loop has
         collected them, so it must be called in another thread than the event loop's.
         """
-        collecting = self.parts.fleet_metrics.collect(shows_tenants=True, exemplars=exemplars)
+        collecting = self.parts.fleet_metrics.collect(exemplars=exemplars)
         return asyncio.run_coroutine_threadsafe(collecting, self._loop).result(_SCRAPE_SECONDS)
 
     async def _start_admin(self) -> str | None:

@@ -1,9 +1,8 @@
-"""The gateway's settings that concern clients: API keys, and limits on requests, answers and
-waiting times.
+"""The gateway's settings that concern clients: limits on requests, answers and waiting
+times.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from services.common.process.service_settings import ServiceSettings
 from services.common.process.settings import at_least, one_of, setting
@@ -14,29 +13,6 @@ from services.gateway.adapters.http.exchange.ignored_fields import IGNORE, REFUS
 class ClientSettings(ServiceSettings):
     """The part of GatewaySettings that concerns clients."""
 
-    api_keys: tuple[str, ...] = setting(
-        (),
-        doc="clients' keys, comma-separated, each with a tenant of its own. Without keys in any "
-        "of the three settings, no key is required",
-        is_secret=True,
-    )
-    api_key_file: Path | None = setting(
-        None, doc="file with keys and limits of tenants, which `stepwell keys` writes"
-    )
-    api_keys_in_redis: bool = setting(
-        False, doc="keys and limits of tenants are in the Redis of --redis-url"
-    )
-    api_key_cache_seconds: float = setting(
-        3600.0,
-        doc="time for which keys that were used remain valid while Redis does not answer; other "
-        "keys get 503",
-        check=at_least(0),
-    )
-    share_cache_between_tenants: bool = setting(
-        False,
-        doc="share the prefix cache between tenants; the time of an answer then reveals what "
-        "other tenants have sent",
-    )
     max_concurrent_requests: int = setting(
         1024, doc="client requests served at once; others get 503", check=at_least(1)
     )
@@ -46,18 +22,6 @@ class ClientSettings(ServiceSettings):
         " value: the wanted time to the first token times prompt tokens computed per second "
         "(default: no limit)",
         check=at_least(1),
-    )
-    max_num_waiting_per_tenant: int = setting(
-        256,
-        doc="sequences of one tenant that may wait here; further requests get 429. Several "
-        "tenants share half of max_concurrent_requests",
-        check=at_least(1),
-    )
-    max_queue_seconds_per_tenant: float = setting(
-        60.0,
-        doc="time that a tenant's request may wait here; 0: no limit. A request that would wait "
-        "longer gets 429",
-        check=at_least(0),
     )
     max_choices_per_request: int = setting(
         256, doc="prompts times n of one request", check=at_least(1)

@@ -43,13 +43,6 @@ from services.gateway.core.traces.history import History
 from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.options.listed import OPTIONS
 from services.gateway.options.option import OptionParts, Options
-from services.gateway.options.tenants.core.limits.cached_estimate import CachedEstimate
-from services.gateway.options.tenants.core.limits.tenant_limits import TenantLimits
-from services.gateway.options.tenants.core.queues.queue_bounds import QueueBounds
-from services.gateway.options.tenants.keys.api_keys import ApiKeys
-from services.gateway.options.tenants.keys.make import make_key_store
-from services.gateway.options.tenants.limits.make import make_limit_store
-from services.gateway.options.tenants.metrics import TenantQueueCollector
 from services.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -90,20 +83,29 @@ class Parts:
             self.fleet.set_addresses,
         )
         self.inference = _make_inference(settings, tokenizer, self.fleet)
-        parts = OptionParts(self.inference, self.fleet, loop, gateway_id, settings.redis_url)
-        self.options = Options([option(settings, parts) for option in OPTIONS])
         self.gate = Gate(settings.max_concurrent_requests)
         self.activity = ActivityFeed(self.membership, self.links, self.prefix_index)
         self.follower = make_follower(
             self.prefix_index, settings.redis_url, self._replicas, internal_tls
         )
         self.metrics = Metrics(settings.model_name)
-        fleet_collector = FleetCollector(self.fleet, settings.model_name)
-        own = self._own_metrics(fleet_collector, tracing)
-        self.fleet_metrics = FleetMetrics(own, fleet_collector, self.links)
         genai = GenAiMetrics(meter or NoOpMeter("stepwell"), settings.model_name)
         history = History()
         self.observer = Observer(self.metrics, genai, self.prefix_index, history)
+        parts = OptionParts(
+            settings,
+            self.inference,
+            self.fleet,
+            self.prefix_index,
+            self.observer,
+            loop,
+            gateway_id,
+            settings.redis_url,
+        )
+        self.options = Options([option(settings, parts) for option in OPTIONS])
+        fleet_collector = FleetCollector(self.fleet, settings.model_name)
+        own = self._own_metrics(fleet_collector, tracing)
+        self.fleet_metrics = FleetMetrics(own, fleet_collector, self.links)
         self.history = HistoryKeeper(
             history, self.membership, self.links, lambda: self.fleet.num_waiting
         )
@@ -115,21 +117,13 @@ class Parts:
         )
         self.recorder = RequestRecorder(recording, tracing, self.metrics, self.links.keep_trace)
         self.running_traces = RunningTraces(self.recorder.running, self.links, settings.model_name)
-        self.key_store = make_key_store(settings)
-        self.keys = ApiKeys(
-            settings.api_keys, self.key_store, share_cache=settings.share_cache_between_tenants
-        )
-        keys_share_redis = settings.redis_url if self.key_store is not None else None
-        self.limit_store = make_limit_store(keys_share_redis, gateway_id)
-        estimate = CachedEstimate(self.prefix_index, self._replicas)
-        self.limits = TenantLimits(self.limit_store, gateway_id, estimate.num_cached_tokens)
         self.server_routes = ServerRoutes(
             self.inference,
             self.fleet,
             self.links,
             self.gate,
             self.fleet_metrics,
-            are_keys_needed=self.keys.are_needed,
+            self.options.private_labels,
         )
 
     def _replicas(self) -> list[Replica]:
@@ -144,7 +138,6 @@ class Parts:
                 fleet_collector,
                 IndexCollector(self.prefix_index, self.follower.counts),
                 self.discovery,
-                TenantQueueCollector(self.fleet.admission),
                 *(collector for option in self.options for collector in option.collectors),
             ),
             [TlsCollector(self.tls, self.internal_tls), TracingCollector(tracing)],
@@ -163,13 +156,8 @@ def _make_fleet(
         resubmit_timeout_seconds=settings.resubmit_timeout_seconds,
         migrate_after_seconds=settings.migrate_after_seconds,
         tokenizer_fingerprint=tokenizer_fingerprint(settings.model),
-        queue_bounds=QueueBounds(
-            settings.max_num_waiting_per_tenant,
-            settings.max_concurrent_requests // 2,
-            settings.max_queue_seconds_per_tenant,
-            settings.max_num_queued_tokens,
-        ),
         nanos=time.perf_counter_ns,
+        max_num_queued_tokens=settings.max_num_queued_tokens,
     )
 
 

@@ -8,6 +8,7 @@ from stepwell.gateway.v1 import gateway_pb2_grpc
 from services.common.rpc.addresses import is_on_this_machine
 from services.common.rpc.server import GrpcServer
 from services.common.telemetry import names
+from services.gateway.adapters.access import Access
 from services.gateway.adapters.grpc.call_records import CallRecords
 from services.gateway.adapters.grpc.inference_servicer import (
     EMBED,
@@ -38,10 +39,9 @@ from services.gateway.adapters.http.transport.http_counts import HttpCounts
 from services.gateway.adapters.http.transport.quick_refusals import QuickRefusals
 from services.gateway.adapters.http.transport.server import HttpServer
 from services.gateway.adapters.traces.keeping import TraceServicer
+from services.gateway.core.caller import ANYONE
 from services.gateway.core.fleet.administration import Administration
 from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
-from services.gateway.options.tenants.keys.api_keys import ApiKeys
-from services.gateway.options.tenants.limits.http_checks import TenantChecks
 from services.gateway.parts import Parts
 
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
@@ -61,20 +61,20 @@ _GRPC_IDLE_MILLISECONDS = 300_000
 def http_server(parts: Parts, max_connections: int) -> HttpServer:
     """Makes the HTTP server of the clients' API, for at most `max_connections` connections."""
     settings = parts.settings
-    inference, gate = parts.inference, parts.gate
+    inference, gate, options = parts.inference, parts.gate, parts.options
     budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
     bodies = BodyReader(
         settings.max_body_bytes, settings.max_items_per_request, budget, settings.unknown_fields
     )
     generation = GenerationRoutes(
         inference,
-        parts.options,
+        options,
         gate,
         parts.observer,
         bodies,
         settings.sse_keep_alive_interval,
     )
-    headers = (*HEADERS, *parts.options.request_headers)
+    headers = (*HEADERS, *options.request_headers)
     route_parts = RouteParts(generation, inference, gate, bodies, settings.model, HEADERS, headers)
     views = _view_routes(parts, sees_all=False) if settings.ui else ()
     routes = client_routes(
@@ -97,32 +97,38 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         "Stepwell",
         "OpenAI's API with vLLM's common extras, and Anthropic's messages.",
         routes,
-        parts.keys,
-        asks_for_keys=parts.keys.are_needed,
+        options.access,
+        answer_headers=options.answer_headers,
     )
     operations = dict(GENERATING)
     for option in parts.options:
         operations |= option.operations
     generating = tuple(operations)
-    early = EarlyRefusals(app, generating, gate, inference, parts.options, parts.observer)
-    checked = TenantChecks(
-        early, generating, parts.keys, parts.limits, parts.observer, settings.max_body_bytes
-    )
+    early = EarlyRefusals(app, generating, gate, inference, options, parts.observer)
+    checked = options.guarded(early, generating)
     pages = UiPages(checked, UiRole.CLIENT) if settings.ui else checked
     hosts = HostNames(hosts_for(settings.http_address, settings.allowed_hosts))
-    outer = guarded(pages, hosts, settings.allowed_origins, parts.recorder, operations, app)
+    outer = guarded(
+        pages,
+        hosts,
+        settings.allowed_origins,
+        parts.recorder,
+        operations,
+        app,
+        answer_headers=options.answer_headers,
+    )
     counted = HttpCounts(outer, routes, parts.metrics)
     quick = QuickRefusals(
         operations,
         hosts,
-        parts.keys,
+        options.access,
         gate,
         inference,
         parts.observer,
         parts.recorder,
         parts.metrics,
         settings.max_body_bytes,
-        parts.options.header_names | {"origin"},
+        options.header_names | {"origin"},
     )
     return HttpServer(counted, _connections(parts, max_connections, quick), parts.tls)
 
@@ -151,8 +157,7 @@ def admin_server(parts: Parts) -> HttpServer | None:
             ).routes(),
             *_view_routes(parts, sees_all=True),
         ),
-        ApiKeys((settings.admin_key,) if settings.admin_key else ()),
-        asks_for_keys=bool(settings.admin_key),
+        Access({settings.admin_key: ANYONE} if settings.admin_key else {}),
         checks=(refuse_web_pages,),
     )
     pages = UiPages(app, UiRole.OPERATOR)
@@ -215,7 +220,6 @@ def _inference_servicer(parts: Parts) -> InferenceServicer:
         parts.gate,
         parts.observer,
         CallRecords(parts.recorder),
-        parts.limits,
         streams,
     )
     calls: dict[str, StreamCall] = {}
@@ -227,7 +231,6 @@ def _inference_servicer(parts: Parts) -> InferenceServicer:
         parts.membership,
         parts.gate,
         parts.observer,
-        parts.limits,
         streams,
         calls,
     )
@@ -235,10 +238,9 @@ def _inference_servicer(parts: Parts) -> InferenceServicer:
 
 def _request_interceptor(parts: Parts, servicer: InferenceServicer) -> RequestInterceptor:
     return RequestInterceptor(
-        parts.keys,
+        parts.options,
         REQUEST_TYPES,
         STREAM_TYPES,
-        admissions={GENERATE: servicer.admit, EMBED: servicer.admit},
         arriving={GENERATE: servicer.arriving, EMBED: servicer.arriving},
         operations={
             GENERATE: names.GENAI_OPERATION_TEXT_COMPLETION,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from services.common.errors import StepwellError
 from services.common.request.sampling import SamplingParams
+from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
@@ -16,14 +17,11 @@ from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.inflight import Inflight, Mailbox
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request import EngineRequest
-from services.gateway.core.tenant import ANYONE, Tenant
-from services.gateway.options.tenants.core.queues.queue_bounds import QueueBounds
 
 LIMITS = ModelLimits(100, 90, 320, (0,), priority_scheduling=False, hidden_size=4)
 RESUBMIT_TIMEOUT_SECONDS, MIGRATE_AFTER_SECONDS = 30.0, 1.0
 BLOCK_SIZE = 4
 MAX_LOAD_DELTA = 4
-BOUNDS = QueueBounds(max_num_waiting=6, max_total_waiting=100, max_queue_seconds=20.0)
 
 
 @dataclass(eq=False)
@@ -99,7 +97,7 @@ class FakeFleet:
         tokenizer_fingerprint: bytes = b"",
         policy: str = "least-loaded",
         max_load_delta: int = MAX_LOAD_DELTA,
-        bounds: QueueBounds = BOUNDS,
+        max_num_queued_tokens: int | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.directory: dict[str, int] = {}
@@ -115,8 +113,8 @@ class FakeFleet:
             resubmit_timeout_seconds=RESUBMIT_TIMEOUT_SECONDS,
             migrate_after_seconds=MIGRATE_AFTER_SECONDS,
             tokenizer_fingerprint=tokenizer_fingerprint,
-            queue_bounds=bounds,
             nanos=lambda: int(1e9 * self.clock.time()),
+            max_num_queued_tokens=max_num_queued_tokens,
         )
         self.fleet.set_addresses("test", "abcdefgh"[:num_replicas])
 
@@ -168,7 +166,7 @@ class FakeFleet:
         deadline: float | None = None,
         prompt: Sequence[int] = (1, 2),
         session_id: str = "",
-        tenant: Tenant = ANYONE,
+        tenant: Caller = ANYONE,
         priority: int = 0,
     ) -> Mailbox:
         """A request for `n` answers to each prompt. The prompts have a common prefix."""

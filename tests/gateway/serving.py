@@ -53,9 +53,7 @@ class Serving:
 
     async def metrics(self) -> str:
         """All metrics, including tenant metrics."""
-        return (
-            await self.gateway.parts.fleet_metrics.collect(shows_tenants=True, exemplars=False)
-        ).decode()
+        return (await self.gateway.parts.fleet_metrics.collect(exemplars=False)).decode()
 
     @property
     def stub(self) -> Any:

@@ -28,7 +28,6 @@ from services.gateway.core.fleet.routing.policy import RoutingParts
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request import EngineRequest
-from services.gateway.options.tenants.core.queues.queue_bounds import QueueBounds
 
 BLOCK_SIZE = 16
 STEP_SECONDS, PROMPT_TOKEN_SECONDS, DECODE_SECONDS = 3e-3, 1.5e-4, 5e-4
@@ -279,7 +278,6 @@ class SimulatedFleet:
             resubmit_timeout_seconds=30.0,
             migrate_after_seconds=1.0,
             tokenizer_fingerprint=b"",
-            queue_bounds=QueueBounds(2**20, 2**20, 0.0),
             nanos=lambda: int(1e9 * self.clock.time()),
         )
         self.fleet.set_addresses("test", (f"replica-{number}" for number in range(num_replicas)))

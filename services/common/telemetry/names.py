@@ -284,11 +284,6 @@ METRIC_GATEWAY_REPLICAS_READY = "stepwell_gateway_replicas_ready"
 METRIC_GATEWAY_REPLICAS_SILENT = "stepwell_gateway_replicas_without_metrics"
 METRIC_GATEWAY_READERS_CUT = "stepwell_gateway_readers_cut"
 METRIC_GATEWAY_QUEUE_SECONDS = "stepwell_gateway_queue_seconds"
-METRIC_TENANT_REQUESTS = "stepwell_tenant_requests"
-METRIC_TENANT_TOKENS = "stepwell_tenant_tokens"
-METRIC_TENANT_REFUSALS = "stepwell_tenant_refusals"
-METRIC_TENANT_NUM_WAITING = "stepwell_tenant_num_waiting"
-METRIC_TENANT_NUM_RUNNING = "stepwell_tenant_num_running"
 
 # Metrics of every process, named as in Prometheus' client libraries.
 METRIC_PROCESS_CPU_SECONDS = "process_cpu_seconds"

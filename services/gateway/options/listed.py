@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from services.gateway.options.idempotency import Idempotency, IdempotencySettings
 from services.gateway.options.option import Option
 from services.gateway.options.sessions import Sessions, SessionSettings
+from services.gateway.options.tenants import Tenants, TenantSettings
 from services.gateway.options.vllm_routes import VllmRoutes
 
 
@@ -12,11 +13,13 @@ from services.gateway.options.vllm_routes import VllmRoutes
 class OptionSettings(
     IdempotencySettings,
     SessionSettings,
+    TenantSettings,
 ):
     """The settings of all options."""
 
 
 OPTIONS: tuple[type[Option], ...] = (
+    Tenants,
     Idempotency,
     Sessions,
     VllmRoutes,

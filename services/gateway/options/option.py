@@ -1,22 +1,31 @@
 """The interface through which an option takes part in requests and adds routes."""
 
 import asyncio
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import grpc
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
+from starlette.types import ASGIApp
 
 from services.common.errors import StepwellError
 from services.common.telemetry.metric_specs.spec import MetricSpec
+from services.gateway.adapters.access import Access
 from services.gateway.adapters.http.exchange.route import RequestHeader, Route
+from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.client_settings import ClientSettings
+from services.gateway.core.caller import Caller
 from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.ports import Clock
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.inference import Inference
-from services.gateway.core.tenant import Tenant
+
+CallContext = grpc.aio.ServicerContext[Any, Any]
 
 if TYPE_CHECKING:
     from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
@@ -26,8 +35,13 @@ if TYPE_CHECKING:
 class OptionParts:
     """The parts of a gateway that its options use."""
 
+    settings: ClientSettings
     inference: Inference
     engine: Fleet
+    """Its `admission` may be replaced."""
+    prefix_index: PrefixIndex
+    observer: Observer
+    """Its `listeners` may be extended."""
     clock: Clock
     gateway_id: str
     redis_url: str | None
@@ -47,6 +61,12 @@ class Option:
     """Maps each path that a model computes to its operation in traces and metrics."""
     bodies: ClassVar[Mapping[str, type[BaseModel]]] = {}
     """Maps each path to its body, if the body is this option's own."""
+    answer_headers: ClassVar[Sequence[str]] = ()
+    """Headers that `guarded` may add to answers."""
+    access: Access | None = None
+    """Replaces the access of clients."""
+    private_labels: Sequence[str] = ()
+    """Labels of metrics whose series clients may not see."""
 
     def __init__(self, settings: Any, parts: OptionParts) -> None:
         """`settings` are the gateway's settings, which include this option's settings. Raises
@@ -77,7 +97,23 @@ class Option:
         """Maps names of methods of the clients' gRPC service to their handlers."""
         return {}
 
-    def needs_room(self, headers: Mapping[str, str], tenant: Tenant) -> bool:  # noqa: ARG002
+    def guarded(self, app: ASGIApp, paths: Collection[str]) -> ASGIApp:  # noqa: ARG002
+        """Wraps the HTTP application in checks of POST requests to `paths`, the paths that a model
+        computes. The checks run before the body is read.
+        """
+        return app
+
+    def admitted(
+        self,
+        record: RequestRecord,  # noqa: ARG002
+        context: CallContext | None,  # noqa: ARG002
+    ) -> AbstractAsyncContextManager[None]:
+        """A context for each gRPC call that a model computes, entered before the message is read,
+        and for each turn of a session. `context` is None for a turn.
+        """
+        return nullcontext()
+
+    def needs_room(self, headers: Mapping[str, str], tenant: Caller) -> bool:  # noqa: ARG002
         """Whether a request needs a free place at an engine. Header names are in lower case. Raises
         InvalidArgument for an invalid header.
         """
@@ -95,6 +131,9 @@ class Option:
         a chat completion.
         """
         return generation
+
+    async def require_usable(self) -> None:
+        """Called before the gateway listens. Raises SettingError if a setting is wrong."""
 
     async def run(self) -> None:
         """Runs until cancelled, from the start of the gateway."""
@@ -116,6 +155,12 @@ class Options:
             header for option in options for header in option.request_headers
         )
         self.header_names = frozenset(header.name.lower() for header in self.request_headers)
+        self.answer_headers = tuple(
+            header for option in options for header in option.answer_headers
+        )
+        self.private_labels = tuple(label for option in options for label in option.private_labels)
+        accesses = (option.access for option in options if option.access is not None)
+        self.access = next(accesses, Access())
 
     def __iter__(self) -> Iterator[Option]:
         return iter(self._options)
@@ -127,7 +172,21 @@ class Options:
         names = (header.name for header in self.request_headers)
         return next((name for name in names if name.lower() in headers), None)
 
-    def needs_room(self, headers: Mapping[str, str], tenant: Tenant) -> bool:
+    def guarded(self, app: ASGIApp, paths: Collection[str]) -> ASGIApp:
+        for option in self._options:
+            app = option.guarded(app, paths)
+        return app
+
+    @asynccontextmanager
+    async def admitted(
+        self, record: RequestRecord, context: CallContext | None = None
+    ) -> AsyncIterator[None]:
+        async with AsyncExitStack() as entered:
+            for option in self._options:
+                await entered.enter_async_context(option.admitted(record, context))
+            yield
+
+    def needs_room(self, headers: Mapping[str, str], tenant: Caller) -> bool:
         return all(option.needs_room(headers, tenant) for option in self._options)
 
     async def before_queue(
@@ -136,6 +195,3 @@ class Options:
         for option in self._options:
             generation = await option.before_queue(generation, record, api)
         return generation
-
-
-NO_OPTIONS = Options()

@@ -13,7 +13,6 @@ from services.gateway.adapters.http.openai.generation_routes import GenerationRo
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.core.gate import Gate
 from services.gateway.core.request.inference import Inference
-from services.gateway.options.tenants.core.limits.tenant_limits import TenantLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,5 +43,4 @@ class CallParts:
     gate: Gate
     observer: Observer
     records: CallRecords
-    limits: TenantLimits
     streams: AnswerStreams

@@ -16,7 +16,7 @@ OPTIONS = sorted(path.parent.name for path in (REPOSITORY / LISTED).parent.glob(
 """Folders of options. Each one's tests have a module `without.py`: the tests of a gateway without
 the option.
 """
-OTHER_TESTS = ("tests/gateway/integration/transport/test_gateway_quick_refusals.py",)
+OTHER_TESTS = ("tests/gateway/integration/grpc/test_gateway_grpc_limits.py",)
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
 """Bytecode of another process that has not been renamed yet."""
 

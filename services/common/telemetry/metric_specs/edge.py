@@ -147,41 +147,6 @@ _REPLICAS = (
     counter(names.METRIC_DISCOVERY_FAILURES, "looks", "Failed queries for schedulers.", "source"),
 )
 
-_TENANTS = (
-    counter(
-        names.METRIC_TENANT_REQUESTS,
-        "requests",
-        "Requests of a tenant that were answered.",
-        "model_name",
-        "tenant",
-    ),
-    counter(
-        names.METRIC_TENANT_TOKENS,
-        "tokens",
-        "Tokens of a tenant's answered requests: prompt, cached (of the prompt), generated.",
-        "model_name",
-        "tenant",
-        "kind",
-    ),
-    counter(
-        names.METRIC_TENANT_REFUSALS,
-        "requests",
-        "Requests of a tenant that were refused, by reason.",
-        "model_name",
-        "tenant",
-        "reason",
-    ),
-    gauge(
-        names.METRIC_TENANT_NUM_WAITING,
-        "sequences",
-        "Sequences of a tenant that wait here for a slot.",
-        "tenant",
-    ),
-    gauge(
-        names.METRIC_TENANT_NUM_RUNNING, "sequences", "Sequences of a tenant at replicas.", "tenant"
-    ),
-)
-
 INDEX_SPECS: tuple[MetricSpec, ...] = (
     gauge(
         names.METRIC_INDEX_STATE,
@@ -200,4 +165,4 @@ INDEX_SPECS: tuple[MetricSpec, ...] = (
 )
 """Metrics of the index of cached prefixes."""
 
-SPECS: tuple[MetricSpec, ...] = (*_CLIENTS, *_REPLICAS, *_TENANTS)
+SPECS: tuple[MetricSpec, ...] = (*_CLIENTS, *_REPLICAS)

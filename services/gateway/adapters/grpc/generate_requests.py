@@ -10,6 +10,7 @@ from services.common.errors import InvalidArgument
 from services.common.request.finish_reason_proto import finish_reason_to_proto
 from services.common.request.prompt_embeds_proto import prompt_embeds_from_proto
 from services.common.telemetry.time_parts import time_line
+from services.gateway.adapters.access import CALL_TENANT
 from services.gateway.adapters.schedulers.converters import (
     client_sampling_from_proto,
     logprobs_to_proto,
@@ -22,7 +23,6 @@ from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import CHAT_ROLES, ClientRequest, Prompt
 from services.gateway.core.request.request_check import check_request_id
-from services.gateway.options.tenants.keys.api_keys import CALL_TENANT
 
 ID_PREFIX = "gen"
 """The prefix of Generate's answer ids."""

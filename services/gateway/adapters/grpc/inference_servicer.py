@@ -13,6 +13,7 @@ from services.common.errors import InvalidArgument
 from services.common.request.pooling import PoolingParams
 from services.common.request.sampling import SamplingParams
 from services.common.telemetry import names
+from services.gateway.adapters.access import CALL_TENANT
 from services.gateway.adapters.grpc.generate_requests import (
     ID_PREFIX,
     GenerateRequests,
@@ -34,16 +35,9 @@ from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest, Prompt
 from services.gateway.core.request.request_check import check_request_id
 from services.gateway.core.request.vectors import numbers
-from services.gateway.core.tenant import Tenant
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.option import Options
 from services.gateway.options.server_parts import StreamCall
-from services.gateway.options.tenants.core.limits.tenant_limits import (
-    NO_LIMITS,
-    Allowance,
-    TenantLimits,
-)
-from services.gateway.options.tenants.keys.api_keys import CALL_ALLOWANCE, CALL_TENANT
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -77,7 +71,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         membership: Membership,
         gate: Gate,
         observer: Observer,
-        limits: TenantLimits,
         streams: AnswerStreams,
         calls: Mapping[str, StreamCall],
     ) -> None:
@@ -87,7 +80,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self._membership = membership
         self._gate = gate
         self._observer = observer
-        self._limits = limits
         self._calls = calls
         self._streams = streams
         self._requests = GenerateRequests(inference)
@@ -102,13 +94,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             needs_room = self._options.needs_room(record.headers, tenant)
             deadline = deadline_of_call(context)
             return self._inference.arriving(tenant, deadline, needs_room=needs_room)
-
-    async def admit(self, tenant: Tenant) -> Allowance:
-        """Returns the allowance of a Generate call: the amounts that it takes from its tenant's
-        limits. Raises LimitReached.
-        """
-        with self._observer.counting_refusals(CALL_RECORD.get(), tenant):
-            return await self._limits.admit(tenant)
 
     async def Generate(  # type: ignore[override]  # the stubs know generators alone
         self, request: gateway_pb2.GenerateRequest, context: Context
@@ -126,8 +111,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             deadline = deadline_of_call(context)
             record.enter(Part.TOKENIZE)
             client_request = await self._requests.client_request(request, record)
-            generation = await self._prepare(client_request, record, deadline)
-            generation = await self._options.before_queue(generation, record, ID_PREFIX)
+            generation = await self._prepare(client_request, record, deadline, ID_PREFIX)
             record.enter(Part.PREPARE)
             await self._streams.send(
                 generation,
@@ -151,16 +135,12 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         await call(request_iterator, context)
 
     async def _prepare(
-        self, client_request: ClientRequest, record: RequestRecord, deadline: float | None
+        self, client_request: ClientRequest, record: RequestRecord, deadline: float | None, api: str
     ) -> Generation:
-        """Checks a request, and reserves its tokens in the tenant's limits."""
+        """Checks a request, and returns the generation to deliver."""
         record.enter(Part.PREPARE)
         generation = await self._inference.prepare(client_request, record.trace_headers, deadline)
-        allowance = CALL_ALLOWANCE.get()
-        if allowance is not NO_LIMITS:
-            record.wait("limits")
-        await allowance.reserve(generation)
-        return generation
+        return await self._options.before_queue(generation, record, api)
 
     async def Embed(
         self, request: gateway_pb2.EmbedRequest, context: Context
@@ -175,7 +155,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             deadline = deadline_of_call(context)
             record.enter(Part.TOKENIZE)
             client_request = await self._embed_request(request, record)
-            generation = await self._prepare(client_request, record, deadline)
+            generation = await self._prepare(client_request, record, deadline, _EMBED_API)
             record.enter(Part.PREPARE)
             sink = Answers(generation)
             with observation.watching(generation, sink, stream=False) as watched:

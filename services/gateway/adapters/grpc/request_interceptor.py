@@ -3,32 +3,23 @@ time in which it must arrive.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from services.common.errors import (
-    InvalidArgument,
-    ResourceExhausted,
-    StepwellError,
-)
+from services.common.errors import InvalidArgument, ResourceExhausted
+from services.gateway.adapters.access import CALL_TENANT
 from services.gateway.adapters.grpc.call_records import CallRecords, metadata_of
 from services.gateway.adapters.grpc.message_readers import MessageReaders
 from services.gateway.adapters.grpc.proto_meter import check_message
-from services.gateway.adapters.telemetry.request_record import CALL_ARRIVAL
+from services.gateway.adapters.telemetry.request_record import CALL_ARRIVAL, CALL_RECORD
 from services.gateway.adapters.telemetry.request_recorder import RequestRecorder
+from services.gateway.core.caller import Caller
 from services.gateway.core.request.arrivals import Arrival
-from services.gateway.core.tenant import Tenant
 from services.gateway.core.traces.timeline import Part
-from services.gateway.options.tenants.core.limits.tenant_limits import (
-    NO_LIMITS,
-    Allowance,
-    was_refused,
-)
-from services.gateway.options.tenants.keys.api_keys import CALL_ALLOWANCE, CALL_TENANT, ApiKeys
-from services.gateway.options.tenants.limits.rate_limit_headers import rate_limit_headers
+from services.gateway.options.option import Options
 
 _HEALTH = "/grpc.health.v1.Health/"
 _MAX_OTHER_STREAMS = 64
@@ -46,11 +37,10 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(
         self,
-        keys: ApiKeys,
+        options: Options,
         request_types: Mapping[str, type[Message]],
         stream_types: Mapping[str, type[Message]],
         *,
-        admissions: Mapping[str, Callable[[Tenant], Awaitable[Allowance]]],
         arriving: Mapping[str, Callable[[Context], Arrival]],
         operations: Mapping[str, str],
         recorder: RequestRecorder,
@@ -61,15 +51,14 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         single request to the type of the request. `stream_types` maps methods with a request stream
         to the type of its messages.
 
-        The functions in `admissions` and `arriving` are called before the message is read. They
-        raise an error to refuse the call. Their results, an Allowance and an Arrival, are closed at
-        the end of the call. During the call, CALL_ARRIVAL is the arrival. `operations` maps methods
-        that generate to their operations in traces and metrics.
+        The functions in `arriving` are called before the message is read. They raise an error to
+        refuse the call. Their result, an Arrival, is closed at the end of the call. During the
+        call, CALL_ARRIVAL is the arrival. `operations` maps methods that a model computes to their
+        operations in traces and metrics.
         """
-        self._keys = keys
+        self._options = options
         self._request_types = request_types
         self._stream_types = stream_types
-        self._admissions = admissions
         self._arriving = arriving
         self._operations = operations
         self._records = CallRecords(recorder)
@@ -114,36 +103,48 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
     def _serve_message(self, handler: Any, method: str) -> Any:
         kind = self._request_types[method]
-        admit, arriving = self._admissions.get(method), self._arriving.get(method, _not_counted)
+        arriving, operation = self._arriving.get(method), self._operations.get(method, "")
 
-        operation = self._operations.get(method, "")
+        async def answer(messages: AsyncIterator[bytes], context: Context) -> None:
+            record = CALL_RECORD.get()
+            record.enter(Part.READ)
+            raw = await self._readers.read(messages)
+            record.enter(Part.PARSE)
+            request = self._parse(raw, kind)
+            if handler.unary_unary is not None:
+                await context.write(await handler.unary_unary(request, context))
+            else:
+                await handler.unary_stream(request, context)
 
         async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
             with self._records.recording(method, operation, context) as record:
-                authorization = _authorization(record.headers)
-                tenant = record.tenant = await self._keys.authenticate(authorization)
-                CALL_TENANT.set(tenant)
-                allowance = NO_LIMITS if admit is None else await admit(tenant)
-                with _spending(allowance, context), arriving(context) as arrival:
-                    if arrival is not None:
+                record.tenant = await self._authenticate(record.headers)
+                if arriving is None:
+                    await answer(messages, context)
+                    return
+                async with self._options.admitted(record, context):
+                    with arriving(context) as arrival:
                         CALL_ARRIVAL.set(arrival)
-                    record.enter(Part.READ)
-                    raw = await self._readers.read(messages)
-                    record.enter(Part.PARSE)
-                    request = self._parse(raw, kind)
-                    if handler.unary_unary is not None:
-                        await context.write(await handler.unary_unary(request, context))
-                    else:
-                        await handler.unary_stream(request, context)
+                        await answer(messages, context)
 
         return serve
+
+    async def _authenticate(self, metadata: Mapping[str, str]) -> Caller:
+        """Sets CALL_TENANT to the caller, and returns it. The access expects one character for each
+        byte of the header, as HTTP headers are decoded.
+        """
+        value = metadata.get("authorization", "")
+        authorization = value.encode("utf-8", errors="surrogateescape").decode("latin-1")
+        caller = await self._options.access.authenticate(authorization)
+        CALL_TENANT.set(caller)
+        return caller
 
     def _serve_stream(self, handler: Any, method: str) -> Any:
         """Serves calls with a request stream. Each message is checked before it is parsed."""
         kind = self._stream_types[method]
 
         async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
-            CALL_TENANT.set(await self._keys.authenticate(_authorization(metadata_of(context))))
+            await self._authenticate(metadata_of(context))
 
             async def parsed() -> AsyncIterator[Message]:
                 async for raw in messages:
@@ -165,7 +166,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
     def _serve_other(self, handler: Any) -> Any:
         async def serve(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            CALL_TENANT.set(await self._keys.authenticate(_authorization(metadata_of(context))))
+            await self._authenticate(metadata_of(context))
             with self._counted():
                 async with aclosing(handler.stream_stream(messages, context)) as responses:
                     async for response in responses:
@@ -192,40 +193,3 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             yield
         finally:
             self._num_other_streams -= 1
-
-
-def _not_counted(_context: Context) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def _spending(allowance: Allowance, context: Context) -> AbstractContextManager[None]:
-    """A context that closes an allowance at the end of a call. The trailing metadata of a
-    successful call contains the remaining amounts of the tenant's limits.
-    """
-    if allowance is NO_LIMITS:
-        return nullcontext()
-    CALL_ALLOWANCE.set(allowance)
-    return _spent(allowance, context)
-
-
-@contextmanager
-def _spent(allowance: Allowance, context: Context) -> Iterator[None]:
-    refused = False
-    try:
-        yield
-        if allowance.standing is not None:
-            left = rate_limit_headers(allowance.limits, allowance.standing)
-            context.set_trailing_metadata(tuple(left))
-    except StepwellError as error:
-        refused = was_refused(error)
-        raise
-    finally:
-        allowance.close(was_refused=refused)
-
-
-def _authorization(metadata: Mapping[str, str]) -> str:
-    """Returns the authorization header with one character for each byte, as HTTP headers are
-    decoded.
-    """
-    value = metadata.get("authorization", "")
-    return value.encode("utf-8", errors="surrogateescape").decode("latin-1")

@@ -1,7 +1,7 @@
 """Prometheus metrics of the whole fleet: the metrics of this gateway and of every replica."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -46,11 +46,11 @@ class FleetMetrics:
         self._collector = collector
         self._links = links
 
-    async def collect(self, *, shows_tenants: bool, exemplars: bool) -> bytes:
+    async def collect(self, hidden_labels: Sequence[str] = (), *, exemplars: bool) -> bytes:
         """Returns the metrics as text. The label `replica` of a replica's series is its address,
-        because several replicas may have the same engine name.
+        because several replicas may have the same engine name. Series with one of `hidden_labels`
+        are omitted.
         """
-        hidden_labels = () if shows_tenants else ("tenant",)
         links = self._links.all()
         texts = await asyncio.gather(
             *(link.metrics({"replica": link.address}, exemplars=exemplars) for link in links)

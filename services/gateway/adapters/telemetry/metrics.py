@@ -12,7 +12,6 @@ from services.common.telemetry import names
 from services.common.telemetry.histogram import Histogram
 from services.common.telemetry.metric_specs import SPECS, histogram_family, value_family
 from services.gateway.adapters.telemetry.request_record import KeptFor
-from services.gateway.options.tenants.metrics import TenantMetrics
 
 
 class Metrics:
@@ -32,7 +31,6 @@ class Metrics:
         self.time_to_first_token = self._histogram(names.METRIC_GATEWAY_TIME_TO_FIRST_TOKEN)
         self.request_seconds = self._histogram(names.METRIC_GATEWAY_REQUEST_SECONDS)
         self._queue_seconds = self._histograms(names.METRIC_GATEWAY_QUEUE_SECONDS)
-        self.tenants = TenantMetrics(model_name, self.registry)
         self._readers_cut = self._counter(names.METRIC_GATEWAY_READERS_CUT)
         self.requests_in_flight = self._gauge(names.METRIC_GATEWAY_REQUESTS_IN_FLIGHT)
         self._http_requests = self._counter(names.METRIC_HTTP_REQUESTS)
@@ -51,13 +49,11 @@ class Metrics:
     def ended(self, reason: str) -> None:
         self._answers_for(reason).inc()
 
-    def refused(self, reason: str, tenant_id: str = "") -> None:
+    def refused(self, reason: str) -> None:
         """Counts a request that was refused, or that failed before an engine scheduled it. No other
-        metric counts such a request, except the tenant's.
+        metric of this class counts such a request.
         """
         self._rejections_for(reason).inc()
-        if tenant_id:
-            self.tenants.refused(tenant_id, reason)
 
     def waited(self, reason: str, seconds: float) -> None:
         self._queue_seconds.labels(self._model, reason).observe(seconds)

@@ -7,31 +7,46 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Protocol
 
 from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.telemetry.genai_metrics import GenAiMetrics
 from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.request_record import CANCELLED, RequestRecord, is_failure
 from services.gateway.adapters.telemetry.request_times import traces_of
+from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.delivery import Sink
-from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.generation import Generation, Usage
 from services.gateway.core.request.wait import Wait
-from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.traces.history import History
 from services.gateway.core.traces.timeline import Part
-from services.gateway.options.tenants.core.limits.tenant_limits import LimitReached
+
+
+class Listener(Protocol):
+    """Counts requests in a further way."""
+
+    def answered(self, tenant: Caller, usage: Usage) -> None:
+        """Called at the end of a request that was answered."""
+
+    def refused(self, tenant: Caller, reason: str) -> None:
+        """Called for a refused request. `reason` is the code of its error."""
 
 
 class Observation:
     """Measures the times and counts of one request, from its parsing to its end."""
 
     def __init__(
-        self, record: RequestRecord, metrics: Metrics, genai: GenAiMetrics, history: History
+        self,
+        record: RequestRecord,
+        metrics: Metrics,
+        genai: GenAiMetrics,
+        history: History,
+        listeners: Sequence[Listener],
     ) -> None:
         self._history = history
-        self._tenant_id = record.tenant.tenant_id
+        self._listeners = listeners
         self._record = record
         self._metrics = metrics
         self._genai = genai
@@ -117,8 +132,8 @@ class Observation:
             usage.num_generated_tokens,
             failed=self._record.is_failure,
         )
-        if self._tenant_id:
-            self._metrics.tenants.used(self._tenant_id, usage)
+        for listener in self._listeners:
+            listener.answered(self._record.tenant, usage)
 
     def _exemplar(self) -> dict[str, str] | None:
         """Returns the trace id of this request as an exemplar. Returns None if the trace is not
@@ -129,7 +144,7 @@ class Observation:
     def _waited(self, waits: Sequence[Wait]) -> None:
         """Counts the waits for a slot at a replica."""
         for wait in waits:
-            self._metrics.waited(wait.reason.value, wait.seconds)
+            self._metrics.waited(wait.reason, wait.seconds)
 
     def failed(self, error_type: str, message: str, *, is_failure: bool) -> None:
         self._record.failed(error_type, message, is_failure=is_failure)
@@ -137,7 +152,7 @@ class Observation:
             self._end = "error"
             if self._generation is None or not self._generation.was_taken:
                 self._is_refused = True
-                self._metrics.refused(error_type, self._tenant_id)
+                _count_refusal(self._metrics, self._listeners, self._record, error_type)
                 self._history.refused(time.time(), error_type)
 
 
@@ -177,9 +192,10 @@ class Observer:
         self._index = index
         self._metrics = metrics
         self._genai = genai
+        self.listeners: list[Listener] = []
 
     def counting_refusals(
-        self, record: RequestRecord, tenant: Tenant = ANYONE
+        self, record: RequestRecord, tenant: Caller = ANYONE
     ) -> "CountedRefusals":
         """A context that counts errors as refusals of a request that is not observed yet. The
         errors are raised again.
@@ -189,24 +205,24 @@ class Observer:
 
     def refused(self, record: RequestRecord, error: StepwellError) -> None:
         """Counts the refusal of a request that is not observed yet."""
-        reason = _reason(error)
-        self._metrics.refused(reason, record.tenant.tenant_id)
+        reason = error.metric_reason
+        _count_refusal(self._metrics, self.listeners, record, reason)
         self._history.refused(time.time(), reason)
         record.failed(reason, error.message, is_failure=isinstance(error, InternalError))
 
     @contextmanager
     def observing(
-        self, operation: str, record: RequestRecord, tenant: Tenant = ANYONE
+        self, operation: str, record: RequestRecord, tenant: Caller = ANYONE
     ) -> Iterator[Observation]:
         """A context that observes a request. Errors are counted and raised again."""
         record.operation, record.tenant = operation, tenant
         record.directory_state = self._index.state.value
-        observation = Observation(record, self._metrics, self._genai, self._history)
+        observation = Observation(record, self._metrics, self._genai, self._history, self.listeners)
         self._metrics.requests_in_flight.inc()
         try:
             yield observation
         except StepwellError as error:
-            observation.failed(_reason(error), error.message, is_failure=is_failure(error))
+            observation.failed(error.metric_reason, error.message, is_failure=is_failure(error))
             raise
         except (asyncio.CancelledError, GeneratorExit):
             observation.failed(CANCELLED, "the client went away", is_failure=False)
@@ -243,9 +259,9 @@ class CountedRefusals:
             self._observer.refused(self._record, error)
 
 
-def _reason(error: StepwellError) -> str:
-    """Returns the reason under which an error is counted. If a tenant's limit was reached, the
-    reason includes the kind of limit.
-    """
-    reason = error.error_reason.lower()
-    return f"{error.quota}_{reason}" if isinstance(error, LimitReached) else reason
+def _count_refusal(
+    metrics: Metrics, listeners: Sequence[Listener], record: RequestRecord, reason: str
+) -> None:
+    metrics.refused(reason)
+    for listener in listeners:
+        listener.refused(record.tenant, reason)

@@ -18,9 +18,9 @@ from services.common.telemetry import names
 from services.common.telemetry.trace_context import new_span_id, traceparent_text
 from services.common.telemetry.trace_headers import TraceHeaders
 from services.common.telemetry.tracing import TraceOrigin
+from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.request.generation import Generation
-from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.traces.timeline import Part, Timeline
 
 REQUEST_ID, TRACE_ID = "X-Request-Id", "X-Trace-Id"
@@ -86,7 +86,7 @@ class RequestRecord:
     """The client's baggage header, which is sent to replicas with the sequences."""
     operation: str = ""
     """The GenAI operation. It is empty for calls that generate nothing, which have no spans."""
-    tenant: Tenant = ANYONE
+    tenant: Caller = ANYONE
     status: str = ""
     """The HTTP status code, or the name of the gRPC status."""
     error_type: str = ""

@@ -3,7 +3,6 @@
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from services.common.errors import (
     Aborted,
@@ -13,6 +12,9 @@ from services.common.errors import (
     StepwellError,
     Unavailable,
 )
+from services.common.replica.queue_state import RETRY_AFTER_SECONDS
+from services.gateway.core.caller import ANYONE, Caller
+from services.gateway.core.fleet.admission import Admission, Queued
 from services.gateway.core.fleet.membership import Links, Membership, no_replica_ready
 from services.gateway.core.fleet.placement import Placement
 from services.gateway.core.fleet.replica import Replica
@@ -21,32 +23,17 @@ from services.gateway.core.fleet.routing_decision import RoutingDecision, Routin
 from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.fleet.waiting_queue import WaitingQueue
 from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock
-from services.gateway.core.request.arrivals import Arrival
+from services.gateway.core.request.arrivals import Arrival, Arrivals
 from services.gateway.core.request.inflight import Inflight, Mailbox, ended
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
-from services.gateway.core.tenant import ANYONE, Tenant
-from services.gateway.options.tenants.core.queues.capacity import Capacity, capacity_of
-from services.gateway.options.tenants.core.queues.queue_bounds import QueueBounds
-from services.gateway.options.tenants.core.queues.tenant_queues import TenantQueues
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_SECONDS = 0.1
 NO_REPLICA = "no_replica"
 """The wait reason of a sequence that waits because no ready replica accepts it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """A sequence that waits at this gateway, with the reason and, if known, the seconds waited so
-    far.
-    """
-
-    inflight: Inflight
-    reason: str
-    seconds: float | None = None
 
 
 class Fleet:
@@ -61,8 +48,7 @@ class Fleet:
     3. A sequence that was taken back is sent to another replica, together with all tokens that it
        has generated. A sequence fails if several replicas in succession are lost while they have
        it, and it has no new token in between. The sequence may be the cause of these losses.
-    4. Before it is first sent, a sequence may wait in its tenant's queue (TenantQueues), so that no
-       tenant occupies all replicas. A gateway without tenants does not use these queues.
+    4. Before it is first sent, a sequence may be queued by `admission`.
 
     Migration by token replay is from NVIDIA Dynamo. Here the continued sequence is the same as
     without migration, since the draw of a token depends only on the seed, the position and the
@@ -78,10 +64,12 @@ class Fleet:
         resubmit_timeout_seconds: float,
         migrate_after_seconds: float,
         tokenizer_fingerprint: bytes,
-        queue_bounds: QueueBounds,
         nanos: Callable[[], int],
+        max_num_queued_tokens: int | None = None,
     ) -> None:
-        """`nanos` returns the time in nanoseconds on a steady clock."""
+        """`nanos` returns the time in nanoseconds on a steady clock. `max_num_queued_tokens` is the
+        limit on the number of prompt tokens of sequences without output. None means no limit.
+        """
         self.membership = Membership(
             links,
             clock,
@@ -94,7 +82,7 @@ class Fleet:
         self._clock = clock
         self._migrate_after = migrate_after_seconds
         self._nanos = nanos
-        self._bounds = queue_bounds
+        self._max_num_queued_tokens = max_num_queued_tokens
         self._numbers = itertools.count()
         self.num_resubmissions = 0
         """Number of times that a sequence was sent again, after its replica was lost, could not run
@@ -106,9 +94,9 @@ class Fleet:
             on_retry=self._try_again,
             on_expired=self._expired,
         )
-        self.admission = TenantQueues(
-            clock, queue_bounds, capacity=self._capacity, send=self._send_or_queue
-        )
+        self.arrivals = Arrivals()
+        self.admission = Admission()
+        """An option may replace it before the first request."""
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> None:
         """Updates the scheduler addresses known to `source` (see Membership)."""
@@ -124,9 +112,8 @@ class Fleet:
 
     def queued(self, most: int) -> list[Queued]:
         """Returns at most `most` sequences without a replica, with the reasons of their waits."""
-        kept = [Queued(one, why.value, since) for one, why, since in self.admission.waits()]
         unplaced = [Queued(inflight, NO_REPLICA) for inflight in self._waiting]
-        return [*kept, *unplaced][:most]
+        return [*self.admission.queued(), *unplaced][:most]
 
     def limits(self) -> ModelLimits:
         return self.membership.limits()
@@ -139,20 +126,29 @@ class Fleet:
         sequences = (*running, *self._waiting, *self.admission)
         return sum(len(one.request.prompt_token_ids) for one in sequences if not one.has_output)
 
-    def check_room(self, tenant: Tenant, deadline: float | None) -> None:
+    def _check_queued_tokens(self) -> None:
+        """Raises ResourceExhausted if the number of queued prompt tokens has reached the limit."""
+        most = self._max_num_queued_tokens
+        if most is not None and (queued := self._num_queued_tokens()) >= most:
+            raise ResourceExhausted(
+                f"{queued} prompt tokens wait for their first output, and may be {most}",
+                reason="QUEUED_TOKENS",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+
+    def check_room(self, tenant: Caller, deadline: float | None) -> None:
         if deadline is not None and deadline <= self._clock.time():
             raise DeadlineExceeded("the time that this request allows passed before it was read")
-        self._bounds.check_tokens(self._num_queued_tokens)
-        if tenant != ANYONE:
-            self.admission.check_room(tenant, deadline)
-        self._placement.check_queues(deadline, self.admission.arrivals.num(ANYONE))
+        self._check_queued_tokens()
+        self.admission.check_room(tenant, deadline)
+        self._placement.check_queues(deadline, self.arrivals.num(ANYONE))
 
     def model_fingerprint(self) -> bytes:
         return self.membership.model_fingerprint
 
-    def arriving(self, tenant: Tenant, deadline: float | None) -> Arrival:
+    def arriving(self, tenant: Caller, deadline: float | None) -> Arrival:
         self.check_room(tenant, deadline)
-        return self.admission.arrivals.begin(tenant)
+        return self.arrivals.begin(tenant)
 
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
@@ -165,14 +161,14 @@ class Fleet:
         for inflight in mailbox.resume(progress) if progress else mailbox.inflights:
             if inflight.request.turn is not None and self._continue(inflight):
                 continue
-            if inflight.request.tenant != ANYONE and not inflight.was_accepted:
+            if self.admission.queues(inflight):
                 self.admission.add(inflight)
             elif replica is not None and inflight.request.prompt_token_ids is prompt:
                 replica.send(
                     inflight, RoutingDecision(replica.address, RoutingReason.SAME_PROMPT, 1)
                 )
             else:
-                replica = self._send_or_queue(inflight)
+                replica = self.send(inflight)
                 prompt = inflight.request.prompt_token_ids
         return mailbox
 
@@ -226,7 +222,7 @@ class Fleet:
             inflight.refused_by.add(replica.address)
             if self._send(inflight) is None:
                 inflight.refused_by.discard(replica.address)
-                self._send_or_queue(inflight)
+                self.send(inflight)
             return
         if not isinstance(error, ResourceExhausted | Unavailable):
             inflight.failed(error)
@@ -255,14 +251,13 @@ class Fleet:
         """Sends a sequence to a ready replica that has not refused it. Returns the replica, or None
         if there is no such replica.
         """
-        placed = self._placement.place(inflight)
+        placed = self._placement.place(inflight, self.admission)
         if placed is None:
             return None
         replica, route = placed
         self.num_resubmissions += inflight.was_sent
         replica.send(inflight, route)
-        if inflight.request.tenant != ANYONE:
-            self.admission.sent(inflight, route)
+        self.admission.sent(inflight, route)
         return replica
 
     def _continue(self, inflight: Inflight) -> bool:
@@ -276,16 +271,12 @@ class Fleet:
         for replica in self.membership.ready():
             if replica is held.replica:
                 route = replica.continue_held(held, inflight)
-                if inflight.request.tenant != ANYONE:
-                    self.admission.sent(inflight, route)
+                self.admission.sent(inflight, route)
                 return True
         held.release()
         return False
 
-    def _capacity(self) -> Capacity | None:
-        return capacity_of(self.membership.ready())
-
-    def _send_or_queue(self, inflight: Inflight) -> Replica | None:
+    def send(self, inflight: Inflight) -> Replica | None:
         """Sends a sequence to a replica and returns the replica. If no replica accepts the
         sequence, queues it and returns None.
         """
@@ -297,7 +288,7 @@ class Fleet:
 
     def _send_waiting(self) -> None:
         for inflight in self._waiting:
-            if inflight.request.tenant != ANYONE and not inflight.was_accepted:
+            if self.admission.queues(inflight):
                 if self.membership.num_ready:
                     self._waiting.discard(inflight)
                     self.admission.add(inflight)
@@ -319,11 +310,11 @@ class Fleet:
                     replica.reason,
                 )
                 for inflight in replica.take_back():
-                    self._send_or_queue(inflight)
+                    self.send(inflight)
 
     def _try_again(self, inflight: Inflight) -> None:
         inflight.refused_by.clear()
-        self._send_or_queue(inflight)
+        self.send(inflight)
 
     def _expired(self, inflight: Inflight) -> None:
         why = self.membership.why_not_ready() or "every replica refuses it"

@@ -5,13 +5,13 @@ preferred.
 from typing import cast
 
 from services.common.errors import ResourceExhausted
+from services.gateway.core.fleet.admission import Admission
 from services.gateway.core.fleet.membership import Membership
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing.policy import RoutingPolicy
 from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.inflight import Inflight
-from services.gateway.core.tenant import ANYONE
 from services.gateway.core.traces.timeline import Part
 
 
@@ -39,28 +39,29 @@ class Placement:
                 # cycle, since refusals can be frequent.
                 refusals.clear()
 
-    def place(self, inflight: Inflight) -> tuple[Replica, RoutingDecision] | None:
+    def place(
+        self, inflight: Inflight, admission: Admission
+    ) -> tuple[Replica, RoutingDecision] | None:
         """Returns a ready replica that has not refused the sequence, and the route to it. Replicas
-        with room in their queue are preferred. Returns None if there is no such replica.
+        with room in their queue are preferred. `admission` may exclude further ones. Returns None
+        if there is no such replica.
         """
-        candidates = [
+        ready = [
             replica
             for replica in self._membership.ready()
             if replica.address not in inflight.refused_by
         ]
-        if not candidates:
+        if not ready:
             return None
         inflight.trace.timeline.enter(Part.ROUTE)
         timeout = self._timeout(inflight.request.deadline)
         has_output = bool(inflight.output_token_ids)
         with_room = [
             replica
-            for replica in candidates
+            for replica in ready
             if replica.queue_refusal(timeout, has_output=has_output) is None
         ]
-        candidates = with_room or candidates
-        if inflight.request.tenant != ANYONE:
-            candidates = _with_place(inflight, candidates)
+        candidates = admission.candidates(inflight, with_room or ready)
         if len(candidates) == 1:
             (replica,) = candidates
             return replica, RoutingDecision(replica.address, RoutingReason.ONLY, 1)
@@ -70,19 +71,3 @@ class Placement:
 
     def _timeout(self, deadline: float | None) -> float | None:
         return None if deadline is None else deadline - self._clock.time()
-
-
-def _with_place(inflight: Inflight, candidates: list[Replica]) -> list[Replica]:
-    """Returns the candidates with a free place (a slot for a running sequence), or all candidates
-    if none has a free place. If the previous sequence has the same prompt and was sent to one of
-    these replicas, returns only that replica, so that the sequences share blocks.
-    """
-    with_place = [replica for replica in candidates if replica.num_free_places > 0] or candidates
-    mailbox, index = inflight.mailbox, inflight.index
-    if index and mailbox.routes:
-        before = mailbox.inflights[index - 1].request
-        if before.prompt_token_ids is inflight.request.prompt_token_ids:
-            address = mailbox.routes[-1].address
-            same = [replica for replica in with_place if replica.address == address]
-            return same or with_place
-    return with_place

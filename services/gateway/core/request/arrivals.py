@@ -5,13 +5,13 @@ queued. Meanwhile it is read, tokenized and checked.
 from collections import Counter
 from types import TracebackType
 
-from services.gateway.core.tenant import Tenant
+from services.gateway.core.caller import Caller
 
 
 class Arrival:
     """One arriving request. It is counted until `end` is called or its `with` block ends."""
 
-    def __init__(self, counts: Counter[str], tenant: Tenant) -> None:
+    def __init__(self, counts: Counter[str], tenant: Caller) -> None:
         self._counts = counts
         self._tenant_id: str | None = tenant.tenant_id
         counts[tenant.tenant_id] += 1
@@ -48,9 +48,9 @@ class Arrivals:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
-    def num(self, tenant: Tenant) -> int:
+    def num(self, tenant: Caller) -> int:
         return self._counts[tenant.tenant_id]
 
-    def begin(self, tenant: Tenant) -> Arrival:
+    def begin(self, tenant: Caller) -> Arrival:
         """Counts a request until `end` is called on the returned Arrival."""
         return Arrival(self._counts, tenant)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.gateway.core.caller import Caller
 from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.request.arrivals import Arrival
@@ -11,7 +12,6 @@ from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.request.wait import Wait
-from services.gateway.core.tenant import Tenant
 
 
 class DeltaSource(Protocol):
@@ -79,14 +79,14 @@ class Engine(Source, Protocol):
         far.
         """
 
-    def check_room(self, tenant: Tenant, deadline: float | None) -> None:
+    def check_room(self, tenant: Caller, deadline: float | None) -> None:
         """Raises ResourceExhausted if a request of the tenant would be refused now, and
         DeadlineExceeded if the request would not end by its deadline.
 
         The result is an estimate. The scheduler decides after `start`.
         """
 
-    def arriving(self, tenant: Tenant, deadline: float | None) -> Arrival:
+    def arriving(self, tenant: Caller, deadline: float | None) -> Arrival:
         """Checks for room like `check_room`, and raises the same errors. Counts the request until
         `end` is called on the returned Arrival. The caller calls `start` next.
         """

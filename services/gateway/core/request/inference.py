@@ -10,6 +10,7 @@ from services.common.request.pooling import Pooler, PoolingTask
 from services.common.request.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from services.common.request.structured_outputs import StructuredOutputs
 from services.common.telemetry.trace_headers import UNTRACED, TraceHeaders
+from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.lora_modules import LoraModules
 from services.gateway.core.ports import Grammars, TextTooLong, Tokenizer
 from services.gateway.core.request.arrivals import Arrival
@@ -28,7 +29,6 @@ from services.gateway.core.request.request_check import (
 )
 from services.gateway.core.request.sampling_defaults import SamplingDefaults
 from services.gateway.core.request.truncation import Truncation, truncation
-from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.text.parsing.output_formats import NO_FORMATS, OutputFormats
 from services.gateway.core.text.parsing.special_tokens import SpecialTokens
 
@@ -85,7 +85,7 @@ class Inference:
         self._draw_seed = draw_seed
         self._unix_nanos = unix_nanos
 
-    def check_model(self, name: str | None, tenant: Tenant = ANYONE) -> None:
+    def check_model(self, name: str | None, tenant: Caller = ANYONE) -> None:
         """Raises NotFound if `name` is given and is the name of neither the model nor an adapter.
         Raises PermissionDenied if the tenant may not use this model or adapter.
         """
@@ -100,7 +100,7 @@ class Inference:
             )
         tenant.check_model(self.model_name)
 
-    def _names_for(self, tenant: Tenant) -> str:
+    def _names_for(self, tenant: Caller) -> str:
         """Returns the names of the models that a tenant may use, as text for an error. It contains
         at most _MAX_NAMES names.
         """
@@ -143,7 +143,7 @@ class Inference:
             )
         return pooler
 
-    def check_room(self, tenant: Tenant, deadline: float | None) -> None:
+    def check_room(self, tenant: Caller, deadline: float | None) -> None:
         """Raises ResourceExhausted if the engine would refuse another request, and DeadlineExceeded
         if the request would not end in time.
 
@@ -152,7 +152,7 @@ class Inference:
         self._engine.check_room(tenant, deadline)
 
     def arriving(
-        self, tenant: Tenant, deadline: float | None, *, needs_room: bool = True
+        self, tenant: Caller, deadline: float | None, *, needs_room: bool = True
     ) -> Arrival:
         """Counts a request that is being read, tokenized and prepared, until `end` is called on the
         returned Arrival. Raises ResourceExhausted or DeadlineExceeded if the engine has no room. If

@@ -11,8 +11,8 @@ from services.common.request.prompt_embeds import PromptEmbeds
 from services.common.request.sampling import SamplingParams
 from services.common.request.seeds import answer_seed
 from services.common.telemetry.trace_headers import UNTRACED, TraceHeaders
+from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.request.model_limits import ModelLimits
-from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.text.parsing.output_form import OutputForm
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
@@ -67,7 +67,7 @@ class ClientRequest:
     """Requests with the same id are expected to share prompt prefixes. The id is empty if the
     client gave no id.
     """
-    tenant: Tenant = ANYONE
+    tenant: Caller = ANYONE
     best_of: int | None = None
     """Number of answers that are generated for each prompt. The best `n` of them are returned. None
     means `n`.
@@ -114,7 +114,7 @@ class EngineRequest:
     deadline: float | None = None
     """The client's deadline on the engine's clock. It is None if the client set none."""
     session_id: str = ""
-    tenant: Tenant = ANYONE
+    tenant: Caller = ANYONE
     num_choices: int = 0
     """For metrics: in the first sequence of a prompt, the number of answers that the client
     requested. It is 0 in other sequences.

@@ -10,8 +10,8 @@ from services.common.redis.url import NEEDS_REDIS
 from services.gateway.adapters.http.exchange.route import RequestHeader
 from services.gateway.adapters.http.openapi.errors import ErrorAnswer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.caller import Caller
 from services.gateway.core.request.generation import Generation
-from services.gateway.core.tenant import Tenant
 from services.gateway.options.idempotency.core.key import (
     FIELD,
     MAX_LENGTH,
@@ -59,15 +59,16 @@ class Idempotency(Option):
     def collectors(self) -> Sequence[Collector]:
         return (KeyedCollector(self.keyed_requests),)
 
-    def needs_room(self, headers: Mapping[str, str], tenant: Tenant) -> bool:
+    def needs_room(self, headers: Mapping[str, str], tenant: Caller) -> bool:
         key = idempotency_key(headers.get(_NAME), tenant)
         return key is None or not self.keyed_requests.knows(key)
 
     async def before_queue(
         self, generation: Generation, record: RequestRecord, api: str
     ) -> Generation:
+        """Shares generated text. Vectors can be computed again."""
         key = idempotency_key(record.headers.get(_NAME), record.tenant)
-        if key is None:
+        if key is None or generation.request.pooling is not None:
             return generation
         record.wait(_WAIT_REASON)
         return await self.keyed_requests.attach(generation, key, api)

@@ -12,7 +12,12 @@ from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.telemetry import names
-from services.gateway.adapters.grpc.generate_requests import GenerateRequests, to_response
+from services.gateway.adapters.access import CALL_TENANT
+from services.gateway.adapters.grpc.generate_requests import (
+    ID_PREFIX,
+    GenerateRequests,
+    to_response,
+)
 from services.gateway.adapters.grpc.inference_servicer import METHOD_PREFIX, deadline_of_call
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.option import Options
@@ -20,8 +25,6 @@ from services.gateway.options.server_parts import CallParts
 from services.gateway.options.sessions.core.client_session import ClientSession
 from services.gateway.options.sessions.core.client_sessions import ClientSessions
 from services.gateway.options.sessions.core.turn import turn_of
-from services.gateway.options.tenants.core.limits.tenant_limits import was_refused
-from services.gateway.options.tenants.keys.api_keys import CALL_TENANT
 
 GENERATE_SESSION = "GenerateSession"
 
@@ -65,49 +68,43 @@ class SessionCalls:
         with parts.records.recording(method, operation, context, in_trailer=False) as record:
             with parts.observer.counting_refusals(record, tenant):
                 parts.inference.check_model(request.model, tenant)
-                allowance = await parts.limits.admit(tenant)
-            refused = False
-            try:
-                async with AsyncExitStack() as work:
-                    observing = parts.observer.observing(operation, record, tenant)
-                    observation = work.enter_context(observing)
-                    work.enter_context(parts.gate.enter())
-                    deadline = deadline_of_call(context)
-                    arrival = work.enter_context(
-                        parts.inference.arriving(tenant, deadline, needs_room=session.held is None)
+            async with AsyncExitStack() as work:
+                await work.enter_async_context(self._options.admitted(record))
+                observing = parts.observer.observing(operation, record, tenant)
+                observation = work.enter_context(observing)
+                work.enter_context(parts.gate.enter())
+                deadline = deadline_of_call(context)
+                arrival = work.enter_context(
+                    parts.inference.arriving(tenant, deadline, needs_room=session.held is None)
+                )
+                record.enter(Part.TOKENIZE)
+                if is_chat and session.token_ids:
+                    raise InvalidArgument(
+                        "chat can only begin a session: its template begins a conversation",
+                        field="chat",
                     )
-                    record.enter(Part.TOKENIZE)
-                    if is_chat and session.token_ids:
-                        raise InvalidArgument(
-                            "chat can only begin a session: its template begins a conversation",
-                            field="chat",
-                        )
-                    asked = await self._requests.client_request(
-                        request, record, is_continuation=bool(session.token_ids)
-                    )
-                    record.enter(Part.PREPARE)
-                    number = session.num_turns
-                    generation = await parts.inference.prepare(
-                        turn_of(session, asked), record.trace_headers, deadline
-                    )
-                    await allowance.reserve(generation)
-                    timed = record if request.include_metrics else None
-                    await parts.streams.send(
-                        generation,
-                        lambda piece: gateway_pb2.GenerateSessionResponse(
-                            turn=number, piece=to_response(piece, generation, timed)
-                        ),
-                        context,
-                        record,
-                        observation,
-                        arrival,
-                        work,
-                    )
-            except StepwellError as error:
-                refused = was_refused(error)
-                raise
-            finally:
-                allowance.close(was_refused=refused)
+                asked = await self._requests.client_request(
+                    request, record, is_continuation=bool(session.token_ids)
+                )
+                record.enter(Part.PREPARE)
+                number = session.num_turns
+                generation = await parts.inference.prepare(
+                    turn_of(session, asked), record.trace_headers, deadline
+                )
+                generation = await self._options.before_queue(generation, record, ID_PREFIX)
+                record.enter(Part.PREPARE)
+                timed = record if request.include_metrics else None
+                await parts.streams.send(
+                    generation,
+                    lambda piece: gateway_pb2.GenerateSessionResponse(
+                        turn=number, piece=to_response(piece, generation, timed)
+                    ),
+                    context,
+                    record,
+                    observation,
+                    arrival,
+                    work,
+                )
 
 
 async def _next(

@@ -1,16 +1,46 @@
 """Prometheus metrics of each tenant: counters, and the lengths of queues."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry import names
-from services.common.telemetry.metric_specs import SPECS, value_family
+from services.common.telemetry.metric_specs import value_family
+from services.common.telemetry.metric_specs.spec import counter, gauge
+from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.request.generation import Usage
 from services.gateway.options.tenants.core.queues.tenant_queues import TenantQueues
+
+REQUESTS = counter(
+    "stepwell_tenant_requests",
+    "requests",
+    "Requests of a tenant that were answered.",
+    *("model_name", "tenant"),
+)
+TOKENS = counter(
+    "stepwell_tenant_tokens",
+    "tokens",
+    "Tokens of a tenant's answered requests: prompt, cached (of the prompt), generated.",
+    *("model_name", "tenant", "kind"),
+)
+REFUSALS = counter(
+    "stepwell_tenant_refusals",
+    "requests",
+    "Requests of a tenant that were refused, by reason.",
+    *("model_name", "tenant", "reason"),
+)
+NUM_WAITING = gauge(
+    "stepwell_tenant_num_waiting",
+    "sequences",
+    "Sequences of a tenant that wait here for a slot.",
+    "tenant",
+)
+NUM_RUNNING = gauge(
+    "stepwell_tenant_num_running", "sequences", "Sequences of a tenant at replicas.", "tenant"
+)
+SPECS = (REQUESTS, TOKENS, REFUSALS, NUM_WAITING, NUM_RUNNING)
 
 MAX_TENANTS = 256
 """Limit on the number of tenants with series of their own. Counters have series for the first
@@ -20,39 +50,44 @@ OTHERS = "(others)"
 """The label of all further tenants."""
 
 
-class TenantMetrics:
+class TenantMetrics(Collector):
     """Counters by tenant."""
 
-    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+    def __init__(self, model_name: str) -> None:
         self._model = model_name
         self._named: set[str] = set()
+        self._registry = CollectorRegistry()
         self._requests, self._tokens, self._refusals = (
-            Counter(spec.name, spec.text, spec.labels, registry=registry)
-            for spec in (
-                SPECS[names.METRIC_TENANT_REQUESTS],
-                SPECS[names.METRIC_TENANT_TOKENS],
-                SPECS[names.METRIC_TENANT_REFUSALS],
-            )
+            Counter(spec.name, spec.text, spec.labels, registry=self._registry)
+            for spec in (REQUESTS, TOKENS, REFUSALS)
         )
         # The series is cached, since a tenant's flood of requests is refused many times a second.
         self._refusals_for = cache(partial(self._refusals.labels, model_name))
 
-    def used(self, tenant_id: str, usage: Usage) -> None:
+    def collect(self) -> Iterable[Metric]:
+        """Returns one family for each metric."""
+        return self._registry.collect()
+
+    def answered(self, tenant: Caller, usage: Usage) -> None:
         """Counts a request that was answered."""
-        tenant = self._label(tenant_id)
-        self._requests.labels(self._model, tenant).inc()
+        if tenant == ANYONE:
+            return
+        label = self._label(tenant)
+        self._requests.labels(self._model, label).inc()
         for kind, count in (
             ("prompt", usage.num_prompt_tokens),
             ("cached", usage.num_cached_tokens),
             ("generated", usage.num_generated_tokens),
         ):
-            self._tokens.labels(self._model, tenant, kind).inc(count)
+            self._tokens.labels(self._model, label, kind).inc(count)
 
-    def refused(self, tenant_id: str, reason: str) -> None:
+    def refused(self, tenant: Caller, reason: str) -> None:
         """Counts a refused request. `reason` is the code of its error."""
-        self._refusals_for(self._label(tenant_id), reason).inc()
+        if tenant != ANYONE:
+            self._refusals_for(self._label(tenant), reason).inc()
 
-    def _label(self, tenant_id: str) -> str:
+    def _label(self, tenant: Caller) -> str:
+        tenant_id = tenant.tenant_id
         if tenant_id not in self._named:
             if len(self._named) >= MAX_TENANTS:
                 return OTHERS
@@ -72,8 +107,8 @@ class TenantQueueCollector(Collector):
             self._admission.places, key=lambda usage: -usage.num_waiting - usage.num_running
         )
         for metric, attribute in (
-            (names.METRIC_TENANT_NUM_WAITING, "num_waiting"),
-            (names.METRIC_TENANT_NUM_RUNNING, "num_running"),
+            (NUM_WAITING, "num_waiting"),
+            (NUM_RUNNING, "num_running"),
         ):
             gauge = value_family(metric)
             for usage in usages[:MAX_TENANTS]:

@@ -8,8 +8,6 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.errors import OutOfRange
@@ -33,29 +31,6 @@ async def status_of(call: Any) -> grpc.StatusCode:
 async def connect(served: Serving) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, port = served.grpc_address.rsplit(":", 1)
     return await asyncio.open_connection(host, int(port))
-
-
-async def test_the_key_is_looked_at_before_the_message(model: Path):
-    async with serving(model, api_keys=("right",)) as served:
-        for method in ("Generate", "Tokenize", "Detokenize", "ListModels"):
-            call = raw_call(served, method)(metadata=(("authorization", "Bearer wrong"),))
-            assert await status_of(call) is grpc.StatusCode.UNAUTHENTICATED
-        call = raw_call(served, "ListModels")(metadata=KEY)
-        await call.write(b"")
-        assert gateway_pb2.ListModelsResponse.FromString(await call.read()).models
-
-
-async def test_reflection_needs_a_key_and_health_does_not(model: Path):
-    async with serving(model, api_keys=("right",)) as served:
-        stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
-        # No message is sent: grpc.aio reports INTERNAL if a call is refused while it writes.
-        assert await status_of(stub.ServerReflectionInfo()) is grpc.StatusCode.UNAUTHENTICATED
-        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-        call = stub.ServerReflectionInfo(asked, metadata=KEY)
-        assert len([answer async for answer in call]) == 1
-        assert await status_of(call) is grpc.StatusCode.OK
-        health = health_pb2_grpc.HealthStub(served.channel)
-        assert await health.Check(health_pb2.HealthCheckRequest())
 
 
 async def test_a_message_that_does_not_come_is_not_waited_for(model: Path):

@@ -219,19 +219,6 @@ async def test_an_error_in_a_stream_is_as_documented(served: Serving) -> None:
         document.check(path, whole)
 
 
-async def test_keys_are_documented_where_there_are_some(model: Path, served: Serving) -> None:
-    plain = (await documented(served)).document
-    assert "securitySchemes" not in plain["components"]
-    async with serving(model, api_keys=("secret",)) as locked:
-        document = await documented(locked)
-        for path, operations in document.document["paths"].items():
-            for method, operation in operations.items():
-                response = await locked.http.request(method, path, content=b"")
-                assert (response.status_code == 401) == ("security" in operation), path
-                document.check(path, response)
-        assert "security" not in document.document["paths"]["/health"]["get"]
-
-
 async def test_another_method_is_refused_with_those_that_there_are(served: Serving) -> None:
     document = (await documented(served)).document
     for path, operations in document["paths"].items():

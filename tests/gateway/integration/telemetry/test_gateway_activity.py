@@ -13,7 +13,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.gateway.adapters.activity.feed import SAMPLE_SECONDS
 from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.keyring import bearer
+from tests.gateway.options.tenants.keyring import bearer
 from tests.gateway.serving import serving, until
 from tests.plain_http import async_http_client
 

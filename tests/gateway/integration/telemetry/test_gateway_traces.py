@@ -16,7 +16,7 @@ from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.keyring import bearer
+from tests.gateway.options.tenants.keyring import bearer
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.gateway.streams import Stream
 from tests.plain_http import async_http_client

@@ -14,7 +14,7 @@ from services.common.keys.api_keys import TenantRecord
 from services.common.telemetry.trace_context import parse_traceparent
 from services.gateway.adapters.telemetry.request_spans import MAX_SPANS
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.keyring import FileKeyring, bearer
+from tests.gateway.options.tenants.keyring import FileKeyring, bearer
 from tests.gateway.serving import serving, until
 from tests.gateway.spans import Tracer, assert_adds_up, span_id
 from tests.gateway.streams import PROMPT, Stream

@@ -9,7 +9,7 @@ import pytest
 
 from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.keyring import bearer
+from tests.gateway.options.tenants.keyring import bearer
 from tests.gateway.serving import Serving, serving, until
 from tests.gateway.streams import Stream
 

@@ -124,13 +124,6 @@ async def test_a_body_in_the_smallest_pieces_is_read(served: Serving):
     assert (await answer_to(served, head + chunks)).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_the_key_is_looked_at_before_the_body(model: Path):
-    async with serving(model, api_keys=("right",)) as served, connected(served) as (reader, writer):
-        writer.write(post_head("/v1/completions", 4_000_000, "Authorization: Bearer wrong"))
-        async with asyncio.timeout(20):
-            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 401 ")
-
-
 async def test_a_place_is_taken_before_the_body_is_read(model: Path):
     async with (
         serving(model, max_concurrent_requests=1) as served,
@@ -145,15 +138,6 @@ async def test_a_place_is_taken_before_the_body_is_read(model: Path):
                 status = await reader.readuntil(b"\r\n")
                 await reader.readuntil(b"}}")
             assert status.startswith(b"HTTP/1.1 503 ")
-
-
-@pytest.mark.parametrize("key", ["schlüssel", "秘密"])
-async def test_keys_need_not_be_ascii(model: Path, key: str):
-    async with serving(model, api_keys=(key,)) as served:
-        right = {"Authorization": f"Bearer {key}".encode()}
-        wrong = {"Authorization": b"Bearer \xff\xfe"}
-        assert (await served.http.get("/v1/models", headers=right)).status_code == 200
-        assert (await served.http.get("/v1/models", headers=wrong)).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -198,15 +182,15 @@ async def test_pages_of_allowed_origins_may_read_answers(model: Path):
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type",
     }
-    async with serving(model, allowed_origins=("https://chat.example",), api_keys=("k",)) as served:
+    async with serving(model, allowed_origins=("https://chat.example",)) as served:
         allowed = await served.http.options("/v1/completions", headers=asking)
         assert allowed.status_code == 200
         assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
         other = asking | {"Origin": "https://evil.example"}
         refused = await served.http.options("/v1/completions", headers=other)
         assert refused.status_code == 400
-        answer = await served.http.get("/v1/models", headers=asking)
-        assert answer.status_code == 401
+        answer = await served.http.get("/v1/models/another", headers=asking)
+        assert answer.status_code == 404
         assert answer.headers["access-control-allow-origin"] == "https://chat.example"
 
 
@@ -316,7 +300,7 @@ def test_a_request_before_too_many_pipelined_ones_is_dropped_with_them(
     """
 
     async def story() -> None:
-        async with serving(model, FakeScheduler(), api_keys=("key",)) as served:
+        async with serving(model, FakeScheduler()) as served:
             async with connected(served) as (reader, writer):
                 writer.write(post("/v1/completions", b"{}") * (MAX_PIPELINED + 2))
                 assert await reader.read() == b""

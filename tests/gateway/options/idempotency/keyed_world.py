@@ -13,6 +13,7 @@ from services.common.request.finish_reason import FinishReason
 from services.common.request.sampling import SamplingParams
 from services.gateway.adapters.grammars.judge import GrammarJudge
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer
+from services.gateway.core.caller import Caller
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.delivery import Answers
 from services.gateway.core.request.generation import Answer
@@ -23,7 +24,6 @@ from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
 from services.gateway.core.request.sampling_defaults import SamplingDefaults
-from services.gateway.core.tenant import Tenant
 from services.gateway.options.idempotency.core.journal import Journal
 from services.gateway.options.idempotency.core.key import IdempotencyKey
 from services.gateway.options.idempotency.core.keyed_requests import KeyedRequests, KeyLimits
@@ -59,7 +59,7 @@ class StepEngine:
     def limits(self) -> ModelLimits:
         return ModelLimits(1000, 1000, VOCAB_SIZE, (), priority_scheduling=False, hidden_size=4)
 
-    def check_room(self, tenant: Tenant, deadline: float | None) -> None:
+    def check_room(self, tenant: Caller, deadline: float | None) -> None:
         """Accepts every request."""
 
     def model_fingerprint(self) -> bytes:

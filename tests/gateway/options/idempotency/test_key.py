@@ -7,8 +7,8 @@ import pytest
 from services.common.errors import InvalidArgument
 from services.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.request.sampling import SamplingParams
+from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.request.request import ClientRequest, Prompt
-from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.options.idempotency.core.key import (
     IdempotencyKey,
     fingerprint,
@@ -45,7 +45,7 @@ def test_what_is_no_key_is_refused(header: str):
 
 def test_scopes_differ_by_tenant_model_and_key():
     def scope(tenant: str, key: str, model: bytes) -> str:
-        made = idempotency_key(key, Tenant(tenant))
+        made = idempotency_key(key, Caller(tenant))
         assert made is not None
         return made.scope(model)
 

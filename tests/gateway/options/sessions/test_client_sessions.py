@@ -14,11 +14,11 @@ from services.common.request.finish import Finish
 from services.common.request.finish_reason import FinishReason
 from services.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.request.sampling import SamplingParams
+from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.fleet.replica_description import ReplicaState
 from services.gateway.core.fleet.routing_decision import RoutingReason
 from services.gateway.core.request.inflight import Mailbox
 from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
-from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.options.sessions.core.client_session import ClientSession
 from services.gateway.options.sessions.core.client_sessions import (
     ClientSessions,
@@ -29,7 +29,7 @@ from services.gateway.options.sessions.core.turn import SessionTurn, turn_of
 from tests.gateway.fake_fleet import FakeFleet, ManualClock
 
 LENGTH = Finish(FinishReason.LENGTH)
-A, B = Tenant("a"), Tenant("b")
+A, B = Caller("a"), Caller("b")
 
 
 class World:
@@ -44,7 +44,7 @@ class World:
         self,
         session: ClientSession,
         *chunk: int,
-        tenant: Tenant = ANYONE,
+        tenant: Caller = ANYONE,
         priority: int = 0,
         skips_cache: bool = False,
     ) -> Mailbox:
@@ -194,17 +194,6 @@ def test_a_session_that_its_client_ends_in_a_turn_is_released_after_it() -> None
     assert session.held is None
     assert world.fake.links[mailbox.routes[0].address].aborted == [1]
     assert len(world.sessions) == 0
-
-
-def test_with_tenants_a_turn_keeps_its_place_and_does_not_queue_again() -> None:
-    world = World()
-    session = world.sessions.open(A)
-    world.say(world.turn(session, 1, tenant=A), 7)
-    mailbox = world.turn(session, 2, tenant=A)
-    assert mailbox.routes[0].reason is RoutingReason.SESSION
-    assert world.fake.fleet.admission.places.usage(A).num_running == 1
-    world.say(mailbox, 8)
-    assert world.fake.fleet.admission.places.usage(A).num_running == 0
 
 
 def test_one_turn_at_a_time() -> None:

@@ -20,17 +20,15 @@ SHORT_SECONDS = 0.4
 SECONDS = 30.0
 
 
-async def open_session(served: Serving, key: str = "") -> str:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    answer = await served.http.post("/v1/sessions", json={}, headers=headers)
+async def open_session(served: Serving) -> str:
+    answer = await served.http.post("/v1/sessions", json={})
     assert answer.status_code == 200, answer.text
     return str(answer.json()["id"])
 
 
-async def turn(served: Serving, session: str, prompt: str, key: str = "", **fields: Any) -> Any:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+async def turn(served: Serving, session: str, prompt: str, **fields: Any) -> Any:
     body = {"prompt": prompt, "session": session, "max_tokens": 8, "seed": 1} | fields
-    return await served.http.post("/v1/completions", json=body, headers=headers)
+    return await served.http.post("/v1/completions", json=body)
 
 
 async def error_of(answer: Any) -> tuple[int, str, str | None]:
@@ -142,25 +140,6 @@ async def test_an_idle_session_ends_with_a_reason(model: Path) -> None:
             pass
         error = await status_of(call)
         assert error.error_reason == "SESSION_EXPIRED"
-
-
-async def test_sessions_are_bounded_and_belong_to_their_tenant(model: Path) -> None:
-    others = [f"other-{number}" for number in range(9)]
-    settings = {"api_keys": ("one", "two", *others), "max_client_sessions": 10}
-    async with serving(model, FakeScheduler(), **settings) as served:
-        first = await open_session(served, "one")
-        await open_session(served, "one")
-        headers = {"authorization": "Bearer one"}
-        answer = await served.http.post("/v1/sessions", json={}, headers=headers)
-        assert (await error_of(answer))[:2] == (429, "too_many_sessions")
-        answer = await turn(served, first, "hello", "two")
-        assert (await error_of(answer))[:2] == (404, "session_not_found")
-        assert (await turn(served, first, "hello", "one")).status_code == 200
-        for other in others[:8]:
-            await open_session(served, other)
-        headers = {"authorization": f"Bearer {others[8]}"}
-        answer = await served.http.post("/v1/sessions", json={}, headers=headers)
-        assert (await error_of(answer))[:2] == (503, "too_many_sessions")
 
 
 def turn_message(text: str = "", **fields: Any) -> gateway_pb2.GenerateSessionRequest:

@@ -3,16 +3,43 @@
 from services.common.replica.queue_state import QueueState
 from services.common.request.finish import Finish
 from services.common.request.finish_reason import FinishReason
+from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.request.inflight import Inflight
-from services.gateway.core.tenant import Tenant
+from services.gateway.options.tenants.core.queues.capacity import capacity_of
+from services.gateway.options.tenants.core.queues.queue_bounds import QueueBounds
+from services.gateway.options.tenants.core.queues.tenant_queues import TenantQueues
+from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_fleet import FakeFleet
 
 A, B = Tenant("a"), Tenant("b")
+BOUNDS = QueueBounds(max_num_waiting=6, max_total_waiting=100, max_queue_seconds=20.0)
+
+
+def with_queues(world: FakeFleet) -> FakeFleet:
+    """Gives a fleet queues of tenants."""
+    fleet = world.fleet
+    fleet.admission = TenantQueues(
+        world.clock,
+        BOUNDS,
+        fleet.arrivals,
+        capacity=lambda: capacity_of(fleet.membership.ready()),
+        send=fleet.send,
+    )
+    return world
+
+
+def queues_of(fleet: Fleet) -> TenantQueues:
+    assert isinstance(fleet.admission, TenantQueues)
+    return fleet.admission
+
+
+def num_waiting(fleet: Fleet, tenant: str) -> int:
+    return queues_of(fleet).places.num_waiting(Tenant(tenant))
 
 
 def connected(num_places: int = 2, num_replicas: int = 1) -> FakeFleet:
     """A fleet whose replicas each have `num_places` slots for sequences."""
-    world = FakeFleet(num_replicas)
+    world = with_queues(FakeFleet(num_replicas))
     world.connect(*world.replicas, max_num_seqs=num_places)
     return world
 

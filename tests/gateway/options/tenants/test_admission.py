@@ -2,18 +2,21 @@
 
 from services.common.replica.load import ReplicaLoad
 from services.common.replica.queue_state import QueueState
+from services.gateway.core.caller import ANYONE
 from services.gateway.core.request.inflight import Mailbox
-from services.gateway.core.request.wait import WaitReason
-from services.gateway.core.tenant import ANYONE
-from tests.gateway.fake_fleet import BOUNDS, FakeFleet, error_of
+from services.gateway.options.tenants.core.queues.wait_reason import WaitReason
+from tests.gateway.fake_fleet import FakeFleet, error_of
 from tests.gateway.options.tenants.tenant_fleet import (
+    BOUNDS,
     A,
     B,
     connected,
     finish,
     finish_first,
+    queues_of,
     schedule_all,
     tenants_at,
+    with_queues,
 )
 
 # The number of places.
@@ -46,7 +49,7 @@ def test_requests_without_a_tenant_never_wait_here() -> None:
 
 
 def test_nothing_waits_where_a_replica_does_not_say_how_many_it_runs() -> None:
-    world = FakeFleet(1)
+    world = with_queues(FakeFleet(1))
     world.connect("a")
     for _ in range(6):
         world.start(tenant=A)
@@ -122,7 +125,7 @@ def test_a_tenant_below_its_share_has_a_place_at_once() -> None:
     assert tenants_at(world) == "aabb", "each has two of the four"
     assert [len(mailbox.waits) for mailbox in quiet] == [0, 0, 0]
     assert world.links["a"].aborted == [5, 4, 3], "those that came last, and no more than needed"
-    assert world.fleet.admission.places.num_waiting(A) == 5
+    assert queues_of(world.fleet).places.num_waiting(A) == 5
     assert [one.mailbox for one in world.has("a")[:2]] == mailboxes[:2]
 
 
@@ -180,7 +183,7 @@ def test_what_a_sequence_cost_until_it_was_taken_back_is_charged() -> None:
         world.start(tenant=A, max_tokens=50)
     for inflight in world.has("a"):
         inflight.tokens([1, 2, 3])
-    queue = world.fleet.admission
+    queue = queues_of(world.fleet)
     use = queue.places.usage(A)
     assert (use.num_running, use.num_waiting) == (2, 0)
     world.start(tenant=B)
@@ -215,7 +218,7 @@ def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
     finish(world, mailboxes[1].inflights[0])
     mailboxes[2].close()
     assert [len(mailbox.routes) for mailbox in mailboxes] == [1, 1, 1, 1, 1, 0]
-    assert world.fleet.admission.places.usage(A).num_starting == 2
+    assert queues_of(world.fleet).places.usage(A).num_starting == 2
 
 
 # The order of sequences.
@@ -248,3 +251,14 @@ def test_what_answers_became_shorter_than_expected_is_given_back() -> None:
         short.tokens([1])
         finish(world, short)
     assert tenants_at(world) == "ab"
+
+
+def test_what_waits_goes_to_a_replica_that_joins() -> None:
+    world = connected(num_places=2)
+    for _ in range(4):
+        world.start(tenant=A)
+    num_waiting = world.fleet.num_waiting
+    assert num_waiting > 0
+    world.fleet.set_addresses("redis", ["b"])
+    world.connect("b", max_num_seqs=2)
+    assert (len(world.has("b")), world.fleet.num_waiting) == (num_waiting, 0)

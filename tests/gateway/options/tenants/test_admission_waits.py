@@ -8,19 +8,22 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.replica.queue_state import QueueState
-from services.gateway.core.request.wait import WaitReason
-from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.core.caller import ANYONE
 from services.gateway.options.tenants.core.queues.capacity import Capacity
 from services.gateway.options.tenants.core.queues.places import TenantUsage
 from services.gateway.options.tenants.core.queues.queue_bounds import TenantQueueFull, expected_wait
-from tests.gateway.fake_fleet import BOUNDS, RESUBMIT_TIMEOUT_SECONDS, FakeFleet, error_of
+from services.gateway.options.tenants.core.queues.wait_reason import WaitReason
+from services.gateway.options.tenants.core.tenant import Tenant
+from tests.gateway.fake_fleet import RESUBMIT_TIMEOUT_SECONDS, FakeFleet, error_of
 from tests.gateway.options.tenants.tenant_fleet import (
+    BOUNDS,
     A,
     B,
     connected,
     finish,
     finish_first,
     moving,
+    queues_of,
     schedule_all,
     tenants_at,
 )
@@ -146,7 +149,7 @@ async def test_a_sequence_that_was_lost_does_not_wait_again() -> None:
         finish_first(world, "b")
     assert len(world.has("b")) == 1
     finish_first(world, "b")
-    assert world.fleet.admission.places.usage(A).num_running == 0
+    assert queues_of(world.fleet).places.usage(A).num_running == 0
 
 
 async def test_all_that_waits_ends_when_the_gateway_gives_up() -> None:
@@ -187,7 +190,7 @@ def test_requests_that_are_still_read_count_as_waiting() -> None:
     world.fleet.check_room(A, None)
     for arriving in arrivals:
         arriving.__exit__(None, None, None)
-    assert world.fleet.admission.arrivals.num(A) == 0
+    assert world.fleet.arrivals.num(A) == 0
 
 
 def test_a_request_that_cannot_be_done_by_its_deadline_is_refused_at_once() -> None:

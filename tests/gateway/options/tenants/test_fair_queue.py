@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.tenant import Tenant
 from services.gateway.options.tenants.core.queues.fair_queue import FairQueue
+from services.gateway.options.tenants.core.tenant import Tenant
 
 A, B, HEAVY = Tenant("a"), Tenant("b"), Tenant("heavy", weight=3.0)
 

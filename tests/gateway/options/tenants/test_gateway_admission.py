@@ -13,8 +13,10 @@ from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.pool.block_hash import unpack_token_ids
 from services.common.telemetry.tracing import configure_tracing
-from services.gateway.core.tenant import Tenant
+from services.gateway.core.caller import ANYONE
+from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.options.tenants.tenant_fleet import num_waiting, queues_of
 from tests.gateway.raw_http import post_head
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.gateway.streams import Stream, expected
@@ -22,10 +24,6 @@ from tests.gateway.streams import Stream, expected
 KEYS = ("floods", "quiet")
 FLOODS, QUIET = ({"Authorization": f"Bearer {key}"} for key in KEYS)
 NUM_PLACES = 8
-
-
-def num_waiting(served: Serving, tenant: str) -> int:
-    return served.gateway.fleet.admission.places.num_waiting(Tenant(tenant))
 
 
 def spans_named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
@@ -39,7 +37,7 @@ async def flooded(served: Serving, num_waiting_then: int) -> list[Stream]:
     streams = [Stream(served, headers=FLOODS) for _ in range(NUM_PLACES + 1)]
     await until(lambda: len(served.scheduler.adds) == NUM_PLACES + 1)
     streams += [Stream(served, headers=FLOODS) for _ in range(num_waiting_then)]
-    await until(lambda: num_waiting(served, "key-1") == num_waiting_then)
+    await until(lambda: num_waiting(served.gateway.fleet, "key-1") == num_waiting_then)
     return streams
 
 
@@ -147,13 +145,13 @@ async def test_a_client_that_goes_away_while_it_waits_leaves_its_place_to_the_ne
     async with serving(model, scheduler, api_keys=KEYS) as served:
         streams = await flooded(served, 2)
         streams[-2].task.cancel()
-        await until(lambda: num_waiting(served, "key-1") == 1)
+        await until(lambda: num_waiting(served.gateway.fleet, "key-1") == 1)
         streams[0].task.cancel()
-        await until(lambda: num_waiting(served, "key-1") == 0)
+        await until(lambda: num_waiting(served.gateway.fleet, "key-1") == 0)
         await until(lambda: len(scheduler.adds) == NUM_PLACES + 2)
         scheduler.run_freely()
         await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
-        assert served.gateway.fleet.admission.places.usage(Tenant("key-1")).num_running == 0
+        assert queues_of(served.gateway.fleet).places.usage(Tenant("key-1")).num_running == 0
 
 
 async def test_a_burst_is_refused_by_those_of_it_that_are_still_read(model: Path) -> None:
@@ -179,4 +177,4 @@ async def test_a_burst_is_refused_by_those_of_it_that_are_still_read(model: Path
         for _, writer in connections:
             writer.close()
         await until(lambda: served.gateway.gate.inside == 0)
-        assert served.gateway.fleet.admission.arrivals.num(Tenant("")) == 0
+        assert served.gateway.fleet.arrivals.num(ANYONE) == 0

@@ -19,9 +19,10 @@ from stepwell.gateway.v1 import gateway_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.keys.api_keys import TenantRecord
-from services.gateway.options.tenants.limits.redis_limits import TAKE_SECONDS
+from services.gateway.options.tenants import Tenants
+from services.gateway.options.tenants.limits.redis_limits import TAKE_SECONDS, RedisLimits
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.keyring import FileKeyring, RedisKeyring, bearer
+from tests.gateway.options.tenants.keyring import FileKeyring, RedisKeyring, bearer
 from tests.gateway.raw_http import post_head
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.redis_servers import needs_redis, redis_server
@@ -317,9 +318,8 @@ async def test_two_gateways_share_limits_through_redis_and_part_them_without_it(
             await entered.enter_async_context(serving(model, FakeScheduler(), **settings))
             for _ in range(2)
         ]
-        await until(lambda: one.gateway.parts.limit_store.num_gateways == 2)
-        await until(lambda: two.gateway.parts.limit_store.num_gateways == 2)
-        stores = [one.gateway.parts.limit_store, two.gateway.parts.limit_store]
+        stores = [limit_store(served) for served in (one, two)]
+        await until(lambda: all(store.num_gateways == 2 for store in stores))
         for store in stores:  # Redis shall count on a busy machine, too
             store._take_seconds = DEADLINE_SECONDS
         statuses = [
@@ -334,7 +334,13 @@ async def test_two_gateways_share_limits_through_redis_and_part_them_without_it(
             change()
             slowest = max(await _slowest(one, free), await _slowest(two, free))
             assert slowest < usual + busy_slowness(), change
-        await until(lambda: not one.gateway.parts.limit_store.is_lost)
+        await until(lambda: not stores[0].is_lost)
+
+
+def limit_store(served: Serving) -> RedisLimits:
+    [option] = [one for one in served.gateway.parts.options if isinstance(one, Tenants)]
+    assert isinstance(option.limit_store, RedisLimits)
+    return option.limit_store
 
 
 async def _slowest(served: Serving, key: str) -> float:

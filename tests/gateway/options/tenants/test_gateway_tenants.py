@@ -5,7 +5,8 @@ from pathlib import Path
 
 from stepwell.gateway.v1 import gateway_pb2
 
-from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.core.caller import ANYONE
+from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import Serving, serving, until
 

@@ -8,11 +8,10 @@ from services.common.errors import DeadlineExceeded
 from services.common.replica.queue_state import QueueState
 from services.common.request.finish import Finish
 from services.common.request.finish_reason import FinishReason
-from services.gateway.core.tenant import Tenant
 from services.gateway.options.tenants.core.queues.service_time import ServiceTime
+from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_fleet import FakeFleet
-
-A, B = Tenant("a"), Tenant("b")
+from tests.gateway.options.tenants.tenant_fleet import A, B, queues_of, with_queues
 
 
 def test_what_usually_takes_as_long_leaves_no_margin_in_the_end() -> None:
@@ -38,7 +37,7 @@ class World:
     """A replica with two places, and a tenant that sends it one request after another."""
 
     def __init__(self) -> None:
-        self.fake = FakeFleet(1)
+        self.fake = with_queues(FakeFleet(1))
         self.fake.connect(*self.fake.replicas, max_num_seqs=2)
         self.replica = self.fake.replicas["a"]
         # The scheduler announces this: a request ends every half second, and each takes a second.
@@ -87,7 +86,7 @@ def test_requests_whose_clients_leave_early_say_nothing_of_the_time() -> None:
         world.serve(1.0)
     for _ in range(20):
         world.serve(0.01, num_tokens=0)
-    assert world.fake.fleet.admission.places.service_time(A).mean == pytest.approx(1.0)
+    assert queues_of(world.fake.fleet).places.service_time(A).mean == pytest.approx(1.0)
 
 
 def test_requests_that_miss_their_deadlines_say_that_it_takes_longer() -> None:
@@ -97,4 +96,4 @@ def test_requests_that_miss_their_deadlines_say_that_it_takes_longer() -> None:
         world.serve(1.0)
     for _ in range(20):
         world.serve(3.0, num_tokens=0)
-    assert world.fake.fleet.admission.places.service_time(A).longest_usual > 2.0
+    assert queues_of(world.fake.fleet).places.service_time(A).longest_usual > 2.0

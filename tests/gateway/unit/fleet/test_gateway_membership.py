@@ -5,7 +5,6 @@ from services.gateway.core.fleet.replica_description import ReplicaDescription, 
 from services.gateway.core.fleet.routing.cache_aware import SPREAD_MIN_SHARING
 from services.gateway.core.fleet.routing_decision import RoutingReason
 from services.gateway.core.request.inflight import Mailbox
-from services.gateway.core.tenant import Tenant
 from tests.gateway.fake_fleet import (
     BLOCK_SIZE,
     LIMITS,
@@ -59,18 +58,6 @@ def test_a_replica_that_joins_gets_requests_at_once() -> None:
     world.connect("b")
     world.start()
     assert (len(world.has("a")), len(world.has("b"))) == (1, 1)
-
-
-def test_what_waits_of_a_tenant_goes_to_a_replica_that_joins() -> None:
-    world = FakeFleet(1)
-    world.connect("a", max_num_seqs=2)
-    for _ in range(4):
-        world.start(tenant=Tenant("t"))
-    num_waiting = world.fleet.num_waiting
-    assert num_waiting > 0
-    world.fleet.set_addresses("redis", ["b"])
-    world.connect("b", max_num_seqs=2)
-    assert (len(world.has("b")), world.fleet.num_waiting) == (num_waiting, 0)
 
 
 def test_the_same_scheduler_under_two_addresses_gets_requests_by_one() -> None:

@@ -23,10 +23,10 @@ from services.gateway.adapters.http.openai.bodies import (
 from services.gateway.adapters.http.openai.chat import effort_variables, tool_use
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.openai.sampling import check_stream_options, check_texts
+from services.gateway.core.caller import ANYONE
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request_check import of_prompt, prompt_too_long
-from services.gateway.core.tenant import ANYONE, Tenant
 
 LIMITS = ModelLimits(8, 8, 100, (), priority_scheduling=False, hidden_size=4)
 ASK = [{"role": "user", "content": "hi"}]
@@ -425,7 +425,7 @@ def test_an_error_says_which_of_several_texts_is_at_fault() -> None:
     assert (said.field, " text_2 has 9 tokens" in said.message) == ("text_2", True)
 
 
-def test_an_unknown_model_is_answered_with_those_that_the_key_may_use() -> None:
+def test_an_unknown_model_is_answered_with_some_that_there_are() -> None:
     names = [f"a{number}" for number in range(9)]
     inference = SimpleNamespace(
         model_name="demo", adapters=[SimpleNamespace(name=n) for n in names]
@@ -433,5 +433,3 @@ def test_an_unknown_model_is_answered_with_those_that_the_key_may_use() -> None:
     named = partial(Inference._names_for, inference)
     assert named(ANYONE).startswith("'demo', 'a0', 'a1', ")
     assert named(ANYONE).endswith("'a6' and 2 more")
-    assert named(Tenant("t", models=frozenset({"a1"}))) == "'a1'"
-    assert named(Tenant("t", models=frozenset())) == "none that this key may use"

@@ -4,7 +4,6 @@ it.
 
 import gc
 import weakref
-from dataclasses import replace
 
 import pytest
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -18,10 +17,9 @@ from services.common.errors import (
 )
 from services.common.replica.queue_state import QueueState
 from services.gateway.adapters.schedulers.session.deltas import SessionDeltas
+from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.fleet.replica_description import ReplicaState
-from services.gateway.core.tenant import ANYONE, Tenant
 from tests.gateway.fake_fleet import (
-    BOUNDS,
     LIMITS,
     RESUBMIT_TIMEOUT_SECONDS,
     FakeFleet,
@@ -207,7 +205,7 @@ def test_a_request_whose_deadline_passed_is_told_so_and_not_to_come_back() -> No
     world.connect("a")
     world.clock.advance(100.0)
     world.replicas["a"].queue_changed(queue(0, seconds_per_request=1.0))
-    for tenant in (ANYONE, Tenant("t")):
+    for tenant in (ANYONE, Caller("t")):
         with pytest.raises(DeadlineExceeded) as refused:
             world.fleet.check_room(tenant, 99.9)
         assert not refused.value.may_retry
@@ -215,8 +213,8 @@ def test_a_request_whose_deadline_passed_is_told_so_and_not_to_come_back() -> No
 
 def test_new_requests_are_refused_while_too_many_prompt_tokens_have_no_output() -> None:
     """A sequence counts until its first token, whether it waits or is being computed."""
-    world = FakeFleet(1, bounds=replace(BOUNDS, max_num_queued_tokens=9))
-    ann = Tenant("ann")
+    world = FakeFleet(1, max_num_queued_tokens=9)
+    ann = Caller("ann")
     first = world.start(prompt=[1] * 5)  # six tokens, and no replica yet
     for tenant in (ANYONE, ann):
         world.fleet.check_room(tenant, None)

@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from services.gateway.adapters.access import Access, authorization_of
 from services.gateway.adapters.http.exchange.application import Application, Check
 from services.gateway.adapters.http.exchange.errors import HINT_HEADERS
 from services.gateway.adapters.http.exchange.ignored_fields import HEADER as IGNORED_FIELDS
@@ -17,28 +18,34 @@ from services.gateway.adapters.http.openapi.document import openapi_document
 from services.gateway.adapters.http.transport.hosts import HostCheck, HostNames
 from services.gateway.adapters.telemetry.request_record import REQUEST_ID, TRACE_ID
 from services.gateway.adapters.telemetry.request_recorder import RequestRecorder
-from services.gateway.options.tenants.keys.api_keys import ApiKeys, authorization_of
-from services.gateway.options.tenants.limits.rate_limit_headers import RATE_LIMIT_HEADERS
 
 
 def make_app(
     title: str,
     description: str,
     routes: Sequence[Route],
-    keys: ApiKeys,
+    access: Access,
     *,
-    asks_for_keys: bool,
     checks: Sequence[Check] = (),
+    answer_headers: Sequence[str] = (),
 ) -> Application:
     """Makes an application of these routes. `checks` run before each handler. A request to a route
-    that needs an API key must also have a valid key.
+    that needs an API key must also have a valid key. `answer_headers` are the headers that options
+    add to answers.
     """
-    document = partial(openapi_document, title, description, routes, asks_for_keys=asks_for_keys)
+    document = partial(
+        openapi_document,
+        title,
+        description,
+        routes,
+        asks_for_keys=access.needs_key,
+        limit_headers=answer_headers,
+    )
 
     async def authenticate(request: Request) -> None:
         state = request.scope["state"]
         if "tenant" not in state:
-            state["tenant"] = await keys.authenticate(authorization_of(state["record"].headers))
+            state["tenant"] = await access.authenticate(authorization_of(state["record"].headers))
 
     checked = []
     for route in routes:
@@ -58,9 +65,11 @@ def guarded(
     recorder: RequestRecorder,
     operations: Mapping[str, str],
     counted: ASGIApp | None = None,
+    answer_headers: Sequence[str] = (),
 ) -> ASGIApp:
     """Wraps the application in middlewares that check each request's origin and host and create its
-    record. `operations` and `counted` are arguments of RequestRecords.
+    record. `operations` and `counted` are arguments of RequestRecords. Web pages may read
+    `answer_headers`.
     """
     if allowed_origins:
         app = CORSMiddleware(
@@ -73,7 +82,7 @@ def guarded(
                 TRACE_ID,
                 IGNORED_FIELDS,
                 *HINT_HEADERS,
-                *RATE_LIMIT_HEADERS,
+                *answer_headers,
             ),
         )
     return RequestRecords(HostCheck(app, names), recorder, operations, counted)

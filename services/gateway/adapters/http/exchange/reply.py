@@ -28,16 +28,15 @@ from services.gateway.adapters.http.openai.dialect import (
 from services.gateway.adapters.telemetry.observation import Observation, Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.adapters.telemetry.request_times import metrics_body
+from services.gateway.core.caller import Caller
 from services.gateway.core.gate import Gate
 from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.request.delivery import Answers
 from services.gateway.core.request.generation import best_answers
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
-from services.gateway.core.tenant import Tenant
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.option import Options
-from services.gateway.options.tenants.core.limits.tenant_limits import NO_LIMITS, Allowance
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,7 @@ class Exchange:
 
     body: AskingBody
     api: Api[Any]
-    tenant: Tenant
-    allowance: Allowance
+    tenant: Caller
     record: RequestRecord
     deadline: float | None
     arrival: Arrival
@@ -124,9 +122,6 @@ class GenerationReply:
             generation = await inference.prepare(request, record.trace_headers, exchange.deadline)
             if not is_stream:
                 inference.check_num_logprobs(generation)
-            if exchange.allowance is not NO_LIMITS:
-                record.wait("limits")
-            await exchange.allowance.reserve(generation)
             generation = await self._options.before_queue(
                 generation, record, exchange.api.id_prefix
             )

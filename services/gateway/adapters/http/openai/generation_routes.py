@@ -40,13 +40,12 @@ from services.gateway.adapters.http.openai.responses.dialect import ResponsesDia
 from services.gateway.adapters.http.openai.responses.request import responses_request
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.gate import Gate
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.request.request_check import check_request_id
-from services.gateway.core.tenant import ANYONE, Tenant
-from services.gateway.options.option import NO_OPTIONS, Options
-from services.gateway.options.tenants.core.limits.tenant_limits import NO_LIMITS
+from services.gateway.options.option import Options
 
 B = TypeVar("B", bound=AskingBody)
 
@@ -138,17 +137,16 @@ class GenerationRoutes:
         body is read when the application runs.
         """
 
-        # Vectors can be recomputed, so no option concerns them.
-        options = NO_OPTIONS if issubclass(body_type, PooledBody) else self._options
+        is_pooled = issubclass(body_type, PooledBody)
 
         async def read(entered: ExitStack) -> Exchange:
             state = request.scope["state"]
-            tenant: Tenant = state["tenant"]
+            tenant: Caller = state["tenant"]
             record: RequestRecord = state["record"]
             deadline = deadline_of(record.headers, record.timeline.began)
             arrival = state.get(ARRIVAL)
             if arrival is None:
-                needs_room = options.needs_room(record.headers, tenant)
+                needs_room = is_pooled or self._options.needs_room(record.headers, tenant)
                 arrival = self._inference.arriving(tenant, deadline, needs_room=needs_room)
             entered.enter_context(arrival)
             body = await self._bodies.read(request, body_type)
@@ -166,7 +164,6 @@ class GenerationRoutes:
                 body=body,
                 api=api,
                 tenant=tenant,
-                allowance=state.get("allowance", NO_LIMITS),
                 record=record,
                 deadline=deadline,
                 arrival=arrival,
@@ -176,7 +173,7 @@ class GenerationRoutes:
         return GenerationReply(
             read,
             self._inference,
-            options,
+            self._options,
             self._gate,
             self._observer,
             self._keep_alive,

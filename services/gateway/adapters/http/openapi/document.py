@@ -3,7 +3,9 @@
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
@@ -15,8 +17,13 @@ from services.gateway.adapters.http.exchange.ignored_fields import HEADER as IGN
 from services.gateway.adapters.http.exchange.route import RequestHeader, Route
 from services.gateway.adapters.http.openapi.answers import Error
 from services.gateway.adapters.http.openapi.body_ranges import add_ranges, generates
-from services.gateway.adapters.http.openapi.errors import ERRORS, EVERYWHERE, HEADERS, ErrorAnswer
-from services.gateway.options.tenants.limits.rate_limit_headers import RATE_LIMIT_HEADERS
+from services.gateway.adapters.http.openapi.errors import (
+    ERRORS,
+    EVERYWHERE,
+    HEADERS,
+    LIMIT_HEADER,
+    ErrorAnswer,
+)
 
 _SCHEMAS = "#/components/schemas/"
 _KEY, _KEY_IN_HEADER = "apiKey", "apiKeyInHeader"
@@ -25,24 +32,32 @@ _EVENT_STREAM = "text/event-stream"
 
 
 def openapi_document(
-    title: str, description: str, routes: Sequence[Route], *, asks_for_keys: bool
+    title: str,
+    description: str,
+    routes: Sequence[Route],
+    *,
+    asks_for_keys: bool,
+    limit_headers: Sequence[str],
 ) -> dict[str, Any]:
     """Builds the document. If the server requires API keys, the routes that need a key declare
-    so.
+    so. `limit_headers` are the headers with the remaining amounts of the client's limits.
     """
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         item = paths.setdefault(re.sub(r":\w+}", "}", route.path), {})
         for method in route.methods:
-            item[method.lower()] = _operation(route, method, route.needs_key and asks_for_keys)
+            item[method.lower()] = _operation(
+                route, method, route.needs_key and asks_for_keys, limit_headers
+            )
+    errors = _error_answers(routes, limit_headers)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": title, "description": description, "version": version("stepwell")},
         "paths": paths,
         "components": {
             "schemas": _schemas(_models(routes)),
-            "responses": {error.name: _error(error) for error in _error_answers(routes).values()},
-            "headers": HEADERS,
+            "responses": {error.name: _error(error) for error in errors.values()},
+            "headers": HEADERS | dict.fromkeys(limit_headers, LIMIT_HEADER),
         },
     }
     if asks_for_keys:
@@ -53,14 +68,16 @@ def openapi_document(
     return document
 
 
-def _operation(route: Route, method: str, needs_key: bool) -> dict[str, Any]:
+def _operation(
+    route: Route, method: str, needs_key: bool, limit_headers: Sequence[str]
+) -> dict[str, Any]:
     """Returns the operation for one method of a route. HEAD has the answers of GET, without
     bodies.
     """
     is_head = method == "HEAD"
-    errors = _error_answers([route])
+    errors = _error_answers([route], limit_headers)
     statuses = _error_statuses(route, needs_key)
-    responses = {"200": _answer(route, needs_key)}
+    responses = {"200": _answer(route, limit_headers if needs_key else ())}
     responses |= {str(status): _error_of(route, errors[status]) for status in statuses}
     for status, model in route.other_answers.items():
         responses[str(status)] = _other_answer(errors[status], model)
@@ -87,9 +104,11 @@ def _operation(route: Route, method: str, needs_key: bool) -> dict[str, Any]:
     return operation
 
 
-def _error_answers(routes: Iterable[Route]) -> dict[int, ErrorAnswer]:
+def _error_answers(routes: Iterable[Route], limit_headers: Sequence[str]) -> dict[int, ErrorAnswer]:
     """Returns the known error answers, with those of the routes' headers."""
-    errors = dict(ERRORS)
+    over_limit = ERRORS[HTTPStatus.TOO_MANY_REQUESTS]
+    over_limit = replace(over_limit, headers=(*over_limit.headers, *limit_headers))
+    errors = ERRORS | {HTTPStatus.TOO_MANY_REQUESTS: over_limit}
     for route in routes:
         for header in route.headers:
             errors |= header.errors
@@ -106,8 +125,8 @@ def _error_statuses(route: Route, needs_key: bool) -> list[int]:
     return sorted(statuses)
 
 
-def _answer(route: Route, needs_key: bool) -> dict[str, Any]:
-    headers = RATE_LIMIT_HEADERS if needs_key and route.is_limited else ()
+def _answer(route: Route, limit_headers: Sequence[str]) -> dict[str, Any]:
+    headers = limit_headers if route.is_limited else ()
     content: dict[str, Any]
     if isinstance(route.answer, str):
         content = {route.answer: {"schema": {"type": "string"}}}

@@ -1,12 +1,10 @@
 """The error statuses of answers with their descriptions, and the headers of answers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.adapters.http.exchange.errors import HINT_HEADERS
 from services.gateway.adapters.http.exchange.ignored_fields import HEADER as IGNORED_FIELDS
-from services.gateway.options.tenants.limits.rate_limit_headers import RATE_LIMIT_HEADERS
 
 _TEXT = {"type": "string"}
 
@@ -22,7 +20,7 @@ class ErrorAnswer:
     headers: tuple[str, ...] = ()
 
 
-ERRORS: Mapping[int, ErrorAnswer] = {
+ERRORS: dict[int, ErrorAnswer] = {
     400: ErrorAnswer("BadRequest", "The request is wrong; `param` names the field at fault."),
     401: ErrorAnswer(
         "Unauthenticated", "No API key, or one that is not known.", ("WWW-Authenticate",)
@@ -38,7 +36,7 @@ ERRORS: Mapping[int, ErrorAnswer] = {
     429: ErrorAnswer(
         "TooManyRequests",
         "The tenant is over a limit of its own.",
-        (*HINT_HEADERS, *RATE_LIMIT_HEADERS),
+        HINT_HEADERS,
     ),
     431: ErrorAnswer("HeadersTooLarge", "There are too many headers, or too large ones."),
     500: ErrorAnswer(
@@ -55,7 +53,11 @@ EVERYWHERE = (400, 405, 408, 421, 429, 431, 500, 503)
 server's state.
 """
 
-HEADERS: Mapping[str, dict[str, Any]] = {
+LIMIT_HEADER: dict[str, Any] = {
+    "description": "Of the tenant's limits, as OpenAI says it.",
+    "schema": _TEXT,
+}
+HEADERS: dict[str, dict[str, Any]] = {
     "X-Request-Id": {
         "description": "The request's name in logs and traces, unless it was refused before its "
         "headers were read.",
@@ -80,10 +82,6 @@ HEADERS: Mapping[str, dict[str, Any]] = {
     "X-Should-Retry": {
         "description": "false where the same request would end the same again.",
         "schema": {"type": "string", "enum": ["true", "false"]},
-    },
-    **{
-        name: {"description": "Of the tenant's limits, as OpenAI says it.", "schema": _TEXT}
-        for name in RATE_LIMIT_HEADERS
     },
     "WWW-Authenticate": {
         "description": "Bearer.",

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -39,16 +40,16 @@ class ServerRoutes:
         links: SchedulerLinks,
         gate: Gate,
         metrics: FleetMetrics,
-        *,
-        are_keys_needed: bool,
+        private_labels: Sequence[str],
     ) -> None:
+        """Clients cannot see the time series of metrics with one of `private_labels`."""
         self._inference = inference
         self._fleet = fleet
         self._membership = fleet.membership
         self._links = links
         self._gate = gate
         self._metrics = metrics
-        self._are_keys_needed = are_keys_needed
+        self._private_labels = private_labels
         self._created = int(time.time())
         self._version = version("stepwell")
 
@@ -111,12 +112,10 @@ class ServerRoutes:
     async def metrics(self, request: Request) -> Response:
         """Returns the Prometheus metrics of this gateway and of every replica.
 
-        The route needs no API key. If clients need keys, the time series of tenants are omitted.
+        The route needs no API key. Series with a private label are omitted.
         """
         is_open = wants_open_metrics(request.headers.get("accept", ""))
-        text = await self._metrics.collect(
-            shows_tenants=not self._are_keys_needed, exemplars=is_open
-        )
+        text = await self._metrics.collect(self._private_labels, exemplars=is_open)
         if is_open:
             return Response(open_metrics(text), media_type=OPEN_METRICS_TYPE)
         return Response(text, media_type=CONTENT_TYPE)

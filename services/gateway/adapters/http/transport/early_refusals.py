@@ -9,9 +9,9 @@ from services.gateway.adapters.http.exchange.deadline import deadline_of
 from services.gateway.adapters.http.exchange.errors import error_response
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.caller import ANYONE
 from services.gateway.core.gate import Gate
 from services.gateway.core.request.inference import Inference
-from services.gateway.core.tenant import ANYONE
 from services.gateway.options.option import Options
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from services.common.errors import StepwellError
+from services.gateway.adapters.access import Access, authorization_of
 from services.gateway.adapters.http.exchange.deadline import deadline_of
 from services.gateway.adapters.http.exchange.errors import status_of
 from services.gateway.adapters.http.exchange.request_records import call_of, headers_of, names_of
@@ -19,11 +20,9 @@ from services.gateway.adapters.http.transport.raw_errors import raw_error_respon
 from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_recorder import RequestRecorder
+from services.gateway.core.caller import Caller
 from services.gateway.core.gate import Gate
 from services.gateway.core.request.inference import Inference
-from services.gateway.core.tenant import Tenant
-from services.gateway.options.tenants.core.limits.rule import LimitSet
-from services.gateway.options.tenants.keys.api_keys import ApiKeys, authorization_of
 
 Header = tuple[bytes, bytes]
 
@@ -36,14 +35,14 @@ class QuickRefusals:
     exceed the limits.
 
     Some requests are left to the application, which applies the same rules. These are requests that
-    must be refused for another reason, requests with one of `left_headers`, requests whose API key
-    is not in memory, and requests whose tenant has its own limits.
+    must be refused for another reason, requests with one of `left_headers`, and requests that
+    `access` does not recognize.
     """
 
     operations: Mapping[str, str]
     """Maps each path that generates to its operation in traces and metrics."""
     hosts: HostNames
-    keys: ApiKeys
+    access: Access
     gate: Gate
     inference: Inference
     observer: Observer
@@ -83,7 +82,7 @@ class QuickRefusals:
             return raw_error_response(error, scope, [*default_headers, *names])
         return None
 
-    def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> Tenant | None:
+    def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> Caller | None:
         """Returns the tenant of a request, or None if the application must determine the tenant.
         Raises Unauthenticated.
         """
@@ -96,11 +95,10 @@ class QuickRefusals:
             or (declared.isdigit() and int(declared) > self.max_body_bytes)
         ):
             return None
-        tenant = self.keys.recognize(authorization_of(headers))
-        return tenant if tenant is not None and LimitSet.of(tenant).is_empty else None
+        return self.access.recognize(authorization_of(headers))
 
     def _refuse(
-        self, error: StepwellError, scope: Scope, headers: Mapping[str, str], tenant: Tenant
+        self, error: StepwellError, scope: Scope, headers: Mapping[str, str], tenant: Caller
     ) -> tuple[Header, ...]:
         """Counts and logs a refusal. Returns the headers with the request's id and the trace's
         id.

@@ -9,8 +9,8 @@ from hashlib import sha256
 
 from services.common.errors import InvalidArgument
 from services.common.pool.block_hash import pack_token_ids
+from services.gateway.core.caller import Caller
 from services.gateway.core.request.request import ClientRequest, Prompt
-from services.gateway.core.tenant import Tenant
 
 FIELD = "Idempotency-Key"
 """The HTTP header. In lower case it is the key in gRPC's metadata."""
@@ -53,7 +53,7 @@ class IdempotencyKey:
         return digest.hexdigest()[:_SCOPE_DIGITS]
 
 
-def idempotency_key(value: str | None, tenant: Tenant) -> IdempotencyKey | None:
+def idempotency_key(value: str | None, tenant: Caller) -> IdempotencyKey | None:
     """The key in a header's value, which may have quotes like a string of structured fields (RFC
     8941). Returns None without a header. Raises InvalidArgument for an invalid key.
     """

@@ -9,8 +9,8 @@ the replica does not keep them, the next turn is sent as a normal request with a
 from typing import Protocol
 
 from services.common.errors import FailedPrecondition, StepwellError
+from services.gateway.core.caller import Caller
 from services.gateway.core.request.request import HeldSequence
-from services.gateway.core.tenant import Tenant
 
 
 class TurnListener(Protocol):
@@ -25,7 +25,7 @@ class ClientSession:
     """One session. At most one of its turns runs at a time."""
 
     def __init__(
-        self, session_id: str, tenant: Tenant, created: int, listener: TurnListener
+        self, session_id: str, tenant: Caller, created: int, listener: TurnListener
     ) -> None:
         """`created` is in seconds since 1970."""
         self.session_id = session_id

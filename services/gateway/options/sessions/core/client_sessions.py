@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from services.common.errors import NotFound, QuotaExceeded, ResourceExhausted, StepwellError
+from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Timer
-from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.options.sessions.core.client_session import ClientSession
 
 MAX_ENDED = 4096
@@ -60,7 +60,7 @@ class ClientSessions:
         return iter(self._sessions.values())
 
     def open(
-        self, tenant: Tenant, on_ended: Callable[[StepwellError], object] | None = None
+        self, tenant: Caller, on_ended: Callable[[StepwellError], object] | None = None
     ) -> ClientSession:
         """Opens a session. `on_ended` is called if something else than the client ends the session.
         Raises TooManySessions at the tenant's limit, and ResourceExhausted at the gateway's limit.
@@ -86,7 +86,7 @@ class ClientSessions:
         self._watch(session)
         return session
 
-    def find(self, session_id: str, tenant: Tenant) -> ClientSession:
+    def find(self, session_id: str, tenant: Caller) -> ClientSession:
         """Returns the tenant's session with this id. Raises NotFound if there is none. If the
         session has ended, the error says so.
         """

@@ -1,30 +1,18 @@
-"""Authentication: maps the API key of a request to its tenant."""
+"""API keys of tenants: those of the settings, and those of a store."""
 
-import contextlib
-import hmac
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 
 from services.common.errors import Unauthenticated
 from services.common.keys.api_keys import KeyState, key_id_of, time_text
-from services.gateway.core.tenant import ANYONE, Tenant
-from services.gateway.options.tenants.core.limits.tenant_limits import NO_LIMITS, Allowance
+from services.gateway.adapters.access import Access, bytes_of, invalid_key, key_of
+from services.gateway.core.caller import ANYONE, Caller
+from services.gateway.options.tenants.core.limits.rule import LimitSet
+from services.gateway.options.tenants.core.tenant import Tenant
 from services.gateway.options.tenants.keys.store import KeyStore, KnownKey
 
-_SCHEME = "bearer"
 
-CALL_TENANT: ContextVar[Tenant] = ContextVar("call_tenant", default=ANYONE)
-"""The tenant of the gRPC call in the current task. For HTTP it is `request.state.tenant`."""
-
-
-CALL_ALLOWANCE: ContextVar[Allowance] = ContextVar("call_allowance", default=NO_LIMITS)
-"""The amounts that the call in the current task takes from its tenant's limits. For HTTP it is
-`request.state.allowance`.
-"""
-
-
-class ApiKeys:
+class ApiKeys(Access):
     """The accepted API keys. If there are none, every request is accepted.
 
     Each key of `plain` has its own tenant without limits, named `key-1`, `key-2` and so on. Other
@@ -39,50 +27,49 @@ class ApiKeys:
         share_cache: bool = False,
         unix_seconds: Callable[[], float] = time.time,
     ) -> None:
-        self._plain = {
-            form: Tenant(name, cache_salt="" if share_cache else name)
-            for name, key in ((f"key-{n}", key) for n, key in enumerate(plain, start=1))
-            for form in _forms(key)
-        }
+        names = ((f"key-{number}", key) for number, key in enumerate(plain, start=1))
+        super().__init__(
+            {key: Tenant(name, cache_salt="" if share_cache else name) for name, key in names}
+        )
         self._store = store
         self._unix_seconds = unix_seconds
-        self.are_needed = bool(plain) or store is not None
-        """Whether requests need a key."""
+        self.needs_key = bool(plain) or store is not None
 
-    async def authenticate(self, authorization: str) -> Tenant:
-        """Returns the tenant of a request. Raises Unauthenticated if the header is not `Bearer`
-        with a valid key. Raises Unavailable if the key cannot be looked up at the moment.
-
-        `authorization` has one character for each byte of the header (ISO 8859-1). Keys are
-        compared in constant time.
-        """
-        tenant = self.recognize(authorization)
-        if tenant is not None:
-            return tenant
-        key = _key(authorization)
+    async def authenticate(self, authorization: str) -> Caller:
+        """Looks up keys in the store that are not in memory."""
+        caller = self._known(authorization)
+        if caller is not None:
+            return caller
+        key = key_of(authorization)
         assert self._store is not None
         return self._checked(await self._store.find(key_id_of(key) or ""), key)
 
-    def recognize(self, authorization: str) -> Tenant | None:
-        """Returns the tenant of a request whose key is in memory. Returns None if the key is not in
+    def recognize(self, authorization: str) -> Caller | None:
+        """Returns the caller of a request if the key is in memory and its tenant has no limits.
+        Raises Unauthenticated if the key is known to be invalid.
+        """
+        caller = self._known(authorization)
+        is_limited = isinstance(caller, Tenant) and not LimitSet.of(caller).is_empty
+        return None if is_limited else caller
+
+    def _known(self, authorization: str) -> Caller | None:
+        """Returns the caller of a request whose key is in memory. Returns None if the key is not in
         memory. Raises Unauthenticated if the key is known to be invalid.
         """
-        if not self.are_needed:
+        if not self.needs_key:
             return ANYONE
-        key = _key(authorization)
-        given = _bytes_of(key)
-        matches = [t for plain, t in self._plain.items() if hmac.compare_digest(given, plain)]
-        if matches:
-            return matches[0]
+        key = key_of(authorization)
+        if (caller := self._find(key)) is not None:
+            return caller
         key_id = key_id_of(key)
         if self._store is None or key_id is None:
-            raise _invalid()
+            raise invalid_key()
         known = self._store.known(key_id)
         return None if known is None else self._checked(known, key)
 
     def _checked(self, known: KnownKey | None, key: str) -> Tenant:
-        if known is None or not known.record.matches(_bytes_of(key)):
-            raise _invalid()
+        if known is None or not known.record.matches(bytes_of(key)):
+            raise invalid_key()
         self._check_state(known)
         return known.tenant
 
@@ -96,40 +83,3 @@ class ApiKeys:
                 raise Unauthenticated(
                     f"this API key expired at {expired}", reason="EXPIRED_API_KEY"
                 )
-
-
-def authorization_of(headers: Mapping[str, str]) -> str:
-    """Returns the value of the header `authorization`. If it is missing, makes a value from
-    `x-api-key`, the header of Anthropic's clients. The keys of `headers` are lower-case names.
-    """
-    given = headers.get("authorization", "")
-    key = headers.get("x-api-key", "")
-    return f"Bearer {key}" if key and not given else given
-
-
-def _key(authorization: str) -> str:
-    scheme, _, key = authorization.partition(" ")
-    if scheme.lower() != _SCHEME:
-        raise _invalid()
-    return key.strip()
-
-
-def _bytes_of(key: str) -> bytes:
-    return key.encode("latin-1", errors="replace")
-
-
-def _invalid() -> Unauthenticated:
-    return Unauthenticated(
-        "a valid API key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY",
-        reason="INVALID_API_KEY",
-    )
-
-
-def _forms(key: str) -> set[bytes]:
-    """Returns a key in the encodings that clients use: UTF-8, and ISO 8859-1, HTTP's original
-    encoding.
-    """
-    forms = {key.encode("utf-8", errors="surrogateescape")}
-    with contextlib.suppress(UnicodeEncodeError):
-        forms.add(key.encode("latin-1"))
-    return forms

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.keys.api_keys import KeyRecord, TenantRecord
-from services.gateway.core.tenant import Tenant
+from services.gateway.options.tenants.core.tenant import Tenant
 
 
 @dataclass(frozen=True, slots=True)

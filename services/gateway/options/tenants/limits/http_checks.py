@@ -7,16 +7,16 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import PayloadTooLarge, StepwellError
+from services.gateway.adapters.access import Access, authorization_of
 from services.gateway.adapters.http.exchange.errors import error_response
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.options.tenants.core.limits.tenant_limits import (
-    NO_LIMITS,
+    ALLOWANCE,
     Allowance,
     LimitReached,
     TenantLimits,
 )
-from services.gateway.options.tenants.keys.api_keys import ApiKeys, authorization_of
 from services.gateway.options.tenants.limits.rate_limit_headers import rate_limit_headers
 
 _SERVER_ERROR = 500
@@ -26,8 +26,8 @@ class TenantChecks:
     """Checks POST requests to `paths`: the declared size of the body, the API key, and the tenant's
     limits.
 
-    `tenant` and `allowance` are stored in the request's state. The allowance is closed when the
-    application has returned. Headers of the answer contain the remaining amounts of the tenant's
+    The tenant is stored in the request's state. The allowance is closed when the application has
+    returned. Headers of the answer contain the remaining amounts of the tenant's
     limits.
     """
 
@@ -35,25 +35,20 @@ class TenantChecks:
         self,
         app: ASGIApp,
         paths: Collection[str],
-        keys: ApiKeys,
+        access: Access,
         limits: TenantLimits,
         observer: Observer,
         max_body_bytes: int,
     ) -> None:
         self._app = app
         self._paths = frozenset(paths)
-        self._keys = keys
+        self._access = access
         self._limits = limits
         self._observer = observer
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            not self._keys.are_needed
-            or scope["type"] != "http"
-            or scope["method"] != "POST"
-            or scope["path"] not in self._paths
-        ):
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
         try:
@@ -64,12 +59,12 @@ class TenantChecks:
                 response.headers.update(dict(rate_limit_headers(error.limits, error.standing)))
             await response(scope, receive, send)
             return
-        if allowance is NO_LIMITS:
+        if allowance is None:
             await self._app(scope, receive, send)
         else:
             await self._serve(allowance, scope, receive, send)
 
-    async def _admit(self, state: dict[str, Any]) -> Allowance:
+    async def _admit(self, state: dict[str, Any]) -> Allowance | None:
         record: RequestRecord = state["record"]
         with self._observer.counting_refusals(record):
             declared = record.headers.get("content-length", "")
@@ -77,11 +72,11 @@ class TenantChecks:
                 raise PayloadTooLarge(
                     f"the body is larger than the {self._max_body_bytes} bytes that are read"
                 )
-            tenant = await self._keys.authenticate(authorization_of(record.headers))
+            tenant = state["tenant"] = await self._access.authenticate(
+                authorization_of(record.headers)
+            )
         with self._observer.counting_refusals(record, tenant):
-            allowance = await self._limits.admit(tenant)
-        state["tenant"], state["allowance"] = tenant, allowance
-        return allowance
+            return await self._limits.admit(tenant)
 
     async def _serve(
         self, allowance: Allowance, scope: Scope, receive: Receive, send: Send
@@ -96,7 +91,9 @@ class TenantChecks:
                 headers.update(dict(rate_limit_headers(allowance.limits, allowance.standing)))
             await send(message)
 
+        token = ALLOWANCE.set(allowance)
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
+            ALLOWANCE.reset(token)
             allowance.close(was_refused=status >= _SERVER_ERROR)

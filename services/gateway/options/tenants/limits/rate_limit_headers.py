@@ -8,12 +8,10 @@ RATE_LIMIT_HEADERS = tuple(
 )
 
 
-def rate_limit_headers(limits: LimitSet, standing: Standing | None) -> list[tuple[str, str]]:
-    """Returns three headers for each limit per minute that the tenant has. Returns no headers if
-    `standing`, the levels of the limits, is None.
+def rate_limit_headers(limits: LimitSet, standing: Standing) -> list[tuple[str, str]]:
+    """Returns three headers for each limit per minute that the tenant has. `standing` has the
+    levels of the limits.
     """
-    if standing is None:
-        return []
     return [
         *_headers("requests", limits.requests_per_minute, standing.requests_level),
         *_headers("tokens", limits.tokens_per_minute, standing.tokens_level),

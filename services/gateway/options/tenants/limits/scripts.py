@@ -3,8 +3,8 @@
     `limit:{t:ID}`    hash: bucket levels of tenant ID, and their time; expires when full
 
 Times are the server's, in milliseconds. The braces put the two keys of a tenant into one slot of
-Redis Cluster. TAKE implements the rule of `services.gateway.options.tenants.core.limits.rule` with the same
-integers.
+Redis Cluster. TAKE implements the rule of
+`services.gateway.options.tenants.core.limits.rule` with the same integers.
 """
 
 GATEWAYS = "limit:gateways"

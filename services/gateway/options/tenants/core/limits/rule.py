@@ -13,7 +13,7 @@ a dead gateway's slots become free.
 import enum
 from dataclasses import dataclass
 
-from services.gateway.core.tenant import Tenant
+from services.gateway.options.tenants.core.tenant import Tenant
 
 UNITS = 60_000
 MAX_ELAPSED_MILLIS = 3_600_000

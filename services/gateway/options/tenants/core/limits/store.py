@@ -6,7 +6,9 @@ from services.gateway.options.tenants.core.limits.rule import Change, LimitSet, 
 
 
 class LimitStore(Protocol):
-    """Counts tenants' requests and tokens by the rule in `services.gateway.options.tenants.core.limits.rule`."""
+    """Counts tenants' requests and tokens by the rule in
+    `services.gateway.options.tenants.core.limits.rule`.
+    """
 
     async def take(self, limits: LimitSet, change: Change) -> Standing:
         """Applies a change, or refuses it without any effect. Never fails, and waits for at most a

@@ -4,6 +4,7 @@ request's end.
 
 import itertools
 from collections.abc import Callable
+from contextvars import ContextVar
 
 from services.common.errors import (
     InternalError,
@@ -12,10 +13,10 @@ from services.common.errors import (
     StepwellError,
     Unavailable,
 )
+from services.gateway.core.caller import Caller
 from services.gateway.core.request.engine import KeptSource, Made
 from services.gateway.core.request.generation import Generation
 from services.gateway.core.request.request import EngineRequest
-from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.options.tenants.core.limits.rule import (
     UNITS,
     Change,
@@ -25,6 +26,7 @@ from services.gateway.options.tenants.core.limits.rule import (
     Standing,
 )
 from services.gateway.options.tenants.core.limits.store import LimitStore
+from services.gateway.options.tenants.core.tenant import Tenant
 
 MAX_RESERVED_OUTPUT_TOKENS = 4096
 """Limit on the number of tokens reserved for an answer if the client sets no maximum length."""
@@ -53,6 +55,10 @@ class LimitReached(QuotaExceeded):
         )
         self.limits = limits
         self.standing = standing
+
+    @property
+    def metric_reason(self) -> str:
+        return f"{self.quota}_{super().metric_reason}"
 
 
 def _sentence(limits: LimitSet, standing: Standing, num_tokens: int) -> str:
@@ -91,11 +97,12 @@ class TenantLimits:
         self._numbers = itertools.count(1)
         self._num_cached_tokens = num_cached_tokens
 
-    async def admit(self, tenant: Tenant) -> "Allowance":
-        """Takes one request from a tenant's limits. Raises LimitReached."""
-        limits = LimitSet.of(tenant)
-        if limits.is_empty:
-            return NO_LIMITS
+    async def admit(self, tenant: Caller) -> "Allowance | None":
+        """Takes one request from a tenant's limits. Returns None if there are no limits. Raises
+        LimitReached.
+        """
+        if not isinstance(tenant, Tenant) or (limits := LimitSet.of(tenant)).is_empty:
+            return None
         slot = f"{self._process_name}-{next(self._numbers)}"
         holds = limits.max_concurrent_requests is not None
         change = Change(
@@ -119,16 +126,14 @@ class Allowance:
         tenant: Tenant,
         limits: LimitSet,
         slot: str,
-        standing: Standing | None,
-        store: LimitStore | None,
+        standing: Standing,
+        store: LimitStore,
         num_cached_tokens: Callable[[EngineRequest], int],
     ) -> None:
         self.tenant = tenant
         self.limits = limits
         self.standing = standing
-        """The levels of the tenant's limits after the last change. They are None if the tenant has
-        no limits.
-        """
+        """The levels of the tenant's limits after the last change."""
         self._slot = slot
         self._store = store
         self._num_cached_tokens = num_cached_tokens
@@ -138,7 +143,7 @@ class Allowance:
     async def reserve(self, generation: Generation) -> None:
         """Reserves the largest number of tokens that the request may use. Raises QuotaExceeded."""
         limit = self.limits.tokens_per_minute
-        if self._store is None or limit is None:
+        if limit is None:
             return
         num_tokens = self._demand(generation, limit)
         if num_tokens > limit:
@@ -160,8 +165,6 @@ class Allowance:
         """Ends the request. If the request was refused for another reason than its tenant's limits,
         it does not count towards the requests per minute.
         """
-        if self._store is None:
-            return
         kept = self._kept_source()
         num_used = self._num_reserved if kept is not None else self._num_used()
         holds = self.limits.max_concurrent_requests is not None
@@ -188,7 +191,7 @@ class Allowance:
 
     def _give_back_unused(self, made: Made) -> None:
         """Returns the unused tokens of an answer that continued without its client."""
-        if self._store is None or self._generation is None:
+        if self._generation is None:
             return
         num_used = 0
         if any(num_cached is not None for num_cached in made.num_cached_tokens):
@@ -224,16 +227,12 @@ class Allowance:
         return usage.num_prompt_tokens - usage.num_cached_tokens + usage.num_generated_tokens
 
 
+ALLOWANCE: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
+"""The allowance of the request that is served in the current task. It is None without limits."""
+
+
 def was_refused(error: StepwellError) -> bool:
     """Whether a request with this error does not count towards its tenant's limits, since the error
     is not the client's fault.
     """
     return isinstance(error, _NOT_THE_CLIENTS) and not isinstance(error, QuotaExceeded)
-
-
-def _none_cached(_request: EngineRequest) -> int:
-    return 0
-
-
-NO_LIMITS = Allowance(ANYONE, LimitSet(""), "", None, None, _none_cached)
-"""The allowance of requests whose tenant has no limits."""

@@ -7,7 +7,7 @@ from heapq import nlargest
 from operator import itemgetter
 from typing import Generic, TypeVar
 
-from services.gateway.core.tenant import Tenant
+from services.gateway.options.tenants.core.tenant import Tenant
 
 T = TypeVar("T")
 

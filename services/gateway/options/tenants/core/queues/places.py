@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from services.gateway.core.tenant import Tenant
 from services.gateway.options.tenants.core.queues.service_charge import OUTPUT_WEIGHT
 from services.gateway.options.tenants.core.queues.service_time import ServiceTime
+from services.gateway.options.tenants.core.tenant import Tenant
 
 ACTIVE_SECONDS = 10.0
 """Seconds after its last request for which an idle tenant still has a share."""

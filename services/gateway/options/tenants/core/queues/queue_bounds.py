@@ -2,7 +2,7 @@
 it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.common.errors import (
@@ -12,9 +12,9 @@ from services.common.errors import (
     StepwellError,
 )
 from services.common.replica.queue_state import RETRY_AFTER_SECONDS, longest_wait
-from services.gateway.core.tenant import Tenant
 from services.gateway.options.tenants.core.queues.capacity import Capacity
 from services.gateway.options.tenants.core.queues.places import TenantUsage
+from services.gateway.options.tenants.core.tenant import Tenant
 
 
 class TenantQueueFull(QuotaExceeded):
@@ -33,23 +33,6 @@ class QueueBounds:
     max_num_waiting: int
     max_total_waiting: int
     max_queue_seconds: float
-    max_num_queued_tokens: int | None = None
-    """Limit on the total number of prompt tokens of all tenants' sequences without output. None
-    means no limit.
-    """
-
-    def check_tokens(self, num_queued_tokens: Callable[[], int]) -> None:
-        """Raises ResourceExhausted if the number of queued prompt tokens has reached the limit."""
-        if self.max_num_queued_tokens is None:
-            return
-        queued = num_queued_tokens()
-        if queued >= self.max_num_queued_tokens:
-            raise ResourceExhausted(
-                f"{queued} prompt tokens wait for their first output, and may be "
-                f"{self.max_num_queued_tokens}",
-                reason="QUEUED_TOKENS",
-                retry_after_seconds=RETRY_AFTER_SECONDS,
-            )
 
     def check_number(self, tenant: Tenant, num_waiting: int, share: float) -> None:
         """Raises TenantQueueFull if a queue of `num_waiting` sequences is full. `share` is the

@@ -2,17 +2,19 @@
 sequence. Each tenant gets its fair share of the places.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from services.common.telemetry import names
+from services.gateway.core.caller import Caller
+from services.gateway.core.fleet.admission import Admission, Queued
+from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.arrivals import Arrivals
 from services.gateway.core.request.inflight import Inflight, ended
-from services.gateway.core.request.wait import Wait, WaitReason, wait_reason
-from services.gateway.core.tenant import Tenant
+from services.gateway.core.request.wait import Wait
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.tenants.core.queues.capacity import Capacity
 from services.gateway.options.tenants.core.queues.fair_queue import FairQueue, Order
@@ -25,6 +27,8 @@ from services.gateway.options.tenants.core.queues.queue_bounds import (
 )
 from services.gateway.options.tenants.core.queues.service_charge import ServiceCharge, charge_for
 from services.gateway.options.tenants.core.queues.service_time import ServiceTime
+from services.gateway.options.tenants.core.queues.wait_reason import WaitReason, wait_reason
+from services.gateway.options.tenants.core.tenant import Tenant
 
 _SHARE_OF_NEWEST = 0.1
 """Weight of the newest answer's length in its tenant's moving mean of answer lengths."""
@@ -54,7 +58,7 @@ class _Waiter:
     """Whether the sequence was not sent at once. If so, its wait is recorded when it is sent."""
 
 
-class TenantQueues:
+class TenantQueues(Admission):
     """Queues sequences while the replicas have no place for them. Each tenant has its own queue.
     The length of a queue and the wait in it are limited. The replicas' own queues stay short.
 
@@ -74,17 +78,19 @@ class TenantQueues:
         self,
         clock: Clock,
         bounds: QueueBounds,
+        arrivals: Arrivals,
         *,
         capacity: Callable[[], Capacity | None],
         send: Callable[[Inflight], object],
     ) -> None:
-        """`capacity` returns the current capacity of all ready replicas. While it returns None,
-        sequences are sent without regard to shares. `send` sends a sequence to a replica.
+        """`arrivals` counts the requests that will be queued next. `capacity` returns the current
+        capacity of all ready replicas. While it returns None, sequences are sent without regard to
+        shares. `send` sends a sequence to a replica.
         """
-        self.arrivals = Arrivals()
         self.places = Places(clock.time)
         self._clock = clock
         self._bounds = bounds
+        self._arrivals = arrivals
         self._capacity = capacity
         self._send = send
         self._queue: FairQueue[_Waiter] = FairQueue()
@@ -101,20 +107,18 @@ class TenantQueues:
         """A copy of the waiting sequences."""
         return iter(list(self._waiters))
 
-    def waits(self) -> list[tuple[Inflight, WaitReason, float]]:
-        """Returns each waiting sequence, its wait reason, and the seconds waited so far."""
+    def queued(self) -> list[Queued]:
         now = self._clock.time()
         waiters = self._waiters.values()
-        return [(waiter.inflight, waiter.reason, now - waiter.began) for waiter in waiters]
+        return [Queued(waiter.inflight, waiter.reason, now - waiter.began) for waiter in waiters]
 
     # New requests and sequences.
 
-    def check_room(self, tenant: Tenant, deadline: float | None) -> None:
-        """Raises TenantQueueFull if the tenant's queue has no room for a request. Raises
-        DeadlineExceeded if a request would not end by `deadline`, a time in seconds on the event
-        loop's clock.
-        """
-        num_waiting, num_arriving = self.places.num_waiting(tenant), self.arrivals.num(tenant)
+    def check_room(self, tenant: Caller, deadline: float | None) -> None:
+        """Raises TenantQueueFull if the tenant's queue has no room for a request."""
+        if not isinstance(tenant, Tenant):
+            return
+        num_waiting, num_arriving = self.places.num_waiting(tenant), self._arrivals.num(tenant)
         share, capacity = self.places.share(tenant), self._capacity()
         if capacity is None:
             self._bounds.check_number(tenant, num_waiting, share)
@@ -126,11 +130,14 @@ class TenantQueues:
         timeout = None if deadline is None else deadline - self._clock.time()
         self._bounds.check_time(tenant, timeout, wait, self._service_seconds(tenant, capacity))
 
+    def queues(self, inflight: Inflight) -> bool:
+        return isinstance(inflight.request.tenant, Tenant) and not inflight.was_accepted
+
     def add(self, inflight: Inflight) -> None:
         """Queues a new sequence, and sends it at once if its tenant may take a place. If the queue
         is full, the sequence fails with TenantQueueFull.
         """
-        tenant = inflight.request.tenant
+        tenant = _tenant(inflight)
         for idle in self.places.drop_idle():
             self._queue.forget(idle)
         num_ahead = self.places.num_waiting(tenant)
@@ -146,15 +153,17 @@ class TenantQueues:
         self.admit()
         waiter.has_to_wait = inflight in self._waiters
         if waiter.has_to_wait:
-            wait = {names.ATTR_WAIT_REASON: waiter.reason.value, names.ATTR_NUM_AHEAD: num_ahead}
-            inflight.trace.timeline.enter(Part.WAIT, wait)
+            timeline = inflight.trace.timeline
+            timeline.enter(
+                Part.WAIT,
+                {names.ATTR_WAIT_REASON: waiter.reason, names.ATTR_NUM_AHEAD: num_ahead},
+            )
         self._sweep_later()
 
     def discard(self, inflight: Inflight) -> None:
-        """Removes a sequence from its tenant's queue. Does nothing if it is not queued."""
         waiter = self._waiters.get(inflight)
         if waiter is not None:
-            self._queue.remove(inflight.request.tenant, _order(inflight))
+            self._queue.remove(_tenant(inflight), _order(inflight))
             self._remove(waiter)
 
     # Taking and freeing places.
@@ -178,9 +187,27 @@ class TenantQueues:
         if self._waiters:
             self._clock.call_at(self._clock.time(), self.admit)
 
+    def candidates(self, inflight: Inflight, replicas: Sequence[Replica]) -> Sequence[Replica]:
+        """Returns the replicas with a free place, or all if none has a free place. If the previous
+        sequence has the same prompt and was sent to one of these replicas, returns only that
+        replica, so that the sequences share blocks.
+        """
+        if not isinstance(inflight.request.tenant, Tenant):
+            return replicas
+        with_place = [one for one in replicas if one.num_free_places > 0] or replicas
+        mailbox, index = inflight.mailbox, inflight.index
+        if index and mailbox.routes:
+            before = mailbox.inflights[index - 1].request
+            if before.prompt_token_ids is inflight.request.prompt_token_ids:
+                address = mailbox.routes[-1].address
+                return [one for one in with_place if one.address == address] or with_place
+        return with_place
+
     def sent(self, inflight: Inflight, route: RoutingDecision) -> None:
         """Counts the place of a sequence that was sent to a replica, and charges its tenant."""
         tenant = inflight.request.tenant
+        if not isinstance(tenant, Tenant):
+            return
         usage = self.places.usage(tenant)
         usage.num_running += 1
         usage.num_starting += 1
@@ -201,7 +228,7 @@ class TenantQueues:
         charge = self._charges.get(inflight)
         if charge is not None:
             self._free_place(inflight)
-            usage = self.places.usage(inflight.request.tenant)
+            usage = self.places.usage(_tenant(inflight))
             _measure(usage.service_time, inflight, charge, self._clock.time())
             num_output = len(inflight.output_token_ids)
             usage.mean_output_tokens += _SHARE_OF_NEWEST * (num_output - usage.mean_output_tokens)
@@ -214,14 +241,14 @@ class TenantQueues:
         if inflight not in self._starting:
             return False
         self._starting.discard(inflight)
-        self.places.usage(inflight.request.tenant).num_starting -= 1
+        self.places.usage(_tenant(inflight)).num_starting -= 1
         return True
 
     def _free_place(self, inflight: Inflight) -> None:
         """Frees a sequence's place, and corrects its charge by its generated tokens."""
         charge = self._charges.pop(inflight)
         self._end_start(inflight)
-        tenant = inflight.request.tenant
+        tenant = _tenant(inflight)
         self.places.usage(tenant).num_running -= 1
         num_output = len(inflight.output_token_ids) - charge.num_output_tokens_before
         self._queue.charge(tenant, charge.difference(num_output))
@@ -265,15 +292,15 @@ class TenantQueues:
         self._enqueue(waiter, 0.0)
 
     def _enqueue(self, waiter: _Waiter, credit_tokens: float) -> None:
-        inflight = waiter.inflight
+        inflight, tenant = waiter.inflight, _tenant(waiter.inflight)
         self._waiters[inflight] = waiter
-        self.places.usage(inflight.request.tenant).num_waiting += 1
-        self._queue.add(inflight.request.tenant, _order(inflight), waiter, credit_tokens)
+        self.places.usage(tenant).num_waiting += 1
+        self._queue.add(tenant, _order(inflight), waiter, credit_tokens)
 
     def _remove(self, waiter: _Waiter) -> None:
         """Updates the counts after a waiter was removed from its queue."""
         del self._waiters[waiter.inflight]
-        self.places.usage(waiter.inflight.request.tenant).num_waiting -= 1
+        self.places.usage(_tenant(waiter.inflight)).num_waiting -= 1
 
     def _send_waiter(self, waiter: _Waiter) -> None:
         inflight = waiter.inflight
@@ -319,7 +346,7 @@ class TenantQueues:
         if waiter.was_preempted:
             return False
         request = waiter.inflight.request
-        seconds = self._service_seconds(request.tenant, capacity)
+        seconds = self._service_seconds(_tenant(waiter.inflight), capacity)
         latest = self._bounds.latest_start(waiter.began, request.deadline, seconds)
         return latest is not None and latest <= self._clock.time()
 
@@ -329,6 +356,13 @@ class TenantQueues:
         """
         usual = self.places.service_time(tenant).longest_usual
         return usual if capacity is None else max(usual, capacity.service_seconds)
+
+
+def _tenant(inflight: Inflight) -> Tenant:
+    """Returns the tenant of a sequence that was queued or has a place."""
+    tenant = inflight.request.tenant
+    assert isinstance(tenant, Tenant)
+    return tenant
 
 
 def _order(inflight: Inflight) -> Order:

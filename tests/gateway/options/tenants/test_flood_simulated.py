@@ -12,8 +12,9 @@ from services.common.errors import ResourceExhausted
 from services.common.request.finish import Finish
 from services.common.request.finish_reason import FinishReason
 from services.gateway.core.request.inflight import Inflight
-from services.gateway.core.tenant import Tenant
+from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_fleet import FakeFleet
+from tests.gateway.options.tenants.tenant_fleet import with_queues
 
 FLOODS, QUIET = Tenant("floods"), Tenant("quiet")
 NUM_PLACES, NUM_OUTPUT_TOKENS = 32, 128
@@ -33,7 +34,7 @@ class SimulatedReplica:
     """
 
     def __init__(self) -> None:
-        self.world = FakeFleet(1)
+        self.world = with_queues(FakeFleet(1))
         self.world.connect("a", max_num_seqs=NUM_PLACES)
         self.clock = self.world.clock
         self.nums_running: list[int] = []

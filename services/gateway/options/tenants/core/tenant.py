@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 
 from services.common.errors import PermissionDenied
+from services.gateway.core.caller import Caller
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
+class Tenant(Caller):
     """The owner of one or more API keys. A limit of None means no limit.
 
     If requests of several tenants compete, the tenants' shares are proportional to `weight`. The
     limit on tokens per minute counts uncached prompt tokens and generated tokens.
     """
 
-    tenant_id: str
     weight: float = 1.0
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -31,7 +31,6 @@ class Tenant:
         return self.models is None or model in self.models
 
     def check_model(self, model: str) -> None:
-        """Raises PermissionDenied if the tenant may not use the model."""
         if not self.may_use(model):
             raise PermissionDenied(
                 f"this API key does not have access to model {model!r}",
@@ -40,20 +39,14 @@ class Tenant:
             )
 
     def effective_priority(self, priority: int) -> int:
-        """Returns the priority of a request whose client requested `priority`."""
         ceiling = self.priority_ceiling
         return priority if ceiling is None else max(priority, ceiling)
 
     def effective_cache_salt(self, cache_salt: str) -> str:
-        """Returns the cache salt of a request whose client set `cache_salt`. The tenant's own salt,
-        if it has one, is put in front.
+        """Puts the tenant's own salt, if it has one, in front.
 
         Clients' salts cannot contain NUL, so no client can construct the salt of another tenant.
         """
         if not self.cache_salt:
             return cache_salt
         return f"\0tenant {self.cache_salt}\0{cache_salt}"
-
-
-ANYONE = Tenant("")
-"""The tenant of all requests if clients need no API keys."""

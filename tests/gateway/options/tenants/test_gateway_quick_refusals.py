@@ -12,8 +12,9 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.common.telemetry.tracing import configure_tracing
-from services.gateway.core.tenant import Tenant
+from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.options.tenants.tenant_fleet import num_waiting
 from tests.gateway.raw_http import post, post_head
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.gateway.streams import Stream
@@ -33,8 +34,7 @@ async def filled(served: Serving) -> list[Stream]:
     streams = [Stream(served, headers=headers) for _ in range(2)]
     await until(lambda: len(served.scheduler.adds) == 2)
     streams.append(Stream(served, headers=headers))
-    places = served.gateway.fleet.admission.places
-    await until(lambda: places.num_waiting(Tenant("key-1")) == 1)
+    await until(lambda: num_waiting(served.gateway.fleet, "key-1") == 1)
     return streams
 
 
@@ -248,7 +248,7 @@ async def test_of_a_burst_as_many_are_let_in_as_fit_before_the_first_is_read(mod
         answers = [asyncio.create_task(client.answer()) for client in clients]
         await until(lambda: sum(task.done() for task in answers) == 7)
         assert {task.result()[0] for task in answers if task.done()} == {429}
-        arrivals = served.gateway.fleet.admission.arrivals
+        arrivals = served.gateway.fleet.arrivals
         assert arrivals.num(Tenant("key-1")) == 3
         for task, client in zip(answers, clients, strict=True):
             task.cancel()
@@ -271,7 +271,7 @@ async def test_what_has_room_and_is_refused_for_another_reason_counts_no_more(
 ) -> None:
     async with serving(model, FakeScheduler(), **FULL) as served:
         assert (await asked(served, *headers))[0] == status
-        assert served.gateway.fleet.admission.arrivals.num(Tenant("key-1")) == 0
+        assert served.gateway.fleet.arrivals.num(Tenant("key-1")) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,30 @@
+"""The caller of a request: its identity and its rights."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A caller without limits. Callers with different ids cannot see each other's requests. An
+    option may have subclasses with fewer rights.
+    """
+
+    tenant_id: str
+
+    def may_use(self, _model: str) -> bool:
+        return True
+
+    def check_model(self, model: str) -> None:
+        """Raises PermissionDenied if the caller may not use the model."""
+
+    def effective_priority(self, priority: int) -> int:
+        """Returns the priority of a request whose client requested `priority`."""
+        return priority
+
+    def effective_cache_salt(self, cache_salt: str) -> str:
+        """Returns the cache salt of a request whose client set `cache_salt`."""
+        return cache_salt
+
+
+ANYONE = Caller("")
+"""The caller of all requests if clients need no API keys."""

@@ -1,0 +1,70 @@
+"""Decides when sequences are sent to a replica for the first time."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from services.gateway.core.caller import Caller
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.routing_decision import RoutingDecision
+from services.gateway.core.request.inflight import Inflight
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A sequence that waits at this gateway, with the reason and, if known, the seconds waited so
+    far.
+    """
+
+    inflight: Inflight
+    reason: str
+    seconds: float | None = None
+
+
+class Admission:
+    """Sends every sequence at once. An option may replace it by a subclass that queues sequences.
+    The fleet calls the methods below `queues` for all sequences, queued or not.
+    """
+
+    def __len__(self) -> int:
+        """The number of queued sequences."""
+        return 0
+
+    def __iter__(self) -> Iterator[Inflight]:
+        """A copy of the queued sequences."""
+        return iter(())
+
+    def queued(self) -> Iterable[Queued]:
+        """Returns the queued sequences with the reasons of their waits."""
+        return ()
+
+    def check_room(self, tenant: Caller, deadline: float | None) -> None:
+        """Raises ResourceExhausted if a request would be refused now, and DeadlineExceeded if it
+        would not end by `deadline`, a time in seconds on the event loop's clock.
+        """
+
+    def add(self, inflight: Inflight) -> None:
+        """Queues a sequence for which `queues` is true."""
+        raise NotImplementedError
+
+    def queues(self, _inflight: Inflight) -> bool:
+        """Whether the sequence must be queued before it is sent."""
+        return False
+
+    def discard(self, inflight: Inflight) -> None:
+        """Removes a sequence from its queue. Does nothing if it is not queued."""
+
+    def candidates(self, _inflight: Inflight, replicas: Sequence[Replica]) -> Sequence[Replica]:
+        """Returns those of the replicas to which the sequence may be sent, at least one."""
+        return replicas
+
+    def sent(self, inflight: Inflight, route: RoutingDecision) -> None:
+        """Called when a sequence was sent to a replica."""
+
+    def started(self, inflight: Inflight) -> None:
+        """Called when a replica has scheduled a sequence for the first time."""
+
+    def left(self, inflight: Inflight) -> None:
+        """Called when a sequence has ended at its replica or was lost."""
+
+    def admit(self) -> None:
+        """Called when replicas may have room for queued sequences."""

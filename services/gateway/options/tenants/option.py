@@ -1,0 +1,131 @@
+"""The option that adds tenants to the gateway."""
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp
+
+from services.common.errors import StepwellError
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.request.generation import Generation
+from services.gateway.options.option import CallContext, Option, OptionParts
+from services.gateway.options.tenants.core.limits.cached_estimate import CachedEstimate
+from services.gateway.options.tenants.core.limits.tenant_limits import (
+    ALLOWANCE,
+    TenantLimits,
+    was_refused,
+)
+from services.gateway.options.tenants.core.queues.capacity import capacity_of
+from services.gateway.options.tenants.core.queues.queue_bounds import QueueBounds
+from services.gateway.options.tenants.core.queues.tenant_queues import TenantQueues
+from services.gateway.options.tenants.keys.api_keys import ApiKeys
+from services.gateway.options.tenants.limits.http_checks import TenantChecks
+from services.gateway.options.tenants.limits.rate_limit_headers import (
+    RATE_LIMIT_HEADERS,
+    rate_limit_headers,
+)
+from services.gateway.options.tenants.metrics import SPECS, TenantMetrics, TenantQueueCollector
+from services.gateway.options.tenants.settings import TenantSettings
+from services.gateway.options.tenants.stores import make_key_store, make_limit_store
+
+_WAIT_REASON = "limits"
+
+
+class Tenants(Option):
+    """Requires API keys, and limits the requests of each key's tenant."""
+
+    metric_specs = SPECS
+    answer_headers = RATE_LIMIT_HEADERS
+
+    def __init__(self, settings: TenantSettings, parts: OptionParts) -> None:
+        self._store = make_key_store(settings, parts.redis_url)
+        self.access = self._keys = ApiKeys(
+            settings.api_keys, self._store, share_cache=settings.share_cache_between_tenants
+        )
+        self.limit_store = make_limit_store(
+            None if self._store is None else parts.redis_url, parts.gateway_id
+        )
+        fleet = parts.engine
+        membership = fleet.membership
+        estimate = CachedEstimate(parts.prefix_index, lambda: membership.replicas)
+        self._limits = TenantLimits(self.limit_store, parts.gateway_id, estimate.num_cached_tokens)
+        self._observer = parts.observer
+        self._max_body_bytes = parts.settings.max_body_bytes
+        fleet.admission = queues = TenantQueues(
+            parts.clock,
+            QueueBounds(
+                settings.max_num_waiting_per_tenant,
+                parts.settings.max_concurrent_requests // 2,
+                settings.max_queue_seconds_per_tenant,
+            ),
+            fleet.arrivals,
+            capacity=lambda: capacity_of(membership.ready()),
+            send=fleet.send,
+        )
+        metrics = TenantMetrics(parts.inference.model_name)
+        parts.observer.listeners.append(metrics)
+        self._collectors = (metrics, TenantQueueCollector(queues))
+        if self._keys.needs_key:
+            self.private_labels = ("tenant",)
+
+    @property
+    def collectors(self) -> Sequence[Collector]:
+        return self._collectors
+
+    def guarded(self, app: ASGIApp, paths: Collection[str]) -> ASGIApp:
+        if not self._keys.needs_key:
+            return app
+        return TenantChecks(
+            app, paths, self._keys, self._limits, self._observer, self._max_body_bytes
+        )
+
+    @asynccontextmanager
+    async def admitted(
+        self, record: RequestRecord, context: CallContext | None
+    ) -> AsyncIterator[None]:
+        """Takes the call from its tenant's limits. The trailing metadata of a successful call
+        contains the remaining amounts.
+        """
+        with self._observer.counting_refusals(record, record.tenant):
+            allowance = await self._limits.admit(record.tenant)
+        if allowance is None:
+            yield
+            return
+        refused, token = False, ALLOWANCE.set(allowance)
+        try:
+            yield
+            if context is not None:
+                left = rate_limit_headers(allowance.limits, allowance.standing)
+                context.set_trailing_metadata(tuple(left))
+        except StepwellError as error:
+            refused = was_refused(error)
+            raise
+        finally:
+            ALLOWANCE.reset(token)
+            allowance.close(was_refused=refused)
+
+    async def before_queue(
+        self,
+        generation: Generation,
+        record: RequestRecord,
+        api: str,  # noqa: ARG002
+    ) -> Generation:
+        """Reserves the request's tokens in the tenant's limits."""
+        if (allowance := ALLOWANCE.get()) is not None:
+            record.wait(_WAIT_REASON)
+            await allowance.reserve(generation)
+        return generation
+
+    async def require_usable(self) -> None:
+        if self._store is not None:
+            await self._store.require_usable()
+
+    async def run(self) -> None:
+        if self._store is None:
+            await super().run()
+            return
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._store.run())
+            tasks.create_task(self.limit_store.run())
