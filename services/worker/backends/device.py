@@ -36,13 +36,9 @@ class Download(Protocol):
 class Device(Protocol):
     """A device that computes."""
 
-    @property
-    def torch_device(self) -> torch.device:
-        """The torch device of its tensors."""
-
-    @property
-    def num_processors(self) -> int:
-        """Number of independent processors that can compute parts of attention."""
+    torch_device: torch.device
+    num_processors: int
+    """Number of independent processors that can compute parts of attention."""
 
     def upload(self, array: Array) -> torch.Tensor:
         """Returns the array as a tensor on the device. The tensor may share the array's memory."""
@@ -52,8 +48,7 @@ class Device(Protocol):
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Returns a function that repeats `work`. `work` must use the same memory in every call,
-        and must never wait for the device. The next call overwrites the memory of the previous
-        result.
+        and must never wait for the device. A call overwrites the memory of the previous result.
         """
 
 
@@ -72,7 +67,6 @@ class CpuDevice:
     num_processors = 1
 
     def upload(self, array: Array) -> torch.Tensor:
-        """Shares the array's memory."""
         return torch.from_numpy(array)
 
     def download(self, tensor: torch.Tensor) -> Download:
@@ -80,5 +74,4 @@ class CpuDevice:
         return _FinishedDownload(tensor.clone().numpy())
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Returns `work`."""
         return work

@@ -2,9 +2,8 @@
 
 All groups of layers get their blocks from one pool. So the same memory of a block stores either
 keys and values, or the states of a group's recurrent layers. The bytes of a state are stored in the
-page of keys, then in the page of values. Bytes that do not fit there are stored in extra memory
-that only states use. vLLM's hybrid models have the same layout, in pages of the larger of the two
-sizes.
+page of keys, then in the page of values, then in extra memory that only states use. vLLM's hybrid
+models have the same layout, in pages of the larger of the two sizes.
 
 A step reads a request's state from the block that the block table lists for the last token before
 the step. It writes the new state to the block that the table lists for the step's last token. Both
@@ -35,8 +34,7 @@ class PagesOfKeys(PagedAttention, Protocol):
     """Attention on the CPU whose memory can store states too.
 
     `pages`: the memory of all blocks. Each page is a contiguous tensor [2, num_blocks, ...] of keys
-    and values. If states need more memory than these pages have, tensors [1, num_blocks, ...]
-    follow.
+    and values. Tensors [1, num_blocks, ...] follow if states need more memory.
     """
 
     pages: list[torch.Tensor]
@@ -95,7 +93,7 @@ class HybridCache:
 
     def copy_blocks(self, sources: Int32Array, targets: Int32Array) -> None:
         """Copies whole blocks in order, `sources[i]` to `targets[i]`. Must be called before the
-        step that uses the blocks begins.
+        step that uses them begins.
         """
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             for plane in (plane for planes in self._planes for plane in planes):
@@ -103,7 +101,7 @@ class HybridCache:
 
     def read(self, layer: int, run: StateRun) -> tuple[torch.Tensor, ...] | None:
         """The initial states of a recurrent layer for a run's sequences, as new tensors
-        [num_sequences, ...]. They are None if the sequences have no computed tokens.
+        [num_sequences, ...], or None if the sequences have no computed tokens.
         """
         if run.sources is None:
             return None
@@ -113,18 +111,18 @@ class HybridCache:
         for plane in self._planes[page]:
             parts.append(plane[:, : min(left, plane.shape[1])].index_select(0, blocks))
             left -= parts[-1].shape[1]
-        return _unpacked(torch.cat(parts, 1), state)
+        sizes = [StateLayer((tensor,)).num_bytes for tensor in state.tensors]
+        packed = torch.split(torch.cat(parts, 1), sizes, 1)
+        return tuple(
+            part.contiguous().view(dtype).view(len(blocks), *shape)
+            for part, (shape, dtype) in zip(packed, state.tensors, strict=True)
+        )
 
     def write(self, layer: int, run: StateRun, tensors: Sequence[torch.Tensor]) -> None:
         """Stores the states after the run's last tokens."""
         group, page = self._places[layer]
-        packed = torch.cat(
-            [
-                tensor.contiguous().view(run.num_sequences, -1).view(torch.uint8)
-                for tensor in tensors
-            ],
-            1,
-        )
+        flat = (tensor.contiguous().view(run.num_sequences, -1) for tensor in tensors)
+        packed = torch.cat([tensor.view(torch.uint8) for tensor in flat], 1)
         for plane in self._planes[page]:
             part, packed = packed[:, : plane.shape[1]], packed[:, plane.shape[1] :]
             plane[:, : part.shape[1]].index_copy_(0, run.targets[group], part)
@@ -180,29 +178,14 @@ def _run(layouts: Sequence[StepLayout], computed: Int32Array, sequences: range) 
     starts = layouts[0].query_starts
 
     def blocks(num_tokens: Int32Array) -> tuple[torch.Tensor, ...]:
-        """For each group, the blocks with the state of each sequence after its first `num_tokens`
-        tokens.
-        """
-        return tuple(
-            torch.from_numpy(
-                layout.tables[layout.rows[own], (num_tokens[own] - 1) // layout.block_size].astype(
-                    np.int64
-                )
-            )
-            for layout in layouts
-        )
+        """For each group, the blocks with the sequences' states after these numbers of tokens."""
+        last = num_tokens[own] - 1
+        found = (each.tables[each.rows[own], last // each.block_size] for each in layouts)
+        return tuple(torch.from_numpy(block_ids.astype(np.int64)) for block_ids in found)
 
     return StateRun(
         slice(int(starts[sequences.start]), int(starts[sequences.stop])),
         len(sequences),
         blocks(computed) if computed[sequences.start] else None,
         blocks(layouts[0].seq_lens),
-    )
-
-
-def _unpacked(packed: torch.Tensor, state: StateLayer) -> tuple[torch.Tensor, ...]:
-    sizes = [StateLayer((tensor,)).num_bytes for tensor in state.tensors]
-    return tuple(
-        part.contiguous().view(dtype).view(len(packed), *shape)
-        for part, (shape, dtype) in zip(torch.split(packed, sizes, 1), state.tensors, strict=True)
     )

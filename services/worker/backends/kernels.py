@@ -1,7 +1,6 @@
-"""The operations that decoders are written against.
-
-An implementation is chosen when a worker starts. It determines how weights are packed and caches
-are laid out. So layers do not depend on devices, instruction sets or page layouts.
+"""The operations that decoders are written against. An implementation determines how weights are
+packed and caches are laid out. So layers do not depend on devices, instruction sets or page
+layouts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +34,8 @@ from services.worker.backends.row_sampler import RowSampler
 class Linear(Protocol):
     """Multiplication by a fixed weight [out, in], plus a fixed bias [out] if there is one."""
 
-    @property
-    def out_features(self) -> int:
-        """Number of output columns."""
+    out_features: int
+    """Number of output columns."""
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
         """Maps [n, in] to [n, out]. n must be a result of `Kernels.padded_rows`. `delta`: what LoRA
@@ -45,8 +43,8 @@ class Linear(Protocol):
         """
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32. Implementations that can do so do not round the product to x's
-        data type first.
+        """The product in float32, not rounded to x's data type first if the implementation can do
+        so.
         """
 
 
@@ -71,10 +69,7 @@ class GatedMlp:
     down: Linear
 
     def __call__(
-        self,
-        hidden: torch.Tensor,
-        num_tokens: int,  # noqa: ARG002
-        deltas: LayerDeltas = NO_DELTAS,
+        self, hidden: torch.Tensor, num_tokens: int, deltas: LayerDeltas = NO_DELTAS
     ) -> torch.Tensor:
         return self.down(self.gate_up(hidden, deltas.gate_up), deltas.down)
 
@@ -175,13 +170,13 @@ class Kernels(Protocol):
         """
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight of a norm in the data type that the norm operations expect. `weight` is in
-        float32 or in the model's data type, and is not rounded.
+        """The weight of a norm, in float32 or in the model's data type, as the norm operations
+        expect it. The weight is not rounded.
         """
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
-        """Whether, for this data type and inner width, one grouped product of all experts (see
-        GroupedExperts) is faster than a projection for each expert.
+        """Whether one grouped product of all experts (see GroupedExperts) is faster than a
+        projection for each expert, for this data type and inner width.
         """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -195,28 +190,26 @@ class Kernels(Protocol):
     def fused_decoder(
         self, weights: DecoderWeights, constants: DecoderConstants
     ) -> FusedDecoder | None:
-        """The decoder as one operation. It is None if these kernels do not support it. Projections
-        and norms must have been created by these kernels.
+        """The decoder as one operation, or None if these kernels do not support it. Projections and
+        norms must have been created by these kernels.
         """
 
     def shared_ranks(self, rank: int, size: int, timeout_seconds: float) -> SharedRanks | None:
-        """The collectives of ranks on one machine. They are None if these kernels have none."""
+        """The collectives of ranks on one machine, or None if these kernels have none."""
 
     def pack_lora(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
     ) -> PackedLora:
         """Packs an adapter for these kernels. Its tensors have the model's data type and are on the
-        model's device. `shapes` maps names of LoraLayer's fields to the shapes of the projections
-        in each layer.
+        model's device. `shapes` maps names of LoraLayer's fields to the projections' shapes in each
+        layer.
         """
 
     def lora_step(self, rows: LoraRows) -> LoraStep:
         """The LoRA adapters of a step. These kernels must have packed them."""
 
     def row_sampler(self) -> RowSampler | None:
-        """A compiled sampler for rows of logits on the host. It is None if these kernels have
-        none.
-        """
+        """A compiled sampler for rows of logits on the host, or None if these kernels have none."""
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """Allocates a KV cache, and returns the attention over it."""

@@ -1,8 +1,7 @@
-"""LoRA deltas of a decoder's projections. The delta of an input row x is B (A x), with the matrices
-A and B of the adapter that the row's request uses (Hu et al., LoRA).
+"""LoRA deltas of a decoder's projections. The delta of an input row x is B (A x), with matrices A
+and B of the adapter that the row's request uses (Hu et al., LoRA).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -15,8 +14,8 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class LoraFactors:
-    """An adapter's factors for consecutive output columns of a projection, beginning with column
-    `first`: `a` [r, in] and `b` [columns, r]. `b` is already multiplied by the adapter's scale.
+    """An adapter's factors for consecutive output columns of a projection, from column `first` on:
+    `a` [r, in] and `b` [columns, r], which is already multiplied by the adapter's scale.
     """
 
     a: torch.Tensor
@@ -30,8 +29,7 @@ Factors = tuple[LoraFactors, ...]
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
     """An adapter's factors for the projections of a layer, named as in LayerWeights. If a field is
-    empty, nothing is added to its projection. In `gate_up` the gates' columns precede the values'
-    columns.
+    empty, nothing is added. In `gate_up` the gates' columns precede the values' columns.
     """
 
     qkv: Factors = ()
@@ -77,9 +75,7 @@ class LoraRows:
 
 
 class Delta(Protocol):
-    """What a step's adapters add to one projection. The same kernels must have created the
-    projection.
-    """
+    """What a step's adapters add to one projection, which the same kernels must have created."""
 
     def added_to(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Adds the deltas of x [n, in] to the product [n, out], which may be overwritten."""
@@ -87,9 +83,7 @@ class Delta(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerDeltas:
-    """The deltas of a step's adapters in the projections of a layer. A field is None if nothing is
-    added to its projection.
-    """
+    """The deltas of a step's adapters in the projections of a layer. None adds nothing."""
 
     qkv: Delta | None = None
     output: Delta | None = None
@@ -112,15 +106,8 @@ def stacked(factors: Factors, columns: int) -> LoraFactors:
     if len(factors) == 1 and len(factors[0].b) == columns:
         return factors[0]
     a = torch.cat([one.a for one in factors])
-    b = a.new_zeros(columns, len(a))
-    for one, begin in zip(factors, _begins(factors), strict=True):
-        b[one.first : one.first + len(one.b), begin : begin + len(one.a)] = one.b
-    return LoraFactors(a, b, 0)
-
-
-def _begins(factors: Factors) -> Iterator[int]:
-    """The first row of each A if they are stacked."""
-    begin = 0
+    b, begin = a.new_zeros(columns, len(a)), 0
     for one in factors:
-        yield begin
+        b[one.first : one.first + len(one.b), begin : begin + len(one.a)] = one.b
         begin += len(one.a)
+    return LoraFactors(a, b, 0)

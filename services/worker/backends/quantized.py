@@ -1,7 +1,7 @@
 """Weights with fewer bits than the data type of the computation."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Union
 
@@ -43,7 +43,6 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Rows and columns."""
         return self.codes.shape
 
     @property
@@ -64,48 +63,32 @@ class QuantizedWeight:
         times = self.group // group
         if times == 1:
             return self
-        offsets = self.offsets
-        return replace(
-            self,
-            scales=self.scales.repeat_interleave(times, dim=1),
-            offsets=None if offsets is None else offsets.repeat_interleave(times, dim=1),
-        )
+        return self._mapped(self.codes, lambda scales: scales.repeat_interleave(times, dim=1))
 
     def to(self, device: torch.device) -> "QuantizedWeight":
         """A copy on a device."""
-        offsets = self.offsets
-        return replace(
-            self,
-            codes=self.codes.to(device),
-            scales=self.scales.to(device),
-            offsets=None if offsets is None else offsets.to(device),
-        )
+        return self._mapped(self.codes.to(device), lambda scales: scales.to(device))
 
     def rows(self, taken: slice) -> "QuantizedWeight":
         """The weight with these rows only."""
-        return replace(
-            self,
-            codes=self.codes[taken],
-            scales=self.scales[taken],
-            offsets=None if self.offsets is None else self.offsets[taken],
-        )
+        return self._mapped(self.codes[taken], lambda scales: scales[taken])
 
     def columns(self, taken: slice) -> "QuantizedWeight":
-        """The weight with these columns only. If a row has several groups, the columns must be
-        whole groups.
-        """
+        """The weight with these columns only, whole groups if a row has several."""
         if self.scales.shape[1] == 1:
             return replace(self, codes=self.codes[:, taken])
         first, end, _ = taken.indices(self.shape[1])
         if first % self.group or end % self.group:
             raise ValueError(f"columns {first} to {end} are not groups of {self.group}")
         groups = slice(first // self.group, end // self.group)
-        return replace(
-            self,
-            codes=self.codes[:, taken],
-            scales=self.scales[:, groups],
-            offsets=None if self.offsets is None else self.offsets[:, groups],
-        )
+        return self._mapped(self.codes[:, taken], lambda scales: scales[:, groups])
+
+    def _mapped(
+        self, codes: torch.Tensor, of_scales: Callable[[torch.Tensor], torch.Tensor]
+    ) -> "QuantizedWeight":
+        """A weight with these codes, and with `of_scales` applied to scales and offsets."""
+        offsets = None if self.offsets is None else of_scales(self.offsets)
+        return replace(self, codes=codes, scales=of_scales(self.scales), offsets=offsets)
 
 
 def quantize_int8(weight: torch.Tensor, *, quantizes_inputs: bool = False) -> QuantizedWeight:

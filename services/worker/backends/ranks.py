@@ -1,8 +1,7 @@
 """The collectives of the ranks that share a model's layers.
 
-Layers are divided as in Megatron-LM (Shoeybi et al.). The projections to heads and to the inner
-dimension of an MLP are divided by columns. The projections back are divided by rows. So a layer has
-two sums over the ranks.
+As in Megatron-LM (Shoeybi et al.), the projections to heads and to the inner dimension of an MLP
+are divided by columns, and the projections back by rows. So a layer has two sums over the ranks.
 """
 
 import mmap
@@ -17,13 +16,10 @@ class Ranks(Protocol):
     with tensors of the same shape, and get the same bits.
     """
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank, from 0."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
+    rank: int
+    """The number of this rank, from 0."""
+    size: int
+    """The number of ranks."""
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `part`, which may be overwritten. If parts are added one by one,
@@ -34,9 +30,7 @@ class Ranks(Protocol):
         """Concatenates [n, d] of each rank in rank order: [n, size * d]."""
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """Returns the numbers of all ranks. All numbers are below 2^63. The host waits for every
-        rank.
-        """
+        """The numbers of all ranks, each below 2^63. The host waits for every rank."""
 
 
 class SharedRanks(Ranks, Protocol):
@@ -45,9 +39,8 @@ class SharedRanks(Ranks, Protocol):
     A collective raises RuntimeError if it exceeds the timeout, or after `end`.
     """
 
-    @property
-    def num_bytes(self) -> int:
-        """The size of the memory, which must initially be zeros."""
+    num_bytes: int
+    """The size of the memory, which must initially be zeros."""
 
     def use(self, memory: mmap.mmap) -> None:
         """Sets the memory. Must be called before any collective."""
@@ -76,8 +69,8 @@ ALONE = Alone()
 
 
 class GatheringRanks(ABC):
-    """Collectives of CPU tensors, all implemented with one gathering operation. A sum adds the
-    gathered parts in rank order, in float32.
+    """Collectives of CPU tensors, implemented by one gathering operation. A sum adds the gathered
+    parts in rank order, in float32.
     """
 
     def __init__(self, rank: int, size: int) -> None:

@@ -14,12 +14,11 @@ REFUSED = -2
 
 @dataclass(frozen=True, slots=True)
 class RowParameters:
-    """Sampling parameters of R rows.
+    """Sampling parameters of R rows, in contiguous arrays.
 
     `values`, float64 [n, R]: temperatures, then the fields of Filters in sampling/filters.py. A
     temperature of 0 selects the token with the largest logit, and the lowest id among equals.
-    `seeds`: uint64 [R]. `positions`, int64 [R]: positions of the tokens in their sequences. All
-    arrays are contiguous.
+    `seeds`: uint64 [R]. `positions`, int64 [R]: positions of the tokens in their sequences.
     """
 
     values: npt.NDArray[np.float64]
@@ -27,24 +26,21 @@ class RowParameters:
     positions: npt.NDArray[np.int64]
 
     def of(self, rows: npt.NDArray[np.int64]) -> "RowParameters":
-        """The parameters of these rows."""
         return RowParameters(self.values.take(rows, 1), self.seeds[rows], self.positions[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """The allowed tokens of R rows.
+    """The allowed tokens of R rows, in contiguous arrays.
 
     `words`, int32 [n, V / 32, rounded up]: bit i of a row, lowest bits first, is 0 if token i is
-    banned. `rows`, int64 [R]: indexes in `words`, or -1 if all tokens are allowed. Both are
-    contiguous.
+    banned. `rows`, int64 [R]: indexes in `words`, or -1 if all tokens are allowed.
     """
 
     words: npt.NDArray[np.int32]
     rows: npt.NDArray[np.int64]
 
     def of(self, rows: npt.NDArray[np.int64]) -> "RowMasks":
-        """The masks of these rows."""
         return RowMasks(self.words, self.rows[rows])
 
 

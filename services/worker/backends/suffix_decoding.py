@@ -17,9 +17,7 @@ class SuffixRules:
     max_tree_depth: int
     """Maximum number of tokens in a match and its drafts together."""
     max_cached_requests: int
-    """Maximum number of responses in the trees of responses. 0 means that there are no such
-    trees.
-    """
+    """Maximum number of responses in the trees of responses. 0 means no such trees."""
     max_spec_factor: float
     """Maximum number of drafts, as a multiple of the number of matching tokens."""
     min_token_prob: float
@@ -45,9 +43,9 @@ class SuffixDecoding(Protocol):
     """
 
     def enter(self, row: int, key: bytes, num_tokens: int) -> None:
-        """Adds a request with `num_tokens` known tokens in a free row. Later tokens are the
-        request's response. Other requests with the same key get drafts from this response, even
-        after the request has left.
+        """Adds a request with `num_tokens` known tokens in a free row. Later tokens are its
+        response. Other requests with the same key get drafts from it, even after the request has
+        left.
         """
 
     def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
@@ -60,7 +58,7 @@ class SuffixDecoding(Protocol):
         self, row: int, token_ids: Int32Array, num_tokens: Int32Array, most: int
     ) -> Sequence[int]:
         """Up to `most` drafts after the known tokens of a row. Tokens that were known in an earlier
-        call must be unchanged. New tokens may follow them.
+        call must be unchanged.
         """
 
     def leave(self, row: int) -> None:

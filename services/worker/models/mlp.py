@@ -31,10 +31,7 @@ class Experts:
     kernels: Kernels
 
     def __call__(
-        self,
-        hidden: torch.Tensor,
-        num_tokens: int,
-        deltas: LayerDeltas = NO_DELTAS,  # noqa: ARG002
+        self, hidden: torch.Tensor, num_tokens: int, deltas: LayerDeltas = NO_DELTAS
     ) -> torch.Tensor:
         weights, picked = _route(self.router(hidden), self.num_picked, normalized=self.normalized)
         output = torch.zeros_like(hidden)
@@ -74,10 +71,7 @@ class GroupedExperts:
     activation: Activation
 
     def __call__(
-        self,
-        hidden: torch.Tensor,
-        num_tokens: int,  # noqa: ARG002
-        deltas: LayerDeltas = NO_DELTAS,  # noqa: ARG002
+        self, hidden: torch.Tensor, num_tokens: int, deltas: LayerDeltas = NO_DELTAS
     ) -> torch.Tensor:
         weights, picked = _route(self.router(hidden), self.num_picked, normalized=self.normalized)
         picked, places = picked.sort(dim=-1)

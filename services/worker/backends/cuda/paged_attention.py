@@ -45,10 +45,8 @@ from services.worker.backends.torch.rotary import rotate
 
 
 class XformersPagedAttention:
-    """A PagedAttention whose cache is on a device.
-
-    `split_k`: the attention operator, see PagedOps. None selects xFormers' operator.
-    `batch_invariant`: see LayerKind.
+    """A PagedAttention whose cache is on a device. `split_k`: the attention operator, or None for
+    xFormers' own (see PagedOps). `batch_invariant`: see LayerKind.
     """
 
     def __init__(
@@ -137,7 +135,6 @@ class XformersPagedAttention:
         return keys, values
 
     def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, [num_blocks * block_size, num_kv_heads, head_dim] each."""
         keys, values = self._pools[self._pages_of[layer]].unbind(0)
         return keys, values
 
@@ -152,9 +149,9 @@ class CallKey:
 
 @dataclass(slots=True)
 class XformersStep:
-    """The attention of a step. It has up to two parts: the decodes, then the chunks. An entry of
-    `parts` is the number of tokens in the part, and a map from call keys to calls. `slots` has the
-    slots of each KV-cache group.
+    """The attention of a step. It has up to two `parts`: the decodes, then the chunks. A part is
+    its number of tokens, and a map from call keys to calls. `slots` has the slots of each KV-cache
+    group.
     """
 
     cache: XformersPagedAttention
@@ -185,10 +182,8 @@ class XformersStep:
 
 
 class DecodeStep(XformersStep):
-    """A step of `num_lanes` decodes whose inputs are at the same addresses in every step.
-
-    `set` replaces the inputs, which calls and recorded calls read. Lanes without a request write to
-    slot 0, which is in the null block.
+    """A step of `num_lanes` decodes whose inputs are at the same addresses in every step. Lanes
+    without a request write to slot 0, which is in the null block.
     """
 
     def __init__(
@@ -209,7 +204,7 @@ class DecodeStep(XformersStep):
         super().__init__(cache, slots, [(num_lanes, decodes)])
 
     def set(self, layouts: Sequence[StepLayout]) -> None:
-        """Copies in layouts with at most `num_lanes` decodes and no chunks."""
+        """Replaces the inputs by layouts of at most `num_lanes` decodes and no chunks."""
         self.set_lanes(layouts)
         for own, layout in zip(self.slots, layouts, strict=True):
             own[layout.num_decodes :].zero_()

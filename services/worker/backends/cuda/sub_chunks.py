@@ -86,32 +86,27 @@ def largest_lane(window: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeyRanges:
-    """The keys [starts, ends) of each lane, int32 [num_lanes]. Both are 0 for a lane without
-    keys.
-    """
+    """The keys [starts, ends) of each lane, int32 [num_lanes]. Both are 0 without keys."""
 
     starts: Int32Array
     ends: Int32Array
 
     @property
     def lengths(self) -> Int32Array:
-        """Number of keys of each lane."""
         return self.ends - self.starts
 
 
 def seen_by_all(ends: Int32Array, window: int) -> KeyRanges:
     """The key ranges of a causal call with a window. The range of a lane is the window of its last
-    query.
-
-    The windows of the lane's earlier queries begin before this range. `seen_by_some` returns the
-    keys that are missing.
+    query. `seen_by_some` returns the keys in the windows of the lane's earlier queries that precede
+    it.
     """
     return KeyRanges(np.maximum(ends - window, 0), ends)
 
 
 def seen_by_some(ends: Int32Array, window: int, size: int) -> KeyRanges:
-    """For each query, the keys in its window that precede the range of `seen_by_all`. Each query is
-    a lane of its own.
+    """For each query, as a lane of its own, the keys in its window that precede the range of
+    `seen_by_all`.
 
     The result has num_lanes * size ranges. Attention over both sets of ranges, combined by their
     normalizers, equals attention with the window.
@@ -130,8 +125,8 @@ def num_splits(num_lanes: int, num_kv_heads: int, num_keys: int, num_processors:
 
     The number is the smallest power of two that results in two programs for each processor, limited
     by the number of keys. `num_keys`: the number of keys of a whole block table, not of a sequence.
-    A call's scratch memory is proportional to the number of parts. With xFormers' own choice of the
-    number, the scratch memory can be gigabytes.
+    A call's scratch memory is proportional to the number of parts. With xFormers' own choice it can
+    be gigabytes.
     """
     programs, splits = num_lanes * num_kv_heads, 1
     if programs >= ENOUGH_PROGRAMS:

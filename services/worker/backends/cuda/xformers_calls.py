@@ -13,15 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.attention import Int32Array, StepLayout
-from services.worker.backends.cuda.sub_chunks import (
-    KeyRanges,
-    SubChunks,
-    cut,
-    largest_lane,
-    num_splits,
-    seen_by_all,
-    seen_by_some,
-)
+from services.worker.backends.cuda import sub_chunks
+from services.worker.backends.cuda.sub_chunks import KeyRanges, SubChunks, seen_by_all
 from services.worker.backends.cuda.xformers_ops import FLASH, Bias, PagedOps
 from services.worker.backends.device import Device
 
@@ -82,7 +75,7 @@ class LayerKind:
         if flash:
             bias = self.ops.padded_bias(counts.tolist(), seq_lens.tolist(), tables)
             return partial(self.ops.attend, bias=bias, operator=FLASH)
-        chunks = cut(counts, seq_lens, self._lane())
+        chunks = sub_chunks.cut(counts, seq_lens, self._lane())
         call = self._of_lanes(chunks, tables.index_select(0, self.device.upload(chunks.parents)))
         queries, rows = self.device.upload(chunks.queries), self.device.upload(chunks.rows)
 
@@ -106,40 +99,39 @@ class LayerKind:
         if self.batch_invariant:
             return partial(ops.attend, bias=bias, operator=operator)
         shared = partial(ops.attend_partly, bias=bias, operator=operator)
-        beyond = seen_by_some(chunks.ends, window, chunks.size)
+        beyond = sub_chunks.seen_by_some(chunks.ends, window, chunks.size)
         if not beyond.ends.any():
             return lambda *of_layer: shared(*of_layer)[0]
         bias = self._range_bias(1, beyond, tables.repeat_interleave(chunks.size, dim=0))
         return _joined(shared, partial(ops.attend_partly, bias=bias, operator=ops.split_k(1)))
 
     def _range_bias(self, size: int, ranges: KeyRanges, tables: torch.Tensor) -> Bias:
-        """A bias (xFormers' description of the keys of each query) in which each lane has `size`
-        queries and attends to its range of keys.
-        """
+        """A bias in which each lane has `size` queries and attends to its range of keys."""
         num_queries = [size] * len(ranges.ends)
         return self.ops.gappy_bias(
             num_queries, ranges.starts.tolist(), ranges.lengths.tolist(), tables
         )
 
     def _lane(self) -> int:
-        """The number of queries in a lane of chunks."""
         window = self._window
-        return 1 if self.batch_invariant and window is not None else largest_lane(window)
+        if self.batch_invariant and window is not None:
+            return 1
+        return sub_chunks.largest_lane(window)
 
     def _splits(self, num_lanes: int) -> int:
         if self.batch_invariant:
             return 1
         num_keys = self.width * self.ops.block_size
-        processors = self.device.num_processors
-        return num_splits(num_lanes, self.ops.layer.num_kv_heads, num_keys, processors)
+        num_heads, processors = self.ops.layer.num_kv_heads, self.device.num_processors
+        return sub_chunks.num_splits(num_lanes, num_heads, num_keys, processors)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCall:
     """One query in each lane. Lengths and `tables` [num_lanes, width] are replaced in place.
 
-    The kernel computes `size` queries in a lane. Only the last query is not padding. `attend` calls
-    the kernel with `bias`.
+    The kernel computes `size` queries in a lane. All but the last are padding. `attend` calls the
+    kernel with `bias`.
     """
 
     device: Device

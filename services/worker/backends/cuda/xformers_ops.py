@@ -15,9 +15,7 @@ from xformers.ops.fmha import attn_bias, common, flash3, triton_splitk
 from services.worker.backends.attention import AttentionLayer
 
 Bias = Any
-"""xFormers' description of the keys of each query. It is built once in each step, for all
-layers.
-"""
+"""xFormers' description of the keys of each query. It is built once a step, for all layers."""
 
 Operator = type[Any]
 
@@ -29,8 +27,8 @@ FLASH_HEAD_DIMS = (64, 128, 256)
 
 _LARGEST_TILE = 64
 _TILE_ELEMENTS = 16384
-"""Elements in a tile of keys. Together with a tile of values, such a tile fits into the 99 KiB of
-shared memory that some GPUs have.
+"""Elements in a tile of keys. Tiles of keys and values fit into the 99 KiB of shared memory that
+some GPUs have.
 """
 
 
@@ -51,8 +49,8 @@ def has_flash() -> bool:
 class PagedOps:
     """Attention calls over pools of pages, for layers with equal attention parameters.
 
-    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `kernel`: the split-K operator.
-    None selects xFormers' own. Tests pass an operator that also runs on the CPU.
+    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `kernel`: the split-K operator, or
+    None for xFormers' own. Tests pass an operator that also runs on the CPU.
     """
 
     layer: AttentionLayer
@@ -63,8 +61,7 @@ class PagedOps:
         self, num_queries: Sequence[int], ends: Sequence[int], block_tables: torch.Tensor
     ) -> Bias:
         """In lane i the last `num_queries[i]` tokens attend causally to the keys [0, ends[i]).
-
-        `block_tables` int32 [num_lanes, width], on the device of the call.
+        `block_tables`: int32 [num_lanes, width], on the device of the call.
         """
         kind = attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
         return kind.from_seqlens(
@@ -80,9 +77,8 @@ class PagedOps:
     ) -> Bias:
         """Like `padded_bias`, but lane i attends to the keys [starts[i], starts[i] + lengths[i]).
 
-        The bias is constructed field by field, for two reasons. The class's own `from_seqlens`
-        cannot be called, and `make_paged` numbers the keys of all lanes consecutively, which
-        exceeds 32 bits.
+        The bias is constructed field by field. The class's own `from_seqlens` cannot be called, and
+        `make_paged` numbers the keys of all lanes consecutively, which exceeds 32 bits.
         """
         device = block_tables.device
         ranges = attn_bias._GappySeqInfo.from_seqlens_gappy(
@@ -138,8 +134,8 @@ class PagedOps:
     def _grouped(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The arguments with query heads grouped by key head. Key heads are repeated with a stride
-        of 0, without copies.
+        """Groups query heads by key head. Key heads are repeated with a stride of 0, without
+        copies.
         """
         groups, head_dim = self.layer.num_kv_heads, self.layer.head_dim
         repeats = self.layer.num_heads // groups

@@ -1,6 +1,5 @@
-"""Compiles the kernels and links them. Each source is compiled in its own process, all in parallel.
-
-This needs only a C++ compiler with OpenMP. It needs neither torch nor a build system.
+"""Compiles the kernels' sources in parallel processes, and links them. This needs only a C++
+compiler with OpenMP.
 """
 
 import errno
@@ -10,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 NAME = "stepwell_kernels"
 SOURCES = Path(__file__).parent / "cpp"
@@ -50,7 +50,11 @@ def built(
 def _run(commands: Sequence[Sequence[str]], checkpoint_reached: Callable[[], None]) -> None:
     """Runs commands in parallel. If this function raises, running commands are killed."""
     with ExitStack() as scope:
-        running = [scope.enter_context(_started(command)) for command in commands]
+        running = []
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        for command in commands:
+            running.append(scope.enter_context(subprocess.Popen(command, text=True, **pipes)))
+            scope.callback(running[-1].kill)
         for process in running:
             while (output := _output_within(_POLL_SECONDS, process)) is None:
                 checkpoint_reached()
@@ -58,19 +62,7 @@ def _run(commands: Sequence[Sequence[str]], checkpoint_reached: Callable[[], Non
                 raise BuildFailed(_reason(output))
 
 
-@contextmanager
-def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def _output_within(seconds: float, process: subprocess.Popen[str]) -> str | None:
-    """The output of the process. It is None if the process has not ended within `seconds`."""
     try:
         return process.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:

@@ -1,8 +1,7 @@
 """A compiled library on disk, with a digest that proves that it is complete.
 
 A full disk or a crash can truncate the file of a library. A truncated library may be loaded without
-an error and crash the process later. So a digest is stored next to each library, and a library that
-does not match its digest is not loaded.
+an error and crash the process later. So only a library that matches its digest is loaded.
 """
 
 import ctypes
@@ -26,8 +25,8 @@ class CachedLibrary:
         return self._library.exists()
 
     def load(self) -> ctypes.CDLL | None:
-        """Loads the library. Returns None if the library does not exist or is incomplete. Raises
-        OSError if a complete library cannot be loaded.
+        """Loads the library. Returns None if it does not exist or is incomplete. Raises OSError if
+        a complete library cannot be loaded.
         """
         try:
             digest, expected = _digest(self._library), self._digest.read_text()

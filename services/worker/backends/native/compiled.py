@@ -32,21 +32,18 @@ _LOG_INTERVAL_SECONDS = 5.0
 
 
 class NotCompiled(Exception):
-    """The kernels cannot be compiled or loaded on this machine. The message is a clause with the
-    reason.
-    """
+    """The kernels cannot be compiled or loaded on this machine. The message is a clause why."""
 
 
 def default_cache_directory() -> Path:
-    """Returns $XDG_CACHE_HOME/stepwell. If the variable is not set, returns ~/.cache/stepwell."""
+    """$XDG_CACHE_HOME/stepwell, or ~/.cache/stepwell if the variable is not set."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "stepwell"
 
 
 def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
-    """Loads the prebuilt library. If there is none, loads the cached library. If that does not
-    exist either, compiles the library. Raises NotCompiled, and any error that `checkpoint_reached`
-    raises.
+    """Loads the prebuilt library, or else the cached library, or else compiles it. Raises
+    NotCompiled, and any error that `checkpoint_reached` raises.
     """
     features = processor_features()
     if not features >= _NEEDED_FEATURES:
@@ -69,9 +66,7 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
 
 
 def processor_features() -> frozenset[str]:
-    """Returns Linux's names of the processor's features. The result is empty if they are unknown,
-    or if the processor is not x86.
-    """
+    """Linux's names of the processor's features. Empty if they are unknown, or if it is not x86."""
     if platform.machine() not in X86:
         return frozenset()
     try:
@@ -145,7 +140,6 @@ class _WaitLog:
 def _compile(
     compiler: str, cached: CachedLibrary | None, checkpoint_reached: Callable[[], None]
 ) -> ctypes.CDLL:
-    """Compiles, and stores the result in the cache if there is one."""
     once = "" if cached is None else ", once"
     logger.info("compiling kernels for this processor%s", once)
     progress = _WaitLog("compiling kernels")

@@ -8,22 +8,9 @@ import numpy as np
 import torch
 
 from services.worker.backends.attention import LayerAttention
-from services.worker.backends.kernels import (
-    DecoderConstants,
-    DecoderWeights,
-    GatedMlp,
-    LayerWeights,
-    Linear,
-)
+from services.worker.backends.kernels import DecoderConstants, DecoderWeights, GatedMlp, Linear
 from services.worker.backends.lora import LoraStep
-from services.worker.backends.native.library import (
-    Decoder,
-    DecoderLayer,
-    Functions,
-    Projection,
-    Rotation,
-    set_weights,
-)
+from services.worker.backends.native import library
 from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.native.lora import NativeLoraStep
 from services.worker.backends.native.paged_attention import NativePagedStep
@@ -32,26 +19,26 @@ from services.worker.backends.ranks import Ranks
 
 
 def fused_decoder(
-    functions: Mapping[torch.dtype, Functions], weights: DecoderWeights, constants: DecoderConstants
+    functions: Mapping[torch.dtype, library.Functions],
+    weights: DecoderWeights,
+    constants: DecoderConstants,
 ) -> "NativeDecoder | None":
-    """The decoder as one operation. It is None if an MLP has experts, if a projection is not
-    native, or if ranks do not share memory. `functions` maps data types of the computation to the
-    library's functions.
+    """The decoder as one operation, or None if an MLP has experts, a projection is not native, or
+    ranks do not share memory. `functions` maps data types of the computation to the library's
+    functions.
     """
     head = weights.head
     if not (weights.ranks.size == 1 or isinstance(weights.ranks, NativeRanks)):
         return None
     if head is not None and not _takes_rows(head):
         return None
-    if not all(map(_is_native, weights.layers)):
-        return None
+    for layer in weights.layers:
+        if not isinstance(layer.mlp, GatedMlp):
+            return None
+        projections = layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down
+        if not all(map(_takes_rows, projections)):
+            return None
     return NativeDecoder(functions[weights.embedding.dtype], weights, constants, head)
-
-
-def _is_native(layer: LayerWeights) -> bool:
-    if not isinstance(layer.mlp, GatedMlp):
-        return False
-    return all(map(_takes_rows, (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)))
 
 
 def _takes_rows(projection: Linear) -> TypeGuard[NativeLinear]:
@@ -64,7 +51,7 @@ class NativeDecoder:
 
     def __init__(
         self,
-        functions: Functions,
+        functions: library.Functions,
         weights: DecoderWeights,
         constants: DecoderConstants,
         head: NativeLinear | None,
@@ -76,20 +63,20 @@ class NativeDecoder:
         self._width = weights.embedding.shape[1]
         self._vocab_size = 0 if head is None else head.out_features * weights.head_ranks.size
         self._ranks = weights.ranks
-        self._layers = (DecoderLayer * len(weights.layers))()
-        for target, layer, rotation in zip(
-            self._layers, weights.layers, constants.rotation_of, strict=True
-        ):
-            set_weights(target, layer)
+        self._layers = (library.DecoderLayer * len(weights.layers))()
+        layers = zip(self._layers, weights.layers, constants.rotation_of, strict=True)
+        for target, layer, rotation in layers:
+            library.set_weights(target, layer)
             target.rotation = rotation
-        rotations = [Rotation(r.cos.data_ptr(), r.sin.data_ptr()) for r in constants.rotations]
-        self._rotations = (Rotation * len(rotations))(*rotations)
-        self._decoder = Decoder(
+        addresses = ((each.cos.data_ptr(), each.sin.data_ptr()) for each in constants.rotations)
+        rotations = [library.Rotation(*pair) for pair in addresses]
+        self._rotations = (library.Rotation * len(rotations))(*rotations)
+        self._decoder = library.Decoder(
             *(self._embedding.data_ptr(), constants.embedding_scale),
             *(self._rotations, len(rotations), constants.rotations[0].cos.shape[-1]),
             *(self._layers, len(self._layers)),
             _address(weights.norm),
-            Projection() if head is None else head.projection,
+            library.Projection() if head is None else head.projection,
             *(self._width, constants.epsilon),
             *(_reference(weights.ranks), _reference(weights.head_ranks)),
         )

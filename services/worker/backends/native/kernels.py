@@ -27,8 +27,8 @@ from services.worker.backends.torch.kernels import TorchKernels
 
 
 class NativeKernels(TorchKernels):
-    """Kernels in C++. For data types without functions in the library, torch's kernels are used,
-    with the setting `batch_invariant`. The library's own functions are always batch-invariant.
+    """Kernels in C++. Torch's kernels compute data types without functions in the library, with the
+    setting `batch_invariant`. The library's own functions are always batch-invariant.
     """
 
     def __init__(self, library: ctypes.CDLL, *, batch_invariant: bool = True) -> None:
@@ -44,7 +44,6 @@ class NativeKernels(TorchKernels):
         return tuple(self._functions)
 
     def padded_rows(self, num_rows: int) -> int:
-        """Returns `num_rows`, because padding does not save time."""
         return num_rows
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
@@ -62,9 +61,7 @@ class NativeKernels(TorchKernels):
         return NativeLinear(functions, self._memory, weight, bias, activation)
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the weight in float32. The library expects norms in float32 with every data
-        type.
-        """
+        """The weight in float32, which the library expects with every data type."""
         return weight.float()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -17,9 +17,7 @@ _LINE = 64
 
 
 class LargePages:
-    """Allocates tensors. The memory of a tensor is freed when the tensor and all views of it are
-    freed.
-    """
+    """Allocates tensors. A tensor's memory is freed with the tensor and all views of it."""
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
@@ -36,7 +34,6 @@ class LargePages:
         return piece.view(dtype).view(shape)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor, in large pages."""
         return self.take(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 

@@ -17,12 +17,10 @@ from services.worker.backends.kernels import GatedMlp, LayerWeights, Linear, Mlp
 from services.worker.backends.lora import PARTS
 
 EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
-"""Maps the activation of a projection to the number of its epilogue, the operation after the
-product.
-"""
+"""Maps the activation of a projection to the number of the operation after its product."""
 PLAIN, W8A8 = 0, 4
 FORMATS = {(torch.int8, 8): 1, (torch.int8, 4): 2, (torch.float8_e4m3fn, 8): 3}
-"""The numbers of WeightFormat in cpp/quantized.h. PLAIN is for unquantized weights. W8A8 is for
+"""Numbers of WeightFormat in cpp/quantized.h. PLAIN is for unquantized weights, and W8A8 for
 weights whose inputs are quantized too. FORMATS maps the data type and bits of codes to the format
 of other quantized weights.
 """
@@ -46,9 +44,7 @@ def address(array: np.ndarray) -> int:
 
 
 def _fields(kinds: Mapping[str, type[Any]]) -> _Fields:
-    """Structure fields. Each key of `kinds` has the names of consecutive fields of one type,
-    separated by spaces.
-    """
+    """Structure fields. A key has the names of consecutive fields of its type, and spaces."""
     return [(name, kind) for names, kind in kinds.items() for name in names.split()]
 
 
@@ -72,9 +68,7 @@ class NativeQuantizedWeight(ctypes.Structure):
 
 
 class AttentionLayer(ctypes.Structure):
-    """The AttentionLayer of the interface. A `window` or `softcap` of 0 means that there is
-    none.
-    """
+    """The AttentionLayer of the interface. A `window` or `softcap` of 0 means none."""
 
     _fields_ = _fields(
         {
@@ -95,9 +89,7 @@ class Layout(ctypes.Structure):
 
 
 class Heads(ctypes.Structure):
-    """Queries, keys and values of a step's tokens, and their rotation. If `half` is 0, queries and
-    keys are not rotated.
-    """
+    """Queries, keys and values of a step's tokens, and their rotation (none if `half` is 0)."""
 
     _fields_ = _fields(
         {
@@ -372,7 +364,7 @@ def check_structures(
 
 def functions_by_dtype(library: ctypes.CDLL) -> dict[torch.dtype, Functions]:
     """The functions for each data type that the processor computes in. Raises TypeError if the
-    library's structures differ from the structures declared here.
+    library's structures differ from those here.
     """
     check_structures(library)
     return {

@@ -8,23 +8,14 @@ import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.choices import Activation
 from services.worker.backends.lora import Delta
+from services.worker.backends.native import library
 from services.worker.backends.native.large_pages import LargePages
-from services.worker.backends.native.library import (
-    EPILOGUES,
-    FORMATS,
-    PLAIN,
-    W8A8,
-    Functions,
-    NativeQuantizedWeight,
-    Projection,
-)
+from services.worker.backends.native.library import Functions
 from services.worker.backends.native.lora import NativeDelta
 from services.worker.backends.quantized import QuantizedWeight, Weight
 
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
-"""The number of elements of a column that panels store together, by data type. This is DEPTH in
-cpp/panel.h.
-"""
+"""Elements of a column that panels store together, by data type: DEPTH in cpp/panel.h."""
 _INT4_BITS, _INT4_DEPTH = 4, 4
 """Bits of INT4, and the elements of a column that are unpacked at once: BLOCK_DEPTH in
 cpp/quantized.h.
@@ -56,7 +47,8 @@ class NativeLinear:
         self._memory = memory
         bias_address = None if self._bias is None else self._bias.data_ptr()
         depth = self.in_features + self._padding
-        self.projection = Projection(None, bias_address, rows, depth, EPILOGUES[activation])
+        epilogue = library.EPILOGUES[activation]
+        self.projection = library.Projection(None, bias_address, rows, depth, epilogue)
         self._reference = ctypes.byref(self.projection)
         if isinstance(weight, QuantizedWeight):
             self._packed = self._pack_quantized(functions, weight)
@@ -66,7 +58,6 @@ class NativeLinear:
 
     @property
     def is_padded(self) -> bool:
-        """Whether inputs must be padded with columns of zeros."""
         return self._padding > 0
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
@@ -77,14 +68,13 @@ class NativeLinear:
         return output
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32, in which the library sums, without rounding."""
         output = torch.empty((len(x), self.out_features), dtype=torch.float32)
         filled = self._filled(x)
         self._project_full(self._reference, filled.data_ptr(), output.data_ptr(), len(x), None)
         return output
 
     def _pack(self, functions: Functions, weight: torch.Tensor) -> torch.Tensor:
-        self.projection.format, self.projection.group = PLAIN, self.projection.depth
+        self.projection.format, self.projection.group = library.PLAIN, self.projection.depth
         packed, filled = self._take(functions), self._filled(weight).contiguous()
         functions.pack_weight(self._reference, filled.data_ptr())
         return packed
@@ -93,13 +83,13 @@ class NativeLinear:
         codes = self._filled(weight.codes.view(torch.int8)).contiguous()
         scales = weight.scales.contiguous()
         offsets = None if weight.offsets is None else weight.offsets.contiguous()
-        of_codes = FORMATS[weight.codes.dtype, weight.bits]
-        self.projection.format = W8A8 if weight.quantizes_inputs else of_codes
+        of_codes = library.FORMATS[weight.codes.dtype, weight.bits]
+        self.projection.format = library.W8A8 if weight.quantizes_inputs else of_codes
         self.projection.has_offsets = offsets is not None
         self.projection.group = codes.shape[1] // scales.shape[1]
         packed = self._take(functions)
         address = None if offsets is None else offsets.data_ptr()
-        source = NativeQuantizedWeight(codes.data_ptr(), scales.data_ptr(), address)
+        source = library.NativeQuantizedWeight(codes.data_ptr(), scales.data_ptr(), address)
         functions.pack_quantized(self._reference, source)
         return packed
 
@@ -116,9 +106,9 @@ class NativeLinear:
 
 
 def _packable(weight: Weight) -> Weight:
-    """Returns the weight, or an equal weight that can be packed. If the group size is not a
-    multiple of a block of 4-bit codes, codes are stored in 8 bits. If the group size is not a
-    multiple of the elements stored together, the weight is dequantized.
+    """The weight, or an equal weight that can be packed. If the group size is not a multiple of a
+    block of 4-bit codes, codes are stored in 8 bits. If it is not a multiple of the elements stored
+    together, the weight is dequantized.
     """
     if not isinstance(weight, QuantizedWeight):
         return weight

@@ -18,20 +18,13 @@ from services.worker.backends.lora import (
     LoraShape,
     stacked,
 )
+from services.worker.backends.native import library
 from services.worker.backends.native.large_pages import LargePages
-from services.worker.backends.native.library import (
-    LoraDelta,
-    LoraProjection,
-    NativeLoraLayer,
-    StepLora,
-)
 
 _LANES = 16
-"""Number of columns in a vector. This is LANES in cpp/vector.h."""
+"""Columns in a vector: LANES in cpp/vector.h."""
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
-"""The number of elements of a column that panels store together, by data type. This is DEPTH in
-cpp/panel.h.
-"""
+"""Elements of a column that panels store together, by data type: DEPTH in cpp/panel.h."""
 _LEAST_IN_LARGE_PAGES = 8 * 2**20
 """Minimum bytes of an adapter that is stored in large pages. The unused part of its last page of 2
 MiB is then relatively small.
@@ -65,12 +58,11 @@ class _PackedPart:
         return self.a.nbytes + self.b.nbytes + self.begins.nbytes
 
     def moved(self, memory: LargePages) -> "_PackedPart":
-        """A copy in this memory."""
         return replace(self, a=memory.copy(self.a), b=memory.copy(self.b))
 
-    def structure(self) -> LoraProjection:
+    def structure(self) -> library.LoraProjection:
         addresses = (tensor.data_ptr() for tensor in (self.a, self.b, self.begins))
-        return LoraProjection(*addresses, self.width, self.rank)
+        return library.LoraProjection(*addresses, self.width, self.rank)
 
 
 class NativeLora:
@@ -97,7 +89,7 @@ class NativeLora:
             packed = {place: part.moved(memory) for place, part in packed.items()}
         self._owned = packed
         """Keeps the memory alive that the structures point to."""
-        self.layers = (NativeLoraLayer * len(layers))()
+        self.layers = (library.NativeLoraLayer * len(layers))()
         for (index, number), part in packed.items():
             self.layers[index].parts[number] = part.structure()
         self.width = max((part.width for part in packed.values()), default=_LANES)
@@ -118,16 +110,10 @@ def _packed(factors: Factors, shape: LoraShape, panel_width: int) -> _PackedPart
         taken = slice(one.first, one.first + len(one.b))
         b[taken, : one.b.shape[1]] = one.b
         begins[taken] = number * rank
-    of_vectors = _shared(begins[columns].view(-1, _LANES)[:, 0].contiguous())
+    of_vectors = begins[columns].view(-1, _LANES)[:, 0].contiguous()
+    of_vectors = _begins.setdefault(of_vectors.numpy().tobytes(), of_vectors)
     panels_of_a, panels_of_b = _panels(a, _LANES, pairs), _panels(b[columns], panel_width, pairs)
     return _PackedPart(panels_of_a, panels_of_b, of_vectors, len(a), rank)
-
-
-def _shared(begins: torch.Tensor) -> torch.Tensor:
-    """Returns an equal tensor of another adapter or layer if one is in memory, and otherwise this
-    tensor.
-    """
-    return _begins.setdefault(begins.numpy().tobytes(), begins)
 
 
 def _at_vectors(factors: Factors, columns: int) -> bool:
@@ -138,7 +124,7 @@ def _at_vectors(factors: Factors, columns: int) -> bool:
 
 def _columns_of_panels(shape: LoraShape, panel_width: int) -> torch.Tensor:
     """The projection's column at each position of its panels, as source_row in cpp/linear.h
-    computes it. Padding positions have the value `shape.columns`.
+    computes it, or `shape.columns` at padding positions.
     """
     if not shape.is_gated:
         places = torch.arange(-(-shape.columns // panel_width) * panel_width)
@@ -146,11 +132,10 @@ def _columns_of_panels(shape: LoraShape, panel_width: int) -> torch.Tensor:
     half = shape.columns // 2
     index = torch.arange(-(-half // _LANES) * _LANES)
     missing = index >= half
-    gates, values = (
-        index.masked_fill(missing, 2 * half),
-        (half + index).masked_fill(missing, 2 * half),
+    both = (
+        first.masked_fill(missing, 2 * half).view(-1, _LANES) for first in (index, half + index)
     )
-    return torch.stack((gates.view(-1, _LANES), values.view(-1, _LANES)), dim=1).flatten()
+    return torch.stack(tuple(both), dim=1).flatten()
 
 
 def _panels(weight: torch.Tensor, width: int, pairs: int) -> torch.Tensor:
@@ -171,16 +156,15 @@ class NativeLoraStep:
         )
         self._owned = adapters, rows, layers
         """Keeps the memory alive that the structure points to."""
-        self.structure = StepLora(
+        self.structure = library.StepLora(
             *(ctypes.addressof(layers), rows.rows.ctypes.data, rows.starts.ctypes.data),
             *(max(adapter.width for adapter in adapters), len(adapters)),
         )
 
     def layer(self, index: int) -> LayerDeltas:
         address = ctypes.addressof(self.structure)
-        return LayerDeltas(
-            *(NativeDelta(self, LoraDelta(address, index, part)) for part in range(len(PARTS)))
-        )
+        parts = (library.LoraDelta(address, index, part) for part in range(len(PARTS)))
+        return LayerDeltas(*(NativeDelta(self, delta) for delta in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +172,8 @@ class NativeDelta:
     """A Delta that the library adds in the projection's call."""
 
     step: NativeLoraStep
-    structure: LoraDelta
+    structure: library.LoraDelta
 
-    def added_to(
-        self,
-        product: torch.Tensor,  # noqa: ARG002
-        x: torch.Tensor,  # noqa: ARG002
-    ) -> torch.Tensor:
+    def added_to(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Never called, because the library's own projections use the structure."""
         raise AssertionError("the library adds it to its own products")

@@ -12,31 +12,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.worker.backends import attention
-from services.worker.backends.attention import AttentionShape, Int32Array, Rotation, StepLayout
-from services.worker.backends.native.large_pages import LargePages
-from services.worker.backends.native.library import (
-    CACHE_FORMATS,
+from services.worker.backends.attention import (
     AttentionLayer,
-    Functions,
-    Heads,
-    Layout,
-    Pages,
-    address,
+    AttentionShape,
+    Int32Array,
+    Rotation,
+    StepLayout,
 )
+from services.worker.backends.native import library
+from services.worker.backends.native.large_pages import LargePages
+from services.worker.backends.native.library import address
 
 _BYTES_PER_THREAD = 2**22
 """Upper bound of a thread's scratch memory, in bytes."""
 
 _PART_KEYS = 512
 _MOST_ROWS = 128
-"""Upper bound of TASK_ROWS in cpp/attention_plan.h, which also defines PART_KEYS."""
+"""TASK_ROWS in cpp/attention_plan.h, which also defines PART_KEYS, is at most this number."""
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
     """Upper estimate, in bytes, of the memory that attention needs in addition to the cache:
-    scratch memory, and partial sums of contexts that are divided among threads. There are fewer
-    than two such contexts for each thread.
+    scratch memory, and partial sums of contexts that are divided among threads, fewer than two for
+    each thread.
     """
     threads = torch.get_num_threads()
     widest = max(layer.head_dim for layer in shape.layers)
@@ -49,31 +47,29 @@ def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
 class NativeLayer:
     """A layer's attention parameters and pages, and the index of its KV-cache group."""
 
-    layer: AttentionLayer
-    pages: Pages
+    layer: library.AttentionLayer
+    pages: library.Pages
     group: int
 
 
 class NativePagedAttention:
     """A PagedAttention in C++."""
 
-    def __init__(self, functions: Functions, memory: LargePages, shape: AttentionShape) -> None:
+    def __init__(
+        self, functions: library.Functions, memory: LargePages, shape: AttentionShape
+    ) -> None:
         self._functions = functions
         self.pages = [
             memory.take(shape.page_shape(layer), shape.page_dtype) for layer in shape.page_layers
         ]
         """Keys and values, see PagesOfKeys."""
-        cache_format = CACHE_FORMATS[shape.kv_cache_dtype]
-        self._layers = [
-            NativeLayer(
-                _native(layer),
-                Pages(keys.data_ptr(), values.data_ptr(), shape.block_sizes[group], cache_format),
-                group,
-            )
-            for layer, (keys, values), group in zip(
-                shape.layers, shape.layer_pages(self.pages), shape.group_of, strict=True
-            )
-        ]
+        cache_format = library.CACHE_FORMATS[shape.kv_cache_dtype]
+        self._layers = []
+        layers = zip(shape.layers, shape.layer_pages(self.pages), shape.group_of, strict=True)
+        for layer, (keys, values), group in layers:
+            where = keys.data_ptr(), values.data_ptr()
+            pages = library.Pages(*where, shape.block_sizes[group], cache_format)
+            self._layers.append(NativeLayer(_native(layer), pages, group))
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> "NativePagedStep":
         return NativePagedStep(self._functions.attend, self._layers, layouts)
@@ -94,14 +90,11 @@ class NativePagedStep:
         self.layers = layers
         self._num_tokens = layouts[0].num_tokens
         self._arrays = layouts
-        self.layouts = (Layout * len(layouts))(
+        self.layouts = (library.Layout * len(layouts))(
             *(
-                Layout(
-                    len(layout.seq_lens),
-                    address(layout.query_starts),
-                    address(layout.seq_lens),
-                    address(layout.rows),
-                    address(layout.tables),
+                library.Layout(
+                    *(len(layout.seq_lens), address(layout.query_starts)),
+                    *(address(layout.seq_lens), address(layout.rows), address(layout.tables)),
                     layout.tables.strides[0] // layout.tables.itemsize,
                 )
                 for layout in layouts
@@ -118,7 +111,7 @@ class NativePagedStep:
     ) -> torch.Tensor:
         output = torch.empty(query.shape, dtype=query.dtype)
         output[self._num_tokens :].zero_()
-        heads = Heads(
+        heads = library.Heads(
             *(query.data_ptr(), key.data_ptr(), value.data_ptr()),
             *(query.stride(0), key.stride(0), value.stride(0)),
         )
@@ -130,12 +123,6 @@ class NativePagedStep:
         return output.flatten(1)
 
 
-def _native(layer: attention.AttentionLayer) -> AttentionLayer:
-    return AttentionLayer(
-        layer.num_heads,
-        layer.num_kv_heads,
-        layer.head_dim,
-        layer.scale,
-        layer.window or 0,
-        layer.softcap or 0,
-    )
+def _native(layer: AttentionLayer) -> library.AttentionLayer:
+    heads = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    return library.AttentionLayer(*heads, layer.scale, layer.window or 0, layer.softcap or 0)

@@ -49,13 +49,12 @@ KINDS = (
 
 
 def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> ctypes.CDLL | None:
-    """Loads the best complete library for a processor with these features. Returns None if there is
-    none. Raises OSError if a complete library cannot be loaded.
+    """Loads the best complete library for a processor with these features, if there is one. Raises
+    OSError if a complete library cannot be loaded.
     """
     for kind in KINDS:
         if kind.features <= frozenset(features):
-            library = CachedLibrary(directory / kind.name, NAME).load()
-            if library is not None:
+            if (library := CachedLibrary(directory / kind.name, NAME).load()) is not None:
                 return library
     return None
 

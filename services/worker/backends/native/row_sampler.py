@@ -5,13 +5,8 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.backends.native.library import (
-    NativeLogitRows,
-    NativeRowMasks,
-    NativeRowParameters,
-    SamplingFunctions,
-    address,
-)
+from services.worker.backends.native import library as native
+from services.worker.backends.native.library import NativeLogitRows, NativeRowMasks, address
 from services.worker.backends.row_sampler import RowMasks, RowParameters
 
 
@@ -21,7 +16,7 @@ class NativeRowSampler:
     draws_ahead = True
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._functions = SamplingFunctions(library)
+        self._functions = native.SamplingFunctions(library)
 
     def sample(
         self,
@@ -34,7 +29,7 @@ class NativeRowSampler:
         if num_values != num_known:
             raise ValueError(f"a row has {num_values} values, but compiled code reads {num_known}")
         token_ids = np.empty(len(rows), np.int64)
-        drawn = NativeRowParameters(
+        drawn = native.NativeRowParameters(
             *map(address, (parameters.values, parameters.seeds, parameters.positions))
         )
         self._functions.sample_rows(

@@ -11,7 +11,7 @@ from services.worker.backends.ranks import GatheringRanks
 _CELL_BYTES = 64
 _SLOT_BYTES = 2**20
 _ROUNDS = 2
-"""Number of consecutive rounds of collectives that use separate slots of the shared memory."""
+"""Consecutive rounds of collectives that use separate slots of the shared memory."""
 
 
 class NativeRanks(GatheringRanks):
@@ -30,17 +30,9 @@ class NativeRanks(GatheringRanks):
         )
         self._reference = ctypes.byref(self.structure)
         self._memory: mmap.mmap | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self._cell_bytes + _ROUNDS * self.size * _SLOT_BYTES
-
-    @property
-    def _cell_bytes(self) -> int:
-        """Returns the bytes of all cells, rounded up to whole pages. The slots follow the cells in
-        memory.
-        """
-        return -(-self.size * _CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._cell_bytes = -(-size * _CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+        """Bytes of all cells, rounded up to whole pages. The slots follow the cells in memory."""
+        self.num_bytes = self._cell_bytes + _ROUNDS * size * _SLOT_BYTES
 
     def use(self, memory: mmap.mmap) -> None:
         self._memory = memory

@@ -7,8 +7,8 @@ from services.worker.backends.native.library import NativeSuffixSettings, Suffix
 from services.worker.backends.suffix_decoding import Int32Array, SuffixRules
 
 MAX_RESPONSE_BYTES = 256 << 20
-"""Maximum memory of all trees of responses. It is enough for half a million tokens of text that
-occurs twice, or for six million tokens that occur once.
+"""Maximum memory of all trees of responses, for half a million tokens of text that occurs twice, or
+six million tokens that occur once.
 """
 
 
@@ -20,11 +20,8 @@ class NativeSuffixDecoding:
     ) -> None:
         self._functions = functions = SuffixFunctions(library)
         settings = NativeSuffixSettings(
-            rules.max_tree_depth,
-            rules.max_cached_requests,
-            max_bytes,
-            rules.max_spec_factor,
-            rules.min_token_prob,
+            *(rules.max_tree_depth, rules.max_cached_requests, max_bytes),
+            *(rules.max_spec_factor, rules.min_token_prob),
         )
         self._trees: int = functions.new(settings)
         weakref.finalize(self, functions.delete, self._trees)
@@ -34,8 +31,8 @@ class NativeSuffixDecoding:
         """Rows whose prompts are in a tree."""
         self._arrays: tuple[Int32Array, Int32Array] | None = None
         self._addresses = 0, 0, 0
-        """The cached results of `_known`: address of `token_ids`, its row length in tokens, and
-        address of `num_tokens`.
+        """Results of `_known`: address of `token_ids`, its row length in tokens, address of
+        `num_tokens`.
         """
 
     @property
@@ -67,8 +64,8 @@ class NativeSuffixDecoding:
         return self._drafts[:found]
 
     def _known(self, token_ids: Int32Array, num_tokens: Int32Array) -> tuple[int, int, int]:
-        """Addresses and row length of the arrays, for the library's functions. The results are
-        cached while the arrays are the same, since computing the addresses takes as long as a call.
+        """Addresses and row length of the arrays, for the library's functions. They are cached
+        while the arrays are the same, since computing the addresses takes as long as a call.
         """
         before = self._arrays
         if before is None or before[0] is not token_ids or before[1] is not num_tokens:

@@ -34,8 +34,8 @@ def attend(
 
     The mask is added to the scores. If scores are capped, operations are computed one by one. With
     `alike`, the bits do not depend on the number of threads. A single head is then computed twice,
-    because the libraries would divide a single head among threads, and their summation order would
-    depend on the number of threads.
+    because the libraries would divide it among threads, and sum in an order that depends on their
+    number.
     """
     is_doubled = alike and query.shape[0] * query.shape[1] == 1
     if is_doubled:

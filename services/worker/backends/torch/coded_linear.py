@@ -29,7 +29,6 @@ class CodedLinear:
         return product if delta is None else delta.added_to(product, x)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32."""
         codes, scales = quantized_rows(x)
         sums = torch.zeros(len(x), self.out_features, dtype=torch.int32, device=x.device)
         for part, weights in zip(torch.split(codes, _EXACT_DEPTH, 1), self._parts, strict=True):

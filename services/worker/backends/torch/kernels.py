@@ -20,10 +20,8 @@ from services.worker.backends.torch.paged_attention import TorchPagedAttention, 
 
 
 class TorchKernels:
-    """Kernels in torch.
-
-    `batch_invariant`: on the CPU a token's results have the same bits, whatever other tokens are in
-    the step. This makes decode steps slower.
+    """Kernels in torch. `batch_invariant`: on the CPU a token's results have the same bits,
+    whatever other tokens are in the step. This makes decode steps slower.
     """
 
     def __init__(self, *, batch_invariant: bool = True) -> None:
@@ -43,7 +41,6 @@ class TorchKernels:
         return self._plain_linear(weight, bias)
 
     def _plain_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """A projection with an unquantized weight."""
         return PackedLinear(weight, bias, batch_invariant=self._batch_invariant)
 
     def gated_linear(
@@ -52,15 +49,15 @@ class TorchKernels:
         projection = self.linear(weight, bias)
         return GatedLinear(projection, activation, batch_invariant=self._batch_invariant)
 
-    def groups_experts(self, dtype: torch.dtype, width: int) -> bool:  # noqa: ARG002
+    def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
         return False
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """Returns the norm of x. Converts x first, because torch warns if x and the weight differ
-        in data type.
+        """The norm of x, converted first, because torch warns if x and the weight differ in data
+        type.
         """
         if x.dtype is weight.dtype:
             return F.rms_norm(x, weight.shape, weight, epsilon)
@@ -72,26 +69,16 @@ class TorchKernels:
         return self.rms_norm(residual.add_(update), weight, epsilon)
 
     def fused_decoder(
-        self,
-        weights: DecoderWeights,  # noqa: ARG002
-        constants: DecoderConstants,  # noqa: ARG002
+        self, weights: DecoderWeights, constants: DecoderConstants
     ) -> FusedDecoder | None:
         """Returns None, because layers are computed operation by operation."""
         return None
 
-    def shared_ranks(
-        self,
-        rank: int,  # noqa: ARG002
-        size: int,  # noqa: ARG002
-        timeout_seconds: float,  # noqa: ARG002
-    ) -> SharedRanks | None:
+    def shared_ranks(self, rank: int, size: int, timeout_seconds: float) -> SharedRanks | None:
         return None
 
     def pack_lora(
-        self,
-        layers: Sequence[LoraLayer],
-        shapes: Mapping[str, LoraShape],  # noqa: ARG002
-        dtype: torch.dtype,  # noqa: ARG002
+        self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
     ) -> PackedLora:
         return TorchLora(layers, lambda weight: self.linear(weight, None))
 

@@ -29,15 +29,12 @@ class KeyRange:
 
     @property
     def end(self) -> int:
-        """The index after the last key."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Queries [begin, end) of a chunk, which share a key range. Query 0 is the chunk's first
-    query.
-    """
+    """Queries [begin, end) of a chunk, counted from its first query, which share a key range."""
 
     begin: int
     end: int
@@ -84,8 +81,8 @@ class FixedRanges:
         return found
 
     def may_share(self, shorter: int, longer: int) -> bool:
-        """Whether decodes with `shorter` and `longer` keys may be one call with `longer` keys. They
-        may not if their ranges have blocks of different lengths.
+        """Whether decodes with `shorter` and `longer` keys may be one call with `longer` keys,
+        because their ranges have blocks of equal lengths.
         """
         if shorter == longer:
             return True
@@ -93,9 +90,7 @@ class FixedRanges:
 
 
 class TightRanges:
-    """Ranges that begin with the first block in the window, and end with the last query's own key.
-    The methods are the same as in FixedRanges.
-    """
+    """As FixedRanges. Ranges extend from the first block in the window to the last query's key."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -1,5 +1,5 @@
-"""LoRA in plain torch. Rows are multiplied by A and B of their adapter, adapter by adapter. If
-torch can multiply grouped matrices, all adapters are multiplied at once.
+"""LoRA in plain torch. Rows are multiplied by A and B of their adapter, adapter by adapter, or all
+at once if torch can multiply grouped matrices.
 """
 
 from collections.abc import Callable, Sequence
@@ -171,8 +171,8 @@ class GroupedLoraStep:
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """A Delta with grouped products. `rows` are ordered by adapter, and `ends` has the end of each
-    adapter's rows.
+    """A Delta with grouped products. `rows` are ordered by adapter. `ends`: each adapter's last
+    row, exclusive.
     """
 
     rows: torch.Tensor

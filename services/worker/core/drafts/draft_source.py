@@ -71,10 +71,7 @@ class ProposerSource(DraftSource):
         self._proposer = proposer
 
     def propose(
-        self,
-        step: StepInput,  # noqa: ARG002 - all tokens are in the batch
-        batch: InputBatch,
-        wanted: Sequence[WantedDrafts],
+        self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
     ) -> list[Sequence[int]]:
         proposed = []
         for want in wanted:

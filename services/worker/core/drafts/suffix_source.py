@@ -22,10 +22,7 @@ class SuffixSource(DraftSource):
             self._trees.enter(request.row, request.cache_key, len(request.token_ids))
 
     def propose(
-        self,
-        step: StepInput,  # noqa: ARG002 - all tokens are in the batch
-        batch: InputBatch,
-        wanted: Sequence[WantedDrafts],
+        self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
     ) -> list[Sequence[int]]:
         proposed = []
         for want in wanted:

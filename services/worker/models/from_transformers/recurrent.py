@@ -83,18 +83,18 @@ class SequenceStates:
             raise Refused("has recurrent layers without a convolution or without a recurrence")
         return given
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:  # noqa: ARG002
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """The last inputs of the convolution."""
         return self._only(state_idx)[_CONVOLUTION]
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:  # noqa: ARG002
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """The matrix of the recurrence."""
         return self._only(state_idx)[_RECURRENCE]
 
     def update_conv_state(
         self,
         conv_states: torch.Tensor,
-        layer_idx: int,  # noqa: ARG002
+        layer_idx: int,
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
         **_: Any,
@@ -110,17 +110,13 @@ class SequenceStates:
         return inputs
 
     def update_recurrent_state(
-        self,
-        recurrent_states: torch.Tensor,
-        layer_idx: int,  # noqa: ARG002
-        state_idx: int = 0,
-        **_: Any,
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
         """Stores the matrix after the last token, and returns it."""
         self._only(state_idx)[_RECURRENCE] = recurrent_states
         return recurrent_states
 
-    def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
+    def is_recording_past(self, layer_idx: int) -> bool:
         """Whether earlier states are kept, too. Always False."""
         return False
 
