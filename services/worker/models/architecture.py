@@ -1,5 +1,4 @@
-"""The architectures that run natively, and the traits of each architecture that config.json does
-not contain.
+"""The native architectures, and the traits of each that config.json does not contain.
 
 All are pre-norm decoders with rotary positions, grouped queries and gated MLPs. `Traits` lists
 their differences. Traits are looked up by architecture only while config.json is read. Layers are
@@ -29,7 +28,7 @@ _ENDINGS = ("ForCausalLM", "ForSequenceClassification", "Model")
 
 
 def native_architecture(name: str) -> Architecture | None:
-    """The native decoder of the model class `name` in config.json. It is None if there is none.
+    """The native decoder, if any, of the model class `name` in config.json.
 
     The class may have the decoder's own head, a head for classes (LlamaForSequenceClassification),
     or no head (LlamaModel).
@@ -78,13 +77,9 @@ class Traits:
     """Whether queries and keys are normalized per head."""
     windows: Windows = Windows.NONE
     default_window: int | None = 4096
-    """The window if `sliding_window` is absent from config.json. If None, no layer has a window in
-    that case.
-    """
+    """The window if config.json has no `sliding_window`. None means no window."""
     window_pattern: int = 1
-    """Number of layers in one period of the pattern of windows. The last layer of a period has no
-    window.
-    """
+    """Layers in one period of the pattern of windows, whose last layer has no window."""
     experts: ExpertLayout | None = None
     """The names of experts. None means all MLPs are dense."""
     activation_key: str = "hidden_act"
@@ -101,13 +96,11 @@ class Traits:
     the key is not read, and the value is `head_dim`.
     """
     softcaps: tuple[float | None, float | None] | None = None
-    """Defaults of the keys `attn_logit_softcapping` and `final_logit_softcapping`. If None, neither
-    key is used.
+    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`. None: the keys are not
+    read.
     """
     head_dim: int | None = None
-    """Default of the key `head_dim`. If None, the default is `hidden_size` divided by the number of
-    heads.
-    """
+    """Default of the key `head_dim`. None means `hidden_size` divided by the number of heads."""
     tie_word_embeddings: bool = False
     theta: float = 10_000.0
     """Base of the rotary embedding."""
@@ -131,9 +124,7 @@ TRAITS: dict[Architecture, Traits] = {
     Architecture.LLAMA: Traits(mlp_bias=True),
     Architecture.MISTRAL: Traits(biases=Biases.NONE, windows=Windows.ALL),
     Architecture.MIXTRAL: Traits(
-        biases=Biases.NONE,
-        windows=Windows.ALL,
-        default_window=None,
+        *(Biases.NONE, False, False, Windows.ALL, None),
         experts=ExpertLayout.MIXTRAL,
         theta=1_000_000.0,
     ),
@@ -152,4 +143,3 @@ TRAITS: dict[Architecture, Traits] = {
         local_theta=10_000.0,
     ),
 }
-"""The traits of every architecture."""

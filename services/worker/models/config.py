@@ -63,29 +63,22 @@ class ModelConfig:
     logits_softcap: float | None
     """The cap c of logits: a logit x becomes c tanh(x / c). None: no cap."""
     checkpoint_dtype: str | None
-    """The name of the stored data type. It is None if config.json names no data type in which
-    models run.
-    """
+    """The stored data type, or None if config.json names none in which models run."""
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None = None
     """How the checkpoint's weights are quantized. None means unquantized."""
 
     @property
     def traits(self) -> Traits:
-        """The architecture's fixed properties, and its defaults for keys of config.json."""
         return TRAITS[self.architecture]
 
     @property
     def num_layers(self) -> int:
-        """The number of decoder layers."""
         return len(self.layers)
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """Reads config.json (and generation_config.json) of a native architecture.
-
-    Raises ModelError.
-    """
+    """Reads config.json and generation_config.json of a native architecture. Raises ModelError."""
     path = directory / "config.json"
     reader = JsonReader(path, read_json_object(path))
     name = read_architecture(directory)
@@ -100,6 +93,7 @@ def read_model_config(directory: Path) -> ModelConfig:
     biased = reader.boolean("attention_bias", False) and traits.biases is Biases.CONFIGURED
     layers = read_layers(reader, traits, reader.integer("num_hidden_layers"))
     attention_softcap, logits_softcap = _softcaps(reader, traits)
+    dtype = str(reader.raw("dtype") or reader.raw("torch_dtype")).removeprefix("torch.")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=reader.integer("vocab_size"),
@@ -119,8 +113,10 @@ def read_model_config(directory: Path) -> ModelConfig:
         attention_scale=_attention_scale(reader, traits, head_dim),
         attention_softcap=attention_softcap,
         logits_softcap=logits_softcap,
-        checkpoint_dtype=_checkpoint_dtype(reader),
-        eos_token_ids=_eos_token_ids(directory, reader, reader.integer("vocab_size")),
+        checkpoint_dtype=dtype if dtype in _DTYPES else None,
+        eos_token_ids=check_eos_token_ids(directory, reader, reader.integer("vocab_size")).integers(
+            "eos_token_id"
+        ),
         quantization=read_quantization(reader),
     )
     _check(config, reader)
@@ -128,9 +124,8 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def resolve_max_model_len(asked: int | None, default: int, longest: int, path: Path) -> int:
-    """The length limit of sequences, in tokens. It is `asked`, or the default if `asked` is None.
-
-    Raises ModelConfigError if `asked` exceeds `longest`, the model's own limit.
+    """The length limit of sequences in tokens: `asked`, or the default. Raises ModelConfigError if
+    `asked` exceeds `longest`, the model's own limit.
     """
     if asked is not None and asked > longest:
         raise ModelConfigError(
@@ -165,15 +160,9 @@ def _softcaps(reader: JsonReader, traits: Traits) -> tuple[float | None, float |
     )
 
 
-def _checkpoint_dtype(reader: JsonReader) -> str | None:
-    name = str(reader.raw("dtype") or reader.raw("torch_dtype")).removeprefix("torch.")
-    return name if name in _DTYPES else None
-
-
 def check_eos_token_ids(directory: Path, config: JsonReader, vocab_size: int) -> JsonReader:
-    """Returns a reader of the file that defines the end tokens. This is generation_config.json if
-    it has the key, and config.json otherwise. Raises ModelConfigError for tokens outside the
-    vocabulary.
+    """A reader of the file that defines the end tokens: generation_config.json if it has the key,
+    and config.json otherwise. Raises ModelConfigError for tokens outside the vocabulary.
     """
     path, reader = directory / "generation_config.json", config
     if path.exists():
@@ -184,28 +173,20 @@ def check_eos_token_ids(directory: Path, config: JsonReader, vocab_size: int) ->
     return reader
 
 
-def _eos_token_ids(directory: Path, config: JsonReader, vocab_size: int) -> tuple[int, ...]:
-    return check_eos_token_ids(directory, config, vocab_size).integers("eos_token_id")
-
-
 def _check_features(reader: JsonReader, traits: Traits) -> None:
     """Raises UnsupportedModel for a feature that the native layers do not implement."""
     key = traits.activation_key
     activation = reader.text(key, traits.activation.value)
     same = {activation, "silu"} if activation == "swish" else {activation}
     if traits.activation.value not in same:
-        raise UnsupportedModel(
-            reader.path,
-            f"{key} {activation!r} is not supported; supported is {traits.activation.value}",
-        )
+        problem = f"{key} {activation!r} is not supported; supported is {traits.activation.value}"
+        raise UnsupportedModel(reader.path, problem)
     if reader.raw("use_bidirectional_attention"):
-        raise UnsupportedModel(
-            reader.path, "use_bidirectional_attention: a decoder sees no later tokens"
-        )
+        problem = "use_bidirectional_attention: a decoder sees no later tokens"
+        raise UnsupportedModel(reader.path, problem)
     if traits.softcaps == (None, None) and "attn_logit_softcapping" in reader:
-        raise UnsupportedModel(
-            reader.path, "attn_logit_softcapping is no part of this architecture"
-        )
+        problem = "attn_logit_softcapping is no part of this architecture"
+        raise UnsupportedModel(reader.path, problem)
 
 
 def _check(config: ModelConfig, reader: JsonReader) -> None:

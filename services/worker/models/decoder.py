@@ -20,24 +20,13 @@ from services.worker.models.rope_tables import cos_sin_table
 
 
 def attention_layers(config: ModelConfig) -> tuple[AttentionLayer, ...]:
-    """The attention parameters of each layer."""
-    return tuple(
-        AttentionLayer(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            scale=config.attention_scale,
-            window=layer.window,
-            softcap=config.attention_softcap,
-        )
-        for layer in config.layers
-    )
+    heads = config.num_heads, config.num_kv_heads, config.head_dim
+    scale, softcap = config.attention_scale, config.attention_softcap
+    return tuple(AttentionLayer(*heads, scale, layer.window, softcap) for layer in config.layers)
 
 
 class Decoder:
-    """A decoder over a paged cache of keys and values. Immutable. Methods must be called in
-    inference mode.
-    """
+    """A decoder over a paged cache of keys and values. Immutable. Needs inference mode."""
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_model_len: int
@@ -46,9 +35,7 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._norms = [*(layer.input_norm for layer in weights.layers), weights.norm]
-        """The norm before each layer, then the norm after the last layer. The latter is None in
-        stages before the last.
-        """
+        """The norm before each layer, then the norm after the last one (None in earlier stages)."""
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
@@ -57,15 +44,10 @@ class Decoder:
             Rotation(*cos_sin_table(rope, config.head_dim, max_model_len, dtype, device))
             for rope in ropes
         )
-        self._fused = kernels.fused_decoder(
-            weights,
-            DecoderConstants(
-                self._embedding_scale, self._rotations, self._rope_of, config.rms_norm_eps
-            ),
-        )
+        constants = self._embedding_scale, self._rotations, self._rope_of, config.rms_norm_eps
+        self._fused = kernels.fused_decoder(weights, DecoderConstants(*constants))
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeds token ids as in Model. Scales the embeddings if the architecture requires it."""
         embedded = F.embedding(token_ids, self._weights.embedding)
         return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
@@ -78,10 +60,8 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the layers. The arguments and results are as in Model.
-
-        The last stage normalizes its hidden states. Earlier stages do not. Padding rows are
-        computed too.
+        """Runs the layers, and computes padding rows too. Only the last stage normalizes its hidden
+        states.
         """
         adapters = None if lora is None else self._kernels.lora_step(lora)
         if self._fused is not None and self._fused.accepts(attention):

@@ -6,8 +6,7 @@
     │   └── UnsupportedModel    config.json describes a model that this worker cannot run
     └── ModelTensorError        the tensors do not match config.json
 
-Each message is one sentence that names the file and the problem. Each of these errors ends the
-worker's startup.
+Each message is one sentence that names the file and the problem. Each error ends the startup.
 """
 
 from pathlib import Path
@@ -44,9 +43,7 @@ class UnsupportedModel(ModelConfigError):
 
 
 def quantized(path: Path, quantization_config: object) -> UnsupportedModel:
-    """The error for quantized weights. The message names the quantization method if config.json
-    does.
-    """
+    """The error for quantized weights. The message names the method if config.json does."""
     values = quantization_config if isinstance(quantization_config, dict) else {}
     method = values.get("quant_method")
     how = f"weights quantized by {str(method)[:40]!r}" if method else "quantized weights"

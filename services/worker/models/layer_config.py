@@ -29,9 +29,8 @@ class ExpertsConfig:
 class LayerConfig:
     """Properties that may differ from layer to layer.
 
-    `window`: the number of tokens that a query attends to, including its own token. If None, a
-    query attends to all previous tokens. `experts`: the layer's experts. They are None if the layer
-    has one dense MLP.
+    `window`: the number of tokens that a query attends to, including its own token, or None for all
+    previous tokens. `experts` is None if the layer has one dense MLP.
     """
 
     window: int | None
@@ -85,9 +84,7 @@ def _sliding_layers(reader: JsonReader, traits: Traits, num_layers: int) -> list
 
 
 def _listed(reader: JsonReader, num_layers: int) -> list[bool] | None:
-    """Whether each layer has a window, according to `layer_types`. Returns None if the key is
-    absent.
-    """
+    """Whether each layer has a window, by `layer_types`, or None if the key is absent."""
     types = reader.raw("layer_types")
     if types is None:
         return None

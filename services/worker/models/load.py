@@ -5,11 +5,7 @@ from dataclasses import replace
 
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.ranks import ALONE, Ranks
-from services.worker.models.config import (
-    read_architecture,
-    read_model_config,
-    resolve_max_model_len,
-)
+from services.worker.models import config as model_config
 from services.worker.models.decoder import Decoder, attention_layers
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.files.checkpoint import Checkpoint
@@ -34,22 +30,21 @@ def load_model(
     ranks: Ranks = ALONE,
     wait_for_ranks: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
-    """Reads configuration and weights. If there are several `ranks`, reads this rank's part of the
-    weights.
+    """Reads configuration and weights, or this rank's part of the weights if there are several
+    `ranks`.
 
     `wait_for_ranks` waits, without a deadline, until every rank has called it. It is called before
     the ranks compute something together, since some ranks may read longer than others. Raises
     ModelError if the model cannot be served.
     """
     directory = checkpoint.directory
-    name = read_architecture(directory)
+    name = model_config.read_architecture(directory)
     if is_native(name, pools=options.pooling is not None):
         loaded = _load_natively(checkpoint, options, kernels, progress, ranks)
     elif options.quantization is not QuantizationSetting.AUTO:
-        raise UnsupportedModel(
-            directory / "config.json",
-            f"quantization {options.quantization.value}: architecture {name} has no native code",
-        )
+        asked = f"quantization {options.quantization.value}"
+        problem = f"{asked}: architecture {name} has no native code"
+        raise UnsupportedModel(directory / "config.json", problem)
     else:
         check_decoder(read_json_object(directory / "config.json"), directory / "config.json")
         # Imported only here, since importing transformers takes seconds and a hundred megabytes.
@@ -69,7 +64,7 @@ def _load_natively(
     checkpoint: Checkpoint, options: LoadOptions, kernels: Kernels, progress: Progress, ranks: Ranks
 ) -> LoadedModel:
     directory = checkpoint.directory
-    config, pooling = read_model_config(directory), options.pooling
+    config, pooling = model_config.read_model_config(directory), options.pooling
     if pooling is not None:  # only logits of the vocabulary are capped
         config = replace(config, logits_softcap=None)
     longest = config.rope.max_model_len
@@ -77,7 +72,7 @@ def _load_natively(
     if pooling is not None and pooling.max_seq_length is not None:
         default = min(default, pooling.max_seq_length)
     asked, path = options.max_model_len, directory / "config.json"
-    max_model_len = resolve_max_model_len(asked, default, longest, path)
+    max_model_len = model_config.resolve_max_model_len(asked, default, longest, path)
     dtype = resolve_dtype(options.dtype, config.checkpoint_dtype)
     log_loading(config.architecture.value, directory, dtype)
     stage = layers_of_stage(checkpoint, config.num_layers, options.stage, options.num_stages)

@@ -1,6 +1,4 @@
-"""The MLP of a layer. It is one gated MLP, or several experts with a router that picks a few
-experts for each token.
-"""
+"""The MLP of a layer: one gated MLP, or several with a router that picks a few for each token."""
 
 from dataclasses import dataclass
 
@@ -54,10 +52,9 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
-    """Computes the same as Experts, with all experts in two grouped multiplications. The shapes of
-    these multiplications do not depend on the picked experts. So the host need not wait for the
-    device, and the device may record the multiplications. The weights of experts that no token
-    picks are not read.
+    """Computes the same as Experts, with all experts in two grouped multiplications. Their shapes
+    do not depend on the picked experts. So the host need not wait for the device, and the device
+    may record them. The weights of experts that no token picks are not read.
 
     `gate_up` [num_experts, 2 * intermediate_size, hidden_size]: gates before values. `down`
     [num_experts, hidden_size, intermediate_size].

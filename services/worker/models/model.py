@@ -53,8 +53,8 @@ class Model(Protocol):
 
 
 def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:
-    """The rows of `whole` at the indexes `wanted`, or all rows if `wanted` is None. Returns None if
-    `wanted` is empty.
+    """The rows of `whole` at the indexes `wanted`, all rows if `wanted` is None, or None if it is
+    empty.
     """
     if wanted is None:
         return whole
@@ -71,8 +71,6 @@ def wanted_logits(
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder in memory, and its properties."""
-
     model: Model
     architecture: str
     dtype: torch.dtype
@@ -87,9 +85,7 @@ class LoadedModel:
     states: tuple[StateLayer, ...] = ()
     """The states of each recurrent layer."""
     rope_length: int = 0
-    """The sequence length from which rotary frequencies are computed. It is 0 if they do not depend
-    on a length.
-    """
+    """The sequence length from which rotary frequencies are computed, or 0 if it has no effect."""
     is_static: bool = False
     """Whether a step's operations depend only on the number of tokens, never on values, so that a
     device can record them.
@@ -99,7 +95,7 @@ class LoadedModel:
     stage: StageLayers | None = None
     """The layers that `model` has. None means all layers."""
     lora: "LoraReader | None" = None
-    """Reads LoRA adapters. It is None if the model does not support LoRA."""
+    """Reads LoRA adapters, or None if the model does not support LoRA."""
 
     @property
     def own_attention(self) -> tuple[AttentionLayer, ...]:
@@ -109,19 +105,17 @@ class LoadedModel:
         return self.attention[self.stage.start : self.stage.stop]
 
     def own_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Selects the `layers` that `model` has, and returns their indexes in `model`."""
+        """The indexes in `model` of those of these layers that it has."""
         return tuple(layers) if self.stage is None else self.stage.of_group(layers)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options of loading a model."""
-
     max_model_len: int | None
     """The maximum length of a sequence, in tokens. None means the model's own limit."""
     dtype: DtypeSetting
     pooling: PoolingConfig | None = None
-    """How prompts are pooled. It is None if the model generates."""
+    """How prompts are pooled, or None if the model generates."""
     stage: int = 0
     """The pipeline stage to load, of `num_stages`."""
     num_stages: int = 1
@@ -146,5 +140,4 @@ def resolve_dtype(setting: DtypeSetting, checkpoint_dtype: str | None) -> torch.
 
 
 def log_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:
-    """Logs the architecture, directory and data type of a model to load."""
     logger.info("loading %s from %s in %s", architecture, directory, str(dtype)[6:])

@@ -1,5 +1,5 @@
-"""Reads how a model's directory defines pooling: whether the model returns vectors, from which
-states they are computed, and their final activation.
+"""How a model's directory defines pooling: whether the model returns vectors, from which states
+they are computed, and their final activation.
 
 Directories of sentence-transformers list their modules in modules.json: the transformer, a pooling
 module with its own config.json, and optionally a normalization. Architectures of cross-encoders end
@@ -59,21 +59,17 @@ class PoolingConfig:
 
     task: PoolingTask
     pooling_type: PoolingType | None
-    """The pooling type that the directory sets, or None. The default is CLS for models whose tokens
-    attend to later tokens, and LAST for others.
+    """The pooling type that the directory sets. None means CLS for models whose tokens attend to
+    later tokens, and LAST for others.
     """
     activation: Activation
     """The activation for requests that do not set `use_activation`."""
     num_labels: int = 0
     """The number of classes. It is 0 for embeddings."""
     max_seq_length: int | None = None
-    """The directory's limit on the length of prompts, in tokens. None means the model's own
-    limit.
-    """
+    """The directory's limit on the tokens of a prompt. None means the model's own limit."""
     may_shorten: bool = True
-    """See `services.common.request.pooling.Pooler`, which also describes
-    `matryoshka_dimensions`.
-    """
+    """This field and the next one are fields of `services.common.request.pooling.Pooler`."""
     matryoshka_dimensions: tuple[int, ...] = ()
 
     @property
@@ -92,7 +88,7 @@ def generates(architecture: str) -> bool:
 
 
 def read_pooling(directory: Path, runner: RunnerSetting) -> PoolingConfig | None:
-    """Reads how the model pools. Returns None if the model generates text.
+    """Reads how the model pools, or returns None if the model generates text.
 
     With RunnerSetting.AUTO a model pools if the directory lists sentence-transformers modules, or
     if its architecture has no language model's head. Raises ModelError.
@@ -123,9 +119,8 @@ def _classifier(reader: JsonReader) -> PoolingConfig:
         if named not in _ACTIVATIONS:
             raise UnsupportedModel(reader.path, f"the activation {named!r} is not supported")
         activation = _ACTIVATIONS[named]
-    return PoolingConfig(
-        PoolingTask.CLASSIFY, None, activation, num_labels=num_labels, may_shorten=False
-    )
+    task = PoolingTask.CLASSIFY
+    return PoolingConfig(task, None, activation, num_labels=num_labels, may_shorten=False)
 
 
 def _embedder(directory: Path, reader: JsonReader) -> PoolingConfig:
@@ -171,11 +166,9 @@ def _pooling_type(path: Path) -> PoolingType:
         return _MODE_NAMES[named]
     chosen = [key for key in config if key.startswith("pooling_mode_") and config[key] is True]
     if len(chosen) != 1 or chosen[0] not in _MODES:
-        raise UnsupportedModel(
-            path,
-            f"it asks for {', '.join(sorted(chosen)) or 'no pooling mode'}; supported is one of "
-            f"{', '.join(sorted(_MODES))}",
-        )
+        asked = ", ".join(sorted(chosen)) or "no pooling mode"
+        supported = ", ".join(sorted(_MODES))
+        raise UnsupportedModel(path, f"it asks for {asked}; supported is one of {supported}")
     return _MODES[chosen[0]]
 
 

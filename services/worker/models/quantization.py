@@ -1,6 +1,4 @@
-"""Reads the weights of projections. Weights are read as stored, or are quantized while they are
-loaded.
-"""
+"""Reads the weights of projections, as stored, or quantized while they are loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,10 +42,8 @@ class StoredWeights:
         """Reads one quantized weight, whole."""
         if self.config is None:
             return reader.read_quantized(name, dtype)
-        tensors = {
-            stored.rpartition(".")[2]: reader.read_part(stored, ())
-            for stored in self._tensors_of(name)
-        }
+        parts = self._tensors_of(name)
+        tensors = {part.rpartition(".")[2]: reader.read_part(part, ()) for part in parts}
         try:
             return decoded(self.config, tensors, self.shapes[name], dtype)
         except ValueError as error:
@@ -68,9 +64,8 @@ class StoredWeights:
 def stored_weights(
     checkpoint: Checkpoint, config: QuantizationConfig | None, expected: Shapes, tied: str | None
 ) -> StoredWeights:
-    """Finds the expected tensors that are quantized, according to `config`. If `config` is None,
-    the types of the tensors decide. `tied`: name of a head that shares the embedding's weight, or
-    None.
+    """Finds the expected tensors that are quantized, by `config`, or by the tensors' types if it is
+    None. `tied`: name of a head that shares the embedding's weight, or None.
     """
 
     def is_quantized(name: str) -> bool:
@@ -116,9 +111,7 @@ class WeightReader:
             raise UnsupportedModel(self.stored.checkpoint.source, f"{names}: {error}") from error
 
     def made_head(self, weight: torch.Tensor) -> Weight:
-        """The weight of a head that was read before. Quantizes the weight if the setting requires
-        it.
-        """
+        """The weight of a head that was read before, quantized if the setting requires it."""
         return weight if self.setting is QuantizationSetting.AUTO else quantize_int8(weight)
 
     def _part(self, name: str, index: Index) -> Weight:

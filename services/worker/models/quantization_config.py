@@ -14,10 +14,8 @@ _FP8_BLOCK = 128
 
 
 class QuantizationSetting(enum.Enum):
-    """How projections that are stored unquantized are quantized while they are loaded.
-
-    With INT8, weights are quantized to 8 bits. With W8A8, inputs are quantized to 8 bits too,
-    except the head's inputs.
+    """How projections that are stored unquantized are quantized while they are loaded. INT8
+    quantizes weights to 8 bits. W8A8 also quantizes inputs to 8 bits, except the head's.
     """
 
     AUTO = "auto"
@@ -36,11 +34,7 @@ class StoredFormat(enum.Enum):
     FP8 = "fp8"
 
 
-_COMPRESSED = {
-    StoredFormat.PACK_QUANTIZED.value,
-    StoredFormat.INT_QUANTIZED.value,
-    StoredFormat.FLOAT_QUANTIZED.value,
-}
+_COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized"}
 """Formats of compressed-tensors."""
 
 
@@ -64,9 +58,7 @@ class QuantizationConfig:
     quantizes_head: bool
     """Whether the projection to the vocabulary is quantized."""
     has_input_scales: bool = False
-    """Whether the checkpoint has input scales. They are ignored: inputs are not quantized with
-    them.
-    """
+    """Whether the checkpoint has input scales, which are ignored."""
     quantizes_inputs: bool = False
     """Whether inputs are quantized to 8 bits, with a scale for each token."""
 
@@ -76,17 +68,12 @@ class QuantizationConfig:
             return False
         if self.format is StoredFormat.AWQ:
             return not any(part in module for part in self.ignored)
-        return not any(_names(pattern, module) for pattern in self.ignored)
-
-
-def _names(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    return pattern == module
+        patterns = [name.removeprefix("re:") for name in self.ignored if name.startswith("re:")]
+        return module not in self.ignored and not any(re.match(x, module) for x in patterns)
 
 
 def read_quantization(config: JsonReader) -> QuantizationConfig | None:
-    """The quantization of config.json. It is None if the weights are not quantized. Raises
+    """The quantization of config.json, or None if the weights are not quantized. Raises
     UnsupportedModel for an unsupported quantization, and ModelConfigError.
     """
     if KEY not in config:
@@ -111,14 +98,8 @@ def _read_gptq(reader: JsonReader) -> QuantizationConfig:
     for key in ("dynamic", "modules_in_block_to_quantize"):
         if reader.raw(key):
             raise _refused(reader, f"{key}: projections are all quantized alike, or not read")
-    return QuantizationConfig(
-        StoredFormat.GPTQ,
-        bits,
-        _group_size(reader, "group_size"),
-        zero_points=False,
-        ignored=(),
-        quantizes_head=reader.boolean("lm_head", False),
-    )
+    group, has_head = _group_size(reader, "group_size"), reader.boolean("lm_head", False)
+    return QuantizationConfig(StoredFormat.GPTQ, bits, group, False, (), has_head)
 
 
 def _read_awq(reader: JsonReader) -> QuantizationConfig:
@@ -128,14 +109,9 @@ def _read_awq(reader: JsonReader) -> QuantizationConfig:
         raise _refused(reader, f"version {version!r} is not read; gemm is")
     if not reader.boolean("zero_point", True):
         raise _refused(reader, "zero_point false: AWQ is read with zero points")
-    return QuantizationConfig(
-        StoredFormat.AWQ,
-        4,
-        _group_size(reader, "group_size" if "group_size" in reader else "q_group_size"),
-        zero_points=True,
-        ignored=_texts(reader, "modules_to_not_convert"),
-        quantizes_head=False,
-    )
+    group = _group_size(reader, "group_size" if "group_size" in reader else "q_group_size")
+    ignored = _texts(reader, "modules_to_not_convert")
+    return QuantizationConfig(StoredFormat.AWQ, 4, group, True, ignored, False)
 
 
 def _read_fp8(reader: JsonReader) -> QuantizationConfig:
@@ -148,15 +124,8 @@ def _read_fp8(reader: JsonReader) -> QuantizationConfig:
     if block not in (None, [_FP8_BLOCK] * 2):
         raise _refused(reader, f"weight_block_size {block!r} is not read; {[_FP8_BLOCK] * 2} is")
     ignored = (*_texts(reader, "ignored_layers"), *_texts(reader, "modules_to_not_convert"))
-    return QuantizationConfig(
-        StoredFormat.FP8,
-        8,
-        None if block is None else _FP8_BLOCK,
-        zero_points=False,
-        ignored=ignored,
-        quantizes_head=False,
-        has_input_scales=scheme == "static",
-    )
+    group, is_static = None if block is None else _FP8_BLOCK, scheme == "static"
+    return QuantizationConfig(StoredFormat.FP8, 8, group, False, ignored, False, is_static)
 
 
 def _read_compressed_tensors(reader: JsonReader) -> QuantizationConfig:
@@ -202,9 +171,7 @@ def _read_compressed_tensors(reader: JsonReader) -> QuantizationConfig:
 
 
 def _is_w8a8(activations: JsonReader) -> bool:
-    """Whether inputs are quantized to int8 with a scale for each token, which is computed at run
-    time.
-    """
+    """Whether inputs are quantized to int8 at run time, with a scale for each token."""
     return (
         activations.raw("dynamic") is True
         and activations.raw("strategy") == "token"

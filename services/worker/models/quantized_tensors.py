@@ -23,9 +23,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def tensor_shapes(config: QuantizationConfig, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that store one weight. Keys are the last parts of the tensors'
-    names. Raises ValueError if the weight's dimensions are not multiples of the group size and of
-    the codes in a word.
+    """The shapes of the tensors that store one weight, by the last parts of the tensors' names.
+    Raises ValueError if the weight's dimensions are not multiples of the group size and of the
+    codes in a word.
     """
     rows, columns = shape
     in_word = WORD_BITS // config.bits
@@ -78,22 +78,15 @@ def decoded(
         case StoredFormat.PACK_QUANTIZED:
             return _of_pack_quantized(config, tensors, shape, dtype)
         case StoredFormat.INT_QUANTIZED:
-            return QuantizedWeight(
-                codes=tensors["weight"],
-                scales=tensors["weight_scale"].float(),
-                offsets=None,
-                bits=config.bits,
-                dtype=dtype,
-                quantizes_inputs=config.quantizes_inputs,
-            )
+            codes, scales = tensors["weight"], tensors["weight_scale"].float()
+            has_codes = config.quantizes_inputs
+            return QuantizedWeight(codes, scales, None, config.bits, dtype, has_codes)
         case StoredFormat.FLOAT_QUANTIZED | StoredFormat.FP8:
             return _of_floats(config, tensors, dtype)
 
 
 def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """Decodes FP8 weights. Raises ValueError for NaN, because kernels would decode the code of NaN
-    as a number.
-    """
+    """Decodes FP8 weights. Raises ValueError for NaN, which kernels would decode as a number."""
     codes = tensors["weight"]
     if codes.float().isnan().any():
         raise ValueError("it holds NaN")

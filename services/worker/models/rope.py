@@ -25,12 +25,11 @@ class RopeType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The rotary embedding of a checkpoint. Fields that the embedding's type does not use have
-    default values.
+    """The rotary embedding of a checkpoint. Fields that its type does not use have default values.
 
     `max_position_embeddings`: the value in config.json. `original_max_position_embeddings`: the
-    length with which the model was trained, before scaling. `attention_factor`: if None, it is
-    derived from `factor`.
+    length with which the model was trained, before scaling. `attention_factor`: None means that it
+    is derived from `factor`.
     """
 
     rope_type: RopeType
@@ -49,7 +48,7 @@ class RopeConfig:
 
     @property
     def max_model_len(self) -> int:
-        """The maximum length of a sequence that the scaled embedding supports, in tokens."""
+        """Maximum length of a sequence that the scaled embedding supports, in tokens."""
         match self.rope_type:
             case RopeType.LINEAR | RopeType.DYNAMIC:
                 return int(self.max_position_embeddings * self.factor)
@@ -67,9 +66,8 @@ def read_ropes(
     Raises ModelConfigError.
 
     `theta`: the default base. `local_theta`: the default of `rope_local_base_freq`, the base in
-    layers with a window. The embedding in these layers is then not scaled. If `local_theta` is
-    None, all layers have the same embedding. `rope_parameters` may also have an entry for each type
-    of layer.
+    layers with a window, whose embedding is then not scaled. If `local_theta` is None, all layers
+    have the same embedding. `rope_parameters` may also have an entry for each type of layer.
     """
     values = config.nested("rope_parameters") or config.nested("rope_scaling")
     full, sliding = values.nested("full_attention"), values.nested("sliding_attention")

@@ -47,9 +47,7 @@ def cos_sin_table(
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Interpolates long wavelengths and keeps short wavelengths. Wavelengths between them are a
-    blend of both.
-    """
+    """Interpolates long wavelengths, keeps short ones, and blends both between them."""
     length = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / plain
     spread = rope.high_freq_factor - rope.low_freq_factor
@@ -62,9 +60,7 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Keeps fast rotations and interpolates slow ones, with a linear ramp over the dimensions
-    between them.
-    """
+    """Keeps fast rotations and interpolates slow ones, with a linear ramp between them."""
 
     def dimension_of(rotations: float) -> float:
         ratio = rope.original_max_position_embeddings / (rotations * 2 * math.pi)

@@ -3,10 +3,10 @@
 Query heads, key-value heads, the inner dimension of each MLP and the rows of the output projection
 are divided. Parts are equal, or the first ranks have one element more. A query head is on the same
 rank as the key-value head that it attends with. If there are fewer key-value heads than ranks,
-several ranks have the same key-value head, as in vLLM. Embeddings are whole on each rank. A step
-reads only a few rows of the embeddings, so dividing them would save no time and would require one
-more sum. The output projection is read whole in each step, so it is divided. It stays whole if its
-parts would differ in size, which gathering does not support.
+several ranks have the same one, as in vLLM. Embeddings are whole on each rank. A step reads only a
+few of their rows, so dividing them would save no time and would require one more sum. The output
+projection is read whole in each step, so it is divided. It stays whole if its parts would differ in
+size, which gathering does not support.
 """
 
 import logging
@@ -37,9 +37,7 @@ class Shard:
         return num_rows % self.size == 0
 
     def of_head(self, num_rows: int) -> slice:
-        """Returns this rank's rows of the output projection, or all rows if the parts would differ
-        in size.
-        """
+        """This rank's rows of the output projection, all rows if parts would differ in size."""
         return self.of(num_rows) if self.divides_head(num_rows) else slice(0, num_rows)
 
     def kv_heads(self, num_kv_heads: int) -> slice:
@@ -63,7 +61,6 @@ class Shard:
         return slice(first + share.start, first + share.stop)
 
     def count_heads(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-        """This rank's number of query heads and of key-value heads."""
         heads, kv_heads = self.heads(num_heads, num_kv_heads), self.kv_heads(num_kv_heads)
         return heads.stop - heads.start, kv_heads.stop - kv_heads.start
 
@@ -105,5 +102,5 @@ def check_stages(num_layers: int, num_stages: int, directory: Path) -> None:
 
 
 def of_width(part: slice, width: int) -> slice:
-    """Converts a range of entries to a range of elements. Each entry has `width` elements."""
+    """Converts a range of entries of `width` elements each to a range of elements."""
     return slice(part.start * width, part.stop * width)

@@ -1,9 +1,9 @@
 """The layers of a decoder that a pipeline stage computes.
 
 A model is divided between layers, so that the stages read about equally many bytes of weights in a
-step. A step reads all weights of its layers and of the head, which may be as large as many layers.
-A step reads only one row of the embedding for each token, which is negligible. A step of few tokens
-takes as long as reading the weights, so its stages take about equally long.
+step. A step of few tokens takes as long as reading the weights, so its stages take about equally
+long. A step reads all weights of its layers and of the head, which may be as large as many layers,
+but only one row of the embedding for each token, which is negligible.
 """
 
 import logging
@@ -31,26 +31,22 @@ class StageLayers:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage's input is token ids instead of hidden states."""
         return self.start == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage's output is logits instead of hidden states."""
         return self.stop == self.num_layers
 
     @property
     def is_whole(self) -> bool:
-        """Whether the stage is the whole model."""
         return self.is_first and self.is_last
 
     @property
     def indexes(self) -> range:
-        """The indexes of the stage's layers in the model."""
         return range(self.start, self.stop)
 
     def of_group(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Selects the `layers` that the stage computes, and returns their indexes in the stage."""
+        """The indexes in the stage of those of these layers that it computes."""
         return tuple(layer - self.start for layer in layers if self.start <= layer < self.stop)
 
     def log_read(self, num_bytes: int, whole: int) -> None:
@@ -77,9 +73,7 @@ def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) 
     ends = [0, *accumulate(layer_bytes)]
 
     def divided(most: int) -> list[range] | None:
-        """A division with at most `most` bytes in each stage. It is None if there is no such
-        division.
-        """
+        """A division with at most `most` bytes in each stage, if there is one."""
         stages, start = [], 0
         for left in reversed(range(1, num_stages)):
             # The stage gets as many layers as fit, but leaves at least one for each later stage.
@@ -123,7 +117,7 @@ def layers_of_stage(
 
 
 def _layer_of(name: str) -> int | None:
-    """The layer that a tensor belongs to, from its name. It is None if it belongs to no layer."""
+    """The layer that a tensor belongs to, by its name, or None."""
     prefix, _, rest = name.partition("model.layers.")
     number = rest.partition(".")[0]
     return int(number) if not prefix and number.isdigit() else None

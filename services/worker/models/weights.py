@@ -18,18 +18,9 @@ from services.worker.backends.kernels import (
 from services.worker.backends.quantized import QuantizedWeight, Weight
 from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.models.config import ModelConfig
+from services.worker.models.files import tensor_shapes
 from services.worker.models.files.checkpoint import WHOLE, Checkpoint, Index, TensorReader
-from services.worker.models.files.tensor_shapes import (
-    CLASS_HEAD,
-    EMBEDDING,
-    EXPERT_NAMES,
-    HEAD,
-    STACKED_DOWN,
-    STACKED_GATE_UP,
-    STACKED_ROUTER,
-    expected_tensors,
-    norm_names,
-)
+from services.worker.models.files.tensor_shapes import CLASS_HEAD, EMBEDDING, HEAD
 from services.worker.models.layer_config import ExpertsConfig
 from services.worker.models.mlp import Experts, GroupedExperts
 from services.worker.models.pooling_config import PoolingConfig
@@ -63,22 +54,23 @@ def load_weights(
     The last stage also reads the embedding if the head is tied to it. `quantization` applies to
     projections, except routers and the head for classes.
 
-    If `pooling` is given, the head is the head for classes, which is whole on each rank. If there
-    are no classes, the head is a single row, which is never used because no logits are computed.
-    With `pooling`, the checkpoint may contain only the decoder's body. Raises ModelError before
-    anything is read if the tensors do not match `config`.
+    With `pooling`, the head is the head for classes, which is whole on each rank. If there are no
+    classes, the head is a single row, which is never used because no logits are computed. The
+    checkpoint may then contain only the decoder's body. Raises ModelError before anything is read
+    if the tensors do not match `config`.
     """
     if pooling is not None and EMBEDDING not in checkpoint.tensors:
         checkpoint = checkpoint.prefixed("model.", apart=CLASS_HEAD)
-    stacked = any(name.endswith(STACKED_GATE_UP) for name in checkpoint.tensors)
-    expected = expected_tensors(config, stacked_experts=stacked, with_head=pooling is None)
+    stacked = any(name.endswith(tensor_shapes.STACKED_GATE_UP) for name in checkpoint.tensors)
+    expected = tensor_shapes.expected_tensors(
+        config, stacked_experts=stacked, with_head=pooling is None
+    )
     if HEAD in checkpoint.tensors and (pooling is not None or config.tie_word_embeddings):
         expected[HEAD] = expected[EMBEDDING]
     if pooling is not None and pooling.num_labels:
         expected[CLASS_HEAD] = (pooling.num_labels, config.hidden_size)
-    stored = stored_weights(
-        checkpoint, config.quantization, expected, HEAD if config.tie_word_embeddings else None
-    )
+    tied = HEAD if config.tie_word_embeddings else None
+    stored = stored_weights(checkpoint, config.quantization, expected, tied)
     stored.check(expected)
     shard = Shard(ranks.rank, ranks.size)
     stage = stage or StageLayers(0, config.num_layers, config.num_layers)
@@ -130,8 +122,8 @@ def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: boo
 
 
 def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
-    """Returns the embedding to which config.json ties the head, if it equals the checkpoint's head.
-    Otherwise returns the checkpoint's head, as in transformers.
+    """The embedding to which config.json ties the head, if it equals the checkpoint's head, and
+    otherwise the checkpoint's head, as in transformers.
     """
     if torch.equal(head, tied):
         return tied
@@ -144,8 +136,8 @@ def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    """Reads this rank's part of tensors whose names begin with `prefix`, such as a layer's tensors,
-    and packs them with the kernels.
+    """Reads this rank's part of tensors whose names begin with `prefix`, and packs them by the
+    kernels.
     """
 
     config: ModelConfig
@@ -158,29 +150,28 @@ class _Loader:
     prefix: str = ""
 
     def layer(self, experts: ExpertsConfig | None) -> LayerWeights:
-        """The weights of a layer."""
-        config, norms, is_first = self.config, norm_names(self.config), not self.shard.rank
+        config, is_first = self.config, not self.shard.rank
+        norms = tensor_shapes.norm_names(config)
         heads, kv_heads = config.num_heads, config.num_kv_heads
         queries = of_width(self.shard.heads(heads, kv_heads), config.head_dim)
         keys = of_width(self.shard.kv_heads(kv_heads), config.head_dim)
         qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
         weight, bias = self.fused(qkv, bias=config.qkv_bias)
+        outputs = norms.attention_output, norms.mlp_output
+        output_norms = [self.norm(name) if name else None for name in outputs]
         return LayerWeights(
             input_norm=self.norm("input_layernorm"),
             qkv=self.kernels.linear(weight, bias),
             query_norm=self.norm("self_attn.q_norm") if config.traits.qk_norm else None,
             key_norm=self.norm("self_attn.k_norm") if config.traits.qk_norm else None,
             output=self.summed("self_attn.o_proj", queries, bias=config.output_bias and is_first),
-            attention_output_norm=self.norm(norms.attention_output)
-            if norms.attention_output
-            else None,
+            attention_output_norm=output_norms[0],
             mlp_norm=self.norm(norms.mlp),
             mlp=self.mlp() if experts is None else self.experts(experts),
-            mlp_output_norm=self.norm(norms.mlp_output) if norms.mlp_output else None,
+            mlp_output_norm=output_norms[1],
         )
 
     def mlp(self) -> GatedMlp:
-        """A dense MLP."""
         config, is_first = self.config, not self.shard.rank
         inner = self.shard.of(config.intermediate_size)
         gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
@@ -192,37 +183,36 @@ class _Loader:
 
     def experts(self, experts: ExpertsConfig) -> Mlp:
         """A router with its experts."""
-        kernels, names, size = self.kernels, EXPERT_NAMES[experts.layout], experts.intermediate_size
+        kernels, names = self.kernels, tensor_shapes.EXPERT_NAMES[experts.layout]
+        size, stacked = experts.intermediate_size, self.stacked_experts
         inner, activation = self.shard.of(size), self.config.traits.activation
         behind = slice(inner.start + size, inner.stop + size)
 
         def parts_of(number: int) -> tuple[tuple[_Part, ...], _Part]:
             """An expert's input projections, gates before values, and its output projection."""
-            if self.stacked_experts:
-                gate_up = tuple((STACKED_GATE_UP, (number, x)) for x in (inner, behind))
-                return gate_up, (STACKED_DOWN, (number, WHOLE, inner))
+            if stacked:
+                name = tensor_shapes.STACKED_GATE_UP
+                gate_up = tuple((name, (number, x)) for x in (inner, behind))
+                return gate_up, (tensor_shapes.STACKED_DOWN, (number, WHOLE, inner))
             gate, up = names.gate.format(number), names.up.format(number)
             return ((gate, (inner,)), (up, (inner,))), (names.down.format(number), (WHOLE, inner))
 
-        router_name = STACKED_ROUTER if self.stacked_experts else names.router
+        router_name = tensor_shapes.STACKED_ROUTER if stacked else names.router
         router = kernels.linear(self.parts((router_name, ())), None)
         picking = experts.num_experts_per_tok, experts.normalized
         all_of_them = [parts_of(number) for number in range(experts.num_experts)]
-        mlp: Mlp
         if kernels.groups_experts(self.dtype, inner.stop - inner.start):
             pairs = ((self.dense(*gate_up), self.dense(down)) for gate_up, down in all_of_them)
             together = _stacked(pairs, experts.num_experts)
-            mlp = GroupedExperts(router, *together, *picking, activation)
-        else:
-            apart = tuple(
-                GatedMlp(
-                    kernels.gated_linear(self.weight(*gate_up), None, activation),
-                    kernels.linear(self.weight(down), None),
-                )
-                for gate_up, down in all_of_them
+            return GroupedExperts(router, *together, *picking, activation)
+        apart = tuple(
+            GatedMlp(
+                kernels.gated_linear(self.weight(*gate_up), None, activation),
+                kernels.linear(self.weight(down), None),
             )
-            mlp = Experts(router, apart, *picking, kernels)
-        return mlp
+            for gate_up, down in all_of_them
+        )
+        return Experts(router, apart, *picking, kernels)
 
     def norm(self, name: str) -> torch.Tensor:
         """The weight of a norm. If the norm has an offset, the sum of weight and offset is not
@@ -235,8 +225,8 @@ class _Loader:
         return self.kernels.norm_weight(weight + offset if offset else weight)
 
     def fused(self, rows: dict[str, slice], *, bias: bool) -> tuple[Weight, torch.Tensor | None]:
-        """Reads and stacks the weights and biases of projections that have the same input. `rows`
-        maps names of projections to the rows to read.
+        """Stacks the weights and biases of projections that have the same input. `rows` maps names
+        of projections to the rows to read.
         """
         weights = ((f"{name}.weight", (taken,)) for name, taken in rows.items())
         biases = ((f"{name}.bias", (taken,)) for name, taken in rows.items())
@@ -248,7 +238,6 @@ class _Loader:
         return self.kernels.linear(weight, self.parts((f"{name}.bias", ())) if bias else None)
 
     def no_rows(self) -> torch.Tensor:
-        """An embedding matrix with no rows."""
         device = self.reader.device
         return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=device)
 
@@ -266,7 +255,6 @@ class _Loader:
         return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
 
     def named(self, parts: Iterable[_Part]) -> Iterator[_Part]:
-        """The parts with the full names of their tensors."""
         return ((f"{self.prefix}{name}", index) for name, index in parts)
 
 

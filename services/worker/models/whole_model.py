@@ -1,5 +1,4 @@
-"""Models that compute one whole prompt at a time. They are encoders, whose tokens attend to later
-tokens.
+"""Models that compute one whole prompt at a time: encoders, whose tokens attend to later tokens.
 
 The model and its attention are transformers' own. Each prompt is computed alone, so that its vector
 does not depend on other prompts. Nothing is cached.
@@ -17,17 +16,11 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from services.common.request.pooling import PoolingTask
 from services.worker.backends.device import dtype_name
-from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.models.config import resolve_max_model_len
-from services.worker.models.errors import (
-    ModelConfigError,
-    ModelFileError,
-    ModelTensorError,
-    UnsupportedModel,
-)
+from services.worker.models.errors import ModelConfigError, ModelFileError, UnsupportedModel
 from services.worker.models.files.checkpoint import CPU, Checkpoint
 from services.worker.models.files.json_file import read_json_object
-from services.worker.models.from_transformers.checkpoint import lazy_tensors, one_line
+from services.worker.models.from_transformers.checkpoint import construct, lazy_tensors, one_line
 from services.worker.models.model import LoadOptions, log_loading, resolve_dtype
 from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.suitability.transformers_rules import CONFIG_KEYS, check_whole
@@ -67,8 +60,8 @@ class WholeModel:
 
 
 def load_whole_model(checkpoint: Checkpoint, options: LoadOptions) -> WholeModel:
-    """The model of a directory, on the checkpoint's device. Raises ModelError if the model cannot
-    be served.
+    """The model of a directory, on the checkpoint's device. Raises ModelError if it cannot be
+    served.
     """
     if options.pooling is None:
         raise AssertionError("a model that generates is not computed whole")
@@ -111,42 +104,20 @@ def _read_config(directory: Path, path: Path) -> PretrainedConfig:
 def _load(
     checkpoint: Checkpoint, config: PretrainedConfig, dtype: torch.dtype, task: PoolingTask
 ) -> PreTrainedModel:
-    directory, classifies = checkpoint.directory, task is PoolingTask.CLASSIFY
-    classes: Any = (
-        transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-        if classifies
-        else transformers.MODEL_MAPPING
-    )
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    classes: Any = transformers.MODEL_MAPPING
+    if task is PoolingTask.CLASSIFY:
+        classes = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     try:
         found = classes[type(config)]
-        cls = found[0] if isinstance(found, tuple) else found
-        with replace(checkpoint, device=CPU).open() as reader:
-            model, report = cls.from_pretrained(
-                None,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                state_dict=lazy_tensors(checkpoint, reader),
-            )
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ModelFileError(
-            directory, f"transformers does not load it: {one_line(error)}"
-        ) from error
-    missing = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
-    if not classifies:  # this layer pools the first state; embeddings do not use it
-        missing = [name for name in missing if not name.startswith("pooler.")]
-    if missing:
-        raise ModelTensorError(
-            directory, f"tensor {missing[0]} is missing or of another shape than config.json says"
-        )
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+    except KeyError as error:
+        problem = f"transformers does not load it: {one_line(error)}"
+        raise ModelFileError(checkpoint.directory, problem) from error
+    cls = found[0] if isinstance(found, tuple) else found
+    # This layer pools the first state. Embeddings do not use it.
+    unused = () if task is PoolingTask.CLASSIFY else ("pooler.",)
+    with replace(checkpoint, device=CPU).open() as reader:
+        tensors = lazy_tensors(checkpoint, reader)
+        return construct(cls, checkpoint.directory, config, dtype, tensors, unused)
 
 
 def _longest_prompt(model: PreTrainedModel, config: PretrainedConfig, path: Path) -> int:

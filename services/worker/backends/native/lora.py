@@ -132,10 +132,8 @@ def _columns_of_panels(shape: LoraShape, panel_width: int) -> torch.Tensor:
     half = shape.columns // 2
     index = torch.arange(-(-half // _LANES) * _LANES)
     missing = index >= half
-    both = (
-        first.masked_fill(missing, 2 * half).view(-1, _LANES) for first in (index, half + index)
-    )
-    return torch.stack(tuple(both), dim=1).flatten()
+    both = (each.masked_fill(missing, 2 * half) for each in (index, half + index))
+    return torch.stack([each.view(-1, _LANES) for each in both], dim=1).flatten()
 
 
 def _panels(weight: torch.Tensor, width: int, pairs: int) -> torch.Tensor:

@@ -54,7 +54,8 @@ def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> cty
     """
     for kind in KINDS:
         if kind.features <= frozenset(features):
-            if (library := CachedLibrary(directory / kind.name, NAME).load()) is not None:
+            library = CachedLibrary(directory / kind.name, NAME).load()
+            if library is not None:
                 return library
     return None
 

@@ -21,13 +21,8 @@ class NativeRanks(GatheringRanks):
         super().__init__(rank, size)
         self._functions = RankFunctions(library)
         self._timeout_seconds = timeout_seconds
-        self.structure = NativeSharedRanks(
-            slot_bytes=_SLOT_BYTES,
-            timeout_seconds=timeout_seconds,
-            rank=rank,
-            size=size,
-            missing=-1,
-        )
+        self.structure = NativeSharedRanks(rank=rank, size=size, missing=-1)
+        self.structure.slot_bytes, self.structure.timeout_seconds = _SLOT_BYTES, timeout_seconds
         self._reference = ctypes.byref(self.structure)
         self._memory: mmap.mmap | None = None
         self._cell_bytes = -(-size * _CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -28,8 +28,8 @@ _TILE_ROWS = 32
 
 
 _agreeing: dict[tuple[object, ...], bool] = {}
-"""The results of `_rows_agree` in this process. A key has all properties by which libraries choose
-a method, such as the weight's shape, except the number of rows.
+"""Results of `_rows_agree` in this process. A key has all properties by which libraries choose a
+method, such as the weight's shape, except the number of rows.
 """
 
 
@@ -52,9 +52,8 @@ class PackedLinear:
     """x W^T + b for a weight [out, in] and a bias [out] or None.
 
     On the CPU the weight is reordered once into oneDNN's blocked layout, which about halves the
-    time of small batches. If the library lacks the operation, the plain one is used. The caller's
-    tensor is not kept once the weight is packed. The number of rows must be a result of
-    `padded_rows`.
+    time of small batches, if the library has the operation. The caller's tensor is not kept once
+    the weight is packed. The number of rows must be a result of `padded_rows`.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class PackedLinear:
         return product
 
     def _rows_agree(self, dtype: torch.dtype) -> bool:
-        """Whether a row of the product is the same for each of _TRIED_ROWS. Tested once for each
-        shape of weight.
+        """Whether a row of the product is the same for each of _TRIED_ROWS, tested once for each
+        shape.
         """
         has_bias, is_packed = self._bias is not None, self._packed is not None
         shape = (self.out_features, self.in_features, dtype, has_bias, is_packed)
@@ -100,9 +99,7 @@ class PackedLinear:
                 logger.warning(
                     "rows of products by [%d, %d] depend on how many there are; they are computed "
                     "in tiles of %d rows",
-                    self.out_features,
-                    self.in_features,
-                    _TILE_ROWS,
+                    *(self.out_features, self.in_features, _TILE_ROWS),
                 )
         return _agreeing[shape]
 
@@ -114,17 +111,14 @@ def rows_agree(
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(max(_TRIED_ROWS), width, generator=random).to(dtype)
     whole = multiply(rows)
-    return all(_same_bits(multiply(rows[:count]), whole[:count]) for count in _TRIED_ROWS)
+    pairs = ((multiply(rows[:count]), whole[:count]) for count in _TRIED_ROWS)
+    return all(torch.equal(*(x.contiguous().view(torch.uint8) for x in pair)) for pair in pairs)
 
 
 def in_tiles(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """The product of x [n, in], computed in tiles of equally many rows."""
     filled = F.pad(x, (0, 0, 0, -len(x) % _TILE_ROWS))
     return torch.cat([multiply(tile) for tile in torch.split(filled, _TILE_ROWS)])[: len(x)]
-
-
-def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return torch.equal(*(x.contiguous().view(torch.uint8) for x in (first, second)))
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:

@@ -28,6 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,9 +49,7 @@ from services.worker.backends.torch.rotary import rotate
 from services.worker.backends.torch.step_cutter import Chunk, DecodeGroup, StepCutter, score_mask
 
 MAX_GROUP_TOKENS = 16384
-"""Maximum number of keys in a group of decodes, including padding. A single sequence may be
-longer.
-"""
+"""Maximum number of keys in a group of several decodes, including padding."""
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
@@ -76,11 +75,9 @@ class TorchPagedAttention:
         self._shape = shape
         self._device = device or CpuDevice()
         has_softcap = any(layer.softcap is not None for layer in shape.layers)
-        ranges: KeyRanges = (
-            FixedRanges(has_softcap=has_softcap)
-            if batch_invariant
-            else TightRanges(shape.block_size)
-        )
+        ranges: KeyRanges = TightRanges(shape.block_size)
+        if batch_invariant:
+            ranges = FixedRanges(has_softcap=has_softcap)
         self._attend = partial(attend, alike=batch_invariant)
         self._cutter = StepCutter(shape, self._device, ranges, max_group_tokens)
         self._windows = [
@@ -89,11 +86,16 @@ class TorchPagedAttention:
         self._row_multiples = [
             row_multiple(layer, shape.dtype) if batch_invariant else 1 for layer in shape.layers
         ]
-        self.pages = [_allocate(shape, layer) for layer in shape.page_layers]
-        """Keys and values, see PagesOfKeys."""
+        kind: Any = {"dtype": shape.page_dtype, "device": shape.device}
+        self.pages = [torch.empty(shape.page_shape(layer), **kind) for layer in shape.page_layers]
+        """Keys and values, see PagesOfKeys. Their memory is allocated at the first write. Only the
+        null block, which is read as padding, is cleared here.
+        """
+        for pages in self.pages:
+            pages[:, 0].zero_()
         self._layer_pages = shape.layer_pages(self.pages)
         self._page_elements = max(math.prod(pages.shape[2:]) for pages in self._layer_pages)
-        self._workspace = torch.empty(2, 0, dtype=shape.page_dtype, device=shape.device)
+        self._workspace = torch.empty(2, 0, **kind)
         self._run_masks: dict[int | None, torch.Tensor] = {}
         self._mask_width = 0
 
@@ -211,26 +213,14 @@ class TorchPagedAttention:
             self._workspace = self._workspace.new_empty(2, max(needed, 2 * held))
 
     def _opened_blocks(self, layout: StepLayout) -> torch.Tensor:
-        """Blocks that the step begins and does not fill.
-
-        These blocks are cleared, because they may contain values of an earlier request. A mask
-        hides such values, except NaN.
+        """Blocks that the step begins and does not fill. They are cleared, because they may contain
+        values of an earlier request. A mask hides such values, except NaN.
         """
         size = layout.block_size
         last = (layout.seq_lens - 1) // size
         computed = layout.seq_lens - np.diff(layout.query_starts)
         opened = np.flatnonzero((last * size >= computed) & (layout.seq_lens % size != 0))
         return self._device.upload(layout.block_tables[opened, last[opened]].astype(np.int64))
-
-
-def _allocate(shape: AttentionShape, layer: int) -> torch.Tensor:
-    """Allocates pages of keys and values, whose memory is allocated at the first write. Only the
-    null block, which is read as padding, is cleared here.
-    """
-    pages = shape.page_shape(layer)
-    allocated = torch.empty(pages, dtype=shape.page_dtype, device=shape.device)
-    allocated[:, 0].zero_()
-    return allocated
 
 
 def _grouped(heads: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

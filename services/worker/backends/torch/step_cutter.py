@@ -46,9 +46,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepCutter:
-    """Cuts steps over one cache. `max_group_tokens`: maximum number of keys in a group of
-    decodes.
-    """
+    """Cuts steps over one cache. `max_group_tokens`: limit on the keys in a group of decodes."""
 
     shape: AttentionShape
     device: Device
@@ -96,9 +94,8 @@ class StepCutter:
         widest: int | None,
     ) -> torch.Tensor:
         """The blocks at these columns [n, any] of the block tables of n sequences. The null block
-        replaces blocks beyond the end of a sequence, and blocks that are before the widest window
-        of all queries. `first_lens` [n, 1]: the number of tokens of each sequence up to and
-        including its first query.
+        replaces blocks beyond the end of a sequence, and blocks before the widest window of all
+        queries. `first_lens` [n, 1]: tokens of each sequence up to and including its first query.
         """
         size, tables = layout.block_size, layout.block_tables[sequences]
         hidden = columns * size >= layout.seq_lens[sequences, None]
@@ -140,5 +137,5 @@ def score_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _widest(windows: set[int | None]) -> int | None:
-    """The widest window. The result is None if one of the windows is None."""
+    """The widest window, or None if one of the windows is None."""
     return None if None in windows else max(window for window in windows if window is not None)

@@ -48,11 +48,8 @@ class Checkpoint:
     @property
     def source(self) -> Path:
         """The file to name in errors about the whole checkpoint."""
-        index = self.directory / INDEX_FILE
-        single = self.directory / SINGLE_FILE
-        if index.exists() or single.exists():
-            return index if index.exists() else single
-        return self.files[0]
+        named = (self.directory / name for name in (INDEX_FILE, SINGLE_FILE))
+        return next(filter(Path.exists, named), None) or self.files[0]
 
     def prefixed(self, prefix: str, apart: str) -> "Checkpoint":
         """A copy with `prefix` added to all tensor names except `apart`."""
@@ -119,9 +116,7 @@ class Checkpoint:
 
 
 def check_dtype(tensor: TensorInfo, others: Collection[str] = ()) -> None:
-    """Raises ModelTensorError unless the data type is in `others` or is a data type of unquantized
-    weights.
-    """
+    """Raises ModelTensorError unless the data type is in `others` or one of plain weights."""
     if tensor.dtype not in _READABLE and tensor.dtype not in others:
         raise ModelTensorError(
             tensor.file, f"tensor {tensor.name} has data type {tensor.dtype}, which is not read"
@@ -138,16 +133,14 @@ class TensorReader:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are placed."""
         return self._checkpoint.device
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes read so far, as stored in the files."""
+        """Bytes read so far, as stored in the files."""
         return sum(self._sizes)
 
     def dimensions(self, name: str) -> int:
-        """The number of axes of a tensor."""
         return len(self._checkpoint.tensors[name].shape)
 
     def read_parts(self, *parts: tuple[str, Index], dtype: torch.dtype) -> torch.Tensor:
@@ -158,9 +151,7 @@ class TensorReader:
         return torch.cat(read) if len(read) > 1 else read[0].clone()
 
     def read_part(self, name: str, index: Index) -> torch.Tensor:
-        """A part of a tensor, in its stored data type. The result may be a view of the file.
-        Thread-safe.
-        """
+        """A part of a tensor, in its stored data type, perhaps a view of the file. Thread-safe."""
         tensor = self._checkpoint.tensors[name]
         handle, stored_name = self._handles[tensor.file], tensor.name
         taken = zip(index, tensor.shape, strict=False)

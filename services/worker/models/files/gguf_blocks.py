@@ -49,10 +49,9 @@ def _q8_0(blocks: Bytes) -> _Numbers:
 
 
 def _q4_k(blocks: Bytes) -> _Numbers:
-    """Each group's scale and minimum have six bits. The scales and minimums of the first four
-    groups are the low six bits of bytes 4 to 11. The scales and minimums of the last four groups
-    have their low four bits in bytes 12 to 15, and their high two bits in the remaining bits of
-    bytes 4 to 11.
+    """Each group's scale and minimum have six bits. Those of the first four groups are the low six
+    bits of bytes 4 to 11. Those of the last four groups have their low four bits in bytes 12 to 15,
+    and their high two bits in the remaining bits of bytes 4 to 11.
     """
     scale, least = _halves(blocks[:, :2]), _halves(blocks[:, 2:4])
     first, second, rest = np.split(blocks[:, 4:16], 3, axis=1)
@@ -61,17 +60,12 @@ def _q4_k(blocks: Bytes) -> _Numbers:
     bytes_of_pairs = blocks[:, 16:].reshape(len(blocks), 4, 1, 32)
     codes = np.concatenate((bytes_of_pairs & 15, bytes_of_pairs >> 4), axis=2)
     of_groups = scale * scales
-    return _Numbers(
-        codes.reshape(len(blocks), 256).astype(np.int8) - 8,
-        of_groups,
-        8 * of_groups - least * leasts,
-    )
+    signed = codes.reshape(len(blocks), 256).astype(np.int8) - 8
+    return _Numbers(signed, of_groups, 8 * of_groups - least * leasts)
 
 
 def _q6_k(blocks: Bytes) -> _Numbers:
-    """Each half of a block has 128 codes. Their low four bits are in 64 bytes, and their high two
-    bits in 32 bytes.
-    """
+    """Each half of a block has 128 codes: low four bits in 64 bytes, high two bits in 32."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     lows = np.concatenate((low & 15, low >> 4), axis=2).reshape(-1, 2, 4, 32)
@@ -92,9 +86,7 @@ BLOCK_TYPES = {
     "Q4_K": BlockType(*BLOCK_SIZES["Q4_K"], 4, _q4_k),
     "Q6_K": BlockType(*BLOCK_SIZES["Q6_K"], 8, _q6_k),
 }
-"""Block types by name. The codes of Q6_K have 6 bits. Their QuantizedWeight stores them in 8
-bits.
-"""
+"""Block types by name. A QuantizedWeight stores the 6-bit codes of Q6_K in 8 bits."""
 
 
 def read_blocks(name: str, rows: Bytes, dtype: torch.dtype) -> QuantizedWeight:

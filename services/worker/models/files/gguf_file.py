@@ -46,9 +46,8 @@ class GgufFile:
         return read_blocks(tensor.dtype, self._in_order(name, rows), dtype)
 
     def _in_order(self, name: str, rows: Any) -> Any:
-        """Reorders rows for rotary embeddings. Rotary embeddings rotate element i of a head's first
-        half with element i of its second half. Llama's GGUF files store these elements as adjacent
-        pairs.
+        """Reorders rows for rotary embeddings, which rotate element i of a head's first half with
+        element i of its second half. Llama's GGUF files store these elements as adjacent pairs.
         """
         heads = next((count for part, count in self._heads.items() if part in name), None)
         if heads is None:

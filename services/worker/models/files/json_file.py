@@ -42,8 +42,8 @@ class JsonReader:
         return len(self._values)
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is present with the value null. For keys where null and absence have
-        different meanings.
+        """Whether the key is present with the value null, for keys where absence means something
+        else.
         """
         return key in self._nulls
 
@@ -62,22 +62,18 @@ class JsonReader:
         return float(value)
 
     def nullable_float(self, key: str, default: float | None) -> float | None:
-        """A finite number above 0. Returns None if the value is null, and `default` if the key is
-        absent.
-        """
+        """A finite number above 0, None if the value is null, or `default` if the key is absent."""
         if self.is_null(key) or (key not in self and default is None):
             return None
         return self.positive_float(key, default)
 
     def boolean(self, key: str, default: bool) -> bool:
-        """true or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, f"must be true or false, not {value!r}")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise self.error(key, f"must be a string, not {value!r}")
@@ -103,7 +99,6 @@ class JsonReader:
         return self._values.get(key)
 
     def error(self, key: str, problem: str) -> ModelConfigError:
-        """An error about this key."""
         return ModelConfigError(self.path, f"{self._prefix}{key} {problem}")
 
     def _get(self, key: str, default: Any) -> Any:

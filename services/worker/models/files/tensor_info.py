@@ -1,5 +1,3 @@
-"""A tensor in a file."""
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,5 +15,4 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """The tensor's bytes in the file."""
         return self.end - self.begin

@@ -1,8 +1,7 @@
 """Names and shapes of the tensors in checkpoints of native architectures.
 
-Experts are stored in one of two formats. Either each expert has its own tensors, named as in the
-architecture, or all experts of a layer are stacked in one tensor, as transformers stores them in
-memory.
+Either each expert has its own tensors, named as in the architecture, or all experts of a layer are
+stacked in one tensor, as transformers stores them in memory.
 """
 
 from dataclasses import dataclass
@@ -25,9 +24,8 @@ STACKED_DOWN = "mlp.experts.down_proj"
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """The names of a layer's norms. A name is None if the layer lacks the norm.
-
-    `post_attention_layernorm` names different norms in Gemma and Llama.
+    """The names of a layer's norms, or None for those that it lacks. `post_attention_layernorm`
+    names different norms in Gemma and Llama.
     """
 
     attention_output: str | None
@@ -65,11 +63,10 @@ EXPERT_NAMES = {
         down="mlp.experts.{}.down_proj.weight",
     ),
 }
-"""Names of expert tensors within a layer, for checkpoints with separate tensors for each expert."""
+"""Names of tensors within a layer, for checkpoints with separate tensors for each expert."""
 
 
 def norm_names(config: ModelConfig) -> NormNames:
-    """The names of norms within a layer."""
     return _OUTPUT_NORMALIZED if config.traits.output_norms else _PLAIN
 
 

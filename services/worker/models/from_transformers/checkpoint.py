@@ -1,8 +1,8 @@
 """Reads a checkpoint, or a rank's part of it, into a model of transformers.
 
 transformers' own loader handles names in checkpoints, tied weights, and buffers that no checkpoint
-contains. The loader receives lazy tensors. A lazy tensor reads its data, or this rank's part of it,
-when the loader copies it.
+contains. It receives lazy tensors, each of which reads its data, or this rank's part of it, when
+the loader copies it.
 """
 
 import threading
@@ -24,13 +24,11 @@ from services.worker.models.from_transformers.linear import Part
 from services.worker.models.from_transformers.probe import Refused
 
 _one_at_a_time = threading.Lock()
-"""Locked while transformers builds a model, since building a model changes torch's defaults for all
-threads.
-"""
+"""Locked while transformers builds a model, which changes torch's defaults for all threads."""
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that config.json names. It is None if transformers lists no such decoder class."""
+    """The class that config.json names, or None if transformers lists no such decoder class."""
     known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     for cls in known if isinstance(known, tuple) else (known,):
         if cls is not None and cls.__name__ in (config.architectures or []):
@@ -44,12 +42,15 @@ def load_checkpoint(
 ) -> PreTrainedModel:
     """Loads the model, or a rank's part of it, on the CPU. Raises Refused or ModelError."""
     directory, cls = checkpoint.directory, model_class(config)
+    attention: Any = {"attn_implementation": ATTENTION_NAME}
     with replace(checkpoint, device=CPU).open() as reader:
         if division is None:
-            model = _load(cls, directory, config, dtype, lazy_tensors(checkpoint, reader))
+            tensors = lazy_tensors(checkpoint, reader)
+            model = construct(cls, directory, config, dtype, tensors, **attention)
         else:
             tensors = lazy_tensors(checkpoint, reader, division.part_of)
-            model = _load(_divided(cls, division), directory, config, dtype, tensors)
+            divided = _divided(cls, division)
+            model = construct(divided, directory, config, dtype, tensors, **attention)
             division.shard.log_read(reader.num_bytes, checkpoint.num_bytes)
     if (directory / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -59,9 +60,7 @@ def load_checkpoint(
 def lazy_tensors(
     checkpoint: Checkpoint, reader: TensorReader, part_of: Callable[[str], Part] = lambda _: ()
 ) -> dict[str, Any]:
-    """The tensors of a checkpoint, for transformers. Each tensor, or its part, is read when it is
-    copied.
-    """
+    """The tensors of a checkpoint, each of which, or its part, is read when it is copied."""
     return {name: _LazyTensor(reader, name, part_of) for name in checkpoint.tensors}
 
 
@@ -87,9 +86,18 @@ def _divided(cls: Any, division: Division) -> Any:
     return type(cls.__name__, (cls,), {"__init__": make, "__module__": cls.__module__})
 
 
-def _load(
-    cls: Any, directory: Path, config: PretrainedConfig, dtype: torch.dtype, tensors: dict[str, Any]
+def construct(
+    cls: Any,
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    tensors: dict[str, Any],
+    unused: tuple[str, ...] = (),
+    **options: Any,
 ) -> PreTrainedModel:
+    """Constructs a model of class `cls` with these tensors. Tensors whose names begin with one of
+    `unused` may be missing. Raises Refused or ModelError.
+    """
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with _one_at_a_time:
@@ -97,12 +105,12 @@ def _load(
                 None,
                 config=config,
                 dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
                 state_dict=tensors,
+                **options,
             )
     except (Refused, ModelError):
         raise
@@ -115,6 +123,7 @@ def _load(
             directory, f"transformers does not load it: {one_line(error)}"
         ) from error
     missing = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
+    missing = [name for name in missing if not name.startswith(unused)]
     if missing:
         raise ModelTensorError(
             directory, f"tensor {missing[0]} is missing or of another shape than config.json says"

@@ -4,10 +4,10 @@ Layers, norms and head are transformers' own. Only attention and the states of r
 replaced: see `recurrent`. vLLM's Transformers backend makes the same division.
 
 Models of transformers call the attention function that their configuration names. Stepwell
-registers one as ATTENTION_NAME. This function forwards each call to the function that
-`_computing_with` has set for the thread. That function is either attention over a paged cache or a
-probe, which examines the calls. No function that builds masks is registered, since the cache
-determines which tokens each token of a flattened batch attends to.
+registers one as ATTENTION_NAME. It forwards each call to the function that `_computing_with` has
+set for the thread: attention over a paged cache, or a probe, which examines the calls. No function
+that builds masks is registered, since the cache determines which tokens each token of a flattened
+batch attends to.
 """
 
 import copy
@@ -27,14 +27,9 @@ from services.worker.backends.attention import AttentionLayer, LayerAttention, S
 from services.worker.backends.hybrid_cache import HybridStep
 from services.worker.backends.lora import LoraRows
 from services.worker.backends.out_of_memory import is_out_of_memory
+from services.worker.models.from_transformers import recurrent
 from services.worker.models.from_transformers.probe import Probe, Refused
-from services.worker.models.from_transformers.recurrent import (
-    RecurFunction,
-    RecurrentProbe,
-    recur_function,
-    recurring_from,
-    wrap_recurrent_layers,
-)
+from services.worker.models.from_transformers.recurrent import RecurFunction, RecurrentProbe
 from services.worker.models.model import wanted_logits
 
 ATTENTION_NAME = "stepwell"
@@ -47,8 +42,8 @@ _attend_function: ContextVar[_AttendFunction] = ContextVar("attend")
 _PROBE_TOKENS = 33
 _TOLERANCE = 1e-3
 _ROUNDED_TOLERANCE = 0.2
-"""Maximum relative difference of logits that is still attributed to rounding. In half precision,
-rounding can also change the choice of experts.
+"""Maximum relative difference of logits that is still attributed to rounding, which in half
+precision can also change the choice of experts.
 """
 
 
@@ -62,16 +57,15 @@ class ProbedLayers:
 
 class TransformersDecoder:
     """A Model. A flattened batch is computed as one sequence, with the positions of its requests.
-
-    `padded_rows`: see Kernels. torch computes the model's products, and their results depend on the
-    number of rows. So batches are padded as kernels pad them.
+    Batches are padded by `padded_rows` (see Kernels), because torch computes the model's products,
+    and their results depend on the number of rows.
     """
 
     def __init__(
         self, model: PreTrainedModel, padded_rows: Callable[[int], int] = lambda rows: rows
     ) -> None:
         self._padded_rows = padded_rows
-        self._recurrent = wrap_recurrent_layers(model)
+        self._recurrent = recurrent.wrap_recurrent_layers(model)
         self._attention_index: dict[int, int] = {}
         """Maps layer numbers to the index among attention layers."""
         self._body: nn.Module = model.base_model
@@ -103,7 +97,7 @@ class TransformersDecoder:
         recur = None
         if self._recurrent:
             assert isinstance(attention, HybridStep), "recurrent layers need a cache of states"
-            recur = recurring_from(attention, self._padded_rows)
+            recur = recurrent.recurring_from(attention, self._padded_rows)
         padding = (0, self._padded_rows(num_tokens) - num_tokens)
         positions = F.pad(positions, padding)
         if embedded is None:
@@ -137,11 +131,10 @@ class TransformersDecoder:
         token_ids = positions % model.config.vocab_size
         is_exact = next(model.parameters()).dtype is torch.float32
         tolerance = _TOLERANCE if is_exact else _ROUNDED_TOLERANCE
-        probe, recurrent = Probe(), RecurrentProbe(tolerance)
-        hidden = self._forward(probe, recurrent, positions, input_ids=token_ids[None])
-        attending = probe.layers(
-            model.config.num_hidden_layers, {layer.layer_idx for layer in self._recurrent}
-        )
+        probe, states = Probe(), RecurrentProbe(tolerance)
+        hidden = self._forward(probe, states, positions, input_ids=token_ids[None])
+        stateful = {layer.layer_idx for layer in self._recurrent}
+        attending = probe.layers(model.config.num_hidden_layers, stateful)
         self._attention_index = {layer: index for index, layer in enumerate(attending)}
         logits = self.compute_logits(hidden)
         model.set_attn_implementation("eager")
@@ -150,7 +143,7 @@ class TransformersDecoder:
         if (logits - own).norm() > tolerance * own.norm():
             raise Refused("does more to its scores or its logits than it tells attention")
         self._probe_embedded(positions, self.embed(token_ids) / 2, tolerance)
-        return ProbedLayers(attending, recurrent.states(len(self._recurrent)))
+        return ProbedLayers(attending, states.states(len(self._recurrent)))
 
     def _probe_embedded(
         self, positions: torch.Tensor, embedded: torch.Tensor, tolerance: float
@@ -179,8 +172,8 @@ class TransformersDecoder:
 
 
 class _States(MoeModelOutputWithPast):
-    """The output of any decoder's body. It also has fields for router logits, cross-attentions, and
-    keys and values shared between layers.
+    """The output of any decoder's body, with fields for router logits, cross-attentions, and keys
+    and values shared between layers.
     """
 
     cross_attentions = None
@@ -189,7 +182,7 @@ class _States(MoeModelOutputWithPast):
 
 class _GivenStates(nn.Module):
     """Replaces the body of a model, and returns preset hidden states. All other attributes are the
-    body's, since some heads read a factor from the body.
+    body's, since some heads read a factor from it.
     """
 
     def __init__(self, body: nn.Module) -> None:
@@ -221,15 +214,15 @@ def _with_body(model: PreTrainedModel, body: nn.Module) -> PreTrainedModel:
 
 @contextmanager
 def _computing_with(attend: _AttendFunction, recur: RecurFunction | None) -> Iterator[None]:
-    """A context in which models that transformers runs in this thread call `attend` for attention,
-    and `recur` for recurrent layers.
+    """Within this context, models that transformers runs in this thread call `attend` for
+    attention, and `recur` for recurrent layers.
     """
-    tokens = _attend_function.set(attend), recur_function.set(recur)
+    tokens = _attend_function.set(attend), recurrent.recur_function.set(recur)
     try:
         yield
     finally:
         _attend_function.reset(tokens[0])
-        recur_function.reset(tokens[1])
+        recurrent.recur_function.reset(tokens[1])
 
 
 def _from_cache(attention: LayerAttention, indexes: Mapping[int, int]) -> _AttendFunction:

@@ -1,8 +1,8 @@
 """A rank's part of a model that transformers runs.
 
-Divided layers replace whole layers before a checkpoint is read. Only this rank's parts of their
-tensors are then read. Attention is divided by heads. Other layers are divided evenly. Attention
-layers store their head counts, which are corrected.
+Divided layers replace whole layers before a checkpoint is read, so that only this rank's parts of
+their tensors are read. Attention is divided by heads, and other layers evenly. Attention layers
+store their head counts, which are corrected.
 """
 
 from collections.abc import Iterable
@@ -14,14 +14,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from services.worker.backends.ranks import Ranks
-from services.worker.models.from_transformers.linear import (
-    DividedLinear,
-    GatheredLinear,
-    GatheredTiedLinear,
-    Part,
-    SummedLinear,
-    normalize_gathered,
-)
+from services.worker.models.from_transformers import linear
+from services.worker.models.from_transformers.linear import DividedLinear, Part, SummedLinear
 from services.worker.models.from_transformers.plan import Style, read_plan
 from services.worker.models.from_transformers.probe import Refused
 from services.worker.models.shard import Shard, check_divisible, of_width
@@ -32,8 +26,8 @@ _COUNTS_OF_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
 class Division:
-    """One rank's part of a model. `heads`: the part's number of query heads and number of key-value
-    heads. They are None if attention is not divided.
+    """One rank's part of a model. `heads`: the part's numbers of query heads and key-value heads,
+    or None if attention is not divided.
     """
 
     def __init__(self, directory: Path, ranks: Ranks) -> None:
@@ -47,9 +41,8 @@ class Division:
         self._parts: dict[str, Part] = {}
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Replaces whole layers by divided ones, without weights.
-
-        Raises Refused, and UnsupportedModel if the number of ranks cannot divide the model's heads.
+        """Replaces whole layers by divided ones, without weights. Raises Refused, and
+        UnsupportedModel if the number of ranks cannot divide the model's heads.
         """
         self._prefix = f"{model.base_model_prefix}."
         transforms = get_model_conversion_mapping(model)
@@ -103,7 +96,8 @@ class Division:
                 return SummedLinear(layer, columns, self._ranks, takes_part=True)
             case _:
                 self._require_equal(name, layer.out_features)
-                return GatheredLinear(layer, self.shard.of(layer.out_features), self._ranks)
+                part = self.shard.of(layer.out_features)
+                return linear.GatheredLinear(layer, part, self._ranks)
 
     def _divide_head(self, head: nn.Linear, *, is_tied: bool) -> DividedLinear | None:
         """Divides the head. Returns None if the parts would differ in size. The head then stays
@@ -111,14 +105,14 @@ class Division:
         """
         if head.out_features % self.shard.size:
             return None
-        divided = GatheredTiedLinear if is_tied else GatheredLinear
+        divided = linear.GatheredTiedLinear if is_tied else linear.GatheredLinear
         return divided(head, self.shard.of(head.out_features), self._ranks)
 
     def _divide_norm(self, parent: nn.Module, name: str, norm: nn.Module) -> None:
         width = norm.get_parameter("weight").shape[-1]
         for count in (self._num_heads, self._num_kv_heads):
             self._require_equal(name, count)
-        normalize_gathered(norm, self._part(parent, name, width), self._ranks)
+        linear.normalize_gathered(norm, self._part(parent, name, width), self._ranks)
 
     def _require_equal(self, name: str, length: int) -> None:
         if length % self.shard.size:
@@ -128,9 +122,7 @@ class Division:
             )
 
     def _part(self, parent: nn.Module, name: str, width: int) -> slice:
-        """This rank's part of a layer's columns. In attention layers the part consists of whole
-        heads.
-        """
+        """This rank's part of a layer's columns. In attention layers it consists of whole heads."""
         if not isinstance(getattr(parent, "layer_idx", None), int):
             return self.shard.of(width)
         check_divisible(self._num_heads, self._num_kv_heads, self.shard.size, self._directory)
@@ -158,8 +150,8 @@ class Division:
 
 
 def _count_kv_heads(model: PreTrainedModel, plan: Iterable[str], num_heads: int) -> int:
-    """Computes the number of key-value heads from the widths of a layer's projections. If the model
-    has one projection for queries, keys and values, returns the number of query heads.
+    """The number of key-value heads, by the widths of a layer's projections. With one projection
+    for queries, keys and values, it is the number of query heads.
     """
     for name in plan:
         if name.endswith(".k_proj"):

@@ -1,8 +1,7 @@
 """Divided linear layers, each a rank's part of a layer that transformers runs.
 
-A divided layer is constructed from the whole layer that it replaces, without weights. `parts`: the
-parts of the whole layer's tensors that the rank has. Batches may have any shape [..., width]. They
-are reshaped to rows for collectives.
+A divided layer is constructed, without weights, from the whole layer that it replaces. `parts`: the
+parts of the whole layer's tensors that the rank has. Batches may have any shape [..., width].
 """
 
 import torch
@@ -43,8 +42,8 @@ class GatheredLinear(DividedLinear):
 
 
 class GatheredTiedLinear(DividedLinear):
-    """A GatheredLinear whose weight is whole, because another layer shares the weight. Only this
-    rank's rows of the weight are used.
+    """A GatheredLinear with a whole weight that another layer shares. It uses this rank's rows
+    only.
     """
 
     def __init__(self, whole: nn.Linear, rows: slice, ranks: Ranks) -> None:
@@ -60,8 +59,8 @@ class GatheredTiedLinear(DividedLinear):
 
 class SummedLinear(DividedLinear):
     """Some columns of a whole layer. The products are summed over the ranks. The input is this
-    rank's part of the whole input. With `takes_part`, the input is whole, and this layer selects
-    the part.
+    rank's part of the whole input, or with `takes_part` the whole input, from which this layer
+    selects the part.
     """
 
     def __init__(

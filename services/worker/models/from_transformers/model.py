@@ -1,8 +1,8 @@
 """Loads decoders without native code: transformers reads them and runs their layers.
 
-A model that cannot be served is refused with one sentence before the worker starts to serve. This
-happens in four cases: the model is not a decoder, a layer has no attention, the model does not use
-transformers' attention interface, or its cached keys would change later.
+A model is refused before the worker starts to serve if it is not a decoder, if a layer has no
+attention, if it does not use transformers' attention interface, or if its cached keys would change
+later.
 """
 
 import inspect
@@ -21,11 +21,8 @@ from services.worker.models.config import check_eos_token_ids, resolve_max_model
 from services.worker.models.errors import ModelConfigError, UnsupportedModel
 from services.worker.models.files.checkpoint import Checkpoint
 from services.worker.models.files.json_file import JsonReader, read_json_object
-from services.worker.models.from_transformers.checkpoint import (
-    load_checkpoint,
-    model_class,
-    one_line,
-)
+from services.worker.models.from_transformers import checkpoint as transformers_checkpoint
+from services.worker.models.from_transformers.checkpoint import model_class, one_line
 from services.worker.models.from_transformers.decoder import ProbedLayers, TransformersDecoder
 from services.worker.models.from_transformers.division import Division
 from services.worker.models.from_transformers.probe import Refused
@@ -35,10 +32,8 @@ from services.worker.models.suitability.transformers_rules import CONFIG_KEYS, c
 
 
 def read_transformers_config(directory: Path) -> PretrainedConfig:
-    """The configuration as transformers reads it.
-
-    Raises UnsupportedModel if transformers has no code for the model, or if the model is not a
-    decoder.
+    """The configuration as transformers reads it. Raises UnsupportedModel if transformers has no
+    code for the model, or if the model is not a decoder.
     """
     path = directory / "config.json"
     raw = read_json_object(path)
@@ -47,9 +42,8 @@ def read_transformers_config(directory: Path) -> PretrainedConfig:
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        raise UnsupportedModel(
-            path, f"it has no native code, and transformers does not read it: {one_line(error)}"
-        ) from error
+        problem = f"it has no native code, and transformers does not read it: {one_line(error)}"
+        raise UnsupportedModel(path, problem) from error
     read = {key: getattr(config, key, None) for key in CONFIG_KEYS}
     check_decoder(read | {"quantization_config": raw.get("quantization_config")}, path)
     return config
@@ -62,9 +56,7 @@ def load_transformers_model(
     ranks: Ranks,
     wait_for_ranks: Callable[[], None],
 ) -> LoadedModel:
-    """The decoder, or a rank's part of it, on the checkpoint's device, with the attention
-    parameters of its layers. See load_model.
-    """
+    """The decoder, or a rank's part of it, on the checkpoint's device. See load_model."""
     directory = checkpoint.directory
     config = read_transformers_config(directory)
     path = directory / "config.json"
@@ -77,7 +69,7 @@ def load_transformers_model(
         if ranks.size > 1 and _is_stateful(model_class(config)):
             raise Refused("has recurrent layers, whose states are not divided among ranks")
         division = Division(directory, ranks) if ranks.size > 1 else None
-        model = load_checkpoint(checkpoint, config, dtype, division)
+        model = transformers_checkpoint.load_checkpoint(checkpoint, config, dtype, division)
         model.to(checkpoint.device)  # type: ignore[arg-type]
         _check_model(model)
         wait_for_ranks()
@@ -87,7 +79,9 @@ def load_transformers_model(
             raise Refused("carries a state from token to token")
         _check_windows(config, layers.attention)
         if division is not None and division.heads is not None:
-            _check_heads(division.heads, layers.attention)
+            heads = {(x.num_heads, x.num_kv_heads) for x in layers.attention.values()}
+            if heads != {division.heads}:
+                raise Refused("does not attend with the heads that its plan leaves to a rank")
     except Refused as refusal:
         name = (config.architectures or ["the model"])[0]
         raise UnsupportedModel(path, f"{name} {refusal}, and has no native code here") from refusal
@@ -162,8 +156,3 @@ def _check_windows(config: PretrainedConfig, layers: Mapping[int, AttentionLayer
         raise Refused("does not pass the windows of its layers to attention")
     if getattr(config, "attention_chunk_size", None) is not None:
         raise Refused("attends within chunks")
-
-
-def _check_heads(heads: tuple[int, int], layers: Mapping[int, AttentionLayer]) -> None:
-    if {(x.num_heads, x.num_kv_heads) for x in layers.values()} != {heads}:
-        raise Refused("does not attend with the heads that its plan leaves to a rank")

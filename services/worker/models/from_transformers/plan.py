@@ -1,10 +1,10 @@
 """The plan by which a model of transformers is divided over ranks. The model's class defines it,
 except for OPT and OLMo 2.
 
-A plan maps layer names to styles. If a layer is divided by columns, its output is a part of the
-whole output. If a layer is divided by rows, its input is a part, and the outputs are summed over
-the ranks. Two further styles gather the output, or select the part of a whole input. This is
-Megatron-LM's division, as in backends/ranks.py.
+A plan maps layer names to styles. A layer divided by columns outputs a part of the whole output. A
+layer divided by rows has a part of the whole input, and the outputs are summed over the ranks. Two
+further styles gather the output, or select the part of a whole input. This is Megatron-LM's
+division, as in backends/ranks.py.
 """
 
 import enum
@@ -16,8 +16,8 @@ from services.worker.models.from_transformers.probe import Refused
 
 
 class Style(enum.Enum):
-    """How a layer is divided. The styles are named as in transformers' plans. Only the last style
-    is Stepwell's own.
+    """How a layer is divided, named as in transformers' plans. Only the last style is Stepwell's
+    own.
     """
 
     COLUMNS = "colwise"
@@ -29,8 +29,8 @@ class Style(enum.Enum):
 
 _FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise"})
-"""Styles of layers that are whole on each rank. These are norms of single heads, and embeddings,
-because a step reads only a few rows of an embedding.
+"""Styles of layers that are whole on each rank: norms of single heads, and embeddings, because a
+step reads only a few rows of an embedding.
 """
 
 _SUMMED = {Style.ROWS, Style.ROWS_OF_WHOLE_INPUT}
@@ -57,15 +57,13 @@ _OLMO2 = {
     "lm_head": "colwise_gather_output",
 }
 _OWN = {"opt": _OPT, "olmo2": _OLMO2}
-"""Plans by model type. transformers has no plan for OPT. In transformers' plan for OLMo 2, each
-rank has all heads, and therefore the whole cache, because norms span all heads.
+"""Plans by model type. transformers has no plan for OPT. In its plan for OLMo 2, each rank has all
+heads, and therefore the whole cache, because norms span all heads.
 """
 
 
 def read_plan(model: PreTrainedModel) -> dict[str, Style]:
-    """Maps the names of layers to divide to their styles. Raises Refused if the plan is not
-    supported.
-    """
+    """Maps the names of layers to divide to their styles. Raises Refused for other plans."""
     if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):
         raise Refused("compares gates with all others of their layer (activation_sparsity_pattern)")
     styles = _OWN.get(model.config.model_type) or model.tp_plan or {}

@@ -1,5 +1,4 @@
-"""Determines how the attention layers of a model that transformers runs work, before the model is
-served.
+"""Determines how the attention layers of a model that transformers runs work.
 
 A few tokens run through the whole model. The arguments of its attention calls determine the shape
 of the cache. If a call has an option that the paged cache does not implement, the model's results
@@ -14,17 +13,8 @@ from torch import nn
 
 from services.worker.backends.attention import AttentionLayer
 
-_HARMLESS = frozenset(
-    {
-        "position_ids",
-        "cache_position",
-        "is_causal",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-    }
-)
+_HARMLESS = {"position_ids", "cache_position", "is_causal", "use_cache"}
+_HARMLESS |= {"output_attentions", "output_hidden_states", "return_dict"}
 
 
 class Refused(Exception):
@@ -39,8 +29,7 @@ class Probe:
 
     def layers(self, num_layers: int, recurrent: Collection[int] = ()) -> dict[int, AttentionLayer]:
         """Maps layer numbers to attention layers, in ascending order. Raises Refused unless each of
-        `num_layers` layers has called attention exactly once. Layers in `recurrent` need not call
-        attention.
+        `num_layers` layers, except those in `recurrent`, has called attention exactly once.
         """
         if not self._layers:
             raise Refused("does not attend through transformers' attention interface")
@@ -80,14 +69,8 @@ class Probe:
         if query.shape[-1] != value.shape[-1] or key.shape[1] != value.shape[1]:
             raise Refused("has values of another shape than its keys")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        self._layers[index] = AttentionLayer(
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            head_dim=query.shape[-1],
-            scale=scale,
-            window=sliding_window,
-            softcap=softcap,
-        )
+        heads = query.shape[1], key.shape[1], query.shape[-1]
+        self._layers[index] = AttentionLayer(*heads, scale, sliding_window, softcap)
         attended = _attend(query, key, value, self._layers[index])
         return attended.transpose(1, 2).contiguous()  # contiguous, since some models call view
 

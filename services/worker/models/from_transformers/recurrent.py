@@ -1,11 +1,11 @@
 """Recurrent layers of models that transformers runs, such as Mamba-2 and gated delta nets.
 
 Such a layer is a module whose `forward` has the parameter `cache_params`. The module reads its
-initial states from this object, and writes its final states to it. The states are the last inputs
-of the convolution, and the matrix of the recurrence. Here each module is wrapped in a
-RecurrentLayer. A flattened batch is split into sequences, and each call has a cache object with the
-states from blocks. Sequences of a single token with a state are computed in one call. Each other
-sequence has its own call.
+initial states from this object, and writes its final states to it: the last inputs of the
+convolution, and the matrix of the recurrence. Here each module is wrapped in a RecurrentLayer. A
+flattened batch is split into sequences, and each call has a cache object with the states from
+blocks. Sequences of a single token with a state are computed in one call. Each other sequence has
+its own call.
 """
 
 import inspect
@@ -32,9 +32,7 @@ RecurFunction = Callable[["RecurrentLayer", torch.Tensor], torch.Tensor]
 """Computes a recurrent layer over hidden states [1, n, hidden_size]."""
 
 recur_function: ContextVar[RecurFunction | None] = ContextVar("recur", default=None)
-"""The function that computes recurrent layers in this thread. If None, transformers computes a
-batch as one sequence.
-"""
+"""Computes recurrent layers in this thread. If None, a batch is computed as one sequence."""
 
 
 class RecurrentLayer(nn.Module):
@@ -100,7 +98,7 @@ class SequenceStates:
         **_: Any,
     ) -> torch.Tensor:
         """Appends new inputs [num_sequences, channels, n] to the last inputs, and returns all
-        inputs. If there are fewer inputs than the convolution's width, zeros are prepended.
+        inputs. If they are fewer than the convolution's width, zeros are prepended.
         """
         held, width = self._only(state_idx), conv_kernel_size or conv_states.shape[-1]
         before = held[_CONVOLUTION]

@@ -31,10 +31,8 @@ _CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """Rank and scale of an adapter's modules.
-
-    Patterns are regular expressions that match the end of a module's name, after a dot. The first
-    pattern that matches applies.
+    """Rank and scale of an adapter's modules. Patterns are regular expressions that match the end
+    of a module's name, after a dot. The first pattern that matches applies.
     """
 
     path: Path
@@ -45,17 +43,12 @@ class PeftConfig:
     alpha_pattern: dict[str, float]
 
     def rank(self, module: str) -> int:
-        """The rank of a module."""
         return int(self._by_pattern(self.rank_pattern, module, self.r))
 
     def scale(self, module: str) -> float:
-        """The factor of the product BA. It is alpha / r, or alpha / sqrt(r) with rsLoRA
-        (Kalajdzievski).
-        """
-        rank, alpha = (
-            self.rank(module),
-            self._by_pattern(self.alpha_pattern, module, self.lora_alpha),
-        )
+        """The factor of the product BA: alpha / r, or alpha / sqrt(r) (rsLoRA, Kalajdzievski)."""
+        rank = self.rank(module)
+        alpha = self._by_pattern(self.alpha_pattern, module, self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def _by_pattern(self, patterns: dict[str, Any], module: str, default: float) -> float:
@@ -80,9 +73,8 @@ def read_peft_config(directory: Path) -> PeftConfig:
         if values.get(name):
             raise UnsupportedModel(path, f"{name}: {what} are not served in an adapter")
     if values.get("bias", "none") != "none":
-        raise UnsupportedModel(
-            path, f"bias is {values['bias']!r}: an adapter's biases are not served"
-        )
+        problem = f"bias is {values['bias']!r}: an adapter's biases are not served"
+        raise UnsupportedModel(path, problem)
     how = str(values.get("init_lora_weights", "")).lower()
     if how.startswith(_CHANGED_BASES):
         problem = f"init_lora_weights is {how!r}: the adapter belongs to weights that it changed"

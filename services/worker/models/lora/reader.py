@@ -1,7 +1,7 @@
 """Reads this rank's part of LoRA adapters in PEFT's format, for a native decoder.
 
 If a projection is divided by columns, a rank has all of A and its own rows of B. If the projection
-is divided by rows, a rank has its own columns of A and all of B. The result is summed over the
+is divided by rows, a rank has its own columns of A and all of B, and the result is summed over the
 ranks together with the projection's product.
 """
 
@@ -46,9 +46,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class LoraReader:
-    """Reads adapters for a pipeline stage's layers on one rank. `config` is the configuration of
-    the whole model.
-    """
+    """Reads adapters for a pipeline stage's layers on one rank. `config`: of the whole model."""
 
     config: ModelConfig
     shard: Shard
@@ -69,9 +67,7 @@ class LoraReader:
         return self.kernels.pack_lora(layers, self.shapes, self.dtype)
 
     def num_bytes(self, rank: int) -> int:
-        """The approximate number of bytes of an adapter that has this LoRA rank and adds to every
-        projection.
-        """
+        """Approximate bytes of an adapter with this LoRA rank that adds to every projection."""
         widths = sum(shape.columns + shape.depth for shape in self.shapes.values())
         hidden, queries = self.config.hidden_size, _length(self._widths[0])
         apart = 3 * (hidden + queries)  # separate A matrices of queries, keys, values, gates and up
@@ -102,15 +98,14 @@ class LoraReader:
         config, (queries, keys, inner) = self.config, self._widths
         hidden, width = config.hidden_size, config.intermediate_size
         all_queries, all_keys = (
-            n * config.head_dim for n in (config.num_heads, config.num_kv_heads)
+            x * config.head_dim for x in (config.num_heads, config.num_kv_heads)
         )
         behind = _length(queries)
+        last = behind + _length(keys)
         targets = {
             "self_attn.q_proj": _Target((all_queries, hidden), queries, WHOLE, "qkv", 0),
             "self_attn.k_proj": _Target((all_keys, hidden), keys, WHOLE, "qkv", behind),
-            "self_attn.v_proj": _Target(
-                (all_keys, hidden), keys, WHOLE, "qkv", behind + _length(keys)
-            ),
+            "self_attn.v_proj": _Target((all_keys, hidden), keys, WHOLE, "qkv", last),
             "self_attn.o_proj": _Target((hidden, all_queries), WHOLE, queries, "output", 0),
         }
         if config.layers[index].experts is None:
@@ -124,8 +119,8 @@ class LoraReader:
     def _modules(
         self, checkpoint: Checkpoint, config: PeftConfig, file: Path, max_rank: int
     ) -> dict[int, dict[str, str]]:
-        """For each layer, the adapter's modules: a map from the name within the layer to the full
-        name. Raises ModelError for tensors that do not belong to an adapter of this model.
+        """For each layer, the adapter's modules: maps the name within the layer to the full name.
+        Raises ModelError for tensors that do not belong to an adapter of this model.
         """
         modules: dict[int, dict[str, str]] = {}
         for name in checkpoint.tensors:
@@ -133,9 +128,8 @@ class LoraReader:
             index = int(found[2]) if found else 0
             known = found is not None and index < self.config.num_layers
             if found is None or not known or found[3] not in self._targets(index):
-                raise UnsupportedModel(
-                    file, f"tensor {name}: adapters add to no such projection here"
-                )
+                problem = f"tensor {name}: adapters add to no such projection here"
+                raise UnsupportedModel(file, problem)
             modules.setdefault(index, {})[found[3]] = found[1]
         if not modules:
             raise ModelTensorError(file, "the adapter has no tensors")
@@ -143,9 +137,8 @@ class LoraReader:
             for within, module in names.items():
                 rank = config.rank(module)
                 if rank > max_rank:
-                    raise ModelConfigError(
-                        config.path, f"the rank of {module} is {rank}; max_lora_rank is {max_rank}"
-                    )
+                    problem = f"the rank of {module} is {rank}; max_lora_rank is {max_rank}"
+                    raise ModelConfigError(config.path, problem)
                 rows, columns = self._targets(index)[within].shape
                 _check_tensor(checkpoint, file, f"{_PREFIX}{module}.lora_A.weight", (rank, columns))
                 _check_tensor(checkpoint, file, f"{_PREFIX}{module}.lora_B.weight", (rows, rank))
@@ -171,9 +164,8 @@ def _check_tensor(checkpoint: Checkpoint, file: Path, name: str, shape: tuple[in
     if tensor is None:
         raise ModelTensorError(file, f"tensor {name} is missing")
     if tensor.shape != shape:
-        raise ModelTensorError(
-            file, f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}"
-        )
+        problem = f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}"
+        raise ModelTensorError(file, problem)
     check_dtype(tensor)
 
 

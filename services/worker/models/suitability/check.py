@@ -19,9 +19,8 @@ def check_model(
     num_stages: int = 1,
     runner: RunnerSetting = RunnerSetting.AUTO,
 ) -> None:
-    """Raises ModelError if the directory cannot be served. It cannot be served if
-    `check_configuration` raises ModelError, or if weight files are missing, damaged or of another
-    format.
+    """Raises ModelError if the directory cannot be served: by `check_configuration`, or because
+    weight files are missing, damaged or of another format.
     """
     if not (directory / "config.json").exists():
         raise no_configuration(directory)
@@ -41,11 +40,8 @@ def check_configuration(
     name, pooling = read_architecture(directory), read_pooling(directory, runner)
     path = directory / "config.json"
     if num_stages > 1 and pooling is not None:
-        raise UnsupportedModel(
-            path,
-            "a model that pools is not divided into pipeline stages: pipeline_parallel_size must "
-            "be 1",
-        )
+        problem = "a model that pools is not divided into pipeline stages"
+        raise UnsupportedModel(path, f"{problem}: pipeline_parallel_size must be 1")
     if pooling is not None and takes_whole_prompts(directory):
         check_whole(read_json_object(path), path)
     elif is_native(name, pools=pooling is not None):

@@ -15,17 +15,13 @@ _OTHER_DIRECTORIES = {
     "refs": "a folder of the hub's cache; name the model as OWNER/NAME",
     "snapshots": "a folder of the hub's cache; name the model as OWNER/NAME",
 }
-"""Maps the name of a file or folder to a description of directories that contain it and have no
-config.json.
-"""
+"""Describes directories without config.json, by the name of a file or folder in them."""
 _OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "random_states", "scaler")
 """Prefixes of the names of pickle files that contain no weights."""
 
 
 def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError | UnsupportedModel:
-    """The error for a directory without the file `single`, without an index, and with no GGUF file
-    or several.
-    """
+    """The error for a directory without `single`, without an index, and not with one GGUF file."""
     names = sorted(path.name for path in directory.iterdir())
     gguf = [name for name in names if name.endswith(".gguf")]
     shards = [name for name in names if name.endswith(".safetensors")]
@@ -53,8 +49,8 @@ def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError
 
 
 def no_configuration(directory: Path) -> ModelFileError | UnsupportedModel:
-    """The error for a directory without config.json. Its message names what kind of directory this
-    is, if the kind is recognized.
+    """The error for a directory without config.json. Its message names the kind of directory if it
+    is recognized.
     """
     names = {path.name for path in directory.iterdir()}
     if _ADAPTER in names:

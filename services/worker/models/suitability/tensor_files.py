@@ -1,7 +1,7 @@
-"""Finds the tensors of a model directory from the headers of its files. The files are one
-safetensors file, shards with an index, or a GGUF file.
+"""Finds the tensors of a model directory from the headers of its files: one safetensors file,
+shards with an index, or a GGUF file.
 
-Headers are read and checked here, so that a damaged file is reported before anything is loaded. A
+Headers are checked here, so that a damaged file is reported before anything is loaded. A
 safetensors file is an 8-byte little-endian length, a JSON header, and the tensors' bytes:
 https://huggingface.co/docs/safetensors.
 """
@@ -34,7 +34,7 @@ class TensorFiles:
 
 def find_tensors(directory: Path) -> TensorFiles:
     """The tensors of a directory. If there is an index, each tensor is read from the file that the
-    index names. Other files are ignored. Raises ModelError.
+    index names, and other files are ignored. Raises ModelError.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if index.exists():
@@ -72,7 +72,7 @@ def read_header(file: Path) -> list[TensorInfo]:
 
 
 def named(noun: str, names: list[str]) -> str:
-    """Returns a phrase such as 'tensor a is' or 'tensors a, b and 3 more are'."""
+    """A phrase such as 'tensor a is' or 'tensors a, b and 3 more are'."""
     if len(names) == 1:
         return f"{noun} {names[0]} is"
     shown, rest = names[:2], len(names) - 2

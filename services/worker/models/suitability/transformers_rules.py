@@ -20,9 +20,7 @@ from services.worker.models.layer_config import FULL, SLIDING
 
 RECURRENT = "linear_attention"
 BOTH = "hybrid"
-"""Layer types in addition to FULL and SLIDING: recurrent layers, and layers that are both recurrent
-and attention.
-"""
+"""Layer types in addition to FULL and SLIDING: recurrent, or both recurrent and attention."""
 
 OTHER_INPUTS = ("vision_config", "audio_config")
 _LATENT_KEYS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -30,18 +28,9 @@ _LATENT_KEYS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 positions, and of values.
 """
 CONFIG_KEYS = (
-    "alibi",
-    "architectures",
-    "auto_map",
-    "is_encoder_decoder",
-    "layer_types",
-    "model_type",
-    "quantization_config",
-    "rope_parameters",
-    "rope_scaling",
-    "vocab_size",
-    *_LATENT_KEYS,
-    *OTHER_INPUTS,
+    *("alibi", "architectures", "auto_map", "is_encoder_decoder", "layer_types", "model_type"),
+    *("quantization_config", "rope_parameters", "rope_scaling", "vocab_size"),
+    *(*_LATENT_KEYS, *OTHER_INPUTS),
 )
 """The keys of config.json that these rules read."""
 
@@ -117,24 +106,16 @@ def _check_layers(values: Mapping[str, Any], path: Path, name: str) -> None:
     for index, kind in enumerate(types):
         if kind not in (FULL, SLIDING, RECURRENT, BOTH):
             raise UnsupportedModel(path, f"layer {index} is of type {kind!r}, which has no cache")
-    for kind in _rope_types(values):
+    ropes = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    for entry in (ropes, *(entry for entry in ropes.values() if isinstance(entry, dict))):
+        kind = str(entry.get("rope_type", entry.get("type")))
         if kind in _SHIFTING_ROPES:
-            raise UnsupportedModel(
-                path, f"rope_type {kind!r} turns cached keys stale when a sequence grows"
-            )
-
-
-def _rope_types(values: Mapping[str, Any]) -> list[str]:
-    """Returns the types of rotary embeddings. There is one for all layers, or one for each type of
-    layer.
-    """
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    entries = [given, *(entry for entry in given.values() if isinstance(entry, dict))]
-    return [str(kind) for entry in entries if (kind := entry.get("rope_type", entry.get("type")))]
+            problem = f"rope_type {kind!r} turns cached keys stale when a sequence grows"
+            raise UnsupportedModel(path, problem)
 
 
 def _why_not(values: Mapping[str, Any], source: str | None) -> str | None:
-    """Why a decoder with this source file cannot be served. It is None if no reason is found."""
+    """Why a decoder with this source file cannot be served, if a reason is found."""
     positionless, rotated, width = map(values.get, _LATENT_KEYS)
     if positionless and rotated and width and positionless + rotated != width:
         return "has values of another shape than its keys"
@@ -151,7 +132,7 @@ def _why_not(values: Mapping[str, Any], source: str | None) -> str | None:
 
 
 def _source_of(model_type: str, name: str) -> str | None:
-    """The source text of a class's module. It is None if it is not found."""
+    """The source text of a class's module, if it is found."""
     models = _package() / "models"
     own = models / model_type.replace("-", "_")
     for files in (own.glob("modeling_*.py"), models.glob("*/modeling_*.py")):
@@ -164,9 +145,7 @@ def _source_of(model_type: str, name: str) -> str | None:
 
 @cache
 def _tables() -> dict[str, dict[str, tuple[str, ...]]]:
-    """Maps the names of transformers' tables to the tables. A table maps model types to class
-    names.
-    """
+    """Maps names of transformers' tables to the tables, which map model types to class names."""
     file = _package() / "models" / "auto" / "modeling_auto.py"
     return dict(_read_tables(ast.parse(file.read_text(encoding="utf-8"))))
 
@@ -188,7 +167,7 @@ def _read_tables(module: ast.Module) -> Iterator[tuple[str, dict[str, tuple[str,
 
 
 def _names(value: object) -> tuple[str, ...]:
-    """Returns the names in a table's value, which is a name, several names, or None."""
+    """The names in a table's value, which is a name, several names, or None."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list | tuple) else ()
