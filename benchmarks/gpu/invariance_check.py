@@ -21,7 +21,7 @@ ROWS = (1, 2, 7, 16, 63, 64, 65, 130)
 def products_differ(
     device: Device, dtype: torch.dtype, width: int, out: int, *, bias: bool = False
 ) -> list[int]:
-    """The batch sizes in which rows' products differ from their products in the largest batch."""
+    """The batch sizes in which a row's product differs from its product in the largest batch."""
     from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -35,10 +35,8 @@ def products_differ(
 
 class InvarianceCheck:
     """Sequences of fixed queries, keys and values. Their attention is first computed alone, in one
-    step for each sequence.
-
-    `max_model_len` is the number of tokens for which a block table has room. It is raised to the
-    length of the longest sequence.
+    step for each sequence. A block table has room for `max_model_len` tokens, or for the longest
+    sequence if it is longer.
     """
 
     def __init__(

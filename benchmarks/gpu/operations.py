@@ -70,10 +70,9 @@ def experts_difference(device: Device, dtype: torch.dtype) -> float:
 
 
 def sampling_differences(device: Device) -> tuple[int, float]:
-    """Compares rows of every kind of sampling with the host's sampler.
-
-    Returns the number of tokens that differ, and the largest difference of a log-probability. That
-    difference is infinite if top tokens or ranks differ.
+    """Compares rows of every kind of sampling with the host's sampler. Returns the number of tokens
+    that differ, and the largest difference of a log-probability, which is infinite if top tokens or
+    ranks differ.
     """
     samplers = _sampler(), _sampler()
     rows = np.arange(NUM_ROWS)

@@ -20,8 +20,8 @@ PROMPT_TOKENS = 96
 WARM_UP_STEPS = 16
 """Number of first steps with all requests. They are not measured."""
 SPARE_STEPS = 32
-"""Number of steps after the measured steps. They are needed because the prompts of many requests
-are computed in several steps, so that some requests start to decode later than others.
+"""Number of steps after the measured ones. The prompts of many requests are computed in several
+steps, so some requests begin and end their decodes later than others.
 """
 RUN_SECONDS = 120.0
 _LOOK_AGAIN_SECONDS = 0.01

@@ -85,8 +85,8 @@ class EngineProcess:
 
 
 def _module(name: str, root: Path) -> str:
-    """The name of the engine's module in a checkout. It has another name in older checkouts, which
-    have no folder benchmarks/worker.
+    """The name of the engine's module in a checkout. Older checkouts have no folder
+    benchmarks/worker, and name it otherwise.
     """
     if (root / "benchmarks" / "worker").is_dir():
         return f"benchmarks.worker.engine_{name}"

@@ -46,10 +46,9 @@ class Limits:
 
 
 class LimitProbe:
-    """Measures the limits repeatedly, with torch's current number of threads.
-
-    It times a large multiplication and a streaming read of memory. The read is done in three ways:
-    a sum, the dot product of two halves, and a matrix times a vector. The fastest way is used.
+    """Measures the limits repeatedly, with torch's current number of threads. It times a large
+    multiplication, and the fastest of three streaming reads of memory: a sum, the dot product of
+    two halves, and a matrix times a vector.
     """
 
     def __init__(self) -> None:

@@ -43,9 +43,7 @@ logger = logging.getLogger(__name__)
 def load_worker(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
 ) -> Worker:
-    """Builds a worker, and sets the number of threads that this process computes with. Raises as
-    `build_worker` does.
-    """
+    """Builds a worker, as `build_worker` does, and sets the process's number of threads."""
     num_sharers = num_local_workers(settings, group)
     threads = choose_threads(usable_processors(), num_sharers, settings.num_threads)
     torch.set_num_threads(threads.num_threads)

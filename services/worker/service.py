@@ -98,9 +98,7 @@ class WorkerService:
         self._compute.close(_CLOSE_SECONDS if self._member.membership.size > 1 else None)
 
     async def _load(self, stop: asyncio.Event) -> Worker | None:
-        """The worker, loaded in the compute thread, or None if `stop` is set or the group breaks
-        before.
-        """
+        """The worker, loaded in the compute thread, or None if `stop` or a broken group ends it."""
         cancelled = threading.Event()
 
         def checkpoint_reached() -> None:

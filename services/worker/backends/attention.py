@@ -195,9 +195,7 @@ class AttentionShape:
     states: tuple[StateLayer, ...] = ()
     """States of the recurrent layers, which are numbered separately from attention layers."""
     state_groups: tuple[tuple[int, ...], ...] = ()
-    """Groups of recurrent layers, after `groups`. A block stores one state of each layer of its
-    group.
-    """
+    """Groups of recurrent layers, after `groups`. A block stores a state of each layer."""
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     """Data type of cached keys and values."""
     block_scales: tuple[int, ...] = ()
@@ -266,9 +264,7 @@ class AttentionShape:
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """For each page of a block, the bytes of the largest state that it stores. Empty without
-        recurrent layers.
-        """
+        """For each page of a block, the bytes of its largest state. Empty without states."""
         return tuple(
             max(self.states[layer].num_bytes for layer in layers if layer is not None)
             for layers in zip_longest(*self.state_groups)
@@ -285,7 +281,5 @@ class AttentionShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of all pages of a block. A page stores keys and values or a state, whichever is
-        larger.
-        """
+        """Bytes of all pages of a block. A page stores keys and values or a state."""
         return sum(map(max, zip_longest(self.page_bytes, self.state_bytes, fillvalue=0)))

@@ -43,9 +43,7 @@ class Linear(Protocol):
         """
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32, not rounded to x's data type first if the implementation can do
-        so.
-        """
+        """The product in float32, if possible without rounding to x's data type first."""
 
 
 class Mlp(Protocol):

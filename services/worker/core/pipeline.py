@@ -50,9 +50,7 @@ class _Header:
 
 
 class PipelineStage:
-    """The pipeline stage of this rank: number `index` of `num_stages`. `hidden_size` and `dtype`
-    describe the hidden states.
-    """
+    """Stage `index` of `num_stages`, with hidden states of this width and data type."""
 
     def __init__(
         self, index: int, num_stages: int, link: Link, hidden_size: int, dtype: torch.dtype

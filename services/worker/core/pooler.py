@@ -96,9 +96,7 @@ class PromptPooler:
         self._kept.clear()
 
     def check(self, step: StepInput) -> None:
-        """Raises InvalidStep if a new prompt has a prefix hit although the pooling type needs the
-        states of its first tokens.
-        """
+        """Raises InvalidStep for a prefix hit if pooling needs the states of the first tokens."""
         if self.end.pooler.reads_prefix_cache or not step.new_requests:
             return
         entering = [new.row for new in step.new_requests]

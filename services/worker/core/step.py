@@ -38,9 +38,7 @@ class NewRequest:
     adapter_digest: bytes = b""
     """SHA-256 of the LoRA adapter's files, or empty without an adapter."""
     cache_key: bytes = b""
-    """The root of the request's block hashes. Requests share cached blocks only if their roots are
-    equal.
-    """
+    """The root of the request's block hashes. Only equal roots share cached blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,7 @@ class Traits:
     the key is not read, and the value is `head_dim`.
     """
     softcaps: tuple[float | None, float | None] | None = None
-    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`. None: the keys are not
-    read.
-    """
+    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`. None: not read."""
     head_dim: int | None = None
     """Default of the key `head_dim`. None means `hidden_size` divided by the number of heads."""
     tie_word_embeddings: bool = False

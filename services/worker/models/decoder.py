@@ -60,9 +60,7 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the layers, and computes padding rows too. Only the last stage normalizes its hidden
-        states.
-        """
+        """Runs the layers, also on padding rows. Only the last stage normalizes hidden states."""
         adapters = None if lora is None else self._kernels.lora_step(lora)
         if self._fused is not None and self._fused.accepts(attention):
             hidden, logits = self._fused(token_ids, attention, embedded, wanted, adapters)

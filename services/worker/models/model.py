@@ -53,9 +53,7 @@ class Model(Protocol):
 
 
 def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:
-    """The rows of `whole` at the indexes `wanted`, all rows if `wanted` is None, or None if it is
-    empty.
-    """
+    """The rows of `whole` at `wanted`, all rows if it is None, or None if it is empty."""
     if wanted is None:
         return whole
     return whole[wanted] if len(wanted) else None
@@ -87,9 +85,7 @@ class LoadedModel:
     rope_length: int = 0
     """The sequence length from which rotary frequencies are computed, or 0 if it has no effect."""
     is_static: bool = False
-    """Whether a step's operations depend only on the number of tokens, never on values, so that a
-    device can record them.
-    """
+    """Whether operations depend only on the number of tokens, so that a device can record them."""
     is_native: bool = True
     """Whether Stepwell's own layers compute the model. Otherwise transformers' layers do."""
     stage: StageLayers | None = None

@@ -105,9 +105,7 @@ def _head(
 
 
 def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: bool) -> Linear:
-    """This rank's part of the projection to the vocabulary. `embedding` has no rows if this stage
-    does not embed tokens.
-    """
+    """This rank's part of the vocabulary's projection. `embedding` may have no rows."""
     vocab_size = loader.config.vocab_size
     rows = loader.shard.of_head(vocab_size)
     tied = loader.config.tie_word_embeddings
@@ -136,9 +134,7 @@ def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    """Reads this rank's part of tensors whose names begin with `prefix`, and packs them by the
-    kernels.
-    """
+    """Reads and packs this rank's part of tensors whose names begin with `prefix`."""
 
     config: ModelConfig
     reader: TensorReader
@@ -261,9 +257,7 @@ class _Loader:
 def _stacked(
     pairs: Iterator[tuple[torch.Tensor, torch.Tensor]], count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads `count` pairs of tensors, pair by pair. Returns the stacked first tensors and the
-    stacked second tensors.
-    """
+    """Reads `count` pairs of tensors, pair by pair, and stacks all first and all second ones."""
     first = next(pairs)
     both = first[0].new_empty(count, *first[0].shape), first[1].new_empty(count, *first[1].shape)
     for number, pair in enumerate(chain((first,), pairs)):

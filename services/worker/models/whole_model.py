@@ -60,9 +60,7 @@ class WholeModel:
 
 
 def load_whole_model(checkpoint: Checkpoint, options: LoadOptions) -> WholeModel:
-    """The model of a directory, on the checkpoint's device. Raises ModelError if it cannot be
-    served.
-    """
+    """The model of a directory, on the checkpoint's device. Raises ModelError."""
     if options.pooling is None:
         raise AssertionError("a model that generates is not computed whole")
     directory = checkpoint.directory

@@ -10,9 +10,7 @@ from services.common.errors import Unavailable
 
 
 class GroupBroken(Unavailable):
-    """The ranks of a group cannot continue together, so the process must end. The message has the
-    reason.
-    """
+    """The ranks cannot continue together, for the reason in the message. The process must end."""
 
     reason = "GROUP_BROKEN"
 

@@ -287,9 +287,7 @@ def _listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def select_cuda_device(local_ranks: list[int], rank: int) -> None:
-    """Selects a GPU for this rank alone. Raises GroupBroken if there are fewer GPUs than local
-    ranks.
-    """
+    """Selects a GPU for this rank alone. Raises GroupBroken if local ranks outnumber GPUs."""
     available = torch.cuda.device_count()
     if 0 < available < len(local_ranks):
         raise GroupBroken(

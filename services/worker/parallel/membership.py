@@ -47,9 +47,7 @@ class Membership:
 
 
 def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Membership:
-    """Determines the membership. Flags override environment variables. Raises SettingError if
-    values contradict each other.
-    """
+    """Flags override environment variables. Raises SettingError for contradictory values."""
     stages = settings.pipeline_parallel_size
     size = _size(settings, environ)
     if size == 1:

@@ -47,9 +47,7 @@ class Watch:
         return self._is_broken.is_set()
 
     def report(self, error: GroupBroken) -> GroupBroken:
-        """Marks the group as broken and sends the reason to the other ranks. Returns the error that
-        was reported first.
-        """
+        """Breaks the group, sends the reason to the other ranks, and returns the first error."""
         with self._lock:
             first, self._broken = self._broken is None, self._broken or error
             reported, closed = self._broken, self._closed

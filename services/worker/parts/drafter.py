@@ -26,9 +26,7 @@ from services.worker.speculation.ngram import NgramProposer
 
 
 def with_drafter(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
-    """`parts` with a drafter, if the settings enable speculation. Raises NoSpeculation, and
-    ModelError for a draft model.
-    """
+    """`parts` with a drafter, if speculation is set. Raises NoSpeculation and ModelError."""
     if setup.settings.speculative_config is None:
         return parts
     refuse_speculation(setup, parts)

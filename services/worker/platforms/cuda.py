@@ -82,9 +82,7 @@ class CudaPlatform:
             cuda_setup.check_batch_invariant(shape.layers, is_native=loaded.is_native)
 
     def runner(self, parts: RunnerParts) -> ModelRunner:
-        """A runner (see `runner_on`) with its own CudaDevice, whose graphs are freed with the
-        runner.
-        """
+        """A runner with its own CudaDevice, whose graphs are freed with it (see `runner_on`)."""
         return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:

@@ -142,9 +142,7 @@ class GrammarMask:
         self.is_made = True
         """Whether the next token's mask is computed. If not, the token must be checked."""
         self._num_masks = self._num_masks_due = 0
-        """The number of masks to compute in a row after the last token that did not conform, and
-        how many of them remain.
-        """
+        """Masks to compute in a row after the last nonconforming token, and how many remain."""
         self._make()
 
     @property
@@ -153,9 +151,7 @@ class GrammarMask:
         return self._matcher is not None and self._matcher.is_stopped()
 
     def forced_tokens(self) -> list[int]:
-        """The tokenizer's encoding of the text that must follow, or empty if several texts may
-        follow.
-        """
+        """The tokenizer's encoding of the only text that may follow, or empty for several."""
         if self._matcher is None or self._matcher.is_stopped() or self._matcher.is_error():
             return []
         return self._matcher.compute_ff_tokens()
@@ -172,9 +168,7 @@ class GrammarMask:
             self._make()
 
     def allows(self, token_id: int) -> bool:
-        """Whether the mask would allow a token that was drawn without it. If not, computes the
-        mask.
-        """
+        """Whether the mask would allow a token drawn without it. If not, computes the mask."""
         if self._matcher is not None and _is_in_mask(self._matcher, token_id):
             self._num_masks //= 4
             return True

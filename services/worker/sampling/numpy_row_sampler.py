@@ -1,6 +1,4 @@
-"""Draws tokens from rows of logits in NumPy, for machines without compiled kernels, which are
-tested against this sampler.
-"""
+"""Draws tokens in NumPy. The reference for compiled kernels, used where there are none."""
 
 import numpy as np
 

@@ -101,9 +101,7 @@ class Sampler:
         grammars: Grammars | None = None,
         row_sampler: RowSampler | None = None,
     ) -> None:
-        """`grammars`: required for requests with `structured_outputs`. `row_sampler`: by default
-        NumPy's.
-        """
+        """`grammars`: for requests with `structured_outputs`. `row_sampler`: by default NumPy's."""
         self._grammars = GrammarRows(max_num_seqs, vocab_size, grammars)
         self._row_sampler = row_sampler or NumpyRowSampler(max_num_seqs, vocab_size)
         self._requests: dict[int, _Request] = {}

@@ -61,13 +61,13 @@ def test_without_a_compiler_native_kernels_are_refused_in_one_sentence(tmp_path:
         select(KernelsSetting.NATIVE, tmp_path)
 
 
-def test_torch_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_the_setting_torch_selects_torchs_kernels(tmp_path: Path) -> None:
     assert type(select(KernelsSetting.TORCH, tmp_path)) is TorchKernels
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_torch_is_batch_invariant_or_not_as_it_is_asked_for(
+def test_the_setting_batch_invariant_applies_to_torchs_kernels(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, batch_invariant: bool
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -96,7 +96,7 @@ def test_a_compiler_that_fails_is_quoted(
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_a_start_that_is_ended_waits_for_no_compiler(
+def test_stopping_the_start_does_not_wait_for_the_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "slow-compiler"
@@ -136,7 +136,7 @@ def quick_compiler(tmp_path: Path, with_compiler: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_what_cannot_be_kept_serves_this_process_alone(
+def test_kernels_that_cannot_be_cached_are_used_by_this_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -208,5 +208,5 @@ def test_processes_that_start_at_once_compile_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_native_kernels_are_taken_where_they_can_be_had() -> None:
+def test_native_kernels_are_selected_if_they_compile() -> None:
     assert isinstance(select(KernelsSetting.AUTO, default_cache_directory()), NativeKernels)

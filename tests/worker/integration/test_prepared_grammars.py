@@ -94,7 +94,7 @@ async def run(stub: worker_pb2_grpc.WorkerStub, **sampling: object) -> worker_pb
     return response
 
 
-async def test_a_step_finds_what_was_prepared(
+async def test_a_step_uses_a_prepared_grammar(
     stub: worker_pb2_grpc.WorkerStub, worker: Worker, compiled: list[StructuredOutputs]
 ) -> None:
     request = worker_pb2.PrepareGrammarRequest(structured_outputs=YES_OR_NO)
@@ -110,7 +110,7 @@ async def test_a_step_finds_what_was_prepared(
     assert matcher.consume_tokens(unpacked(response.token_ids))
 
 
-async def test_a_step_compiles_what_was_not_prepared(
+async def test_a_step_compiles_a_grammar_that_was_not_prepared(
     stub: worker_pb2_grpc.WorkerStub, compiled: list[StructuredOutputs]
 ) -> None:
     prepared = worker_pb2.PrepareGrammarRequest(structured_outputs=YES_OR_NO)
@@ -121,7 +121,7 @@ async def test_a_step_compiles_what_was_not_prepared(
     assert (await run(stub)).token_ids == response.token_ids
 
 
-async def test_what_cannot_be_compiled_is_an_invalid_argument(
+async def test_a_grammar_that_does_not_compile_is_an_invalid_argument(
     stub: worker_pb2_grpc.WorkerStub,
 ) -> None:
     for wrong, why in ((WRONG, "unclosed group"), (common_pb2.StructuredOutputs(), "kind")):
@@ -139,7 +139,7 @@ async def test_what_cannot_be_compiled_is_an_invalid_argument(
         ({"allowed_token_ids": [PROMPT[0]]}, []),
     ],
 )
-async def test_a_request_of_which_no_token_is_left_is_refused_alone(
+async def test_only_the_request_without_an_allowed_token_is_refused(
     sampling: dict[str, object], errors: list[str], stub: worker_pb2_grpc.WorkerStub
 ) -> None:
     response = await run(stub, **sampling)

@@ -70,7 +70,7 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
     await second.communicate()
 
 
-async def test_a_rank_that_waits_for_a_step_of_its_own_is_freed_by_a_new_generation(
+async def test_a_new_generation_ends_a_ranks_wait_for_a_step_that_no_other_rank_has(
     directory: Path,
 ) -> None:
     """Ranks that are stopped one after another exit with 0."""
@@ -95,7 +95,7 @@ async def test_a_rank_that_waits_for_a_step_of_its_own_is_freed_by_a_new_generat
         assert status == 0, lines
 
 
-async def test_ranks_that_do_not_fit_together_say_so(directory: Path) -> None:
+async def test_ranks_with_different_settings_end_with_the_difference(directory: Path) -> None:
     processes = await start_ranks(directory, ["--max-num-seqs", "8"], ["--max-num-seqs", "9"])
     for process in processes:
         status, lines = await outcome(process)
@@ -103,7 +103,7 @@ async def test_ranks_that_do_not_fit_together_say_so(directory: Path) -> None:
         assert "max_num_seqs is 8 on rank 0, but 9 on rank 1" in lines[-1]
 
 
-async def test_a_rank_alone_gives_up_in_time(directory: Path) -> None:
+async def test_a_rank_without_peers_ends_after_the_join_timeout(directory: Path) -> None:
     process, *_ = await start_ranks(directory, ["--join-timeout-seconds", "1"], WORLD_SIZE="2")
     status, lines = await outcome(process)
     assert status == 1
@@ -112,7 +112,7 @@ async def test_a_rank_alone_gives_up_in_time(directory: Path) -> None:
     )
 
 
-async def test_a_taken_meeting_place_ends_the_start_with_one_sentence(directory: Path) -> None:
+async def test_a_master_port_in_use_ends_the_start_with_one_sentence(directory: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         process, *_ = await start_ranks(directory, [], WORLD_SIZE="2", MASTER_PORT=port)

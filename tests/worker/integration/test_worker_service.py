@@ -195,7 +195,7 @@ async def test_describe_answers_with_model_limits_and_cache(
     assert (group.block_size, group.window, group.num_layers) == (16, 0, 2)
 
 
-async def test_a_scheduler_of_another_protocol_is_told_nothing(
+async def test_describe_refuses_a_scheduler_of_another_protocol(
     worker: worker_pb2_grpc.WorkerStub,
 ) -> None:
     request = worker_pb2.DescribeRequest(release=common_pb2.Release(protocol=9, version="9.0"))
@@ -225,7 +225,7 @@ async def test_unavailable_until_the_model_is_loaded(
     )
 
 
-async def test_steps_in_flight_feed_on_what_the_worker_sampled(
+async def test_steps_in_flight_use_tokens_that_the_worker_sampled(
     servicer: WorkerServicer, worker: worker_pb2_grpc.WorkerStub, loaded: Worker
 ) -> None:
     stream = Stream(worker)
@@ -258,7 +258,7 @@ async def test_steps_in_flight_feed_on_what_the_worker_sampled(
     await ahead.finish()
 
 
-async def test_a_step_that_comes_after_the_end_of_the_one_before_it_says_by_how_much(
+async def test_a_late_step_reports_its_negative_slack(
     worker: worker_pb2_grpc.WorkerStub,
 ) -> None:
     stream = Stream(worker)
@@ -458,7 +458,7 @@ async def test_draining_ends_the_stream(
     assert (await stream.error()).code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_step_beyond_its_time_makes_the_worker_one_that_is_not_live(
+async def test_a_worker_with_an_overdue_step_is_not_live(
     loaded: Worker,
 ) -> None:
     held, compute, server = HeldRunner(loaded.runner), ComputeThread(), GrpcServer()

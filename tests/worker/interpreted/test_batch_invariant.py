@@ -31,7 +31,7 @@ def _rows_multiplied_alike() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_are_the_same_bits_in_any_batch_and_those_of_torch(bias: bool) -> None:
+def test_products_have_torchs_bits_in_any_batch(bias: bool) -> None:
     torch.manual_seed(0)
     assert products_differ(CpuDevice(), torch.float32, 96, 200, bias=bias) == []
     weight, offsets, rows = torch.randn(200, 96), torch.randn(200), torch.randn(70, 96)
@@ -50,7 +50,7 @@ def test_products_are_the_same_bits_in_any_batch_and_those_of_torch(bias: bool) 
     ],
     ids=str,
 )
-def test_attention_is_the_same_bits_whole_in_chunks_and_beside_others(case: Case) -> None:
+def test_attention_has_the_same_bits_for_whole_and_chunked_prompts_in_any_batch(case: Case) -> None:
     check = InvarianceCheck(case, WideCpu(), [1, 37, 80], AnywhereSplitK)
     assert check.differing([[(2, 0, 80)], [(1, 0, 37)], [(0, 0, 1)]]) == []
     cuts = [
@@ -62,7 +62,7 @@ def test_attention_is_the_same_bits_whole_in_chunks_and_beside_others(case: Case
     assert check.differing(cuts) == []
 
 
-def test_without_the_mode_the_number_of_lanes_decides_how_keys_are_split() -> None:
+def test_without_batch_invariance_key_splits_depend_on_the_number_of_lanes() -> None:
     """This shows that the comparison above is meaningful. Parts have 256 keys here."""
     case = Case(64, 2, 1, 16, dtype=torch.float32)
     check = InvarianceCheck(

@@ -26,7 +26,7 @@ def tolerance(case: Case) -> float:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_decodes_beside_chunks_are_attention_written_out(case: Case) -> None:
+def test_decodes_and_chunks_equal_plain_attention(case: Case) -> None:
     """Three decodes in four lanes, a chunk with a past in two lanes, and a chunk without a past."""
     torch.manual_seed(1)
     check = AttentionCheck(case, WideCpu(), 5, 1024, AnywhereSplitK)
@@ -35,7 +35,7 @@ def test_decodes_beside_chunks_are_attention_written_out(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [Case(32, 4, 2, 32), Case(32, 4, 2, 32, window=9)], ids=str)
-def test_what_an_earlier_owner_left_in_a_block_does_no_harm(case: Case) -> None:
+def test_stale_values_in_a_block_do_not_change_results(case: Case) -> None:
     """Old values in a block, which include NaN, do not change results."""
     torch.manual_seed(3)
     check = AttentionCheck(case, WideCpu(), 3, 256, AnywhereSplitK)
@@ -46,7 +46,7 @@ def test_what_an_earlier_owner_left_in_a_block_does_no_harm(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [Case(16, 4, 2, 32), Case(16, 4, 2, 32, window=9)], ids=str)
-def test_a_program_of_decodes_runs_again_with_other_lengths_and_tables(case: Case) -> None:
+def test_a_recorded_decode_program_can_be_replayed_with_other_inputs(case: Case) -> None:
     torch.manual_seed(2)
     check = AttentionCheck(case, WideCpu(), 3, 256, AnywhereSplitK)
     check.store([0, 15, 40])

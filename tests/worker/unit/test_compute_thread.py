@@ -20,7 +20,7 @@ def compute() -> Iterator[ComputeThread]:
     compute.close()
 
 
-async def test_functions_run_in_order_in_one_thread_that_is_not_ours(
+async def test_functions_run_in_order_in_one_other_thread(
     compute: ComputeThread,
 ) -> None:
     ran: list[tuple[int, int]] = []
@@ -35,7 +35,7 @@ async def test_functions_run_in_order_in_one_thread_that_is_not_ours(
     assert thread != threading.get_ident()
 
 
-async def test_an_exception_goes_to_its_own_future_and_the_next_function_runs(
+async def test_an_exception_is_set_on_its_future_and_the_next_function_runs(
     compute: ComputeThread,
 ) -> None:
     failing, fine = compute.submit(lambda: 1 // 0), compute.submit(lambda: 2)
@@ -45,7 +45,7 @@ async def test_an_exception_goes_to_its_own_future_and_the_next_function_runs(
         assert await fine == 2
 
 
-async def test_what_is_cancelled_before_it_began_is_not_run(compute: ComputeThread) -> None:
+async def test_a_function_cancelled_before_it_starts_is_not_run(compute: ComputeThread) -> None:
     going_on, ran = threading.Event(), []
     first = compute.submit(lambda: going_on.wait(SECONDS))
     dropped = compute.submit(lambda: ran.append("dropped"))
@@ -57,7 +57,7 @@ async def test_what_is_cancelled_before_it_began_is_not_run(compute: ComputeThre
     assert ran == ["last"]
 
 
-async def test_the_end_of_a_function_is_told_in_the_loop_once_its_future_is_done(
+async def test_the_end_callback_runs_in_the_loop_when_the_future_is_done(
     compute: ComputeThread,
 ) -> None:
     told: list[tuple[int, bool]] = []
@@ -85,7 +85,9 @@ async def test_the_end_of_a_function_is_told_in_the_loop_once_its_future_is_done
     assert isinstance(futures[1].exception(), ZeroDivisionError)
 
 
-async def test_waiting_goes_on_beside_computing(compute: ComputeThread) -> None:
+async def test_the_download_thread_waits_while_the_compute_thread_computes(
+    compute: ComputeThread,
+) -> None:
     computed = threading.Event()
     waiting = compute.submit_wait(lambda: computed.wait(SECONDS))
     async with asyncio.timeout(SECONDS):
@@ -132,7 +134,7 @@ async def test_a_function_that_runs_for_longer_than_it_may_is_overdue(
     assert compute.overdue is None
 
 
-async def test_what_has_no_bound_is_never_overdue(compute: ComputeThread) -> None:
+async def test_a_function_without_a_time_limit_is_never_overdue(compute: ComputeThread) -> None:
     going = threading.Event()
     running = compute.submit(going.wait)
     with pytest.raises(TimeoutError):

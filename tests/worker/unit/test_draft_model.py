@@ -88,7 +88,7 @@ def step(runner: ModelRunner, computed: int, num_drafts: int, row: int = 0) -> i
     return len(output.token_ids)
 
 
-def test_where_all_drafts_stand_two_tokens_come_first_and_a_full_block_is_completed(
+def test_after_all_drafts_are_accepted_two_tokens_are_computed_and_blocks_are_filled(
     directory: Path,
 ) -> None:
     runner, model = watched(directory, directory)
@@ -143,7 +143,7 @@ def test_behind_a_prefix_hit_only_the_rest_is_computed(directory: Path) -> None:
     assert model.take() == [[4, 5], [6], [7], [8]]
 
 
-def test_of_a_request_that_enters_inside_a_block_the_block_is_computed_again(
+def test_a_request_that_enters_within_a_block_recomputes_the_block(
     directory: Path,
 ) -> None:
     # This is like a session between two turns, whose last block may be incomplete.
@@ -188,7 +188,7 @@ def test_blocks_are_those_of_both_models(
         ("llama", "gpt_neox", {}, "GPTNeoXForCausalLM has no native code"),
     ],
 )
-def test_models_that_do_not_go_together(
+def test_incompatible_draft_models_are_refused(
     tmp_path: Path, model: str, draft: str, changes: dict[str, Any], problem: str
 ) -> None:
     save_tiny_model(tmp_path / "model", model)

@@ -79,7 +79,7 @@ def continued(runner: ModelRunner, count: int) -> list[int]:
     return tokens
 
 
-def test_a_step_goes_on_behind_the_drafts_that_stood(
+def test_a_step_continues_after_the_accepted_drafts(
     runner: ModelRunner, scripted: Scripted
 ) -> None:
     tokens = continued(runner, 8)
@@ -106,7 +106,7 @@ def test_a_step_goes_on_behind_the_drafts_that_stood(
     ]
 
 
-def test_no_more_is_taken_back_than_one_steps_drafts(runner: ModelRunner) -> None:
+def test_at_most_one_steps_drafts_are_subtracted_from_computed_tokens(runner: ModelRunner) -> None:
     enter(runner)
     with pytest.raises(InvalidStep, match="row 0 has 6 tokens, not 11"):
         runner.execute(step(2, 1, 6 + MOST, 0))

@@ -34,7 +34,7 @@ def test_a_copy_is_the_same_model(directory: Path, tmp_path: Path) -> None:
     assert len(fingerprint(directory)) == 32
 
 
-def test_one_weight_makes_another_model(directory: Path) -> None:
+def test_one_changed_weight_changes_the_fingerprint(directory: Path) -> None:
     before = fingerprint(directory)
     tensors = load_file(directory / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][5, 5] += 1
@@ -42,7 +42,7 @@ def test_one_weight_makes_another_model(directory: Path) -> None:
     assert fingerprint(directory) != before
 
 
-def test_config_tokenizer_block_size_and_data_type_count(directory: Path) -> None:
+def test_config_tokenizer_block_size_and_data_type_change_the_fingerprint(directory: Path) -> None:
     found = {fingerprint(directory), fingerprint(directory, 32), fingerprint(directory, 16, "x")}
     (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
     found.add(fingerprint(directory))
@@ -51,7 +51,7 @@ def test_config_tokenizer_block_size_and_data_type_count(directory: Path) -> Non
     assert len(found) == 5
 
 
-def test_how_weights_are_quantized_at_load_counts(directory: Path) -> None:
+def test_quantization_at_load_changes_the_fingerprint(directory: Path) -> None:
     checkpoint = open_checkpoint(directory)
     found = {
         model_fingerprint(checkpoint, 16, "float32", quantization=quantization)
@@ -61,7 +61,7 @@ def test_how_weights_are_quantized_at_load_counts(directory: Path) -> None:
     assert fingerprint(directory) in found
 
 
-def test_what_keys_and_values_are_kept_as_counts(directory: Path) -> None:
+def test_the_caches_data_type_changes_the_fingerprint(directory: Path) -> None:
     checkpoint = open_checkpoint(directory)
     found = {
         model_fingerprint(checkpoint, 16, dtype, kv_cache_dtype=kv_cache_dtype)
@@ -72,7 +72,7 @@ def test_what_keys_and_values_are_kept_as_counts(directory: Path) -> None:
     assert fingerprint(directory) in found
 
 
-def test_which_layers_lie_together_in_a_block_counts(directory: Path) -> None:
+def test_the_groups_of_layers_change_the_fingerprint(directory: Path) -> None:
     checkpoint = open_checkpoint(directory)
     groupings = [
         (LayerGroup(None, (0, 1)),),

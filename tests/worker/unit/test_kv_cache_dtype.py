@@ -33,7 +33,7 @@ def description(model: Path, **changes: object) -> WorkerDescription:
 @pytest.mark.parametrize(
     ("dtype", "least"), [(DtypeSetting.FLOAT32, 3.7), (DtypeSetting.BFLOAT16, 1.88)]
 )
-def test_the_same_memory_holds_as_many_more_blocks(
+def test_the_same_memory_has_more_blocks_of_8_bits(
     tmp_path: Path, dtype: DtypeSetting, least: float
 ) -> None:
     """A head has 64 elements. It takes 64 bytes and a scale of 4 bytes in place of 128 or 256
@@ -58,7 +58,7 @@ def test_the_same_memory_holds_as_many_more_blocks(
     assert coded.fingerprint != plain.fingerprint
 
 
-def test_it_is_for_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_caches_are_refused_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "llama")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UnsuitableDevice, match="kept in 8 bits on the CPU alone"):
@@ -72,7 +72,7 @@ def test_a_model_that_caches_nothing_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["fp8", "int8"])
-def test_a_name_that_is_none_is_refused(tmp_path: Path, kept: str) -> None:
+def test_an_unknown_kv_cache_dtype_is_refused(tmp_path: Path, kept: str) -> None:
     flags = ["--model", str(tmp_path), "--kv-cache-dtype", kept]
     with pytest.raises(SettingError, match="--kv-cache-dtype must be one of"):
         parse_settings(WorkerSettings, "worker", flags, {})

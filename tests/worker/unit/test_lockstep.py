@@ -63,7 +63,7 @@ def test_a_step_that_is_refused_everywhere_breaks_nothing() -> None:
 
 
 @pytest.mark.parametrize("field", ["step", "digest"])
-def test_a_step_that_is_another_one_on_some_rank_is_refused_on_all(field: str) -> None:
+def test_all_ranks_refuse_a_step_if_one_rank_was_sent_another(field: str) -> None:
     def work(thread: RankThread) -> bool:
         own, sent = lockstep(thread), step(1, 0)
         setattr(sent, field, thread.ranks.rank)
@@ -92,7 +92,7 @@ def test_different_tokens_end_the_group(every: int, found_at: int) -> None:
         assert f"different results in step {found_at - 2}" in why
 
 
-def test_memory_that_differs_ends_the_group_though_tokens_are_the_same(tmp_path: Path) -> None:
+def test_different_weights_in_memory_end_the_group_even_if_tokens_are_equal(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     save_tiny_model(tmp_path)
 
@@ -148,7 +148,7 @@ def test_a_rank_that_leaves_is_noticed_while_nothing_runs(
         assert seconds < 20
 
 
-def test_a_rank_that_does_not_come_to_a_step_is_not_waited_for_without_end() -> None:
+def test_the_wait_for_a_rank_at_a_step_has_a_timeout() -> None:
     def work(thread: RankThread) -> str:
         if thread.ranks.rank == 0:
             with pytest.raises(GroupBroken):
@@ -160,7 +160,7 @@ def test_a_rank_that_does_not_come_to_a_step_is_not_waited_for_without_end() -> 
     assert second == f"rank 0 is gone: {first}"
 
 
-def test_a_digest_is_of_input_and_output() -> None:
+def test_a_digest_depends_on_input_and_output() -> None:
     def work(thread: RankThread) -> str:
         own = lockstep(thread)
         row = thread.ranks.rank

@@ -57,7 +57,7 @@ def test_nothing_is_sampled_inside_a_prompt(runner: ModelRunner) -> None:
     assert last.token_ids.tolist() == run_plainly(runner, GREEDY, 1)
 
 
-def test_answers_keep_the_order_of_the_step(runner: ModelRunner) -> None:
+def test_outputs_are_in_the_order_of_the_steps_requests(runner: ModelRunner) -> None:
     runner.execute(step(1, (2, 5, 0), new_requests=(new(2),)))
     output = runner.execute(
         step(
@@ -73,7 +73,7 @@ def test_answers_keep_the_order_of_the_step(runner: ModelRunner) -> None:
     assert output.token_ids.tolist() == tokens
 
 
-def test_a_step_that_only_removes_answers_nothing(runner: ModelRunner) -> None:
+def test_a_step_that_only_removes_rows_has_an_empty_output(runner: ModelRunner) -> None:
     runner.execute(step(1, (0, 5, 0), new_requests=(new(),)))
     output = runner.execute(step(2, removed_rows=ints(0)))
     assert (output.generation, output.step) == (1, 2)
@@ -103,7 +103,7 @@ def verify(runner: ModelRunner, sampling: SamplingParams, drafts: list[int]) -> 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.5, seed=4)])
 @pytest.mark.parametrize("num_right", [0, 1, 3])
-def test_drafts_stand_as_far_as_they_are_what_would_be_sampled(
+def test_drafts_are_accepted_up_to_the_first_that_would_not_be_sampled(
     runner: ModelRunner, sampling: SamplingParams, num_right: int
 ) -> None:
     tokens = run_plainly(runner, sampling, 8)
@@ -135,7 +135,7 @@ def test_penalties_see_accepted_drafts(runner: ModelRunner) -> None:
     assert verify(runner, sampling, tokens[1:5]).token_ids.tolist() == tokens[1:6]
 
 
-def test_drafts_beside_requests_without(runner: ModelRunner) -> None:
+def test_requests_with_and_without_drafts_share_a_step(runner: ModelRunner) -> None:
     tokens = run_plainly(runner, GREEDY, 4)
     runner.execute(step(1, (0, 5, 0), new_requests=(new(0),)))
     output = runner.execute(
@@ -160,7 +160,7 @@ def test_blocks_are_zeroed_before_the_step_writes_to_them(runner: ModelRunner) -
     assert tokens == expected
 
 
-def test_what_a_zeroed_block_stored_is_gone(runner: ModelRunner) -> None:
+def test_zeroing_a_block_clears_its_contents(runner: ModelRunner) -> None:
     runner.execute(step(1, (0, 5, 0), new_requests=(new(),)))
     found = runner.execute(step(2, (1, 1, 4), new_requests=(new(1),)))
     assert found.token_ids.tolist() == run_plainly(runner, LOGPROBS, 1)
@@ -172,8 +172,6 @@ def test_what_a_zeroed_block_stored_is_gone(runner: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 40])
-def test_a_block_that_is_none_of_the_cache_cannot_be_zeroed(
-    runner: ModelRunner, block: int
-) -> None:
+def test_zeroing_a_block_outside_the_cache_is_refused(runner: ModelRunner, block: int) -> None:
     with pytest.raises(InvalidStep, match="block_ids_to_zero"):
         runner.execute(step(1, block_ids_to_zero=ints(block)))

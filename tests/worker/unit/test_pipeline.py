@@ -144,7 +144,7 @@ def test_hidden_states_of_a_generation_that_is_over_are_dropped(stages: StagedRu
     assert stages.execute(prompt_of(2, 1)).token_ids.tolist() == expected
 
 
-def test_a_step_that_the_stage_before_was_not_sent_is_given_up(stages: StagedRunner) -> None:
+def test_a_step_that_the_previous_stage_was_not_sent_is_refused(stages: StagedRunner) -> None:
     expected = stages.execute(prompt_of(1, 0)).token_ids.tolist()
     waiting = [stages.submit_to(rank, prompt_of(1, 1)) for rank in (1, 2)]
     assert not wait(waiting, 0.2).done
@@ -155,7 +155,7 @@ def test_a_step_that_the_stage_before_was_not_sent_is_given_up(stages: StagedRun
     assert stages.execute(prompt_of(2, 1)).token_ids.tolist() == expected
 
 
-def test_stages_that_were_sent_different_steps_give_them_up(stages: StagedRunner) -> None:
+def test_stages_that_were_sent_different_steps_refuse_them(stages: StagedRunner) -> None:
     expected = stages.execute(prompt_of(1, 0)).token_ids.tolist()
     stages.submit_to(0, prompt_of(1, 1)).result(10)
     with pytest.raises(
@@ -195,7 +195,7 @@ def test_a_stage_that_ends_ends_the_others(directory: Path) -> None:
             waiting.result(30)
 
 
-def test_what_stages_are_not_sent_is_refused_by_name(stages: StagedRunner) -> None:
+def test_features_that_stages_do_not_support_are_refused_by_name(stages: StagedRunner) -> None:
     drafts = StepInput(1, 0, ints(), ints(), ints(), draft_token_ids=ints(5))
     with pytest.raises(InvalidStep, match="num_draft_tokens: drafts are not verified by pipeline"):
         stages.submit_to(0, drafts).result(10)

@@ -76,7 +76,7 @@ events = st.one_of(
     factor=st.sampled_from([0.3, 1.0, 1.7]),
     least=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
 )
-def test_trees_propose_what_counting_does(
+def test_drafts_equal_those_of_the_counting_reference(
     events: list[tuple],
     depth: int,
     max_cached: int,
@@ -101,7 +101,7 @@ def test_trees_propose_what_counting_does(
         assert native.num_cached == len(counted.ended)
 
 
-def test_what_another_request_wrote_is_proposed() -> None:
+def test_drafts_follow_the_response_of_another_request() -> None:
     requests = Requests(suffix_trees())
     requests.enter(0, [1, 2, 3])
     requests.write({0: [10, 11, 12, 13, 14, 15]})
@@ -114,7 +114,7 @@ def test_what_another_request_wrote_is_proposed() -> None:
     assert requests.propose(0, 8) == [[14, 15]]
 
 
-def test_no_request_sees_what_was_written_for_another_key() -> None:
+def test_requests_with_different_keys_share_no_responses() -> None:
     requests = Requests(suffix_trees())
     requests.enter(0, [1, 2, 3], b"ann")
     requests.write({0: [10, 11, 12, 13]})
@@ -124,7 +124,7 @@ def test_no_request_sees_what_was_written_for_another_key() -> None:
         assert requests.propose(1, 8) == [expected]
 
 
-def test_prompts_and_what_was_known_at_entry_are_not_proposed_to_others() -> None:
+def test_tokens_known_at_entry_are_not_drafts_for_other_requests() -> None:
     requests = Requests(suffix_trees())
     requests.enter(0, [10, 11, 12, 13])
     requests.write({0: [20]})

@@ -57,9 +57,7 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
 
 
 class FixedTilesLinear:
-    """A Linear that computes x W^T + b for any number of rows. Weight: [out, in]. Bias: [out] or
-    None.
-    """
+    """A Linear for any number of rows: x W^T + b. The bias is [out] or None."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape

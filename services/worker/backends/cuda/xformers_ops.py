@@ -27,9 +27,7 @@ FLASH_HEAD_DIMS = (64, 128, 256)
 
 _LARGEST_TILE = 64
 _TILE_ELEMENTS = 16384
-"""Elements in a tile of keys. Tiles of keys and values fit into the 99 KiB of shared memory that
-some GPUs have.
-"""
+"""Elements in a tile of keys. Tiles of keys and values fit into 99 KiB of shared memory."""
 
 
 def built_with_cuda() -> bool:

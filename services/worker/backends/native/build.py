@@ -1,6 +1,4 @@
-"""Compiles the kernels' sources in parallel processes, and links them. This needs only a C++
-compiler with OpenMP.
-"""
+"""Compiles the kernels' sources in parallel and links them. Needs only C++ with OpenMP."""
 
 import errno
 import os

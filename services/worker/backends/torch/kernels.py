@@ -31,9 +31,7 @@ class TorchKernels:
         return padded_rows(num_rows, batch_invariant=self._batch_invariant)
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """A projection. A quantized weight is dequantized once, unless its inputs are quantized
-        too.
-        """
+        """A projection. A quantized weight is dequantized, unless its inputs are quantized too."""
         if isinstance(weight, QuantizedWeight):
             if weight.quantizes_inputs:
                 return CodedLinear(weight, bias)
@@ -56,9 +54,7 @@ class TorchKernels:
         return weight
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """The norm of x, converted first, because torch warns if x and the weight differ in data
-        type.
-        """
+        """The norm of x, converted first, because torch warns of different data types."""
         if x.dtype is weight.dtype:
             return F.rms_norm(x, weight.shape, weight, epsilon)
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon).to(x.dtype)

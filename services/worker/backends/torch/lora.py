@@ -171,9 +171,7 @@ class GroupedLoraStep:
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """A Delta with grouped products. `rows` are ordered by adapter. `ends`: each adapter's last
-    row, exclusive.
-    """
+    """A Delta with grouped products. `rows` are ordered by adapter, and `ends` are their ends."""
 
     rows: torch.Tensor
     ends: torch.Tensor

@@ -88,9 +88,7 @@ class PackedLinear:
         return product
 
     def _rows_agree(self, dtype: torch.dtype) -> bool:
-        """Whether a row of the product is the same for each of _TRIED_ROWS, tested once for each
-        shape.
-        """
+        """Whether a product's rows are the same for each of _TRIED_ROWS, tested once a shape."""
         has_bias, is_packed = self._bias is not None, self._packed is not None
         shape = (self.out_features, self.in_features, dtype, has_bias, is_packed)
         if shape not in _agreeing:

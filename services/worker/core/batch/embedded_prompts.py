@@ -64,9 +64,7 @@ class EmbeddedPrompts:
         self._embeds |= entering
 
     def of_step(self, tokens: StepTokens, token_ids: torch.Tensor) -> torch.Tensor | None:
-        """The input embeddings [num_tokens, hidden_size] of a step, or None if it needs only token
-        ids.
-        """
+        """A step's input embeddings [num_tokens, hidden_size], or None if it needs only ids."""
         embedded: torch.Tensor | None = None
         if not self._embeds or self._model is None:
             return embedded

@@ -148,9 +148,7 @@ class DraftModel(DraftSource):
         num_drafts: Int32Array,
         tokens: Int32Array,
     ) -> None:
-        """Writes drafts from position `ends` on: first these tokens, then drafts that continue
-        them.
-        """
+        """Writes drafts from position `ends` on: these tokens, then drafts that continue them."""
         while len(rows):
             batch.token_ids[rows, ends] = tokens
             more = num_drafts > 1

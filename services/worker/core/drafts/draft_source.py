@@ -21,18 +21,14 @@ class WantedDrafts:
     forced: list[int]
 
     def possible(self, proposed: Sequence[int]) -> Sequence[int]:
-        """The proposed drafts if they begin with the forced drafts, and otherwise only the forced
-        drafts.
-        """
+        """The proposed drafts if they begin with the forced ones, and otherwise the forced ones."""
         forced = self.forced
         begins_so = not forced or list(proposed[: len(forced)]) == forced
         return proposed if begins_so else forced
 
 
 class DraftSource:
-    """Proposes drafts. All ranks of a model must propose the same drafts. By default, events of the
-    batch change nothing.
-    """
+    """Proposes the same drafts on all ranks of a model. By default it ignores all events."""
 
     def enter(self, requests: Sequence[NewRequest]) -> None:
         """Called when these requests have entered the batch, in rows that were free."""

@@ -37,9 +37,7 @@ _READABLE = {"F32", "BF16", "F16", "F64", *BLOCK_TYPES}
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All tensors of a model directory. `tensors` maps names to tensors. `device`: the device on
-    which tensors are placed.
-    """
+    """All tensors of a model directory, by name. They are placed on `device`."""
 
     directory: Path
     tensors: dict[str, TensorInfo]

@@ -42,9 +42,7 @@ class JsonReader:
         return len(self._values)
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is present with the value null, for keys where absence means something
-        else.
-        """
+        """Whether the key is present with the value null, which may differ from absence."""
         return key in self._nulls
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:

@@ -72,9 +72,7 @@ class Division:
         return self._parts.get(self._known_as(tensor), ())
 
     def _known_as(self, tensor: str) -> str:
-        """The tensor's name in the model. The checkpoint may use an older name, or differ in the
-        prefix of the model's body.
-        """
+        """The tensor's name in the model, which may differ by a renaming or the body's prefix."""
         for renaming in self._renamings:
             tensor, _ = renaming.rename_source_key(tensor)
         for name in (self._prefix + tensor, tensor.removeprefix(self._prefix)):
@@ -100,9 +98,7 @@ class Division:
                 return linear.GatheredLinear(layer, part, self._ranks)
 
     def _divide_head(self, head: nn.Linear, *, is_tied: bool) -> DividedLinear | None:
-        """Divides the head. Returns None if the parts would differ in size. The head then stays
-        whole, as in native models.
-        """
+        """Divides the head, or returns None to keep it whole, if parts would differ in size."""
         if head.out_features % self.shard.size:
             return None
         divided = linear.GatheredTiedLinear if is_tied else linear.GatheredLinear

@@ -42,9 +42,7 @@ class GatheredLinear(DividedLinear):
 
 
 class GatheredTiedLinear(DividedLinear):
-    """A GatheredLinear with a whole weight that another layer shares. It uses this rank's rows
-    only.
-    """
+    """A GatheredLinear whose weight is whole and shared. It uses this rank's rows only."""
 
     def __init__(self, whole: nn.Linear, rows: slice, ranks: Ranks) -> None:
         super().__init__(whole)

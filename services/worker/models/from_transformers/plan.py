@@ -16,9 +16,7 @@ from services.worker.models.from_transformers.probe import Refused
 
 
 class Style(enum.Enum):
-    """How a layer is divided, named as in transformers' plans. Only the last style is Stepwell's
-    own.
-    """
+    """How a layer is divided, named as in transformers' plans. The last style is Stepwell's."""
 
     COLUMNS = "colwise"
     ROWS = "rowwise"

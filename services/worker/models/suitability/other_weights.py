@@ -49,9 +49,7 @@ def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError
 
 
 def no_configuration(directory: Path) -> ModelFileError | UnsupportedModel:
-    """The error for a directory without config.json. Its message names the kind of directory if it
-    is recognized.
-    """
+    """The error for a directory without config.json, which names known kinds of directories."""
     names = {path.name for path in directory.iterdir()}
     if _ADAPTER in names:
         return UnsupportedModel(directory, _about_adapters(directory))

@@ -29,7 +29,7 @@ GOOD = CudaSetup(
 LAYER = AttentionLayer(32, 8, 128, 128**-0.5)
 
 
-def test_a_machine_that_has_everything() -> None:
+def test_a_complete_setup_is_accepted() -> None:
     check_setup(GOOD)
     check_setup(replace(GOOD, triton="3.6.0", xformers="0.0.35+cu130", capability=(8, 0)))
 
@@ -73,7 +73,7 @@ def test_recurrent_layers_are_refused() -> None:
         ),
     ],
 )
-def test_what_is_missing_is_named_with_its_cure(lack: dict[str, object], sentence: str) -> None:
+def test_a_missing_part_is_named_with_its_remedy(lack: dict[str, object], sentence: str) -> None:
     with pytest.raises(UnsuitableDevice) as caught:
         check_setup(replace(GOOD, **lack))
     assert caught.value.message == sentence
@@ -101,7 +101,7 @@ def test_scores_with_a_cap_are_computed_without_the_kernel_in_heads_of_any_size(
         (replace(LAYER, head_dim=96), 64, torch.bfloat16, "the model's heads have size 96, and"),
     ],
 )
-def test_models_that_it_cannot(
+def test_models_that_the_kernel_cannot_compute_are_refused(
     layer: AttentionLayer, block_size: int, dtype: torch.dtype, sentence: str
 ) -> None:
     with pytest.raises(UnsuitableDevice, match=sentence):
@@ -125,6 +125,6 @@ def test_models_that_are_not_computed_the_same_in_every_batch(
         check_batch_invariant((LAYER, layer), is_native=is_native)
 
 
-def test_this_machine_is_looked_at_without_importing_anything() -> None:
+def test_find_setup_imports_no_package() -> None:
     setup = find_setup()
     assert (setup.device_name is None) == (not torch.cuda.is_available())

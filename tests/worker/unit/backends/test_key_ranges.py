@@ -17,7 +17,7 @@ FIXED = FixedRanges(has_softcap=False)
 WINDOWS = [None, 1, 17, 64, 65, 200, 512, 1000]
 
 
-def test_a_query_meets_the_same_keys_however_its_chunk_is_cut() -> None:
+def test_a_query_has_the_same_keys_in_any_chunk() -> None:
     positions = np.arange(3000)
     for window in (None, 1, 17, 64, 200, 1000):
         starts, lengths = FIXED.of_decodes(positions, window)
@@ -30,7 +30,7 @@ def test_a_query_meets_the_same_keys_however_its_chunk_is_cut() -> None:
 
 @pytest.mark.parametrize("ranges", [FIXED, TightRanges(16)], ids=["fixed", "tight"])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_a_range_holds_all_that_is_seen(ranges: KeyRanges, window: int | None) -> None:
+def test_a_range_contains_all_keys_of_its_queries(ranges: KeyRanges, window: int | None) -> None:
     positions = np.arange(3000)
     starts, lengths = ranges.of_decodes(positions, window)
     first = 0 if window is None else np.maximum(positions - window + 1, 0)
@@ -50,7 +50,7 @@ def test_fixed_ranges_are_whole_blocks(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_tight_ranges_hold_less_than_a_block_that_is_not_seen(window: int | None) -> None:
+def test_tight_ranges_contain_less_than_a_block_of_unneeded_keys(window: int | None) -> None:
     positions = np.arange(3000)
     starts, lengths = TightRanges(16).of_decodes(positions, window)
     seen = positions + 1 if window is None else np.minimum(positions + 1, window)

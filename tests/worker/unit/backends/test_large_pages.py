@@ -34,7 +34,7 @@ def test_the_first_piece_begins_with_a_large_page() -> None:
     assert piece.is_contiguous()
 
 
-def test_what_the_machine_does_not_have_is_refused_by_name() -> None:
+def test_an_allocation_beyond_the_machines_memory_names_a_remedy() -> None:
     more_than_can_be_addressed = (2**50,)
     with (
         pytest.raises(NotEnoughMemory, match="for the weights; use a machine with more"),

@@ -93,7 +93,9 @@ class Inputs:
 
 @pytest.mark.parametrize("kept", KVCacheDtype, ids=lambda kept: kept.value)
 @pytest.mark.parametrize("case", CASES)
-def test_a_sequence_may_be_cut_anyhow(native, case: str, kept: KVCacheDtype) -> None:
+def test_bits_do_not_depend_on_how_a_prompt_is_chunked(
+    native, case: str, kept: KVCacheDtype
+) -> None:
     inputs = Inputs(case, native.dtype, kept)
     whole = inputs.outputs(native, [], threads=1)
     assert whole.isfinite().all()
@@ -109,7 +111,9 @@ def test_a_sequence_may_be_cut_anyhow(native, case: str, kept: KVCacheDtype) -> 
 @pytest.mark.parametrize("case", list(CASES)[:4])
 @pytest.mark.parametrize("block_size", [1, 3, 32, 256])
 @pytest.mark.parametrize("kept", KVCacheDtype, ids=lambda kept: kept.value)
-def test_pages_may_have_any_size(native, case: str, block_size: int, kept: KVCacheDtype) -> None:
+def test_bits_do_not_depend_on_the_page_size(
+    native, case: str, block_size: int, kept: KVCacheDtype
+) -> None:
     inputs = Inputs(case, native.dtype, kept)
     whole = inputs.outputs(native, [], threads=1)
     for counts in ([], WAYS["in two, then token by token"]):

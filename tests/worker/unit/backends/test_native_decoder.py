@@ -41,7 +41,7 @@ def outputs(
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("native", [torch.float32], indirect=True)
-def test_threads_and_operations_make_no_difference(directory: Path) -> None:
+def test_results_do_not_depend_on_threads_or_on_fusing(directory: Path) -> None:
     expected = outputs(directory, KernelsSetting.TORCH, 1)
     assert len({tuple(output) for output in expected}) > 1
     assert outputs(directory, KernelsSetting.NATIVE, 1) == expected
@@ -50,7 +50,7 @@ def test_threads_and_operations_make_no_difference(directory: Path) -> None:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("native", [torch.float32], indirect=True)
-def test_two_ranks_of_two_threads_make_no_difference(directory: Path) -> None:
+def test_results_do_not_depend_on_two_ranks_of_two_threads(directory: Path) -> None:
     expected = outputs(directory, KernelsSetting.TORCH, 1)
     native = KernelsSetting.NATIVE
     assert on_ranks(2, lambda t: outputs(directory, native, 2, t.ranks)) == [expected] * 2

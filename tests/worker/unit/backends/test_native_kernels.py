@@ -84,7 +84,7 @@ def test_a_gate_far_from_zero_is_closed_or_open(native, activation: Activation) 
 # Narrow and wide matrices, with one chunk of depth or several, also with rows whose distance is a
 # power of two.
 @pytest.mark.parametrize("in_features", [256, 1100, 2048, 5632])
-def test_a_row_does_not_depend_on_those_beside_it(native, in_features: int) -> None:
+def test_a_row_does_not_depend_on_other_rows(native, in_features: int) -> None:
     torch.manual_seed(3)
     weight, bias = drawn(native, 200, in_features, scale=in_features**-0.5), drawn(native, 200)
     linear = NativeLinear(native.functions, LargePages(), weight, bias)
@@ -96,7 +96,9 @@ def test_a_row_does_not_depend_on_those_beside_it(native, in_features: int) -> N
 
 
 @pytest.mark.parametrize("activation", [None, *Activation])
-def test_threads_make_no_difference(native, activation: Activation | None) -> None:
+def test_the_number_of_threads_does_not_change_results(
+    native, activation: Activation | None
+) -> None:
     torch.manual_seed(7)
     weight = drawn(native, 2 * 420, 1536, scale=1536**-0.5)
     linear = NativeLinear(native.functions, LargePages(), weight, None, activation)
@@ -111,7 +113,7 @@ def test_threads_make_no_difference(native, activation: Activation | None) -> No
         torch.set_num_threads(2)
 
 
-def test_threads_that_hold_each_other_up_compute_every_panel_once(native) -> None:
+def test_delayed_threads_compute_every_panel_once(native) -> None:
     torch.manual_seed(7)
     linear = NativeLinear(native.functions, LargePages(), drawn(native, 1000, 2048), None)
     x = drawn(native, 9, 2048)
@@ -125,7 +127,7 @@ def test_threads_that_hold_each_other_up_compute_every_panel_once(native) -> Non
         torch.set_num_threads(2)
 
 
-def test_a_caller_may_run_where_it_could_before(native) -> None:
+def test_the_callers_processor_mask_is_restored(native) -> None:
     linear = NativeLinear(native.functions, LargePages(), drawn(native, 1000, 2048), None)
     x = drawn(native, 64, 2048)
     before = os.sched_getaffinity(0)
@@ -159,7 +161,7 @@ def test_a_width_that_is_no_multiple_of_lanes_is_computed_too(
         assert torch.equal(linear(x[row : row + 1]), together[row : row + 1])
 
 
-def test_small_numbers_are_kept_whatever_the_process_has_set(native) -> None:
+def test_denormals_are_kept_even_if_the_process_flushes_them(native) -> None:
     """If one thread flushed small numbers to zero and another did not, results would depend on the
     thread.
     """

@@ -116,7 +116,7 @@ def both(native, case: Case, num_blocks: int) -> list[PagedAttention]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_prompts_then_decodes_beside_chunks(native, case: Case) -> None:
+def test_prompts_decodes_and_chunks_equal_torchs_attention(native, case: Case) -> None:
     torch.manual_seed(6)
     lengths = [1, 3, 30, 64, 65, 150, 40, 1]
     sequences = Sequences([length + 110 for length in lengths], case.block_size)
@@ -154,7 +154,7 @@ def test_scores_far_from_zero_are_capped_on_either_side(native) -> None:
 
 
 @pytest.mark.parametrize("kept", KVCacheDtype, ids=lambda kept: kept.value)
-def test_what_an_earlier_owner_left_in_a_block_does_no_harm(native, kept: KVCacheDtype) -> None:
+def test_stale_values_in_a_block_do_not_change_results(native, kept: KVCacheDtype) -> None:
     torch.manual_seed(8)
     case = Case(4, 2, 32, 16, half=16)
     shape = AttentionShape((case.layer,), 16, 12, native.dtype, kv_cache_dtype=kept)

@@ -31,7 +31,7 @@ def library(native: object) -> ctypes.CDLL:  # noqa: ARG001
     return load_compiled(default_cache_directory(), lambda: None)
 
 
-def test_both_declare_the_same_sizes(library: ctypes.CDLL) -> None:
+def test_python_and_cpp_declare_the_same_sizes(library: ctypes.CDLL) -> None:
     check_structures(library)
 
 

@@ -46,7 +46,7 @@ def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_a_processor_takes_the_best_kernels_that_it_can_run(tmp_path: Path) -> None:
+def test_the_best_kernels_for_the_processor_are_loaded(tmp_path: Path) -> None:
     build(tmp_path / "built")
 
     def taken(features: frozenset[str]) -> int | None:
@@ -85,7 +85,7 @@ def test_each_kind_needs_what_the_next_one_needs() -> None:
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_damaged_kernels_are_passed_over(tmp_path: Path) -> None:
+def test_damaged_kernels_are_skipped(tmp_path: Path) -> None:
     build(tmp_path)
     (tmp_path / KINDS[2].name / f"{NAME}.so").write_bytes(b"")
     library = load_prebuilt(AVX512, tmp_path)
@@ -94,7 +94,7 @@ def test_damaged_kernels_are_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_a_worker_takes_them_before_it_compiles(
+def test_a_worker_uses_prebuilt_kernels_instead_of_compiling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build(tmp_path, [Kind("avx2", (), AVX2)])

@@ -82,7 +82,7 @@ def test_a_projection_of_any_shape(
 @pytest.mark.parametrize(
     ("bits", "group"), [(8, 2816), (8, 32), (4, 128), (4, 2816), (FLOAT8, 128)]
 )
-def test_a_large_one_in_several_blocks(native, bits: int, group: int) -> None:
+def test_a_large_projection_is_computed_in_several_blocks(native, bits: int, group: int) -> None:
     """The weight has more rows than a block, a depth of several chunks, and panels for two threads.
     The number of panels is odd, also if few rows are multiplied by pairs of panels.
     """

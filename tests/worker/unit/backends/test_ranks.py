@@ -38,7 +38,7 @@ def summed(of_ranks: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_are_the_same_bits_on_all_ranks_whatever_stands_beside_a_row(
+def test_sums_have_the_same_bits_on_all_ranks_and_in_any_batch(
     kernels: Kernels, size: int, dtype: torch.dtype
 ) -> None:
     given = parts(size, 700, 1024, dtype=dtype)  # several rounds
@@ -68,7 +68,7 @@ def test_numbers_are_exchanged(kernels: Kernels) -> None:
     assert exchanged == [numbers, numbers]
 
 
-def test_a_rank_that_is_fast_overtakes_nothing() -> None:
+def test_a_fast_rank_does_not_overwrite_slots_that_others_read() -> None:
     """Each rank sometimes waits. It must read the data that the other wrote for the same
     collective.
     """
@@ -86,7 +86,7 @@ def test_a_rank_that_is_fast_overtakes_nothing() -> None:
     on_ranks(2, work)
 
 
-def test_what_one_rank_cannot_share_none_does() -> None:
+def test_no_rank_shares_memory_that_one_rank_cannot_map() -> None:
     port, done = free_port(), threading.Barrier(2)
 
     def joined(rank: int) -> tuple[type, list[list[int]]]:
@@ -101,7 +101,7 @@ def test_what_one_rank_cannot_share_none_does() -> None:
         assert list(threads.map(joined, range(2))) == [(GlooRanks, [[0], [1]])] * 2
 
 
-def test_the_end_of_a_rank_ends_what_waits_for_it() -> None:
+def test_the_end_of_a_rank_ends_the_waits_of_others() -> None:
     left = threading.Event()
 
     def work(thread: RankThread) -> float:
@@ -122,7 +122,7 @@ def test_the_end_of_a_rank_ends_what_waits_for_it() -> None:
     assert max(on_ranks(2, work)) < TIMEOUTS.collective_seconds / 2
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_timeout(kernels: Kernels) -> None:
+def test_a_missing_rank_is_named_after_the_timeout(kernels: Kernels) -> None:
     def work(thread: RankThread) -> None:
         if thread.ranks.rank == 0:
             with pytest.raises(RuntimeError, match=r"within 0\.5 s|[Tt]imed? ?out"):

@@ -120,7 +120,7 @@ def drawn_logits(kind: str, generator: np.random.Generator, size: int) -> np.nda
     rows=st.lists(st.tuples(KIND_OF_LOGITS, ROW), min_size=1, max_size=6),
     special=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9000), SPECIAL), max_size=3),
 )
-def test_draws_are_those_of_numpy(
+def test_compiled_draws_equal_numpys(
     native: NativeRowSampler,
     seed: int,
     size: int,
@@ -135,7 +135,7 @@ def test_draws_are_those_of_numpy(
 
 
 @pytest.mark.parametrize("size", [49_152, 128_256])
-def test_draws_from_large_vocabularies_are_those_of_numpy(
+def test_compiled_draws_from_large_vocabularies_equal_numpys(
     native: NativeRowSampler, size: int
 ) -> None:
     """There are enough rows for several threads."""
@@ -197,7 +197,9 @@ def test_masked_draws_are_those_from_rows_without_the_banned_tokens(
     np.testing.assert_array_equal(drawn, expected)
 
 
-def test_rows_without_a_distribution_are_told_and_change_no_other(native: NativeRowSampler) -> None:
+def test_rows_without_a_distribution_are_reported_and_change_no_other_row(
+    native: NativeRowSampler,
+) -> None:
     generator = np.random.default_rng(4)
     logits = generator.standard_normal((6, 5000)).astype(np.float32)
     parameters = parameters_of([(1.0, 0, 0.9, 0.0)] * 6, 4)
@@ -214,7 +216,7 @@ def test_rows_without_a_distribution_are_told_and_change_no_other(native: Native
     size=st.sampled_from([1, 31, 32, 33, 100, 4136]),
     values=st.lists(SPECIAL, max_size=2),
 )
-def test_masked_copies_are_those_of_numpy(
+def test_masked_copies_equal_numpys(
     native: NativeRowSampler, seed: int, size: int, values: list[float]
 ) -> None:
     generator = np.random.default_rng(seed)

@@ -22,20 +22,20 @@ from services.worker.speculation.config import (
         ({"prompt_lookup_min": 2, "prompt_lookup_max": 7}, (2, 7)),
     ],
 )
-def test_one_length_that_is_given_sets_the_other(
+def test_the_default_of_one_ngram_length_is_the_other(
     given: dict[str, int], lookup: tuple[int, int]
 ) -> None:
     text = json.dumps({"method": "ngram", "num_speculative_tokens": 6, **given})
     assert parse_speculative_config(text) == SpeculativeConfig(6, *lookup)
 
 
-def test_a_bound_on_rows() -> None:
+def test_a_limit_on_rows_is_parsed() -> None:
     config = parse_speculative_config('{"num_speculative_tokens": 2, "num_rows": 0}')
     assert config.num_rows == 0
 
 
 @pytest.mark.parametrize("method", [{}, {"method": "draft_model"}])
-def test_a_draft_model(method: dict[str, str], tmp_path: Path) -> None:
+def test_a_draft_model_is_parsed(method: dict[str, str], tmp_path: Path) -> None:
     text = json.dumps({"num_speculative_tokens": 5, "model": str(tmp_path), **method})
     config = parse_speculative_config(text)
     assert config == SpeculativeConfig(5, model=tmp_path)
@@ -65,7 +65,9 @@ def test_suffix_trees_as_vllm_has_them_by_default() -> None:
         ),
     ],
 )
-def test_suffix_trees_that_are_set(given: dict[str, float], most: int, rules: SuffixRules) -> None:
+def test_parameters_of_suffix_trees_are_parsed(
+    given: dict[str, float], most: int, rules: SuffixRules
+) -> None:
     config = parse_speculative_config(json.dumps({"method": "suffix", **given}))
     assert config == SpeculativeConfig(most, suffix=rules)
 
@@ -127,5 +129,5 @@ def test_suffix_trees_that_are_set(given: dict[str, float], most: int, rules: Su
         ),
     ],
 )
-def test_what_is_wrong_is_named(text: str, problem: str) -> None:
+def test_invalid_values_are_named(text: str, problem: str) -> None:
     assert str(speculative_config_problem(text)).startswith(problem)

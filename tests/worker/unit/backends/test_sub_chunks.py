@@ -29,7 +29,7 @@ def test_a_chunk_of_18_tokens_after_10() -> None:
     assert chunks.queries[14:].tolist() == list(range(18))
 
 
-def test_lanes_are_rounded_up_to_a_power_of_two_with_lanes_that_see_nothing() -> None:
+def test_lanes_without_keys_round_their_number_up_to_a_power_of_two() -> None:
     chunks = cut(ints([16, 17]), ints([16, 17]))
     assert chunks.parents.tolist() == [0, 1, 1, 0]
     assert chunks.ends.tolist() == [16, 1, 17, 0]

@@ -35,7 +35,7 @@ def filled_up(rows: torch.Tensor) -> torch.Tensor:
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("width", "out"), [(64, 131), (1536, 576), (5632, 64)])
-def test_a_row_of_a_product_is_the_same_bits_beside_any_others(
+def test_a_row_of_a_product_has_the_same_bits_in_any_batch(
     width: int, out: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def test_a_row_of_a_product_is_the_same_bits_beside_any_others(
         assert torch.equal(some, whole[begin:end]), (begin, end)
 
 
-def test_a_weight_whose_rows_disagree_is_multiplied_by_in_tiles() -> None:
+def test_a_weight_whose_results_depend_on_the_number_of_rows_is_multiplied_in_tiles() -> None:
     weight = torch.eye(8)
 
     def by_number(x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_a_weight_whose_rows_disagree_is_multiplied_by_in_tiles() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("width", [17, 100, 1536])
-def test_a_row_of_a_gated_product_is_the_same_bits_beside_any_others(
+def test_a_row_of_a_gated_product_has_the_same_bits_in_any_batch(
     activation: Activation, width: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def test_a_row_of_a_gated_product_is_the_same_bits_beside_any_others(
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [17, 64, 576])
-def test_a_row_of_a_norm_is_the_same_bits_beside_any_others(width: int, dtype: torch.dtype) -> None:
+def test_a_row_of_a_norm_has_the_same_bits_in_any_batch(width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rows, weight = torch.randn(300, width).to(dtype), torch.randn(width).to(dtype)
     whole = KERNELS.rms_norm(rows, weight, 1e-6)
@@ -151,7 +151,7 @@ class World:
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_attention_is_the_same_bits_whole_in_chunks_and_beside_others(
+def test_attention_has_the_same_bits_for_whole_and_chunked_prompts_in_any_batch(
     layer: AttentionLayer, dtype: torch.dtype
 ) -> None:
     world = World(layer, dtype)
@@ -171,7 +171,7 @@ def test_attention_is_the_same_bits_whole_in_chunks_and_beside_others(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_batch_invariance_torch_computes_what_there_is_and_no_more(
+def test_without_batch_invariance_no_rows_or_keys_are_padded(
     dtype: torch.dtype,
 ) -> None:
     """One row stays one row, and a query is multiplied only by the keys that it sees, with torch's

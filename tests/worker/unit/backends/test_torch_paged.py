@@ -102,7 +102,7 @@ def run_step(
 )
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "not invariant"])
-def test_decodes_of_different_lengths_beside_chunks(
+def test_decodes_of_different_lengths_share_a_step_with_chunks(
     batch_invariant: bool, block_size: int, layer: AttentionLayer
 ) -> None:
     torch.manual_seed(1)
@@ -125,7 +125,7 @@ def test_decodes_of_different_lengths_beside_chunks(
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "not invariant"])
-def test_what_an_earlier_owner_left_in_a_block_does_no_harm(batch_invariant: bool) -> None:
+def test_stale_values_in_a_block_do_not_change_results(batch_invariant: bool) -> None:
     """This includes NaN, which a mask alone does not remove."""
     torch.manual_seed(3)
     attention = TorchPagedAttention(shape_of(4, 41), batch_invariant=batch_invariant)
@@ -173,7 +173,7 @@ def test_keys_and_queries_are_rotated_before_they_meet() -> None:
     )
 
 
-def test_zeroed_blocks_hold_zeros_and_the_others_what_they_held() -> None:
+def test_only_zeroed_blocks_change() -> None:
     torch.manual_seed(2)
     attention = TorchPagedAttention(shape_of(4, 8))
     first = Sequence([1, 2, 3])
@@ -204,7 +204,7 @@ def test_zeroed_blocks_are_clear_in_every_layer() -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "not invariant"])
-def test_groups_share_pages_and_a_window_reads_only_what_it_shows(batch_invariant: bool) -> None:
+def test_groups_share_pages_and_a_window_reads_only_its_own_keys(batch_invariant: bool) -> None:
     """There are two groups of one layer each. One sees all tokens, and one the last five. The
     blocks that the window has left belong to another request, and contain NaN.
     """

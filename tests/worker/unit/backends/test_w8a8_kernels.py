@@ -52,7 +52,7 @@ def test_a_product_of_any_shape(native, rows: int, columns: int) -> None:
         assert np.array_equal(linear.full(x[:count]).numpy(), exact[:count])
 
 
-def test_a_large_one_in_several_blocks(native) -> None:
+def test_a_large_product_is_computed_in_several_blocks(native) -> None:
     """The weight has more rows than a block, a depth of several chunks, and panels for two threads.
     The sums are too large for float32 to hold exactly.
     """
@@ -78,7 +78,7 @@ def test_a_large_one_in_several_blocks(native) -> None:
 
 
 @pytest.mark.parametrize("inner", [3, 40, 96])
-def test_a_gated_one_is_the_activation_of_one_half_times_the_other(native, inner: int) -> None:
+def test_a_gated_product_is_the_activation_of_one_half_times_the_other(native, inner: int) -> None:
     torch.manual_seed(2)
     weight, bias = drawn(2 * inner, 64, native.dtype), torch.randn(2 * inner).to(native.dtype)
     weight.scales.mul_(0.01)
@@ -93,7 +93,9 @@ def test_a_gated_one_is_the_activation_of_one_half_times_the_other(native, inner
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_a_row_that_is_not_finite_is_not_afterwards_and_others_are(native, value: float) -> None:
+def test_only_rows_with_infinite_or_nan_inputs_have_results_that_are_not_finite(
+    native, value: float
+) -> None:
     weight = drawn(40, 64, native.dtype)
     x = torch.randn(14, 64).to(native.dtype)
     x[3, 50] = value
@@ -103,7 +105,7 @@ def test_a_row_that_is_not_finite_is_not_afterwards_and_others_are(native, value
         assert finite[torch.arange(14) != 3].all()
 
 
-def test_parts_are_all_for_quantized_inputs_or_none() -> None:
+def test_stacked_weights_must_all_quantize_their_inputs_or_none() -> None:
     both = stacked([drawn(3, 8, torch.float32), drawn(5, 8, torch.float32)])
     assert both.quantizes_inputs
     assert both.columns(slice(2, 6)).rows(slice(1, 7)).quantizes_inputs

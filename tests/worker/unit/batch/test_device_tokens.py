@@ -108,7 +108,7 @@ def test_tokens_that_only_the_device_knows_are_not_computed_again(model: Path) -
         runner.begin(step(2, (0, 2, 5)))
 
 
-def test_a_new_generation_forgets_what_was_ahead(model: Path) -> None:
+def test_a_new_generation_forgets_tokens_on_the_device(model: Path) -> None:
     runner = runner_of(model, keeps_tokens_on_device=True)
     steps = story((GREEDY,) * 4)
     expected = run_two_in_flight(runner, steps)[0].token_ids.tolist()

@@ -70,7 +70,7 @@ def test_embeddings_of_tokens_give_what_the_tokens_give(tmp_path: Path, kind: st
     assert generate(runner, embed(model, PROMPT[:4]), chunk=3) == expected
 
 
-def test_placeholders_are_no_tokens_that_were_seen(tmp_path: Path) -> None:
+def test_penalties_ignore_placeholders(tmp_path: Path) -> None:
     """A penalty for tokens of the prompt does not apply to placeholders."""
     model = save_tiny_model(tmp_path, "llama")
     runner = build_runner(tmp_path, block_size=4, num_blocks=60)
@@ -81,7 +81,7 @@ def test_placeholders_are_no_tokens_that_were_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [EmbedsDtype.BFLOAT16, EmbedsDtype.FLOAT16])
-def test_numbers_of_half_the_size(tmp_path: Path, dtype: EmbedsDtype) -> None:
+def test_embeddings_in_half_precision_are_accepted(tmp_path: Path, dtype: EmbedsDtype) -> None:
     save_tiny_model(tmp_path, "llama")
     runner = build_runner(tmp_path, block_size=4, num_blocks=60)
     rows = torch.randn(len(PROMPT), 48).bfloat16().half().float()
@@ -98,7 +98,7 @@ def test_numbers_of_half_the_size(tmp_path: Path, dtype: EmbedsDtype) -> None:
         (PromptEmbeds(8, EmbedsDtype.FLOAT32, bytes(8 * 48 * 4)), "tokens 0 to 8 are not what"),
     ],
 )
-def test_a_matrix_that_does_not_fit_is_refused_and_nothing_enters(
+def test_a_matrix_of_another_width_is_refused_and_the_batch_unchanged(
     tmp_path: Path, embeds: PromptEmbeds, problem: str
 ) -> None:
     save_tiny_model(tmp_path, "llama")
@@ -108,7 +108,7 @@ def test_a_matrix_that_does_not_fit_is_refused_and_nothing_enters(
     assert len(runner.execute(step(2, 7, 0, entering(runner, PROMPT, None, GREEDY))).token_ids) == 1
 
 
-def test_rows_of_what_is_computed_need_not_come(tmp_path: Path) -> None:
+def test_embeddings_of_computed_tokens_may_be_omitted(tmp_path: Path) -> None:
     """After a prefix hit of a block, only the rows of later tokens are needed. If all tokens are
     computed, no rows are needed.
     """

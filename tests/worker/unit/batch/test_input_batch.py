@@ -213,7 +213,7 @@ def stateful_batch(state_block_size: int = 4) -> InputBatch:
     return batch
 
 
-def test_entries_of_states_that_no_step_leaves_are_null() -> None:
+def test_state_groups_may_have_null_entries() -> None:
     batch = stateful_batch()
     batch.append_one(ints(2), ints(51))
     batch.append_one(ints(2), ints(52))

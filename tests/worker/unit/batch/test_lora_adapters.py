@@ -88,7 +88,7 @@ def changed(model: Path, to: Path, **values: Any) -> Path:
         ({"rank_pattern": {"(": 5}}, "the pattern '(' is no regular expression"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
+def test_unsupported_adapter_features_are_refused_by_name(
     model: Path, tmp_path: Path, read: Any, values: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ModelError) as refused:
@@ -149,7 +149,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(model: Path, tmp_path: 
         adapter_digest(directory)
 
 
-def test_as_many_are_held_as_there_are_places(model: Path, read: Any) -> None:
+def test_at_most_max_cpu_loras_adapters_are_loaded(model: Path, read: Any) -> None:
     held = LoraAdapters(read, 2)
     first, second, third = (model / "adapters" / name for name in CONFIGS)
     digests = [adapter_digest(directory) for directory in (first, second, third)]

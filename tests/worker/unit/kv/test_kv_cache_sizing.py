@@ -33,7 +33,7 @@ MEMORY = KVCacheMemory(
 )
 
 
-def test_a_share_of_what_is_available_less_activations() -> None:
+def test_the_cache_is_a_fraction_of_available_memory_minus_activations() -> None:
     sizing = size_kv_cache(DEMAND, MEMORY)
     assert sizing.num_blocks == 30
     assert sizing.max_model_len == 160
@@ -43,7 +43,7 @@ def test_a_share_of_what_is_available_less_activations() -> None:
     )
 
 
-def test_a_share_of_a_device_less_what_is_in_use_there() -> None:
+def test_the_cache_is_a_fraction_of_the_device_minus_memory_in_use() -> None:
     free = replace(FREE, of_bytes=100 * MIB, used_bytes=25 * MIB, of_what="of the GPU")
     sizing = size_kv_cache(DEMAND, replace(MEMORY, free=free))
     assert sizing.explanation == (

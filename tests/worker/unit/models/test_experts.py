@@ -30,7 +30,7 @@ def experts_of(directory: Path) -> Experts:
     return experts
 
 
-def test_a_token_gets_the_same_in_whatever_company(tmp_path: Path) -> None:
+def test_a_tokens_result_does_not_depend_on_other_tokens(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "qwen3_moe")
     experts = experts_of(tmp_path)
     torch.manual_seed(0)
@@ -42,7 +42,7 @@ def test_a_token_gets_the_same_in_whatever_company(tmp_path: Path) -> None:
             torch.testing.assert_close(alone[0], together[row], rtol=1e-6, atol=1e-6)
 
 
-def test_padding_meets_no_expert(tmp_path: Path) -> None:
+def test_padding_rows_are_not_computed_by_experts(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "mixtral")
     hidden = torch.randn(8, 48)
     with torch.inference_mode():
@@ -53,7 +53,7 @@ def test_padding_meets_no_expert(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_all_in_one_multiplication_gives_what_each_gives(
+def test_grouped_experts_equal_experts_computed_one_by_one(
     tmp_path: Path, kind: str, stacked: bool
 ) -> None:
     model = save_tiny_model(tmp_path, kind)
@@ -71,7 +71,7 @@ def test_all_in_one_multiplication_gives_what_each_gives(
 
 
 @pytest.mark.parametrize("of", ["gptq", "int8"])
-def test_quantized_ones_are_multiplied_together_too(tmp_path: Path, of: str) -> None:
+def test_quantized_experts_can_be_grouped(tmp_path: Path, of: str) -> None:
     save_tiny_model(tmp_path / "plain", "mixtral")
     save_quantized(tmp_path / "plain", tmp_path / "model", FORMATS[of])
     hidden = torch.randn(6, 48)

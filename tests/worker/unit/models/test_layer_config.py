@@ -50,7 +50,7 @@ def test_windows_of_layers_are_those_of_the_config(
     assert windows(read(tmp_path, kind, **changes)) == expected
 
 
-def test_a_window_of_null_is_none(tmp_path: Path) -> None:
+def test_a_null_sliding_window_means_full_attention(tmp_path: Path) -> None:
     assert windows(read(tmp_path, "mistral")) == [None, None]
 
 
@@ -76,7 +76,7 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
     assert [layer.experts is None for layer in sparse] == [True, False, True]
 
 
-def test_experts_are_normalized_as_each_does_it(tmp_path: Path) -> None:
+def test_each_architecture_has_its_own_normalization_of_experts(tmp_path: Path) -> None:
     for kind, normalized in (
         ("mixtral", True),
         ("qwen3_moe", False),
@@ -116,7 +116,7 @@ def test_layers_of_a_config_that_contradict_each_other_are_refused(
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ],
 )
-def test_what_layers_do_not_do_is_refused_by_name(
+def test_unsupported_layer_features_are_refused_by_name(
     tmp_path: Path, kind: str, changes: dict[str, object], problem: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=problem):

@@ -155,7 +155,7 @@ def test_weights_cut_within_the_header(directory: Path, size: int) -> None:
     )
 
 
-def test_weights_that_are_something_else(directory: Path) -> None:
+def test_a_file_of_another_format_is_refused(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes((20).to_bytes(8, "little") + b"x" * 100)
     assert refusal(directory, ModelFileError).startswith(
         "model.safetensors: the header is not valid JSON"
@@ -196,7 +196,7 @@ def test_a_tensor_that_is_not_the_architectures_is_refused(directory: Path) -> N
 
 
 @pytest.mark.parametrize("differs", [True, False])
-def test_a_head_beside_tied_embeddings_is_used_where_it_differs(
+def test_a_stored_head_that_differs_from_the_tied_embedding_is_used(
     tmp_path: Path, differs: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny_model(tmp_path, "llama_tied")
@@ -360,7 +360,7 @@ def test_the_command_that_converts_a_pickle_makes_a_directory_that_is_served(
         (-1, "eos_token_id must be a token id or a list of them, not -1"),
     ],
 )
-def test_an_end_that_is_no_token_is_named_in_its_file(
+def test_an_eos_token_outside_the_vocabulary_is_refused_with_its_file(
     tmp_path: Path, kind: str, file: str, token: object, problem: str
 ) -> None:
     save_tiny_model(tmp_path, kind)

@@ -103,7 +103,7 @@ def test_classes_and_their_activation_are_read_from_the_config(
         ([POOLING], {"pooling_mode": "max"}, "'max'"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_unsupported_pooling_is_refused_by_name(
     tmp_path: Path, modules: list[dict[str, str]], pooling: dict[str, Any], named: str
 ) -> None:
     write(tmp_path, "BertModel")

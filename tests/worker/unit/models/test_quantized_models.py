@@ -85,7 +85,7 @@ def weights(**changes: object) -> dict[str, object]:
         ({"quant_method": "torchao"}, "weights quantized by 'torchao' are not read"),
     ],
 )
-def test_what_is_not_read_is_refused_by_name(
+def test_unsupported_quantizations_are_refused_by_name(
     tmp_path: Path, config: dict[str, object], problem: str
 ) -> None:
     save_tiny_model(tmp_path, "llama")

@@ -73,7 +73,9 @@ def test_old_and_new_spelling_mean_the_same(tmp_path: Path, kind: str) -> None:
     assert read_model_config(tmp_path).rope == new
 
 
-def test_dynamic_is_plain_up_to_the_trained_length_and_fixed_beyond(tmp_path: Path) -> None:
+def test_the_dynamic_base_is_unscaled_up_to_the_trained_length_and_then_fixed(
+    tmp_path: Path,
+) -> None:
     save_config(tmp_path, "llama_dynamic")
     rope = read_model_config(tmp_path).rope
     assert rope.rope_type is RopeType.DYNAMIC

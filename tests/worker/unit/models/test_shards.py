@@ -186,7 +186,7 @@ def test_every_row_is_in_one_part() -> None:
         (4, 1, 8, "4 or less"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_what_can(
+def test_an_impossible_division_is_refused_with_the_possible_sizes(
     heads: int, kv_heads: int, size: int, may_be: str, tmp_path: Path
 ) -> None:
     save_tiny_model(tmp_path, "llama")

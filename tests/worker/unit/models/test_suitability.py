@@ -23,7 +23,7 @@ def write_config(directory: Path, architecture: str, **values: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", TINY_MODELS)
-def test_what_is_served_is_not_refused(tmp_path: Path, kind: str) -> None:
+def test_supported_models_pass_the_check(tmp_path: Path, kind: str) -> None:
     config = TINY_MODELS[kind].config
     config.save_pretrained(tmp_path)
     names = {**json.loads((tmp_path / "config.json").read_text())}
@@ -68,7 +68,7 @@ def test_what_is_served_is_not_refused(tmp_path: Path, kind: str) -> None:
         ("BertModel", {"model_type": "bert", **TEXT}, ""),
     ],
 )
-def test_the_reason_is_told_by_the_configuration_alone(
+def test_the_check_finds_the_reason_in_the_configuration_alone(
     tmp_path: Path, architecture: str, values: dict[str, Any], problem: str
 ) -> None:
     write_config(tmp_path, architecture, **values)

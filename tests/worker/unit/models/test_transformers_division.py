@@ -159,7 +159,7 @@ def test_two_ranks_give_the_logits_of_the_whole_model(tmp_path: Path, what: str)
         assert torch.equal(told, embedded)
 
 
-def test_a_rank_that_reads_for_long_is_waited_for(tmp_path: Path) -> None:
+def test_ranks_wait_for_a_rank_that_reads_longer(tmp_path: Path) -> None:
     save(tmp_path, GraniteConfig, {})
 
     def work(thread: RankThread) -> int:
@@ -206,7 +206,7 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_divided_is_refused(tmp_path: Path, what: str) -> None:
+def test_models_that_cannot_be_divided_are_refused(tmp_path: Path, what: str) -> None:
     config_class, changes, size, problem = REFUSED[what]
     save(tmp_path, config_class, changes)
     ranks: Any = OneOf(0, size)

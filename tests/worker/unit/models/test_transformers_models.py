@@ -112,7 +112,7 @@ def save(directory: Path, config: PretrainedConfig) -> None:
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_work_is_refused(tmp_path: Path, what: str) -> None:
+def test_models_that_need_unsupported_features_are_refused(tmp_path: Path, what: str) -> None:
     config_class, changes, problem = REFUSED[what]
     save(tmp_path, config_class(**{**SHAPE, **changes}))
     for refuse in (load, check_model):
@@ -123,7 +123,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, what: str) -> None:
         assert "\n" not in caught.value.message
 
 
-def test_a_loaded_model_tells_its_architecture_sizes_and_ends(tmp_path: Path) -> None:
+def test_a_loaded_model_has_its_architecture_sizes_and_eos_tokens(tmp_path: Path) -> None:
     save(tmp_path, OlmoConfig(**SHAPE))
     loaded = load(tmp_path, max_model_len=50)
     assert loaded.architecture == "OlmoForCausalLM"
@@ -184,7 +184,7 @@ def test_quantized_weights_are_refused_by_the_name_of_their_method(tmp_path: Pat
         load(tmp_path)
 
 
-def test_windows_are_those_that_attention_is_told(tmp_path: Path) -> None:
+def test_windows_equal_the_arguments_of_attention(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "cohere2")
     assert [x.window for x in load(tmp_path).attention] == [20, None, 20, None]
     # A window that is longer than any sequence is no window.
@@ -197,7 +197,7 @@ def test_length_beyond_the_model_is_refused(tmp_path: Path) -> None:
         load(tmp_path, max_model_len=513)
 
 
-def test_a_tensor_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_refused_and_not_initialized(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "gpt_neox")
     edit_config(tmp_path, num_hidden_layers=3)
     with pytest.raises(ModelTensorError, match=r"tensor gpt_neox\.layers\.2\..* is missing"):

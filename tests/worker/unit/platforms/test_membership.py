@@ -18,7 +18,7 @@ def membership(environ: dict[str, str], **flags: Any) -> Membership:
     return find_membership(WorkerSettings(model=HERE, **flags), environ)
 
 
-def test_alone_unless_told_otherwise() -> None:
+def test_the_default_is_a_single_worker() -> None:
     assert membership({"HOSTNAME": "machine-7"}) == Membership(0, 1)
     assert membership({"WORLD_SIZE": "1", "RANK": "0"}) == Membership(0, 1)
 
@@ -81,7 +81,7 @@ def test_a_group_of_stages_alone() -> None:
         ({"RANK": "4"}, {"pipeline_parallel_size": 4}, "RANK is 4, which is no rank of a group of"),
     ],
 )
-def test_a_membership_that_cannot_be_is_refused_in_one_sentence(
+def test_contradictory_settings_are_refused_with_one_sentence(
     environ: dict[str, str], flags: dict[str, int], complaint: str
 ) -> None:
     with pytest.raises(SettingError) as error:

@@ -37,7 +37,7 @@ def test_workers_on_one_machine_share_its_cores() -> None:
     assert choose_threads(Processors(2, 2), num_sharers=4).num_threads == 1
 
 
-def test_who_asks_for_a_number_gets_it_and_reads_what_it_would_have_been() -> None:
+def test_a_requested_number_is_used_and_the_default_is_logged() -> None:
     asked = choose_threads(Processors(2, 2), asked=5)
     assert asked == ThreadChoice(5, "as asked for; by default 2: 2 cores")
     assert str(asked) == "5 threads (as asked for; by default 2: 2 cores)"
@@ -60,7 +60,7 @@ def read(machine: Path) -> Processors:
     return usable_processors(proc=machine, cgroup=machine, devices=machine)
 
 
-def test_siblings_are_one_core_and_silence_means_a_core_each(
+def test_siblings_are_one_core_and_unlisted_processors_are_a_core_each(
     machine: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     allowed = os.sched_getaffinity(0)

@@ -59,7 +59,7 @@ def test_many_draws_of_every_kind(ties: bool) -> None:
         assert sample(device, logits, rows) == host.sample(logits, rows).token_ids.tolist()
 
 
-def test_a_draw_is_the_hosts_in_a_vocabulary_of_many_blocks() -> None:
+def test_draws_from_a_large_vocabulary_equal_the_hosts() -> None:
     """In some rows hardly any token is left. There are more tokens than race at once."""
     vocab_size, num_rows = 70_000, 130
     host, device = Sampler(num_rows, vocab_size), Sampler(num_rows, vocab_size)
@@ -74,7 +74,7 @@ def test_a_draw_is_the_hosts_in_a_vocabulary_of_many_blocks() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_alone_and_in_some_rows_only(kind: SamplingParams) -> None:
+def test_a_kind_of_sampling_in_all_rows_or_in_some(kind: SamplingParams) -> None:
     host, device = samplers([KINDS[0], kind, kind])
     rows = np.array([2, 0])
     logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(6))
@@ -82,7 +82,7 @@ def test_a_kind_alone_and_in_some_rows_only(kind: SamplingParams) -> None:
         assert sample(device, logits, rows) == host.sample(logits, rows).token_ids.tolist()
 
 
-def test_rows_without_a_usable_distribution_are_told() -> None:
+def test_rows_without_a_usable_distribution_are_reported() -> None:
     _, device = samplers([KINDS[0], KINDS[1], KINDS[3]])
     logits = torch.zeros(3, VOCAB_SIZE)
     logits[1, 7] = torch.nan

@@ -76,7 +76,7 @@ def text_of(output: list[int]) -> str:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_whatever_the_logits_say_an_output_conforms(
+def test_an_output_conforms_for_any_logits(
     form: str, temperature: float, grammars: Grammars
 ) -> None:
     for seed in range(3 if temperature else 1):
@@ -104,7 +104,7 @@ BOUNDED = of_schema(
 
 
 @pytest.mark.parametrize("form", [*FORMS.values(), BOUNDED], ids=[*FORMS, "bounded"])
-def test_masks_are_those_of_trying_each_token(form: Form, grammars: Grammars) -> None:
+def test_masks_allow_exactly_the_tokens_that_conform(form: Form, grammars: Grammars) -> None:
     """The compiler's tokenizer groups tokens, and allows a whole group at once."""
     text = (DEMO / "tokenizer.json").read_text()
     one_by_one = LLTokenizer(text, n_vocab=VOCAB_SIZE, eos_token=[EOS], slices=[])
@@ -233,7 +233,7 @@ def test_an_output_that_may_go_on_does_not_end_before_its_tokens(grammars: Gramm
     assert set(TOKENIZER.decode(sampled(grammars, params, "aa").token_ids.tolist())) == {"a"}
 
 
-def test_what_other_parameters_leave_nothing_of_is_refused_and_not_called_nan(
+def test_a_row_without_tokens_after_other_parameters_is_refused_and_not_nan(
     grammars: Grammars,
 ) -> None:
     (dot,) = TOKENIZER.encode(".").ids
@@ -281,7 +281,7 @@ def test_a_form_that_cannot_be_compiled_refuses_every_token(grammars: Grammars) 
     assert "unclosed group" in output.grammar_errors[0]
 
 
-def test_outputs_of_one_form_do_not_fill_up_what_they_share(
+def test_an_output_continues_when_the_shared_automaton_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An automaton of this expression gets one more state with each token, and at most 20,000. One
@@ -389,7 +389,7 @@ def test_a_tokenizer_with_marks_and_bytes_works_too(tmp_path: Path) -> None:
     assert form.accepts(tokenizer.decode([5, *output[:-1]])[1:])
 
 
-def test_what_a_form_leaves_no_choice_about_is_forced(grammars: Grammars) -> None:
+def test_the_only_possible_text_is_forced(grammars: Grammars) -> None:
     wanted = StructuredOutputs(StructuredOutputsKind.REGEX, "the tortoise (walks|runs) home")
     sampler = Sampler(2, VOCAB_SIZE, grammars)
     params = SamplingParams(temperature=0, eos_token_ids=(EOS,), structured_outputs=wanted)

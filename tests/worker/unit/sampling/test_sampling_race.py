@@ -50,7 +50,7 @@ def test_words_are_those_of_published_split_mix_64() -> None:
     ]
 
 
-def test_the_extreme_words_stand_for_numbers() -> None:
+def test_the_extreme_words_map_to_finite_numbers() -> None:
     slowest, fastest = exponentials(np.array([0, 2**64 - 1], dtype=np.uint64)).tolist()
     assert 36 < slowest < 37
     assert 0 < fastest < 2e-16
@@ -66,7 +66,7 @@ def test_exponentials_are_those_of_the_reference() -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 4096, 5000, 33_000])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
-def test_leaving_out_blocks_changes_no_draw(vocab_size: int, spread: float) -> None:
+def test_skipping_blocks_changes_no_draw(vocab_size: int, spread: float) -> None:
     """Rows are with and without bans, at high and low temperatures. A row may have only one token
     left.
     """
@@ -158,7 +158,7 @@ def test_a_small_change_of_logits_hardly_ever_changes_a_draw() -> None:
     assert num_changed <= 3
 
 
-def test_banning_a_token_changes_the_draws_that_were_it_and_no_others() -> None:
+def test_banning_a_token_changes_only_the_draws_of_that_token() -> None:
     logits = np.random.default_rng(8).standard_normal(500).astype(np.float32)
     states = states_of(np.arange(2000), np.zeros(2000))
     before = drawn(logits, states)

@@ -3,14 +3,14 @@
 from services.worker.speculation.draft_length import DraftLength
 
 
-def test_as_many_as_there_may_be_while_they_stand() -> None:
+def test_the_number_stays_at_its_maximum_while_drafts_are_accepted() -> None:
     length = DraftLength(6)
     for num_accepted in (6, 3, 1, 0, 2, 0, 6):
         assert length.next() == 6
         length.verified(6, num_accepted)
 
 
-def test_half_as_many_after_two_of_which_none_stood_and_twice_after_all_did() -> None:
+def test_two_rejections_halve_the_number_and_full_acceptance_doubles_it() -> None:
     length, taken = DraftLength(5), list[int]()
     for num_accepted in (0, 0, 0, 0, 1, 2, 4):
         taken.append(length.next())
@@ -19,7 +19,7 @@ def test_half_as_many_after_two_of_which_none_stood_and_twice_after_all_did() ->
     assert length.next() == 5
 
 
-def test_longer_and_longer_rests_where_none_ever_stands() -> None:
+def test_pauses_grow_while_every_draft_is_rejected() -> None:
     length, rests, rest = DraftLength(1), list[int](), 0
     for _ in range(300):
         if length.next():
@@ -31,7 +31,7 @@ def test_longer_and_longer_rests_where_none_ever_stands() -> None:
     assert rests == [8, 16, 32, 64, 64, 64]
 
 
-def test_one_that_stands_ends_the_rests() -> None:
+def test_one_accepted_draft_ends_the_pauses() -> None:
     length = DraftLength(1)
     for _ in range(2):
         length.verified(length.next(), 0)

@@ -24,7 +24,7 @@ def searched(tokens: list[int], shortest: int, longest: int, most: int) -> list[
     more=st.integers(0, 4),
     most=st.integers(1, 5),
 )
-def test_the_index_finds_what_a_search_finds(
+def test_the_index_equals_a_search_of_all_tokens(
     parts: list[list[int]], shortest: int, more: int, most: int
 ) -> None:
     index, tokens = NgramIndex(shortest, shortest + more), list[int]()
@@ -34,7 +34,7 @@ def test_the_index_finds_what_a_search_finds(
         assert list(index.follow(most)) == searched(tokens, shortest, shortest + more, most)
 
 
-def test_a_row_that_changes_hands_starts_afresh() -> None:
+def test_a_row_with_a_new_request_starts_with_an_empty_index() -> None:
     proposer = NgramProposer(SpeculativeConfig(3, 1, 2))
     assert list(proposer.propose(0, np.array([5, 6, 7, 5], np.int32), 2)) == [6, 7]
     assert list(proposer.propose(1, np.array([5, 5], np.int32), 2)) == [5]

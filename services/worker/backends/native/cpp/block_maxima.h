@@ -1,5 +1,6 @@
-// The largest logit of each block of the race (see sampling/race.py), in one pass over a row. They
-// determine the row's largest logit, its token, and the blocks without tokens that filters keep.
+// The largest logit of each block of the race (see sampling/race.py), in one pass over a row. These
+// maxima determine the row's largest logit and its token, and the blocks that have no token that
+// filters keep.
 
 #pragma once
 

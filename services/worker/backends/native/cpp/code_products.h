@@ -163,13 +163,15 @@ class CodeProducts {
 #else
   static constexpr int TILE_ROWS = 1, TILE_VECTORS = 2;
 #endif
-  // Integers up to these have a high and a low part of one byte each: signed, and unsigned.
+  // Integers of queries and of weights are at most this large. Each is stored as two bytes, a high
+  // and a low part: signed bytes for queries, unsigned bytes for weights.
   static constexpr float MOST_OF_QUERY = 127 * 256;
   static constexpr float MOST_OF_WEIGHTS = 65535;
-  // Weights below two to the power of this are negligible: the largest weight is 1.
+  // Weights below 2 to the power of LOWEST_POWER are negligible, because the largest weight is 1.
   static constexpr int LOWEST_POWER = -100;
 
-  // Corrects products of a query's parts with codes, to which 128 was added.
+  // The scale of a query, and what the 128 that is added to codes contributes to the products of
+  // the query's high parts and of its low parts.
   struct QueryScale {
     float scale;
     float high_offset;
@@ -184,7 +186,7 @@ class CodeProducts {
   }
 
   // Finds the largest scale of the values [first, last) of the block, and the factors that convert
-  // weights to integers: the values' scales divided by it.
+  // weights to integers. A factor is the scale of a value divided by the largest scale.
   void see_values(int first, int last) {
     seen_first_ = first;
     seen_last_ = last;
@@ -201,7 +203,7 @@ class CodeProducts {
     for (Vector& scales : value_steps_) scales = scales * scaling.inverse;
   }
 
-  // What the 128 added to codes contributes to products with parts of this sum.
+  // The contribution of the 128 that is added to codes, for parts of a query with this sum.
   static float offset_of(IntRegister sums) {
     int sum = 0;
     for (int i = 0; i < int(sizeof sums / sizeof sums[0]); ++i) sum += sums[i];

@@ -22,7 +22,7 @@ namespace {  // Internal, so that functions with one caller are inlined.
 
 constexpr std::int64_t FEW_ROWS = 16;
 
-// The maximum of rows with which reading the weights takes longer than multiplying by them.
+// With at most this many rows, reading the weights takes longer than multiplying by them.
 constexpr std::int64_t MEMORY_BOUND_ROWS = 64;
 
 constexpr std::int64_t BUFFER_MULTIPLE = 32;  // Elements.
@@ -199,8 +199,8 @@ class StepThread {
     return LoraReadAhead<T>({lora_, layer, next, nullptr}, depths[next], team_);
   }
 
-  // Waits for the team. Prefetches the first weights of the next projection before: with a small
-  // batch most of the work is reading weights, and memory would idle until the projection begins.
+  // Prefetches the first weights of the next projection, then waits for the team. With a small
+  // batch most of the time is spent reading weights, and memory would be idle during the wait.
   void prefetch_and_wait(const Projection<T>* next) {
     if (next != nullptr && rows_ <= MEMORY_BOUND_ROWS) prefetch(*next, rows_, team_);
     team_.wait();

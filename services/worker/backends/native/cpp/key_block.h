@@ -24,7 +24,8 @@ constexpr int BLOCK_PANELS = BLOCK_KEYS / LANES;
 inline bool has_panels(int block_size) { return block_size % LANES == 0; }
 
 // A block, as offsets of elements from the beginning of the pages. Tokens [first, end) of the block
-// are used. Tokens before them have the first one's offset, tokens after them the last one's.
+// are used. Earlier tokens have the offset of the first token that is used, and later tokens the
+// offset of the last one.
 struct KeyBlock {
   int begin = 0;  // Position of the block's first token.
   int first = 0;

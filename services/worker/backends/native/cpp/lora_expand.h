@@ -134,9 +134,9 @@ inline __attribute__((always_inline)) void add_columns(const ExpandTile<T>& tile
   }
 }
 
-// The number of panels, up to `most`, that use the same elements of `inside` as the first, in both
-// vectors; 0 if B is zero in a vector of the first. `begins`: LoraProjection's, from the first
-// panel.
+// The number of panels, up to `most`, whose vectors use the same elements of `inside` as the two
+// vectors of the first panel. It is 0 if B is zero in a vector of the first panel. `begins`: as in
+// LoraProjection, from the first panel on.
 inline int num_alike(const int* begins, int most) {
   if (begins[0] < 0 || begins[1] < 0) return 0;
   int count = 1;
@@ -241,9 +241,9 @@ struct LoraPanel {
   LoraReadAhead<T>* next;  // The A matrices that are read next, or null.
 };
 
-// The prefetches for adapters by the tiles of rows of a panel. Tiles that prefetch no weights do
-// them; if there are two tiles, both do. A single tile does none, since it prefetches weights in
-// every step.
+// Divides the prefetches for adapters among the tiles of rows of a panel. Only tiles that prefetch
+// no weights prefetch for adapters. With two tiles, both do. A single tile does not, since it
+// prefetches weights in every step.
 template <class T>
 class LoraTiles {
  public:

@@ -175,7 +175,8 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
 constexpr int SHORT_TILE_ROWS = 2 * MAX_TILE_ROWS / 3;
 
 // Whether the first tile of `rows` rows is a short one. With few rows the latency of additions
-// limits the loop: a tile of less than half of MAX_TILE_ROWS takes as long as a tile of half.
+// limits the loop, so a tile of fewer rows than half of MAX_TILE_ROWS takes as long as a tile of
+// half of MAX_TILE_ROWS.
 constexpr bool has_short_tile(int rows) {
   return rows > MAX_TILE_ROWS && rows < MAX_TILE_ROWS + MAX_TILE_ROWS / 2;
 }

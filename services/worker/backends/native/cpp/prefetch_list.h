@@ -28,7 +28,7 @@ class PrefetchList {
     ++count_;
   }
 
-  // The number of `steps` steps of depth that are done when a piece has been fetched.
+  // The number of steps of depth, of `steps`, after which a piece has been prefetched.
   int end_of(int piece, int steps) const { return int(steps * ends_[piece] / bytes()); }
 
   // A piece spread over `steps` steps, at most a line for each of their PANEL_VECTORS prefetches.

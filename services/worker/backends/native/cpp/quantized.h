@@ -35,8 +35,8 @@ constexpr std::int64_t code_bytes(WeightFormat format, std::int64_t depth) {
   return depth * PANEL_WIDTH / (format == WeightFormat::INT4 ? 2 : 1);
 }
 
-// Unpacks a block: BYTES of codes become STEPS steps of a panel. A call unpacks one step. An object
-// has its look-up tables.
+// Unpacks a block: BYTES of codes become STEPS steps of a panel. A call unpacks one step. The
+// object stores the look-up tables.
 template <class T, WeightFormat FORMAT>
 struct Unpacker;
 
@@ -123,8 +123,8 @@ struct Unpacker<float, WeightFormat::FP8> {
 
 #ifdef __AVX512BF16__
 #ifdef __AVX512VBMI__
-// Looks up 64 byte codes at once. The seven low bits select the low and the high byte of a bfloat16
-// number; the eighth bit is its sign.
+// Looks up 64 byte codes at once. The seven low bits of a code select the low and the high byte of
+// a bfloat16 number. The eighth bit is the number's sign.
 struct ByteTable {
   template <class NumberOf>
   explicit ByteTable(NumberOf&& number_of) {
@@ -153,8 +153,9 @@ struct ByteTable {
   __m512i low[2], high[2];
 };
 
-// Looks up magnitudes. The magnitude of -128 is looked up as that of 0, and its high byte is a
-// difference, which for other magnitudes is not above the looked-up byte.
+// Looks up magnitudes. The table has no entry for 128, the magnitude of -128, and returns the bytes
+// of 0. The low byte of 128 is zero too. Its high byte is the difference magnitude - `less`, which
+// for smaller magnitudes is at most the looked-up high byte.
 template <>
 struct Unpacker<BFloat16, WeightFormat::INT8> {
   static constexpr int BYTES = 64, STEPS = 1;

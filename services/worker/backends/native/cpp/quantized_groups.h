@@ -107,8 +107,8 @@ __attribute__((noinline)) void add_codes(const Groups groups, float* totals, con
   }
 }
 
-// Steps in a pass of add_groups' loop. With AVX-512, groups of 64 take a hundredth longer with one;
-// with AVX2, two need more registers than there are.
+// Steps in a pass of add_groups' loop. With AVX-512, a single step takes 1 % longer for groups of
+// 64. With AVX2, two steps need more registers than there are.
 #ifdef __AVX512F__
 constexpr int PASS_STEPS = 2;
 #else

@@ -90,7 +90,7 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
   const PanelColumns<T> columns(p, panel);
   const Groups groups(p, panel);
   const PanelTotals all{totals, sums};
-  // If tiles end in one piece, they share the memory of their totals.
+  // If every tile is finished with one piece of the panel, tiles share the memory of their totals.
   const bool is_kept = rows.count <= MAX_TILE_ROWS || p.depth > CHUNK || lora != nullptr;
   const auto totals_of = [&](int row) { return all.from(is_kept ? row : 0); };
   const auto finish = [&](int row, int count) {

@@ -54,7 +54,7 @@ struct SharedRanks {
     }
   }
 
-  // Ends this rank's waiting. Also wakes other ranks, which then wait again.
+  // Ends this rank's waiting. Other ranks are woken too, and then wait again.
   void end() {
     is_ended.store(1, std::memory_order_seq_cst);
     for (int other = 0; other < size; ++other) wake(cells[other]);

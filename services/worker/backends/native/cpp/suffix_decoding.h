@@ -30,8 +30,9 @@ class SuffixDecoding {
     rows_.insert_or_assign(row, Row{std::move(key), num_tokens, settings_.max_cached > 0});
   }
 
-  // Appends a row's new tokens to the responses. If there is too much, tokens of the response that
-  // ended first are removed for each new token. A response without room ends.
+  // Appends a row's new tokens to the responses. If the responses are too many or too large, tokens
+  // of the response that ended first are removed for each new token. If there is no memory for a
+  // new token, the row's response ends.
   void take_in(std::int32_t row, const Token* tokens, std::size_t num_tokens) {
     const auto found = rows_.find(row);
     if (found == rows_.end()) return;

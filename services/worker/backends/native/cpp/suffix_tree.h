@@ -5,9 +5,9 @@
 // string occurs again, its leaf becomes an inner node, and the string with one more token becomes a
 // leaf.
 //
-// An appended token extends each of the strings that ended before it by one node. The last m tokens
-// of a sequence are an inner node up to some m. The longer suffixes occur nowhere else, and grow
-// with the sequence.
+// An appended token extends by one node each of the strings that ended before it. The last m tokens
+// of a sequence are an inner node for every m up to some length. Longer suffixes occur nowhere
+// else, so their leaf does not change when the sequence grows.
 
 #pragma once
 

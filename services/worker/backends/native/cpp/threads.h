@@ -182,8 +182,9 @@ class WorkItems {
 // Pins each thread to its own processor if the team needs all processors that its first thread may
 // use. Otherwise the operating system puts several threads on one processor. A thread that is woken
 // at a barrier starts on the processor of the waking thread, since a virtual processor that has
-// just become idle counts as busy. Two threads that alternate are never seen as too much for one
-// processor. A smaller team leaves room for itself and for other processes, and is not pinned.
+// just become idle counts as busy. Two threads that run alternately never count as too much load
+// for one processor. A smaller team leaves room for itself and for other processes, and is not
+// pinned.
 class ProcessorPins {
  public:
   explicit ProcessorPins(int threads) {

@@ -1,8 +1,8 @@
 // The tokens that min-p, top-k and top-p keep, as defined in sampling/filters.py.
 //
 // Nothing is sorted. The logits that may be at the limit are collected from the row. The limit is
-// found among them by histograms, each over the range of the remaining ones. Sums of masses are
-// exact, so their order does not matter.
+// found among them by histograms. Each histogram covers the range of the logits that remain. Sums
+// of masses are exact, so their order does not matter.
 
 #pragma once
 
@@ -29,7 +29,8 @@ struct Filters {
   bool any() const { return top_k > 0 || top_p < 1 || min_p > 0; }
 };
 
-// A place in the order of tokens: a logit, the sum over all greater ones, and its number of tokens.
+// A place in the order of tokens: a logit, the sum over all greater logits, and the number of
+// tokens with this logit.
 struct Place {
   float logit;
   double before;
@@ -173,7 +174,7 @@ class TokenFilters {
   // Drops collected logits that are minus infinity.
   void drop_banned() { count_ = std::remove(logits_, logits_ + count_, NO_LOGIT) - logits_; }
 
-  // Drops collected logits equal to `tied`, the first ones, until `limit` are left.
+  // Drops the first collected logits that equal `tied`, until `limit` logits are left.
   void drop_surplus(float tied, std::int64_t limit) {
     std::int64_t left = 0, surplus = count_ - limit;
     for (std::int64_t i = 0; i < count_; ++i) {
