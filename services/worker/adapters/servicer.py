@@ -189,6 +189,7 @@ class _PendingStep:
             self.downloaded.cancel()
 
 
+@dataclass(eq=False)
 class _StepStream:
     """The steps of one stream, over a batch that is initially empty.
 
@@ -197,20 +198,13 @@ class _StepStream:
     matters because this thread and the compute thread share the interpreter's lock.
     """
 
-    def __init__(
-        self,
-        runner: StepRunner,
-        compute: ComputeThread,
-        tracer: StepTracer,
-        metrics: WorkerMetrics,
-        *,
-        has_other_ranks: bool,
-    ) -> None:
-        self._runner = runner
-        self._has_other_ranks = has_other_ranks
-        self._compute = compute
-        self._tracer = tracer
-        self._metrics = metrics
+    runner: StepRunner
+    compute: ComputeThread
+    tracer: StepTracer
+    metrics: WorkerMetrics
+    has_other_ranks: bool
+
+    def __post_init__(self) -> None:
         self._closed = False
         self._error: StepwellError | None = None
         self._order = StepOrder()
@@ -219,7 +213,7 @@ class _StepStream:
         """When the last answered step ended. It is None before the first answer."""
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
-        self._reset = compute.submit(runner.reset)
+        self._reset = self.compute.submit(self.runner.reset)
 
     def end(self, error: StepwellError) -> None:
         """Ends the stream with `error`, and drops steps that have not started."""
@@ -275,9 +269,9 @@ class _StepStream:
     def _submit(self, message: worker_pb2.ExecuteRequest) -> _PendingStep:
         arrived = time.perf_counter_ns()
         self._order.follow(message.generation, message.step, is_empty=not message.rows)
-        step = step_from_proto(message, with_digest=self._has_other_ranks)
+        step = step_from_proto(message, with_digest=self.has_other_ranks)
         pending = _PendingStep(message, step, arrived, arrived)
-        pending.begun = self._compute.submit(
+        pending.begun = self.compute.submit(
             lambda: self._begin(pending), _allowed_seconds(message), self._changed.set
         )
         return pending
@@ -293,7 +287,7 @@ class _StepStream:
         if isinstance(output, StepOutput):
             return output
         if pending.downloaded is None:
-            pending.downloaded = self._compute.submit_wait(
+            pending.downloaded = self.compute.submit_wait(
                 output.wait, _allowed_seconds(pending.message), self._changed.set
             )
         if not pending.downloaded.done():
@@ -307,7 +301,7 @@ class _StepStream:
             raise Aborted("the stream ended before this step began")
         pending.started_nanos = time.perf_counter_ns()
         try:
-            output = self._runner.begin(pending.step)
+            output = self.runner.begin(pending.step)
         except BaseException:
             self._closed = True
             raise
@@ -321,11 +315,11 @@ class _StepStream:
         started = pending.started_nanos + output.waited_nanos
         epoch = time.time_ns() - time.perf_counter_ns()
         times = epoch + arrived, epoch + started, epoch + ended
-        self._tracer.record(pending.message.traceparent, pending.step, times)
+        self.tracer.record(pending.message.traceparent, pending.step, times)
         num_tokens = sum(pending.step.num_scheduled_tokens.tolist())
         if len(pending.step.num_draft_tokens):  # the worker may have proposed fewer drafts
             num_tokens -= int(pending.step.num_draft_tokens.sum() - output.num_draft_tokens.sum())
-        self._metrics.stepped(num_tokens, started - arrived, ended - started)
+        self.metrics.stepped(num_tokens, started - arrived, ended - started)
         last_ended, self._last_ended_nanos = self._last_ended_nanos, ended
         return step_output_to_proto(
             output,

@@ -6,6 +6,7 @@ device can record the program once and replay it without calls from Python, as w
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -35,23 +36,23 @@ class StaticAttention(Protocol):
         """Attention for `num_decodes`, rounded up to a power of two."""
 
 
+@dataclass(eq=False)
 class DecodeBuckets:
     """The programs of a model, one for each number of lanes."""
 
-    def __init__(self, model: Model, attention: StaticAttention, device: Device) -> None:
-        self._model = model
-        self._attention = attention
-        self._device = device
-        self._programs: dict[int, _Program] = {}
+    model: Model
+    attention: StaticAttention
+    device: Device
+    _programs: "dict[int, _Program]" = field(init=False, default_factory=dict)
 
     def logits(
         self, token_ids: torch.Tensor, positions: Int64Array, layouts: Sequence[StepLayout]
     ) -> torch.Tensor:
         """Float32 [n, vocab_size] for a step of n decodes. They are valid until the next call."""
-        step = self._attention.decode_step(layouts[0].num_decodes)
+        step = self.attention.decode_step(layouts[0].num_decodes)
         program = self._programs.get(step.num_lanes)
         if program is None:
-            program = self._programs[step.num_lanes] = _Program(self._model, step, self._device)
+            program = self._programs[step.num_lanes] = _Program(self.model, step, self.device)
         return program.run(token_ids, positions, layouts)
 
 

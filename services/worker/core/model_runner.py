@@ -9,7 +9,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -45,62 +45,46 @@ with the adapter differs, so no rank begins the step.
 """
 
 
+@dataclass(eq=False)
 class ModelRunner:
-    """Runs steps, one after the other, over one model, one cache and one batch. Not thread-safe.
+    """Runs steps, one after the other, over one model, one cache and one batch. Not thread-safe."""
 
-    Optional parts:
+    model: Model
+    attention: PagedAttention
+    limits: BatchLimits
+    device: Device = field(default_factory=CpuDevice)
+    device_tokens: DeviceTokens | None = None
+    """Keeps sampled tokens on the device, so that `begin` does not wait for them."""
+    buckets: DecodeBuckets | None = None
+    """Run decode-only steps."""
+    lockstep: Lockstep | None = None
+    """Runs each step together with the other ranks."""
+    pooler: PromptPooler | None = None
+    """Pools prompts. Nothing is sampled."""
+    states: HybridCache | None = None
+    """The attention of a model with recurrent layers. It copies states between blocks."""
+    stage: PipelineStage | None = None
+    """Set if `model` is a StagedModel, one pipeline stage of a larger model."""
+    tier: KVTier | None = None
+    """Stores offloaded blocks."""
+    grammars: Grammars | None = None
+    """Compiles the grammars that constrain outputs."""
+    adapters: LoraAdapters | None = None
+    """The LoRA adapters that requests may use."""
+    drafter: Drafter | None = None
+    """Proposes drafts. Without it, only drafts that a step contains are verified."""
+    row_sampler: RowSampler | None = None
+    """Draws tokens. Without it, NumPy does."""
 
-    * `device_tokens` keeps sampled tokens on the device, so that `begin` does not wait for them.
-    * `buckets` run decode-only steps.
-    * `lockstep` runs each step together with the other ranks.
-    * `pooler` pools prompts; nothing is sampled.
-    * `states`: the same object as `attention`, if the model has recurrent layers. It copies states
-      between blocks.
-    * `stage`: `model` is a StagedModel, one pipeline stage of a larger model.
-    * `tier` stores offloaded blocks.
-    * `grammars` compiles the grammars that constrain outputs.
-    * `adapters`: the LoRA adapters that requests may use.
-    * `drafter` proposes drafts; without it, only drafts that a step contains are verified.
-    * `row_sampler` draws tokens; without it, NumPy does.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        attention: PagedAttention,
-        limits: BatchLimits,
-        device: Device | None = None,
-        device_tokens: DeviceTokens | None = None,
-        buckets: DecodeBuckets | None = None,
-        lockstep: Lockstep | None = None,
-        pooler: PromptPooler | None = None,
-        states: HybridCache | None = None,
-        stage: PipelineStage | None = None,
-        tier: KVTier | None = None,
-        grammars: Grammars | None = None,
-        adapters: LoraAdapters | None = None,
-        drafter: Drafter | None = None,
-        row_sampler: RowSampler | None = None,
-    ) -> None:
-        self.model = model
-        self._attention = attention
-        self._device = device or CpuDevice()
-        self._device_tokens = device_tokens
-        self._buckets = buckets
-        self._lockstep = lockstep
-        self._pooler = pooler
-        self._states = states
-        self.limits = limits
-        self._stage = stage
-        self._samples = pooler is None and (stage is None or stage.is_last)
-        self.tier = tier
-        self._batch = InputBatch(limits)
-        self._embedded = EmbeddedPrompts(model if stage is None or stage.is_first else None)
-        self._adapters = adapters
-        self.drafter = drafter
+    def __post_init__(self) -> None:
+        stage, self._batch = self.stage, InputBatch(self.limits)
+        self._samples = self.pooler is None and (stage is None or stage.is_last)
+        self._embedded = EmbeddedPrompts(self.model if stage is None or stage.is_first else None)
         self._adapter_of: dict[int, PackedLora] = {}
         """Maps rows to LoRA adapters. Rows without an adapter are absent."""
-        self._sampler = StepSampler(self._batch, self._device, device_tokens, grammars, row_sampler)
+        self._sampler = StepSampler(
+            self._batch, self.device, self.device_tokens, self.grammars, self.row_sampler
+        )
         self._generation: int | None = None
 
     def reset(self) -> None:
@@ -108,10 +92,10 @@ class ModelRunner:
         self._batch.clear()
         self._adapter_of.clear()
         self._embedded.clear()
-        if self._pooler is not None:
-            self._pooler.clear()
-        if self._device_tokens is not None:
-            self._device_tokens.reset()
+        if self.pooler is not None:
+            self.pooler.clear()
+        if self.device_tokens is not None:
+            self.device_tokens.reset()
         if self.drafter is not None:
             self.drafter.clear()
         if self.tier is not None:
@@ -131,14 +115,14 @@ class ModelRunner:
         Raises InvalidArgument for an invalid step, and leaves the batch unchanged. Also raises the
         errors of Lockstep.
         """
-        begin = self._begin if self._stage is None else self._begin_stage
+        begin = self._begin if self.stage is None else self._begin_stage
         if self.tier is not None:
             begin = partial(self._begin_with, self.tier, begin)
-        if self._lockstep is None:
+        if self.lockstep is None:
             return begin(step)
-        if self._adapters is not None and self._adapters.lacks_any(step):
+        if self.adapters is not None and self.adapters.lacks_any(step):
             step.digest = _WITHOUT_ADAPTER
-        return self._lockstep.run(step, begin)
+        return self.lockstep.run(step, begin)
 
     def _begin_with(
         self,
@@ -154,7 +138,7 @@ class ModelRunner:
         return output
 
     def _begin_stage(self, step: StepInput) -> StepOutput | PendingOutput:
-        stage = self._stage
+        stage = self.stage
         if stage is None:
             raise AssertionError("the model is not a pipeline stage")
         if len(step.draft_token_ids):
@@ -182,17 +166,17 @@ class ModelRunner:
                 step, num_computed_tokens, self._batch, self._sampler.forced_tokens
             )
         self._batch.place_drafts(step)
-        if self._stage is not None and not self._samples:
+        if self.stage is not None and not self._samples:
             self._batch.place_last_tokens(step)
         tokens = lay_out(step, self._batch)
         num_tokens = self._batch.num_tokens[tokens.rows]
-        token_ids = self._device.upload(tokens.token_ids)
-        if self._pooler is not None:
+        token_ids = self.device.upload(tokens.token_ids)
+        if self.pooler is not None:
             hidden, _ = self._run_model(tokens, token_ids, None, token_ids[:0])
-            return self._pooler.pool(step, tokens, num_tokens, hidden)
+            return self.pooler.pool(step, tokens, num_tokens, hidden)
         sampling = tokens.sampling(num_tokens)
-        if self._device_tokens is not None:
-            self._device_tokens.fill_in(token_ids, step, tokens, num_tokens)
+        if self.device_tokens is not None:
+            self.device_tokens.fill_in(token_ids, step, tokens, num_tokens)
         logits, logits_of = self._forward(tokens, token_ids, sampling.logits_indices)
         if not self._samples:
             self._batch.append_unknown(tokens.rows[sampling.requests])
@@ -207,30 +191,28 @@ class ModelRunner:
         if self.tier is not None and step.tier_stores is not None:
             self.tier.store(step.tier_stores)
         if len(step.block_ids_to_zero):
-            self._attention.zero_blocks(step.block_ids_to_zero)
-        if self._states is not None:
-            self._states.copy_blocks(step.copy_sources, step.copy_targets)
+            self.attention.zero_blocks(step.block_ids_to_zero)
+        if self.states is not None:
+            self.states.copy_blocks(step.copy_sources, step.copy_targets)
         if self.tier is not None and step.tier_loads:
             self.tier.begin_loads(step.tier_loads)
 
     def _update_batch(self, step: StepInput) -> Int32Array:
         """Applies the step's difference, and returns the numbers that `apply_step` returns."""
-        if self._pooler is not None:
-            self._pooler.check(step)
+        if self.pooler is not None:
+            self.pooler.check(step)
         if not (len(step.removed_rows) or step.new_requests):
             return apply_step(self._batch, step)
-        embedded = self._embedded.read(step, self._device.torch_device)
-        entering = (
-            find_adapters(step, {}) if self._adapters is None else self._adapters.of_step(step)
-        )
+        embedded = self._embedded.read(step, self.device.torch_device)
+        entering = find_adapters(step, {}) if self.adapters is None else self.adapters.of_step(step)
         num_computed_tokens = apply_step(self._batch, step)
         self._embedded.replace(step, embedded)
         if self._adapter_of:
             for row in step.removed_rows.tolist():
                 self._adapter_of.pop(row, None)
         self._adapter_of.update(entering)
-        if self._pooler is not None:
-            self._pooler.update(step)
+        if self.pooler is not None:
+            self.pooler.update(step)
         if not self._samples:
             return num_computed_tokens
         if self.drafter is not None:
@@ -247,14 +229,14 @@ class ModelRunner:
         """
         embedded = self._embedded.of_step(tokens, token_ids)
         is_all = len(logits_indices) == len(tokens.token_ids)
-        wanted = None if is_all else self._device.upload(logits_indices)
+        wanted = None if is_all else self.device.upload(logits_indices)
         if (
-            self._buckets is not None
+            self.buckets is not None
             and embedded is None
             and tokens.layouts[0].only_decodes
             and not self._adapter_of
         ):
-            logits = self._buckets.logits(token_ids, tokens.positions, tokens.layouts)
+            logits = self.buckets.logits(token_ids, tokens.positions, tokens.layouts)
             return wanted_rows(logits, wanted), lambda some: logits[some]
         hidden, found = self._run_model(tokens, token_ids, embedded, wanted)
         return found, lambda some: self.model.compute_logits(hidden[some])
@@ -269,10 +251,10 @@ class ModelRunner:
         """Hidden states of the step's tokens, and the logits at `wanted`, as in Model.forward."""
         lora = None
         if self._adapter_of:
-            lora = lora_rows(tokens, self._adapter_of, self._device.torch_device)
-        positions = self._device.upload(tokens.positions)
-        attention = self._attention.begin_step(tokens.layouts)
+            lora = lora_rows(tokens, self._adapter_of, self.device.torch_device)
+        positions = self.device.upload(tokens.positions)
+        attention = self.attention.begin_step(tokens.layouts)
         hidden, logits = self.model.forward(token_ids, positions, attention, embedded, wanted, lora)
-        if self._lockstep is not None:
-            self._lockstep.add_hidden_states(hidden)
+        if self.lockstep is not None:
+            self.lockstep.add_hidden_states(hidden)
         return hidden, logits

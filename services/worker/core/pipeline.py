@@ -129,18 +129,18 @@ class PipelineStage:
         return self._step
 
 
+@dataclass(eq=False)
 class StagedModel:
     """A Model of one stage's layers. It receives hidden states from the previous stage and sends
     its own to the next stage. Only the first stage needs `embed`, and only the last
     `compute_logits`.
     """
 
-    def __init__(self, model: Model, stage: PipelineStage) -> None:
-        self._model = model
-        self._stage = stage
+    model: Model
+    stage: PipelineStage
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._model.embed(token_ids)
+        return self.model.embed(token_ids)
 
     def forward(
         self,
@@ -151,14 +151,12 @@ class StagedModel:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not self._stage.is_first:
-            embedded = self._stage.receive(len(token_ids))
-        hidden, logits = self._model.forward(
-            token_ids, positions, attention, embedded, wanted, lora
-        )
-        if not self._stage.is_last:
-            self._stage.send(hidden)
+        if not self.stage.is_first:
+            embedded = self.stage.receive(len(token_ids))
+        hidden, logits = self.model.forward(token_ids, positions, attention, embedded, wanted, lora)
+        if not self.stage.is_last:
+            self.stage.send(hidden)
         return hidden, logits
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.compute_logits(hidden)
+        return self.model.compute_logits(hidden)

@@ -8,6 +8,7 @@ proposed with certainty.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ _PROMPT_LOGPROB_ROWS = 128
 """Maximum number of prompt positions whose logits are in memory at once."""
 
 
+@dataclass(eq=False)
 class StepSampler:
     """Samples for the requests of a batch, and appends the tokens to it.
 
@@ -35,22 +37,16 @@ class StepSampler:
     returns. `row_sampler` draws tokens (see Sampler).
     """
 
-    def __init__(
-        self,
-        batch: InputBatch,
-        device: Device,
-        device_tokens: DeviceTokens | None,
-        grammars: Grammars | None,
-        row_sampler: RowSampler | None = None,
-    ) -> None:
-        self._batch = batch
-        self._device = device
-        self._device_tokens = device_tokens
-        self._grammars = grammars
-        self._row_sampler = row_sampler
+    batch: InputBatch
+    device: Device
+    device_tokens: DeviceTokens | None
+    grammars: Grammars | None
+    row_sampler: RowSampler | None = None
+    _num_prompt_logprobs: dict[int, int] = field(init=False, default_factory=dict)
+    """Maps rows to the number of most probable tokens to report at each prompt position."""
+
+    def __post_init__(self) -> None:
         self._sampler = self._new_sampler()
-        self._num_prompt_logprobs: dict[int, int] = {}
-        """Maps rows to the number of most probable tokens to report at each prompt position."""
 
     def clear(self) -> None:
         self._num_prompt_logprobs.clear()
@@ -68,8 +64,8 @@ class StepSampler:
         for new in step.new_requests:
             prompt = (new.token_ids, new.num_prompt_tokens)
             self._sampler.add(new.row, new.sampling, *prompt, num_placeholders=new.num_placeholders)
-            if self._device_tokens is not None:
-                self._device_tokens.release(np.array([new.row]))
+            if self.device_tokens is not None:
+                self.device_tokens.release(np.array([new.row]))
             if new.sampling.prompt_logprobs is not None:
                 self._num_prompt_logprobs[new.row] = new.sampling.prompt_logprobs
 
@@ -93,7 +89,7 @@ class StepSampler:
         rows, order = tokens.rows[sampling.requests], tokens.order[sampling.requests]
         if tokens.num_draft_tokens is not None:
             self._verify(tokens, sampling, tokens.num_draft_tokens, logits, sampled)
-        elif self._device_tokens is None:
+        elif self.device_tokens is None:
             sampled.add(order, self._sample_on_host(rows, logits))
         else:
             here = self._sampler.constrained(rows)
@@ -101,7 +97,7 @@ class StepSampler:
             pending = None
             if len(there):  # queued before the host waits for other logits
                 of_rows = self._of_rows(logits, there)
-                pending = self._sample_on_device(self._device_tokens, rows[there], of_rows)
+                pending = self._sample_on_device(self.device_tokens, rows[there], of_rows)
             if len(here):
                 output = self._sample_on_host(rows[here], self._of_rows(logits, here))
                 sampled.add(order[here], output)
@@ -117,7 +113,7 @@ class StepSampler:
     def _sample_on_device(
         self, device_tokens: DeviceTokens, rows: Int64Array, logits: torch.Tensor
     ) -> PendingTokens:
-        self._batch.append_unknown(rows)
+        self.batch.append_unknown(rows)
         num_logprobs = self._sampler.num_logprobs(rows)
         return device_tokens.sample(
             rows, logits, self._sampler.sampling_metadata(rows), num_logprobs
@@ -127,12 +123,12 @@ class StepSampler:
         """These rows of the logits. Without a copy if all rows are selected."""
         if len(indexes) == len(logits):
             return logits
-        return logits.index_select(0, self._device.upload(indexes))
+        return logits.index_select(0, self.device.upload(indexes))
 
     def _append(self, rows: Int64Array, token_ids: Int32Array) -> None:
-        self._batch.append_one(rows, token_ids)
-        if self._device_tokens is not None:
-            self._device_tokens.release(rows)
+        self.batch.append_one(rows, token_ids)
+        if self.device_tokens is not None:
+            self.device_tokens.release(rows)
 
     def _verify(
         self,
@@ -158,7 +154,7 @@ class StepSampler:
             at = sampling.firsts[active] + offset
             output = self._sampler.sample(logits, rows, at, None if drawn is None else drawn[at])
             sampled.add(tokens.order[indexes], output)
-            drafts = self._batch.token_ids[rows, known[indexes] + offset]
+            drafts = self.batch.token_ids[rows, known[indexes] + offset]
             accepted = (num_draft_tokens[indexes] > offset) & (drafts == output.token_ids)
             accepted[output.nan_rows] = accepted[output.refused_rows] = False
             self._append(rows, output.token_ids)
@@ -172,22 +168,22 @@ class StepSampler:
         if not self._num_prompt_logprobs:
             return found
         starts = tokens.num_computed_tokens
-        ends = np.minimum(tokens.seq_lens, self._batch.num_prompt_tokens[tokens.rows] - 1)
+        ends = np.minimum(tokens.seq_lens, self.batch.num_prompt_tokens[tokens.rows] - 1)
         for index in np.flatnonzero(starts < ends).tolist():
             row, begin, end = int(tokens.rows[index]), starts[index], ends[index]
             num_top = self._num_prompt_logprobs.get(row)
             if num_top is None:
                 continue
-            targets = self._batch.token_ids[row, begin + 1 : end + 1]
+            targets = self.batch.token_ids[row, begin + 1 : end + 1]
             indexes = int(tokens.first_tokens[index]) + np.arange(end - begin)
             parts = []
             for start in range(0, end - begin, _PROMPT_LOGPROB_ROWS):
                 some = slice(start, start + _PROMPT_LOGPROB_ROWS)
-                logits = logits_of(self._device.upload(indexes[some])).numpy(force=True)
+                logits = logits_of(self.device.upload(indexes[some])).numpy(force=True)
                 parts.append(logprob_rows(logits, targets[some], num_top))
             found[int(tokens.order[index])] = LogprobRows.joined(parts)
         return found
 
     def _new_sampler(self) -> Sampler:
-        limits = self._batch.limits
-        return Sampler(limits.max_num_seqs, limits.vocab_size, self._grammars, self._row_sampler)
+        limits = self.batch.limits
+        return Sampler(limits.max_num_seqs, limits.vocab_size, self.grammars, self.row_sampler)

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -21,20 +22,20 @@ _OF_TORCH: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@dataclass(eq=False)
 class GatedLinear:
     """A projection with gates applied. `batch_invariant`: see `gated`."""
 
-    def __init__(
-        self, projection: Linear, activation: Activation, *, batch_invariant: bool = False
-    ) -> None:
-        self._projection = projection
-        self._activation = activation
-        self._batch_invariant = batch_invariant
-        self.out_features = projection.out_features // 2
+    projection: Linear
+    activation: Activation
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        self.out_features = self.projection.out_features // 2
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
-        product = self._projection(x, delta)
-        return gated(product, self._activation, batch_invariant=self._batch_invariant)
+        product = self.projection(x, delta)
+        return gated(product, self.activation, batch_invariant=self.batch_invariant)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
         """The result in float32. torch has already rounded it to the input's data type."""

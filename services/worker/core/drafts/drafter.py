@@ -6,6 +6,7 @@ previous drafts, and proposes new ones after its own tokens.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -20,6 +21,7 @@ from services.worker.speculation.draft_length import DraftLength
 _NO_DRAFTS = no_ints()
 
 
+@dataclass(eq=False)
 class Drafter:
     """Proposes the drafts of steps, from a source, for the requests of a batch.
 
@@ -27,11 +29,10 @@ class Drafter:
     accepted.
     """
 
-    def __init__(self, source: DraftSource, most: int) -> None:
-        """`most`: maximum number of drafts of a request in a step."""
-        self.source = source
-        self._most = most
-        self._lengths: dict[int, DraftLength] = {}
+    source: DraftSource
+    most: int
+    """Maximum number of drafts of a request in a step."""
+    _lengths: dict[int, DraftLength] = field(init=False, default_factory=dict)
 
     def update(self, step: StepInput) -> None:
         self.source.forget(step.removed_rows)
@@ -86,7 +87,7 @@ class Drafter:
             own, begin = token_ids[begin : begin + count], begin + count
             if PROPOSED_HERE in own:
                 own = ()
-                length = self._lengths.setdefault(row, DraftLength(self._most))
+                length = self._lengths.setdefault(row, DraftLength(self.most))
                 if most := min(length.next(), count):
                     wanted.append(WantedDrafts(len(drafts), row, most, list(forced(row))[:most]))
             drafts.append(own)

@@ -7,7 +7,7 @@ the loader copies it.
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,16 @@ def lazy_tensors(
     return {name: _LazyTensor(reader, name, part_of) for name in checkpoint.tensors}
 
 
+@dataclass(eq=False)
 class _LazyTensor:
     """A tensor of a checkpoint. Its part is read when transformers indexes it."""
 
-    def __init__(self, reader: TensorReader, name: str, part_of: Callable[[str], Part]) -> None:
-        self._reader = reader
-        self._name = name
-        self._part_of = part_of
+    reader: TensorReader
+    name: str
+    part_of: Callable[[str], Part]
 
     def __getitem__(self, _: object) -> torch.Tensor:
-        return self._reader.read_part(self._name, self._part_of(self._name)).contiguous()
+        return self.reader.read_part(self.name, self.part_of(self.name)).contiguous()
 
 
 def _divided(cls: Any, division: Division) -> Any:
