@@ -8,7 +8,7 @@ from services.common.request.finish_reason import FinishReason
 from services.common.telemetry import names
 from services.gateway.adapters.http.anthropic.block_writer import BlockWriter
 from services.gateway.adapters.http.anthropic.bodies import MessagesBody
-from services.gateway.adapters.http.exchange.errors import AnthropicErrors, described
+from services.gateway.adapters.http.exchange.errors import anthropic_body, described
 from services.gateway.adapters.http.openai.dialect import (
     ConvertedRequest,
     StreamingDialect,
@@ -68,7 +68,7 @@ class MessagesDialect(StreamingDialect):
         return named_event(last) + named_event({"type": "message_stop"})
 
     def broken_off(self, error: StepwellError) -> bytes:
-        return named_event(AnthropicErrors().body(described(error)))
+        return named_event(anthropic_body(described(error)))
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         [answer] = answers

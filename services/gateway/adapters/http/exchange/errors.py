@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Hashable
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Scope
@@ -48,8 +48,13 @@ class Described(NamedTuple):
     kind: str
     """OpenAI's error type, or the name of the limited quantity if a tenant exceeded a limit."""
     message: str
-    field: str | None
-    code: str
+    field: str | None = None
+    code: str | None = None
+
+
+def plain(status: int, message: str) -> Described:
+    """An error that has only a status and a message, for example for an unknown path."""
+    return Described(status, "invalid_request_error", message)
 
 
 def described(error: errors.StepwellError) -> Described:
@@ -64,64 +69,34 @@ def error_body(error: errors.StepwellError, message: str | None = None) -> dict[
     message.
     """
     said = described(error)
-    return OPENAI.body(said if message is None else said._replace(message=message))
+    return openai_body(said if message is None else said._replace(message=message))
 
 
-class ErrorWriter(Hashable, Protocol):
-    """Writes error bodies in one API's schema."""
-
-    def body(self, error: Described) -> dict[str, object]:
-        """Returns the body of an error."""
-
-    def plain_body(self, status_code: int, message: str) -> dict[str, object]:
-        """Returns the body of an error that has only a status and a message. An example is the
-        error for an unknown path.
-        """
+ErrorBody = Callable[[Described], dict[str, object]]
+"""Returns the body of an error in one API's schema."""
 
 
-class OpenAiErrors:
-    """Writes errors in OpenAI's schema: {"error": {message, type, param, code}}."""
-
-    def body(self, error: Described) -> dict[str, object]:
-        return {
-            "error": {
-                "message": error.message,
-                "type": error.kind,
-                "param": error.field,
-                "code": error.code,
-            }
-        }
-
-    def plain_body(self, _status_code: int, message: str) -> dict[str, object]:
-        kind = "invalid_request_error"
-        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+def openai_body(error: Described) -> dict[str, object]:
+    """Returns {"error": {message, type, param, code}}."""
+    texts = {"message": error.message, "type": error.kind}
+    return {"error": {**texts, "param": error.field, "code": error.code}}
 
 
-class AnthropicErrors:
-    """Writes errors in Anthropic's schema: {"type": "error", "error": {type, message, details}}.
-    `details` contains the error code.
+def anthropic_body(error: Described) -> dict[str, object]:
+    """Returns {"type": "error", "error": {type, message, details}}. `details` contains the error
+    code. The schema has no key for the invalid field, so the message names the field.
     """
-
-    def body(self, error: Described) -> dict[str, object]:
-        """Returns the body of an error. Anthropic's schema has no key for the invalid field, so the
-        message names the field.
-        """
-        message = error.message
-        if error.field and error.field not in message:
-            message = f"{error.field}: {message}"
-        return self._body(error.status, message, {"error_code": error.code})
-
-    def plain_body(self, status_code: int, message: str) -> dict[str, object]:
-        return self._body(status_code, message, None)
-
-    def _body(
-        self, status_code: int, message: str, details: dict[str, str] | None
-    ) -> dict[str, object]:
-        is_fault_here = status_code >= _SERVER_ERROR
-        kind = _ANTHROPIC_TYPES.get(
-            status_code, "api_error" if is_fault_here else "invalid_request_error"
-        )
-        return {"type": "error", "error": {"type": kind, "message": message, "details": details}}
+    message = error.message
+    if error.field and error.field not in message:
+        message = f"{error.field}: {message}"
+    is_fault_here = error.status >= _SERVER_ERROR
+    general = "api_error" if is_fault_here else "invalid_request_error"
+    body = {
+        "type": _ANTHROPIC_TYPES.get(error.status, general),
+        "message": message,
+        "details": None if error.code is None else {"error_code": error.code},
+    }
+    return {"type": "error", "error": body}
 
 
 _SERVER_ERROR = 500
@@ -138,25 +113,17 @@ _ANTHROPIC_TYPES = {
 client or of the server.
 """
 
-OPENAI, _ANTHROPIC = OpenAiErrors(), AnthropicErrors()
 
-
-def error_writer(scope: Scope) -> ErrorWriter:
-    """The error writer of the API that a request calls."""
+def error_writer(scope: Scope) -> ErrorBody:
+    """The function that writes errors of the API that a request calls."""
     path = scope["path"]
     is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
-    return _ANTHROPIC if is_anthropic else OPENAI
+    return anthropic_body if is_anthropic else openai_body
 
 
 def error_response(error: errors.StepwellError, scope: Scope) -> Response:
     """The complete answer to a request that failed."""
-    said = described(error)
-    return Response(
-        json.dumps(error_writer(scope).body(said)),
-        status_code=said.status,
-        headers=error_headers(error),
-        media_type=MEDIA_TYPE,
-    )
+    return _response(described(error), scope, error_headers(error))
 
 
 def error_headers(error: errors.StepwellError) -> dict[str, str]:
@@ -193,5 +160,9 @@ def plain_error_response(status_code: int, message: str, scope: Scope) -> Respon
     """
     record: RequestRecord = scope["state"]["record"]
     record.failed(HTTPStatus(status_code).name.lower(), message, is_failure=False)
-    body = json.dumps(error_writer(scope).plain_body(status_code, message))
-    return Response(body, status_code=status_code, media_type=MEDIA_TYPE)
+    return _response(plain(status_code, message), scope)
+
+
+def _response(said: Described, scope: Scope, headers: dict[str, str] | None = None) -> Response:
+    body = json.dumps(error_writer(scope)(said))
+    return Response(body, status_code=said.status, headers=headers, media_type=MEDIA_TYPE)

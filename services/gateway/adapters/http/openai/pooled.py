@@ -1,7 +1,8 @@
 """/v1/embeddings and /score: converts request bodies to requests, and vectors to answers."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from services.common.errors import InvalidArgument
@@ -124,27 +125,40 @@ def _client_request(
     )
 
 
-class EmbeddingDialect:
+class ListDialect(ABC):
+    """Writes an answer that has one item for each prompt or pair."""
+
+    operation: str
+    id_prefix: str
+
+    def __init__(self, converted: ConvertedRequest[PooledBody]) -> None:
+        head = {"id": converted.request.request_id, "object": "list"}
+        self._head = {**head, "created": converted.created, "model": converted.model_name}
+
+    @abstractmethod
+    def items(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+        """Generates the items."""
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """Returns the body of the answer. Its items are encoded while the body is sent."""
+        data = LongList(self.items(answers), nested=True)
+        return {**self._head, "data": data, "usage": usage_body(usage)}
+
+
+class EmbeddingDialect(ListDialect):
     """Writes answers of OpenAI's embeddings API."""
 
     operation = names.GENAI_OPERATION_EMBEDDINGS
     id_prefix = "embd"
 
     def __init__(self, converted: ConvertedRequest[EmbeddingBody]) -> None:
+        super().__init__(converted)
         self._in_base64 = converted.body.encoding_format == "base64"
-        self._head = answer_head(converted)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """Returns the body of the answer. Its vectors are encoded while the body is sent."""
-        data = (
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": vector_body(answer.pooled, in_base64=self._in_base64),
-            }
-            for index, answer in enumerate(answers)
-        )
-        return {**self._head, "data": LongList(data, nested=True), "usage": usage_body(usage)}
+    def items(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+        for index, answer in enumerate(answers):
+            vector = vector_body(answer.pooled, in_base64=self._in_base64)
+            yield {"object": "embedding", "index": index, "embedding": vector}
 
 
 def vector_body(values: bytes, *, in_base64: bool) -> str | list[float]:
@@ -154,24 +168,20 @@ def vector_body(values: bytes, *, in_base64: bool) -> str | list[float]:
     return base64.b64encode(values).decode() if in_base64 else numbers(values).tolist()
 
 
-class ScoreDialect:
+class ScoreDialect(ListDialect):
     """Writes scores in vLLM's schema."""
 
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "score"
 
     def __init__(self, converted: ConvertedRequest[ScoreBody]) -> None:
+        super().__init__(converted)
         texts = converted.body.text_2
         self._num_second = 1 if isinstance(texts, str) else len(texts)
-        self._head = answer_head(converted)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """Returns the body of the answer."""
-        data = (
-            {"index": index, "object": "score", "score": score}
-            for index, score in enumerate(pair_scores(answers, self._num_second))
-        )
-        return {**self._head, "data": LongList(data, nested=True), "usage": usage_body(usage)}
+    def items(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+        for index, score in enumerate(pair_scores(answers, self._num_second)):
+            yield {"index": index, "object": "score", "score": score}
 
 
 def pair_scores(answers: Sequence[Answer], num_second: int) -> list[float]:
@@ -185,8 +195,3 @@ def pair_scores(answers: Sequence[Answer], num_second: int) -> list[float]:
         return [vector[0] for vector in vectors]
     first = vectors[:num_first] * (num_second // num_first)
     return [*map(cosine, first, vectors[num_first:])]
-
-
-def answer_head(converted: ConvertedRequest[PooledBody]) -> dict[str, Any]:
-    head = {"id": converted.request.request_id, "object": "list"}
-    return {**head, "created": converted.created, "model": converted.model_name}

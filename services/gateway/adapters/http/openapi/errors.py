@@ -6,7 +6,8 @@ from typing import Any
 from services.gateway.adapters.http.exchange.errors import HINT_HEADERS
 from services.gateway.adapters.http.exchange.ignored_fields import HEADER as IGNORED_FIELDS
 
-_TEXT = {"type": "string"}
+_TEXT: dict[str, Any] = {"type": "string"}
+_WHOLE: dict[str, Any] = {"type": "integer", "minimum": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,43 +54,25 @@ EVERYWHERE = (400, 405, 408, 421, 429, 431, 500, 503)
 server's state.
 """
 
-LIMIT_HEADER: dict[str, Any] = {
-    "description": "Of the tenant's limits, as OpenAI says it.",
-    "schema": _TEXT,
-}
+
+def _header(description: str, schema: dict[str, Any] = _TEXT) -> dict[str, Any]:
+    return {"description": description, "schema": schema}
+
+
+LIMIT_HEADER = _header("Of the tenant's limits, as OpenAI says it.")
 HEADERS: dict[str, dict[str, Any]] = {
-    "X-Request-Id": {
-        "description": "The request's name in logs and traces, unless it was refused before its "
-        "headers were read.",
-        "schema": {"type": "string"},
-    },
-    "X-Trace-Id": {
-        "description": "The id of its trace, as 32 hexadecimal digits, on the same answers.",
-        "schema": {"type": "string"},
-    },
-    IGNORED_FIELDS: {
-        "description": "Fields of the body that have no effect, where there are some.",
-        "schema": _TEXT,
-    },
-    "Retry-After": {
-        "description": "Seconds after which trying again may help.",
-        "schema": {"type": "integer", "minimum": 1},
-    },
-    "Retry-After-Ms": {
-        "description": "The same in milliseconds.",
-        "schema": {"type": "integer", "minimum": 1},
-    },
-    "X-Should-Retry": {
-        "description": "false where the same request would end the same again.",
-        "schema": {"type": "string", "enum": ["true", "false"]},
-    },
-    "WWW-Authenticate": {
-        "description": "Bearer.",
-        "schema": {"type": "string"},
-    },
-    "Allow": {"description": "The methods that the path takes.", "schema": {"type": "string"}},
-    "Accept-Encoding": {
-        "description": "identity, where the body was compressed.",
-        "schema": {"type": "string"},
-    },
+    "X-Request-Id": _header(
+        "The request's name in logs and traces, unless it was refused before its headers were read."
+    ),
+    "X-Trace-Id": _header("The id of its trace, as 32 hexadecimal digits, on the same answers."),
+    IGNORED_FIELDS: _header("Fields of the body that have no effect, where there are some."),
+    "Retry-After": _header("Seconds after which trying again may help.", _WHOLE),
+    "Retry-After-Ms": _header("The same in milliseconds.", _WHOLE),
+    "X-Should-Retry": _header(
+        "false where the same request would end the same again.",
+        {**_TEXT, "enum": ["true", "false"]},
+    ),
+    "WWW-Authenticate": _header("Bearer."),
+    "Allow": _header("The methods that the path takes."),
+    "Accept-Encoding": _header("identity, where the body was compressed."),
 }

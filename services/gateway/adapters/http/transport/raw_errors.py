@@ -10,12 +10,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from services.common.errors import StepwellError
 from services.gateway.adapters.http.exchange.errors import (
     MEDIA_TYPE,
-    OPENAI,
     Described,
-    ErrorWriter,
+    ErrorBody,
     described,
     error_headers,
     error_writer,
+    openai_body,
+    plain,
 )
 
 _KEPT_BODIES = 256
@@ -35,11 +36,11 @@ def raw_error_response(
 
 
 @lru_cache(maxsize=_KEPT_BODIES)
-def _encoded(writer: ErrorWriter, error: Described) -> tuple[bytes, bytes]:
+def _encoded(write: ErrorBody, error: Described) -> tuple[bytes, bytes]:
     """Returns the headers that describe an error's body, and the body. Results are cached, because
     most refusals under overload are identical.
     """
-    body = json.dumps(writer.body(error)).encode()
+    body = json.dumps(write(error)).encode()
     return _headers(body).encode(), body
 
 
@@ -47,7 +48,7 @@ def raw_refusal(status: int, message: str) -> bytes:
     """Returns the bytes of an error answer to a request that was not read far enough to know its
     API. The schema is OpenAI's. The connection must be closed after this answer.
     """
-    body = json.dumps(OPENAI.plain_body(status, message)).encode()
+    body = json.dumps(openai_body(plain(status, message))).encode()
     head = f"{_headers(body)}connection: close\r\n\r\n"
     return STATUS_LINE[status] + head.encode() + body
 

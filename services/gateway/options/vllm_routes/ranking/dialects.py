@@ -1,6 +1,6 @@
 """Rerank, classify and pooling: converts request bodies to requests, and vectors to answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from services.common.errors import InvalidArgument
@@ -9,7 +9,7 @@ from services.common.telemetry import names
 from services.gateway.adapters.http.exchange.json_pieces import LongList
 from services.gateway.adapters.http.openai.dialect import ConvertedRequest, usage_body
 from services.gateway.adapters.http.openai.pooled import (
-    answer_head,
+    ListDialect,
     pair_request,
     pair_scores,
     prompts_request,
@@ -81,27 +81,19 @@ class RerankDialect:
         return result
 
 
-class ClassifyDialect:
+class ClassifyDialect(ListDialect):
     """Writes the probabilities of the classes, and the name of the most probable class."""
 
-    def __init__(self, head: dict[str, Any], labels: Sequence[str]) -> None:
-        self._head = head
+    def __init__(self, converted: ConvertedRequest[ClassifyBody], labels: Sequence[str]) -> None:
+        super().__init__(converted)
         self._labels = labels
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """The body of the answer."""
-        data = (self._item(index, answer) for index, answer in enumerate(answers))
-        return {**self._head, "data": LongList(data, nested=True), "usage": usage_body(usage)}
-
-    def _item(self, index: int, answer: Answer) -> dict[str, Any]:
-        probs = numbers(answer.pooled).tolist()
-        best = max(range(len(probs)), key=probs.__getitem__)
-        return {
-            "index": index,
-            "label": self._labels[best] if best < len(self._labels) else None,
-            "probs": probs,
-            "num_classes": len(probs),
-        }
+    def items(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+        for index, answer in enumerate(answers):
+            probs = numbers(answer.pooled).tolist()
+            best = max(range(len(probs)), key=probs.__getitem__)
+            label = self._labels[best] if best < len(self._labels) else None
+            yield {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
 
 
 class ClassifyApi:
@@ -114,27 +106,20 @@ class ClassifyApi:
         self._labels = labels
 
     def __call__(self, converted: ConvertedRequest[ClassifyBody], /) -> ClassifyDialect:
-        return ClassifyDialect(answer_head(converted), self._labels)
+        return ClassifyDialect(converted, self._labels)
 
 
-class PoolingDialect:
+class PoolingDialect(ListDialect):
     """Writes the vectors that the model computed."""
 
     operation = names.GENAI_OPERATION_EMBEDDINGS
     id_prefix = "pool"
 
     def __init__(self, converted: ConvertedRequest[PoolingBody]) -> None:
+        super().__init__(converted)
         self._in_base64 = converted.body.encoding_format == "base64"
-        self._head = answer_head(converted)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """Returns the body of the answer. Its vectors are encoded while the body is sent."""
-        data = (
-            {
-                "index": index,
-                "object": "pooling",
-                "data": vector_body(answer.pooled, in_base64=self._in_base64),
-            }
-            for index, answer in enumerate(answers)
-        )
-        return {**self._head, "data": LongList(data, nested=True), "usage": usage_body(usage)}
+    def items(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+        for index, answer in enumerate(answers):
+            vector = vector_body(answer.pooled, in_base64=self._in_base64)
+            yield {"index": index, "object": "pooling", "data": vector}
