@@ -288,6 +288,10 @@ ONE_OF_EACH = [
     "qwen3_next",
 ]
 """Kinds that differ in structure and not only in sizes, for tests of model loading and serving."""
+CACHES = [*ONE_OF_EACH, "falcon_h1", "gemma3n", "gemma4", "gemma4_moe"]
+"""Kinds that differ in what they cache: blocks of each shape, windows and states. Other kinds
+differ from one of these only in the model.
+"""
 
 
 def build_tiny_model(

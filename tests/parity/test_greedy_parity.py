@@ -1,4 +1,8 @@
-"""Greedy output equals transformers' token for token in float32, however a request is served."""
+"""Greedy output equals transformers' token for token in float32, however a request is served.
+
+Every kind is served in blocks of four tokens and in short chunks. Other sizes concern the cache,
+and are tested with the kinds that differ in their caches.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,12 +17,12 @@ from services.worker.backends.choices import KernelsSetting
 from services.worker.core.model_runner import ModelRunner
 from tests.parity.oracle import first_choices
 from tests.tiny_models import (
+    CACHES,
     MAX_POSITION_EMBEDDINGS,
     ONE_OF_EACH,
     TINY_MODELS,
     VOCAB_SIZE,
     build_tiny_model,
-    save_tiny_model,
 )
 from tests.worker.runner_driver import Driver, Request, build_runner
 
@@ -30,20 +34,24 @@ SERVED = [(kind, "auto") for kind in KINDS]
 SERVED += [(kind, "torch") for kind in ONE_OF_EACH]
 SERVED += [(kind, NOT_INVARIANT) for kind in ("llama", "gemma2", "gpt_neox")]
 
+EVERY = pytest.mark.parametrize("served", SERVED, indirect=True, ids="-".join)
+EACH_CACHE = pytest.mark.parametrize(
+    "served", [case for case in SERVED if case[0] in CACHES], indirect=True, ids="-".join
+)
+
 Build = Callable[..., Driver]
+Served = tuple[PreTrainedModel, Build, list[Request]]
 
 
-@pytest.fixture(scope="module", params=SERVED, ids="-".join)
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[PreTrainedModel, Build, list[Request]]:
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     """A reference model, a function that builds drivers over the same weights, and requests.
     Drivers with the same block size share one runner, whose blocks keep their old contents.
     """
     torch.set_num_threads(1)
     kind, setting = request.param
     directory: Path = tmp_path_factory.mktemp(kind)
-    save_tiny_model(directory, kind, shard_bytes=50_000)
+    reference(kind).save_pretrained(directory, max_shard_size=50_000)
 
     @cache
     def runner(block_size: int) -> ModelRunner:
@@ -96,8 +104,12 @@ def fresh(requests: list[Request]) -> list[Request]:
     return [Request(request.prompt, request.max_tokens) for request in requests]
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_requests_alone_have_the_tokens_of_transformers(served, block_size: int) -> None:
+@EVERY
+def test_requests_alone_have_the_tokens_of_transformers(served: Served) -> None:
+    serve_alone(served, 4)
+
+
+def serve_alone(served: Served, block_size: int) -> None:
     model, build, requests = served
     driver = build(block_size)
     alone = fresh(requests[::5])
@@ -106,8 +118,12 @@ def test_requests_alone_have_the_tokens_of_transformers(served, block_size: int)
     assert_parity(model, alone)
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_sixteen_together_with_prompts_in_chunks_of_7(served, block_size: int) -> None:
+@EVERY
+def test_sixteen_together_with_prompts_in_chunks_of_7(served: Served) -> None:
+    serve_together(served, 4)
+
+
+def serve_together(served: Served, block_size: int) -> None:
     model, build, requests = served
     together = fresh(requests)
     build(block_size).run(together, chunk=7)
@@ -116,7 +132,8 @@ def test_sixteen_together_with_prompts_in_chunks_of_7(served, block_size: int) -
     assert distinct >= 4, "outputs vary, so that equal ones tell something"
 
 
-def test_sixteen_that_join_one_after_the_other(served) -> None:
+@EVERY
+def test_sixteen_that_join_one_after_the_other(served: Served) -> None:
     model, build, requests = served
     driver, together = build(), fresh(requests)
     for number in range(1, NUM_REQUESTS + 1):
@@ -132,8 +149,12 @@ def test_sixteen_that_join_one_after_the_other(served) -> None:
     assert_parity(model, together)
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
-def test_prefix_hits_share_blocks_with_the_first_request(served, block_size: int) -> None:
+@EVERY
+def test_prefix_hits_share_blocks_with_the_first_request(served: Served) -> None:
+    serve_behind_prefix_hits(served, 4)
+
+
+def serve_behind_prefix_hits(served: Served, block_size: int) -> None:
     model, build, requests = served
     prompt = requests[-1].prompt
     first = Request(prompt, 4)
@@ -156,8 +177,29 @@ def test_prefix_hits_share_blocks_with_the_first_request(served, block_size: int
     assert_parity(model, [first, *followers])
 
 
-@pytest.mark.parametrize("chunk", [5, MAX_POSITION_EMBEDDINGS])
-def test_preempted_again_and_again(served, chunk: int) -> None:
+@EACH_CACHE
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_blocks_of_other_sizes(served: Served, block_size: int) -> None:
+    serve_alone(served, block_size)
+    serve_together(served, block_size)
+
+
+@EACH_CACHE
+def test_prefix_hits_share_blocks_of_16_tokens(served: Served) -> None:
+    serve_behind_prefix_hits(served, 16)
+
+
+@EVERY
+def test_preempted_again_and_again(served: Served) -> None:
+    serve_preempted(served, 5)
+
+
+@EACH_CACHE
+def test_preempted_again_and_again_and_computed_in_one_step(served: Served) -> None:
+    serve_preempted(served, MAX_POSITION_EMBEDDINGS)
+
+
+def serve_preempted(served: Served, chunk: int) -> None:
     model, build, requests = served
     driver, together = build(), fresh(requests[:10])
     random = np.random.default_rng(3)

@@ -32,7 +32,7 @@ from tests.scheduler.serving_replica import (
     sampling,
     serving_replica,
 )
-from tests.tiny_models import ONE_OF_EACH, save_tiny_model
+from tests.tiny_models import CACHES, ONE_OF_EACH, save_tiny_model
 from tests.worker.serving_worker import ServingWorker
 
 KINDS = sorted({*ONE_OF_EACH, *(row.kinds[0] for row in rows())})
@@ -40,6 +40,11 @@ KINDS = sorted({*ONE_OF_EACH, *(row.kinds[0] for row in rows())})
 kind, such as scaled positions, concern only the model. tests/parity/test_greedy_parity.py tests all
 kinds without the services.
 """
+
+EVERY = pytest.mark.parametrize("served", KINDS, indirect=True)
+EACH_CACHE = pytest.mark.parametrize(
+    "served", [kind for kind in KINDS if kind in CACHES], indirect=True
+)
 
 Outputs = list[list[int]]
 
@@ -52,7 +57,7 @@ class Served:
     loaded: Worker
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp(request.param)
@@ -104,9 +109,23 @@ def answers_together(worker: Worker, params: dict[str, Any]) -> Outputs:
     return asyncio.run(answers())
 
 
-@pytest.mark.parametrize("name", [name for name in SITUATIONS if name != "alone"])
-async def test_asynchronous_scheduling_changes_no_token(served: Served, name: str) -> None:
-    situation, expected = SITUATIONS[name], reference_outputs(served.kind)
+@EVERY
+async def test_asynchronous_scheduling_changes_no_token(served: Served) -> None:
+    """The situation has the most events: chunks, prefix hits and preemptions."""
+    await check_asynchronous_scheduling(served, SITUATIONS["preempted again and again"])
+
+
+@EACH_CACHE
+@pytest.mark.parametrize("name", ["sixteen together", "chunks of 11"])
+async def test_asynchronous_scheduling_changes_no_token_otherwise(
+    served: Served, name: str
+) -> None:
+    """Kinds without a cache of their own differ only in the model."""
+    await check_asynchronous_scheduling(served, SITUATIONS[name])
+
+
+async def check_asynchronous_scheduling(served: Served, situation: Situation) -> None:
+    expected = reference_outputs(served.kind)
     sampled: dict[bool, Outputs] = {}
     for async_scheduling in (False, True):
         async with serving(served.loaded, situation, async_scheduling=async_scheduling) as (
@@ -132,6 +151,7 @@ def check_stats(stats: scheduler_pb2.GetStatsResponse, situation: Situation) -> 
         assert stats.num_preemptions == 0
 
 
+@EVERY
 async def test_alone_to_the_last_token_and_to_a_stop_token(served: Served) -> None:
     alone = SITUATIONS["alone"]
     expected = alone.chosen(reference_outputs(served.kind))
