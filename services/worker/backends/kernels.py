@@ -151,6 +151,10 @@ class Kernels(Protocol):
     the operation is documented otherwise.
     """
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether bfloat16 is about as fast as float32, or faster."""
+
     def padded_rows(self, num_rows: int) -> int:
         """The number of rows to compute instead of `num_rows`. It is at least `num_rows`."""
 

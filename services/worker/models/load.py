@@ -73,7 +73,7 @@ def _load_natively(
         default = min(default, pooling.max_seq_length)
     asked, path = options.max_model_len, directory / "config.json"
     max_model_len = model_config.resolve_max_model_len(asked, default, longest, path)
-    dtype = resolve_dtype(options.dtype, config.checkpoint_dtype)
+    dtype = resolve_dtype(options.dtype, config.checkpoint_dtype, has_bfloat16=kernels.has_bfloat16)
     log_loading(config.architecture.value, directory, dtype)
     stage = layers_of_stage(checkpoint, config.num_layers, options.stage, options.num_stages)
     weights = load_weights(

@@ -119,20 +119,21 @@ class LoadOptions:
     """How weights of native models are quantized at load."""
 
 
-def resolve_dtype(setting: DtypeSetting, checkpoint_dtype: str | None) -> torch.dtype:
+def resolve_dtype(
+    setting: DtypeSetting, checkpoint_dtype: str | None, *, has_bfloat16: bool
+) -> torch.dtype:
     """The data type of computations.
 
-    AUTO is bfloat16 if the checkpoint is bfloat16 and the processor computes in bfloat16. Otherwise
-    it is float32, which represents the numbers of every checkpoint exactly.
+    AUTO is bfloat16 if the checkpoint is bfloat16 and the model's operations are fast in bfloat16
+    (`has_bfloat16`). Otherwise it is float32, which represents the numbers of every checkpoint
+    exactly.
     """
     match setting:
         case DtypeSetting.FLOAT32:
             return torch.float32
         case DtypeSetting.BFLOAT16:
             return torch.bfloat16
-    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    stored_so = checkpoint_dtype == "bfloat16"
-    return torch.bfloat16 if stored_so and has_bfloat16 else torch.float32
+    return torch.bfloat16 if checkpoint_dtype == "bfloat16" and has_bfloat16 else torch.float32
 
 
 def log_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from services.common.request.pooling import PoolingTask
 from services.worker.backends.device import dtype_name
+from services.worker.backends.torch.kernels import torch_has_bfloat16
 from services.worker.models.config import resolve_max_model_len
 from services.worker.models.errors import ModelConfigError, ModelFileError, UnsupportedModel
 from services.worker.models.files.checkpoint import CPU, Checkpoint
@@ -67,7 +68,7 @@ def load_whole_model(checkpoint: Checkpoint, options: LoadOptions) -> WholeModel
     path = directory / "config.json"
     config = _read_config(directory, path)
     stored = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else None
-    dtype = resolve_dtype(options.dtype, stored)
+    dtype = resolve_dtype(options.dtype, stored, has_bfloat16=torch_has_bfloat16())
     name = (config.architectures or [""])[0]
     log_loading(f"{name}, whole prompts by transformers,", directory, dtype)
     model = _load(checkpoint, config, dtype, options.pooling.task)

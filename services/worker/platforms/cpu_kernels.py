@@ -6,7 +6,6 @@ from pathlib import Path
 
 from services.common.errors import StepwellError
 from services.worker.backends.choices import KernelsSetting
-from services.worker.backends.device import dtype_name
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.native.compiled import NotCompiled, load_compiled
 from services.worker.backends.native.kernels import NativeKernels
@@ -41,11 +40,11 @@ def select_kernels(
         return TorchKernels(batch_invariant=batch_invariant)
     try:
         library = load_compiled(cache, checkpoint_reached)
-        kernels = NativeKernels(library, batch_invariant=batch_invariant)
+        kernels = NativeKernels(library)
     except NotCompiled as error:
         if setting is KernelsSetting.NATIVE:
             raise KernelsUnavailable(f"native kernels cannot be used: {error}") from error
         logger.warning("kernels: torch, %s, which is slower: %s", mode, error)
         return TorchKernels(batch_invariant=batch_invariant)
-    logger.info("kernels: native, for %s", ", ".join(map(dtype_name, kernels.dtypes)))
+    logger.info("kernels: native")
     return kernels

@@ -1,4 +1,4 @@
-"""The operations in C++, for processors with AVX2 (float32) or AVX-512 BF16 (bfloat16).
+"""The operations in C++, for processors with AVX2, in float32 and bfloat16.
 
 A weight is packed into panels. Panels are read sequentially for any number of rows, so rows are not
 padded. Small work stays in the calling thread: see cpp/threads.h. The bits of a row's result do not
@@ -27,56 +27,41 @@ from services.worker.backends.torch.kernels import TorchKernels
 
 
 class NativeKernels(TorchKernels):
-    """Kernels in C++. Torch's kernels compute data types without functions in the library, with the
-    setting `batch_invariant`. The library's own functions are always batch-invariant.
-    """
+    """Kernels in C++. They are always batch-invariant."""
 
-    def __init__(self, library: ctypes.CDLL, *, batch_invariant: bool = True) -> None:
-        super().__init__(batch_invariant=batch_invariant)
+    def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__(batch_invariant=True)
         self._functions = functions_by_dtype(library)
         self._row_sampler = NativeRowSampler(library)
         self._library = library
         self._memory = LargePages()
 
     @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The data types that the library computes in."""
-        return tuple(self._functions)
+    def has_bfloat16(self) -> bool:
+        return True
 
     def padded_rows(self, num_rows: int) -> int:
         return num_rows
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        functions = self._functions.get(weight.dtype)
-        if functions is None:
-            return super().linear(weight, bias)
-        return NativeLinear(functions, self._memory, weight, bias)
+        return NativeLinear(self._functions[weight.dtype], self._memory, weight, bias)
 
     def gated_linear(
         self, weight: Weight, bias: torch.Tensor | None, activation: Activation
     ) -> Linear:
-        functions = self._functions.get(weight.dtype)
-        if functions is None:
-            return super().gated_linear(weight, bias, activation)
-        return NativeLinear(functions, self._memory, weight, bias, activation)
+        return NativeLinear(self._functions[weight.dtype], self._memory, weight, bias, activation)
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight in float32, which the library expects with every data type."""
         return weight.float()
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        functions = self._functions.get(x.dtype)
-        if functions is None:
-            return super().rms_norm(x, weight, epsilon)
-        return _normalized(functions, x, None, weight, epsilon)
+        return _normalized(self._functions[x.dtype], x, None, weight, epsilon)
 
     def add_rms_norm(
         self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        functions = self._functions.get(residual.dtype)
-        if functions is None:
-            return super().add_rms_norm(residual, update, weight, epsilon)
-        return _normalized(functions, residual, update, weight, epsilon)
+        return _normalized(self._functions[residual.dtype], residual, update, weight, epsilon)
 
     def fused_decoder(
         self, weights: DecoderWeights, constants: DecoderConstants
@@ -89,27 +74,18 @@ class NativeKernels(TorchKernels):
     def pack_lora(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
     ) -> PackedLora:
-        functions = self._functions.get(dtype)
-        if functions is None:
-            return super().pack_lora(layers, shapes, dtype)
-        return NativeLora(layers, shapes, functions.panel_width)
+        return NativeLora(layers, shapes, self._functions[dtype].panel_width)
 
     def lora_step(self, rows: LoraRows) -> LoraStep:
-        is_native = all(isinstance(adapter, NativeLora) for adapter in rows.adapters)
-        return NativeLoraStep(rows) if is_native else super().lora_step(rows)
+        return NativeLoraStep(rows)
 
     def row_sampler(self) -> NativeRowSampler:
         return self._row_sampler
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
-        functions = self._functions.get(shape.dtype)
-        if functions is None:
-            return super().paged_attention(shape)
-        return NativePagedAttention(functions, self._memory, shape)
+        return NativePagedAttention(self._functions[shape.dtype], self._memory, shape)
 
     def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
-        if shape.dtype not in self._functions:
-            return super().attention_bytes(shape, max_model_len)
         return workspace_bytes(shape, max_model_len)
 
 

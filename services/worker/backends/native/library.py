@@ -363,12 +363,8 @@ def check_structures(
 
 
 def functions_by_dtype(library: ctypes.CDLL) -> dict[torch.dtype, Functions]:
-    """The functions for each data type that the processor computes in. Raises TypeError if the
-    library's structures differ from those here.
+    """The functions for each data type. Raises TypeError if the library's structures differ from
+    the structures declared here.
     """
     check_structures(library)
-    return {
-        dtype: Functions(library, suffix)
-        for dtype, suffix in _SUFFIXES.items()
-        if hasattr(library, f"project_{suffix}")
-    }
+    return {dtype: Functions(library, suffix) for dtype, suffix in _SUFFIXES.items()}

@@ -19,6 +19,11 @@ from services.worker.backends.torch.packed_linear import PackedLinear, padded_ro
 from services.worker.backends.torch.paged_attention import TorchPagedAttention, workspace_bytes
 
 
+def torch_has_bfloat16() -> bool:
+    """Whether torch multiplies bfloat16 matrices quickly on this processor."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 class TorchKernels:
     """Kernels in torch. `batch_invariant`: on the CPU a token's results have the same bits,
     whatever other tokens are in the step. This makes decode steps slower.
@@ -46,6 +51,10 @@ class TorchKernels:
     ) -> Linear:
         projection = self.linear(weight, bias)
         return GatedLinear(projection, activation, batch_invariant=self._batch_invariant)
+
+    @property
+    def has_bfloat16(self) -> bool:
+        return torch_has_bfloat16()
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
         return False

@@ -17,6 +17,7 @@ from services.worker.backends.device import dtype_name
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.backends.ranks import Ranks
+from services.worker.backends.torch.kernels import torch_has_bfloat16
 from services.worker.models.config import check_eos_token_ids, resolve_max_model_len
 from services.worker.models.errors import ModelConfigError, UnsupportedModel
 from services.worker.models.files.checkpoint import Checkpoint
@@ -63,7 +64,7 @@ def load_transformers_model(
     check_eos_token_ids(directory, JsonReader(path, read_json_object(path)), config.vocab_size)
     max_model_len = _max_model_len(config, options, path)
     stored = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else None
-    dtype = resolve_dtype(options.dtype, stored)
+    dtype = resolve_dtype(options.dtype, stored, has_bfloat16=torch_has_bfloat16())
     log_loading(f"{(config.architectures or [''])[0]}, run by transformers,", directory, dtype)
     try:
         if ranks.size > 1 and _is_stateful(model_class(config)):

@@ -1,9 +1,7 @@
-// The functions for bfloat16, if the processor multiplies in it.
+// The functions for bfloat16.
 
 #include "exports.h"
 
-#ifdef __AVX512BF16__
 namespace stepwell {
 EXPORT(bfloat16, BFloat16)
 }  // namespace stepwell
-#endif

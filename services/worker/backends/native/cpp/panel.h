@@ -44,21 +44,29 @@ struct PanelOps<float> {
   static void to_element_order(Vector (&)[PANEL_VECTORS]) {}
 };
 
-#ifdef __AVX512BF16__
+// Without an instruction for dot products of pairs, two multiplications and additions have its
+// order: the second elements of the pairs first.
 template <>
 struct PanelOps<BFloat16> {
   static constexpr int DEPTH = 2;
   static Vector broadcast(const BFloat16* a) {
     std::int32_t pair;
     std::memcpy(&pair, a, sizeof pair);
-    return (Vector)_mm512_set1_epi32(pair);
+    return to_vector(IntRegister{} + pair);
   }
-  static Vector load(const BFloat16* b) { return (Vector)_mm512_loadu_si512(b); }
+  static Vector load(const BFloat16* b) {
+    return stepwell::load(reinterpret_cast<const float*>(b));
+  }
+#ifdef __AVX512F__
   static Vector load_part(const BFloat16* b, int count) {
     return (Vector)_mm512_maskz_loadu_epi16(lane_mask(count), b);
   }
   static Vector multiply_add(Vector total, Vector a, Vector b) {
+#ifdef __AVX512BF16__
     return (Vector)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#else
+    return add_pairs(total, a, b);
+#endif
   }
   static void interleave(const BFloat16* const (&rows)[2], int from, int count,
                          Vector (&result)[PANEL_VECTORS]) {
@@ -79,8 +87,44 @@ struct PanelOps<BFloat16> {
     columns[0] = (Vector)_mm512_permutex2var_pd(first, low, second);
     columns[1] = (Vector)_mm512_permutex2var_pd(first, high, second);
   }
-};
+#else
+  static Vector load_part(const BFloat16* b, int count) {
+    BFloat16 some[2 * LANES] = {};
+    if (count > 0) std::memcpy(some, b, (count < 2 * LANES ? count : 2 * LANES) * sizeof(BFloat16));
+    return load(some);
+  }
+  static Vector multiply_add(Vector total, Vector a, Vector b) {
+    return {add_pairs(total.low, a.low, b.low), add_pairs(total.high, a.high, b.high)};
+  }
+  static void interleave(const BFloat16* const (&rows)[2], int from, int count,
+                         Vector (&result)[PANEL_VECTORS]) {
+    const Vector even = load_part(rows[0] + from, count), odd = load_part(rows[1] + from, count);
+    result[0] = pairs(even.low, odd.low);
+    result[1] = pairs(even.high, odd.high);
+  }
+  static void to_interleaved_order(Vector (&)[PANEL_VECTORS]) {}
+  static void to_element_order(Vector (&)[PANEL_VECTORS]) {}
 #endif
+
+ private:
+  static Register add_pairs(Register total, Register a, Register b) {
+    const auto second = [](Register pair) { return (Register)((IntRegister)pair & -0x10000); };
+    const auto first = [](Register pair) { return (Register)((IntRegister)pair << 16); };
+    return fmadd(first(a), first(b), fmadd(second(a), second(b), total));
+  }
+#ifdef __AVX512F__
+  static Vector to_vector(IntRegister part) { return (Vector)part; }
+#else
+  static Vector to_vector(IntRegister part) { return {(Register)part, (Register)part}; }
+  // Sixteen pairs of words, in order.
+  static Vector pairs(Register even, Register odd) {
+    const __m256i low = _mm256_unpacklo_epi16((__m256i)even, (__m256i)odd);
+    const __m256i high = _mm256_unpackhi_epi16((__m256i)even, (__m256i)odd);
+    return {(Register)_mm256_permute2x128_si256(low, high, 0x20),
+            (Register)_mm256_permute2x128_si256(low, high, 0x31)};
+  }
+#endif
+};
 
 // The memory to prefetch during a multiplication: from `first` on, `step_bytes` in each step of
 // depth, at most a cache line for each vector.

@@ -173,15 +173,30 @@ inline BFloat16 from_float<BFloat16>(float value) {
   return {static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
+// Bits of bfloat16 numbers, one in the lower half of each lane, rounded like `from_float`.
+inline IntRegister bfloat16_bits(Register value) {
+  typedef std::uint32_t Bits __attribute__((vector_size(REGISTER_BYTES)));
+  const Bits bits = (Bits)value, high = bits >> 16;
+  const Bits nearest = (bits + 0x7fff + (high & 1)) >> 16;
+  return value == value ? (IntRegister)nearest : (IntRegister)(high | 0x40);
+}
+
+#ifdef __AVX512F__
+inline __m256i to_bfloat16(Vector value) {
 #ifdef __AVX512BF16__
+  return (__m256i)_mm512_cvtneps_pbh((__m512)value);
+#else
+  return _mm512_cvtepi32_epi16((__m512i)bfloat16_bits(value));
+#endif
+}
+
 inline Vector load(const BFloat16* from) {
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
 }
 
 inline void store(BFloat16* to, Vector value) {
-  const __m256bh half = _mm512_cvtneps_pbh((__m512)value);
-  std::memcpy(to, &half, sizeof half);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), to_bfloat16(value));
 }
 
 inline Vector load_partial(const BFloat16* from, int count) {
@@ -190,8 +205,35 @@ inline Vector load_partial(const BFloat16* from, int count) {
 }
 
 inline void store_partial(BFloat16* to, Vector value, int count) {
-  const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)value);
-  _mm256_mask_storeu_epi16(to, __mmask16(lane_mask(count)), half);
+  _mm256_mask_storeu_epi16(to, __mmask16(lane_mask(count)), to_bfloat16(value));
+}
+#else
+inline Vector load(const BFloat16* from) {
+  const auto part = [=](int first) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + first));
+    return (Register)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+  };
+  return {part(0), part(LANES / 2)};
+}
+
+inline void store(BFloat16* to, Vector value) {
+  // Packs lane by lane: words 0 to 3 of `low`, 0 to 3 of `high`, 4 to 7 of `low`, 4 to 7 of `high`.
+  const __m256i packed =
+      _mm256_packus_epi32((__m256i)bfloat16_bits(value.low), (__m256i)bfloat16_bits(value.high));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+inline Vector load_partial(const BFloat16* from, int count) {
+  if (count >= LANES) return load(from);
+  BFloat16 some[LANES] = {};
+  if (count > 0) std::memcpy(some, from, count * sizeof(BFloat16));
+  return load(some);
+}
+
+inline void store_partial(BFloat16* to, Vector value, int count) {
+  BFloat16 all[LANES];
+  store(all, value);
+  if (count > 0) std::memcpy(to, all, (count < LANES ? count : LANES) * sizeof(BFloat16));
 }
 #endif
 
