@@ -144,11 +144,11 @@ class LocalEngine:
     def limits(self) -> ModelLimits:
         return self._limits
 
-    def check_room(self, tenant: Caller, deadline: float | None) -> None:
+    def check_room(self, caller: Caller, deadline: float | None) -> None:
         pass
 
-    def arriving(self, tenant: Caller, _deadline: float | None) -> Arrival:
-        return Arrivals().begin(tenant)
+    def arriving(self, caller: Caller, _deadline: float | None) -> Arrival:
+        return Arrivals().begin(caller)
 
     def start(self, requests: Sequence[EngineRequest]) -> Mailbox:
         mailbox = Mailbox(requests, self._numbers, self._drop, time.perf_counter_ns)

@@ -169,7 +169,7 @@ def admin_server(parts: Parts) -> HttpServer | None:
 
 def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
     """Returns the routes whose data displays such as `/ui` show. With `sees_all`, they show the
-    data of all tenants.
+    data of all callers.
     """
     activity = ActivityRoutes(
         parts.activity,

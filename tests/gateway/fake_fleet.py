@@ -166,7 +166,7 @@ class FakeFleet:
         deadline: float | None = None,
         prompt: Sequence[int] = (1, 2),
         session_id: str = "",
-        tenant: Caller = ANYONE,
+        caller: Caller = ANYONE,
         priority: int = 0,
     ) -> Mailbox:
         """A request for `n` answers to each prompt. The prompts have a common prefix."""
@@ -181,7 +181,7 @@ class FakeFleet:
                 0,
                 deadline=deadline,
                 session_id=session_id,
-                tenant=tenant,
+                caller=caller,
             )
             for tokens in ([*prompt, number] for number in range(num_prompts))
             for _ in range(n)

@@ -52,7 +52,7 @@ class Serving:
         return self.schedulers[0]
 
     async def metrics(self) -> str:
-        """All metrics, including tenant metrics."""
+        """All metrics, including private ones."""
         return (await self.gateway.parts.fleet_metrics.collect(exemplars=False)).decode()
 
     @property

@@ -10,8 +10,8 @@ from services.gateway.core.caller import ANYONE, Caller
 
 _SCHEME = "bearer"
 
-CALL_TENANT: ContextVar[Caller] = ContextVar("call_tenant", default=ANYONE)
-"""The caller of the gRPC call in the current task. For HTTP it is `request.state.tenant`."""
+CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
+"""The caller of the gRPC call in the current task. For HTTP it is `request.state.caller`."""
 
 
 class Access:

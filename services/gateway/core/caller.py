@@ -9,7 +9,7 @@ class Caller:
     option may have subclasses with fewer rights.
     """
 
-    tenant_id: str
+    caller_id: str
 
     def may_use(self, _model: str) -> bool:
         return True

@@ -113,7 +113,7 @@ class Option:
         """
         return nullcontext()
 
-    def needs_room(self, headers: Mapping[str, str], tenant: Caller) -> bool:  # noqa: ARG002
+    def needs_room(self, headers: Mapping[str, str], caller: Caller) -> bool:  # noqa: ARG002
         """Whether a request needs a free place at an engine. Header names are in lower case. Raises
         InvalidArgument for an invalid header.
         """
@@ -186,8 +186,8 @@ class Options:
                 await entered.enter_async_context(option.admitted(record, context))
             yield
 
-    def needs_room(self, headers: Mapping[str, str], tenant: Caller) -> bool:
-        return all(option.needs_room(headers, tenant) for option in self._options)
+    def needs_room(self, headers: Mapping[str, str], caller: Caller) -> bool:
+        return all(option.needs_room(headers, caller) for option in self._options)
 
     async def before_queue(
         self, generation: Generation, record: RequestRecord, api: str

@@ -10,7 +10,7 @@ from services.common.errors import InvalidArgument
 from services.common.request.finish_reason_proto import finish_reason_to_proto
 from services.common.request.prompt_embeds_proto import prompt_embeds_from_proto
 from services.common.telemetry.time_parts import time_line
-from services.gateway.adapters.access import CALL_TENANT
+from services.gateway.adapters.access import CALLER
 from services.gateway.adapters.schedulers.converters import (
     client_sampling_from_proto,
     logprobs_to_proto,
@@ -62,7 +62,7 @@ class GenerateRequests:
             cache_salt=request.cache_salt,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             session_id=request.session_id,
-            tenant=CALL_TENANT.get(),
+            caller=CALLER.get(),
             adapter=self._inference.adapters.find(request.model),
         )
 

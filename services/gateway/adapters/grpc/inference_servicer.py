@@ -13,7 +13,7 @@ from services.common.errors import InvalidArgument
 from services.common.request.pooling import PoolingParams
 from services.common.request.sampling import SamplingParams
 from services.common.telemetry import names
-from services.gateway.adapters.access import CALL_TENANT
+from services.gateway.adapters.access import CALLER
 from services.gateway.adapters.grpc.generate_requests import (
     ID_PREFIX,
     GenerateRequests,
@@ -88,24 +88,24 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         """Counts a call as arriving, from before its message is read until its sequences are
         queued. Raises an error if there is no room for the call.
         """
-        tenant, record = CALL_TENANT.get(), CALL_RECORD.get()
-        with self._observer.counting_refusals(record, tenant):
+        caller, record = CALLER.get(), CALL_RECORD.get()
+        with self._observer.counting_refusals(record, caller):
             self._gate.check()
-            needs_room = self._options.needs_room(record.headers, tenant)
+            needs_room = self._options.needs_room(record.headers, caller)
             deadline = deadline_of_call(context)
-            return self._inference.arriving(tenant, deadline, needs_room=needs_room)
+            return self._inference.arriving(caller, deadline, needs_room=needs_room)
 
     async def Generate(  # type: ignore[override]  # the stubs know generators alone
         self, request: gateway_pb2.GenerateRequest, context: Context
     ) -> None:
-        tenant = CALL_TENANT.get()
+        caller = CALLER.get()
         record = CALL_RECORD.get()
-        with self._observer.counting_refusals(record, tenant):
-            self._inference.check_model(request.model, tenant)
+        with self._observer.counting_refusals(record, caller):
+            self._inference.check_model(request.model, caller)
         is_chat = request.WhichOneof("prompt") == "chat"
         operation = names.GENAI_OPERATION_CHAT if is_chat else names.GENAI_OPERATION_TEXT_COMPLETION
         async with AsyncExitStack() as work:
-            observing = self._observer.observing(operation, record, tenant)
+            observing = self._observer.observing(operation, record, caller)
             observation = work.enter_context(observing)
             work.enter_context(self._gate.enter())
             deadline = deadline_of_call(context)
@@ -145,11 +145,11 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def Embed(
         self, request: gateway_pb2.EmbedRequest, context: Context
     ) -> gateway_pb2.EmbedResponse:
-        tenant, record = CALL_TENANT.get(), CALL_RECORD.get()
-        with self._observer.counting_refusals(record, tenant):
-            self._inference.check_model(request.model, tenant)
+        caller, record = CALLER.get(), CALL_RECORD.get()
+        with self._observer.counting_refusals(record, caller):
+            self._inference.check_model(request.model, caller)
         async with AsyncExitStack() as work:
-            observing = self._observer.observing(names.GENAI_OPERATION_EMBEDDINGS, record, tenant)
+            observing = self._observer.observing(names.GENAI_OPERATION_EMBEDDINGS, record, caller)
             observation = work.enter_context(observing)
             work.enter_context(self._gate.enter())
             deadline = deadline_of_call(context)
@@ -190,7 +190,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             cache_salt=request.cache_salt,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             session_id=request.session_id,
-            tenant=CALL_TENANT.get(),
+            caller=CALLER.get(),
             adapter=self._inference.adapters.find(request.model),
             pooling=PoolingParams(
                 dimensions=request.dimensions if request.HasField("dimensions") else None,
@@ -217,7 +217,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: Context
     ) -> gateway_pb2.TokenizeResponse:
-        self._inference.check_model(request.model, CALL_TENANT.get())
+        self._inference.check_model(request.model, CALLER.get())
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidArgument("prompt is missing", field="prompt")
@@ -233,14 +233,14 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: Context
     ) -> gateway_pb2.DetokenizeResponse:
-        self._inference.check_model(request.model, CALL_TENANT.get())
+        self._inference.check_model(request.model, CALLER.get())
         text = await self._inference.detokenize(request.token_ids)
         return gateway_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, _request: gateway_pb2.ListModelsRequest, context: Context
     ) -> gateway_pb2.ListModelsResponse:
-        base, tenant = self._inference.model_name, CALL_TENANT.get()
+        base, caller = self._inference.model_name, CALLER.get()
         parents = {base: ""} | {adapter.name: base for adapter in self._inference.adapters}
         models = [
             gateway_pb2.Model(
@@ -250,7 +250,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                 parent=parent,
             )
             for name, parent in parents.items()
-            if tenant.may_use(name)
+            if caller.may_use(name)
         ]
         return gateway_pb2.ListModelsResponse(models=models)
 

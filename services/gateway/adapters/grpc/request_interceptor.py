@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from services.common.errors import InvalidArgument, ResourceExhausted
-from services.gateway.adapters.access import CALL_TENANT
+from services.gateway.adapters.access import CALLER
 from services.gateway.adapters.grpc.call_records import CallRecords, metadata_of
 from services.gateway.adapters.grpc.message_readers import MessageReaders
 from services.gateway.adapters.grpc.proto_meter import check_message
@@ -28,7 +28,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Authenticates each call, sets CALL_TENANT, and reads the request message itself.
+    """Authenticates each call, sets CALLER, and reads the request message itself.
 
     Otherwise grpc would read and parse the message before the handler could authenticate the call.
     The health service needs no API key. The number of other streams, such as reflection, is
@@ -118,7 +118,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
         async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
             with self._records.recording(method, operation, context) as record:
-                record.tenant = await self._authenticate(record.headers)
+                record.caller = await self._authenticate(record.headers)
                 if arriving is None:
                     await answer(messages, context)
                     return
@@ -130,13 +130,13 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         return serve
 
     async def _authenticate(self, metadata: Mapping[str, str]) -> Caller:
-        """Sets CALL_TENANT to the caller, and returns it. The access expects one character for each
+        """Sets CALLER to the caller, and returns it. The access expects one character for each
         byte of the header, as HTTP headers are decoded.
         """
         value = metadata.get("authorization", "")
         authorization = value.encode("utf-8", errors="surrogateescape").decode("latin-1")
         caller = await self._options.access.authenticate(authorization)
-        CALL_TENANT.set(caller)
+        CALLER.set(caller)
         return caller
 
     def _serve_stream(self, handler: Any, method: str) -> Any:

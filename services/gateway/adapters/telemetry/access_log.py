@@ -26,7 +26,7 @@ def _fields(record: RequestRecord) -> dict[str, object]:
     fields: dict[str, object] = {
         "protocol": call.protocol,
         "client": call.client,
-        "tenant": record.tenant.tenant_id,
+        "tenant": record.caller.caller_id,
         "seconds": round(record.seconds, 6),
         "error": record.error_type,
     }

@@ -27,10 +27,10 @@ from services.gateway.core.traces.timeline import Part
 class Listener(Protocol):
     """Counts requests in a further way."""
 
-    def answered(self, tenant: Caller, usage: Usage) -> None:
+    def answered(self, caller: Caller, usage: Usage) -> None:
         """Called at the end of a request that was answered."""
 
-    def refused(self, tenant: Caller, reason: str) -> None:
+    def refused(self, caller: Caller, reason: str) -> None:
         """Called for a refused request. `reason` is the code of its error."""
 
 
@@ -133,7 +133,7 @@ class Observation:
             failed=self._record.is_failure,
         )
         for listener in self._listeners:
-            listener.answered(self._record.tenant, usage)
+            listener.answered(self._record.caller, usage)
 
     def _exemplar(self) -> dict[str, str] | None:
         """Returns the trace id of this request as an exemplar. Returns None if the trace is not
@@ -195,12 +195,12 @@ class Observer:
         self.listeners: list[Listener] = []
 
     def counting_refusals(
-        self, record: RequestRecord, tenant: Caller = ANYONE
+        self, record: RequestRecord, caller: Caller = ANYONE
     ) -> "CountedRefusals":
         """A context that counts errors as refusals of a request that is not observed yet. The
         errors are raised again.
         """
-        record.tenant = tenant
+        record.caller = caller
         return CountedRefusals(self, record)
 
     def refused(self, record: RequestRecord, error: StepwellError) -> None:
@@ -212,10 +212,10 @@ class Observer:
 
     @contextmanager
     def observing(
-        self, operation: str, record: RequestRecord, tenant: Caller = ANYONE
+        self, operation: str, record: RequestRecord, caller: Caller = ANYONE
     ) -> Iterator[Observation]:
         """A context that observes a request. Errors are counted and raised again."""
-        record.operation, record.tenant = operation, tenant
+        record.operation, record.caller = operation, caller
         record.directory_state = self._index.state.value
         observation = Observation(record, self._metrics, self._genai, self._history, self.listeners)
         self._metrics.requests_in_flight.inc()
@@ -264,4 +264,4 @@ def _count_refusal(
 ) -> None:
     metrics.refused(reason)
     for listener in listeners:
-        listener.refused(record.tenant, reason)
+        listener.refused(record.caller, reason)

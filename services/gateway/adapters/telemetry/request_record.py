@@ -86,7 +86,7 @@ class RequestRecord:
     """The client's baggage header, which is sent to replicas with the sequences."""
     operation: str = ""
     """The GenAI operation. It is empty for calls that generate nothing, which have no spans."""
-    tenant: Caller = ANYONE
+    caller: Caller = ANYONE
     status: str = ""
     """The HTTP status code, or the name of the gRPC status."""
     error_type: str = ""

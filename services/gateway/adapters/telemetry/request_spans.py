@@ -213,8 +213,8 @@ class RequestSpans:
         attributes |= time_attributes(parts_of(record, self._end, self._so_far))
         if record.directory_state:
             attributes[names.ATTR_DIRECTORY_STATE] = record.directory_state
-        if record.tenant.tenant_id:
-            attributes[names.ATTR_TENANT] = record.tenant.tenant_id
+        if record.caller.caller_id:
+            attributes[names.ATTR_TENANT] = record.caller.caller_id
         attributes |= status_attributes(record)
         if self.num_dropped:
             attributes[names.ATTR_NUM_DROPPED_SPANS] = self.num_dropped

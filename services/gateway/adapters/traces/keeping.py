@@ -78,10 +78,10 @@ def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
         request_id = text_of(span.attributes, names.GENAI_RESPONSE_ID) or text_of(
             span.attributes, names.ATTR_REQUEST_ID
         )
-        tenant_id = text_of(span.attributes, names.ATTR_TENANT)
+        caller_id = text_of(span.attributes, names.ATTR_TENANT)
         is_wanted = text_of(span.attributes, names.ATTR_KEPT_FOR) in _WANTED
         return StoredSpan(
-            service, encoded, SpanRole.REQUEST, request_id, tenant_id, is_wanted=is_wanted
+            service, encoded, SpanRole.REQUEST, request_id, caller_id, is_wanted=is_wanted
         )
     is_root = not is_own and not span.parent_span_id
     return StoredSpan(service, encoded, SpanRole.STEP if is_root else SpanRole.PART)

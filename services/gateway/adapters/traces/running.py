@@ -55,10 +55,10 @@ class RunningTraces:
         self, may_see: Callable[[str], bool], limit: int, order: Order
     ) -> list[StoredTrace]:
         """Returns at most `limit` traces, one for each request, with only the root span. `may_see`
-        is called with the id of the request's tenant. The traces of listed requests are stored when
+        is called with the id of the request's caller. The traces of listed requests are stored when
         the requests end, so that they can be read later.
         """
-        records = [one for one in self._generating() if may_see(one.tenant.tenant_id)]
+        records = [one for one in self._generating() if may_see(one.caller.caller_id)]
         if order is Order.NEWEST:
             records.reverse()
         listed = records[:limit]
@@ -69,11 +69,11 @@ class RunningTraces:
     async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
         """The trace with this id, or the newest trace of the request with this id, by the rules of
         `TraceStore.find`. The trace will be stored when the request ends. The result is None if
-        there is no such request, or if its tenant may not be seen.
+        there is no such request, or if its caller may not be seen.
         """
         for record in reversed(self._generating()):
             if record.trace_id == name.lower() or is_called(record.answer_id, name):
-                if not may_see(record.tenant.tenant_id):
+                if not may_see(record.caller.caller_id):
                     return None
                 record.is_watched = True
                 return await self._whole(record)

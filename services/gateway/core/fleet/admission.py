@@ -37,7 +37,7 @@ class Admission:
         """Returns the queued sequences with the reasons of their waits."""
         return ()
 
-    def check_room(self, tenant: Caller, deadline: float | None) -> None:
+    def check_room(self, caller: Caller, deadline: float | None) -> None:
         """Raises ResourceExhausted if a request would be refused now, and DeadlineExceeded if it
         would not end by `deadline`, a time in seconds on the event loop's clock.
         """

@@ -136,19 +136,19 @@ class Fleet:
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
 
-    def check_room(self, tenant: Caller, deadline: float | None) -> None:
+    def check_room(self, caller: Caller, deadline: float | None) -> None:
         if deadline is not None and deadline <= self._clock.time():
             raise DeadlineExceeded("the time that this request allows passed before it was read")
         self._check_queued_tokens()
-        self.admission.check_room(tenant, deadline)
+        self.admission.check_room(caller, deadline)
         self._placement.check_queues(deadline, self.arrivals.num(ANYONE))
 
     def model_fingerprint(self) -> bytes:
         return self.membership.model_fingerprint
 
-    def arriving(self, tenant: Caller, deadline: float | None) -> Arrival:
-        self.check_room(tenant, deadline)
-        return self.arrivals.begin(tenant)
+    def arriving(self, caller: Caller, deadline: float | None) -> Arrival:
+        self.check_room(caller, deadline)
+        return self.arrivals.begin(caller)
 
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()

@@ -28,7 +28,7 @@ class ResubmitCause(enum.Enum):
     CANNOT_RUN_STEPS = "cannot_run_steps"
     """The replica's pool or workers were unavailable for too long."""
     PREEMPTED = "preempted"
-    """The sequence was preempted for a tenant below its share."""
+    """The sequence was preempted for a caller below its share."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,14 +79,14 @@ class Engine(Source, Protocol):
         far.
         """
 
-    def check_room(self, tenant: Caller, deadline: float | None) -> None:
-        """Raises ResourceExhausted if a request of the tenant would be refused now, and
+    def check_room(self, caller: Caller, deadline: float | None) -> None:
+        """Raises ResourceExhausted if a request of the caller would be refused now, and
         DeadlineExceeded if the request would not end by its deadline.
 
         The result is an estimate. The scheduler decides after `start`.
         """
 
-    def arriving(self, tenant: Caller, deadline: float | None) -> Arrival:
+    def arriving(self, caller: Caller, deadline: float | None) -> Arrival:
         """Checks for room like `check_room`, and raises the same errors. Counts the request until
         `end` is called on the returned Arrival. The caller calls `start` next.
         """

@@ -85,27 +85,27 @@ class Inference:
         self._draw_seed = draw_seed
         self._unix_nanos = unix_nanos
 
-    def check_model(self, name: str | None, tenant: Caller = ANYONE) -> None:
+    def check_model(self, name: str | None, caller: Caller = ANYONE) -> None:
         """Raises NotFound if `name` is given and is the name of neither the model nor an adapter.
-        Raises PermissionDenied if the tenant may not use this model or adapter.
+        Raises PermissionDenied if the caller may not use this model or adapter.
         """
         if (adapter := self.adapters.find(name)) is not None:
-            tenant.check_model(adapter.name)
+            caller.check_model(adapter.name)
             return
         if name and name != self.model_name:
             raise NotFound(
-                f"there is no model {name[:100]!r} here; this server has {self._names_for(tenant)}",
+                f"there is no model {name[:100]!r} here; this server has {self._names_for(caller)}",
                 field="model",
                 reason="MODEL_NOT_FOUND",
             )
-        tenant.check_model(self.model_name)
+        caller.check_model(self.model_name)
 
-    def _names_for(self, tenant: Caller) -> str:
-        """Returns the names of the models that a tenant may use, as text for an error. It contains
+    def _names_for(self, caller: Caller) -> str:
+        """Returns the names of the models that a caller may use, as text for an error. It contains
         at most _MAX_NAMES names.
         """
         names = [self.model_name, *(adapter.name for adapter in self.adapters)]
-        allowed = [repr(name) for name in names if tenant.may_use(name)]
+        allowed = [repr(name) for name in names if caller.may_use(name)]
         more = f" and {len(allowed) - _MAX_NAMES} more" if len(allowed) > _MAX_NAMES else ""
         return (", ".join(allowed[:_MAX_NAMES]) or "none that this key may use") + more
 
@@ -143,16 +143,16 @@ class Inference:
             )
         return pooler
 
-    def check_room(self, tenant: Caller, deadline: float | None) -> None:
+    def check_room(self, caller: Caller, deadline: float | None) -> None:
         """Raises ResourceExhausted if the engine would refuse another request, and DeadlineExceeded
         if the request would not end in time.
 
         Call this before the prompt is tokenized, since under overload most requests are refused.
         """
-        self._engine.check_room(tenant, deadline)
+        self._engine.check_room(caller, deadline)
 
     def arriving(
-        self, tenant: Caller, deadline: float | None, *, needs_room: bool = True
+        self, caller: Caller, deadline: float | None, *, needs_room: bool = True
     ) -> Arrival:
         """Counts a request that is being read, tokenized and prepared, until `end` is called on the
         returned Arrival. Raises ResourceExhausted or DeadlineExceeded if the engine has no room. If
@@ -160,8 +160,8 @@ class Inference:
         exists.
         """
         if not needs_room:
-            return Arrival(Counter(), tenant)
-        return self._engine.arriving(tenant, deadline)
+            return Arrival(Counter(), caller)
+        return self._engine.arriving(caller, deadline)
 
     async def prepare(
         self,

@@ -67,7 +67,7 @@ class ClientRequest:
     """Requests with the same id are expected to share prompt prefixes. The id is empty if the
     client gave no id.
     """
-    tenant: Caller = ANYONE
+    caller: Caller = ANYONE
     best_of: int | None = None
     """Number of answers that are generated for each prompt. The best `n` of them are returned. None
     means `n`.
@@ -99,7 +99,7 @@ class ClientRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One complete sequence: seed, max_tokens and end-of-sequence tokens are set, and the tenant's
+    """One complete sequence: seed, max_tokens and end-of-sequence tokens are set, and the caller's
     rules are applied to priority and cache_salt.
     """
 
@@ -114,7 +114,7 @@ class EngineRequest:
     deadline: float | None = None
     """The client's deadline on the engine's clock. It is None if the client set none."""
     session_id: str = ""
-    tenant: Caller = ANYONE
+    caller: Caller = ANYONE
     num_choices: int = 0
     """For metrics: in the first sequence of a prompt, the number of answers that the client
     requested. It is 0 in other sequences.
@@ -203,8 +203,8 @@ def to_engine_requests(
         sampling = replace(sampling, logprobs=0)
     priority = request.priority
     if limits.priority_scheduling:
-        priority = request.tenant.effective_priority(priority)
-    cache_salt = request.tenant.effective_cache_salt(request.cache_salt)
+        priority = request.caller.effective_priority(priority)
+    cache_salt = request.caller.effective_cache_salt(request.cache_salt)
     sequences: list[EngineRequest] = []
     for number, prompt in enumerate(request.prompts):
         max_tokens = _max_tokens(request, len(prompt.token_ids), limits)
@@ -227,7 +227,7 @@ def to_engine_requests(
                     trace=trace,
                     deadline=deadline,
                     session_id=request.session_id,
-                    tenant=request.tenant,
+                    caller=request.caller,
                     num_choices=0 if child else request.n,
                     skip_reading_prefix_cache=request.skip_reading_prefix_cache,
                     turn=request.turn,

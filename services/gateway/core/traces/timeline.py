@@ -20,7 +20,7 @@ class Part(enum.Enum):
     """A stage in the processing of a request or a sequence."""
 
     ADMIT = names.SPAN_GATEWAY_ADMIT
-    """The API key, the tenant's limits and the room at the replicas are checked."""
+    """The API key, the caller's limits and the room at the replicas are checked."""
     READ = names.SPAN_GATEWAY_READ
     PARSE = names.SPAN_GATEWAY_PARSE
     TOKENIZE = names.SPAN_GATEWAY_TOKENIZE

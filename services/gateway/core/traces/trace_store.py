@@ -21,14 +21,14 @@ class SpanRole(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class StoredSpan:
     """A span in OTLP encoding, with the service that made it. A request's span also has the
-    request's id and tenant, which are empty in other spans.
+    request's id and caller, which are empty in other spans.
     """
 
     service: str
     encoded: bytes
     role: SpanRole = SpanRole.PART
     request_id: str = ""
-    tenant_id: str = ""
+    caller_id: str = ""
     is_wanted: bool = False
     """Whether the span's trace should be kept, because the request failed or was slow."""
 
@@ -54,8 +54,8 @@ class StoredTrace:
         return "" if self.root is None else self.root.request_id
 
     @property
-    def tenant_id(self) -> str:
-        return "" if self.root is None else self.root.tenant_id
+    def caller_id(self) -> str:
+        return "" if self.root is None else self.root.caller_id
 
 
 class TraceStore:

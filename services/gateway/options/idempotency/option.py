@@ -59,15 +59,15 @@ class Idempotency(Option):
     def collectors(self) -> Sequence[Collector]:
         return (KeyedCollector(self.keyed_requests),)
 
-    def needs_room(self, headers: Mapping[str, str], tenant: Caller) -> bool:
-        key = idempotency_key(headers.get(_NAME), tenant)
+    def needs_room(self, headers: Mapping[str, str], caller: Caller) -> bool:
+        key = idempotency_key(headers.get(_NAME), caller)
         return key is None or not self.keyed_requests.knows(key)
 
     async def before_queue(
         self, generation: Generation, record: RequestRecord, api: str
     ) -> Generation:
         """Shares generated text. Vectors can be computed again."""
-        key = idempotency_key(record.headers.get(_NAME), record.tenant)
+        key = idempotency_key(record.headers.get(_NAME), record.caller)
         if key is None or generation.request.pooling is not None:
             return generation
         record.wait(_WAIT_REASON)

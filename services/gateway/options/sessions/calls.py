@@ -12,7 +12,7 @@ from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.telemetry import names
-from services.gateway.adapters.access import CALL_TENANT
+from services.gateway.adapters.access import CALLER
 from services.gateway.adapters.grpc.generate_requests import (
     ID_PREFIX,
     GenerateRequests,
@@ -50,7 +50,7 @@ class SessionCalls:
             raise InvalidArgument(f"{header} cannot be given with a session", field=header)
         self._parts.gate.check()
         ended: asyncio.Future[StepwellError] = asyncio.get_running_loop().create_future()
-        session = self._sessions.open(CALL_TENANT.get(), ended.set_result)
+        session = self._sessions.open(CALLER.get(), ended.set_result)
         try:
             while (message := await _next(messages, ended)) is not None:
                 await self._turn(session, message.turn, context)
@@ -63,19 +63,19 @@ class SessionCalls:
     ) -> None:
         is_chat = request.WhichOneof("prompt") == "chat"
         operation = names.GENAI_OPERATION_CHAT if is_chat else names.GENAI_OPERATION_TEXT_COMPLETION
-        parts, tenant = self._parts, session.tenant
+        parts, caller = self._parts, session.caller
         method = f"{METHOD_PREFIX}{GENERATE_SESSION}"
         with parts.records.recording(method, operation, context, in_trailer=False) as record:
-            with parts.observer.counting_refusals(record, tenant):
-                parts.inference.check_model(request.model, tenant)
+            with parts.observer.counting_refusals(record, caller):
+                parts.inference.check_model(request.model, caller)
             async with AsyncExitStack() as work:
                 await work.enter_async_context(self._options.admitted(record))
-                observing = parts.observer.observing(operation, record, tenant)
+                observing = parts.observer.observing(operation, record, caller)
                 observation = work.enter_context(observing)
                 work.enter_context(parts.gate.enter())
                 deadline = deadline_of_call(context)
                 arrival = work.enter_context(
-                    parts.inference.arriving(tenant, deadline, needs_room=session.held is None)
+                    parts.inference.arriving(caller, deadline, needs_room=session.held is None)
                 )
                 record.enter(Part.TOKENIZE)
                 if is_chat and session.token_ids:

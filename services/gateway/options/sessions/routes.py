@@ -55,7 +55,7 @@ class Session(answers.Answer):
 
 
 class SessionRoutes:
-    """Opens, shows and ends sessions, and computes their turns. A tenant has access only to its own
+    """Opens, shows and ends sessions, and computes their turns. A caller has access only to its own
     sessions.
     """
 
@@ -96,7 +96,7 @@ class SessionRoutes:
                 return await completion_request(body, inference, name)
             if (header := self._options.header_in(request.state.record.headers)) is not None:
                 raise InvalidArgument(f"{header} cannot be given with session", field="session")
-            session = self._sessions.find(body.session, request.state.tenant)
+            session = self._sessions.find(body.session, request.state.caller)
             if session.token_ids and body.add_special_tokens is None:
                 body = body.model_copy(update={"add_special_tokens": False})
             return turn_of(session, await completion_request(body, inference, name))
@@ -109,13 +109,13 @@ class SessionRoutes:
         """
         with self._parts.gate.enter():
             body = await self._parts.bodies.read(request, SessionBody)
-            tenant = request.state.tenant
-            self._parts.inference.check_model(body.model, tenant)
-            return JSONResponse(self._document(self._sessions.open(tenant)))
+            caller = request.state.caller
+            self._parts.inference.check_model(body.model, caller)
+            return JSONResponse(self._document(self._sessions.open(caller)))
 
     async def session(self, request: Request) -> Response:
         """Shows an open session. DELETE ends the session. A running turn continues to its end."""
-        session = self._sessions.find(request.path_params["session_id"], request.state.tenant)
+        session = self._sessions.find(request.path_params["session_id"], request.state.caller)
         if request.method == "DELETE":
             self._sessions.end(session)
         return JSONResponse(self._document(session))

@@ -87,7 +87,7 @@ class TenantMetrics(Collector):
             self._refusals_for(self._label(tenant), reason).inc()
 
     def _label(self, tenant: Caller) -> str:
-        tenant_id = tenant.tenant_id
+        tenant_id = tenant.caller_id
         if tenant_id not in self._named:
             if len(self._named) >= MAX_TENANTS:
                 return OTHERS
@@ -112,7 +112,7 @@ class TenantQueueCollector(Collector):
         ):
             gauge = value_family(metric)
             for usage in usages[:MAX_TENANTS]:
-                gauge.add_metric([usage.tenant.tenant_id], getattr(usage, attribute))
+                gauge.add_metric([usage.tenant.caller_id], getattr(usage, attribute))
             if len(usages) > MAX_TENANTS:
                 rest = sum(getattr(usage, attribute) for usage in usages[MAX_TENANTS:])
                 gauge.add_metric([OTHERS], rest)

@@ -88,8 +88,8 @@ class Tenants(Option):
         """Takes the call from its tenant's limits. The trailing metadata of a successful call
         contains the remaining amounts.
         """
-        with self._observer.counting_refusals(record, record.tenant):
-            allowance = await self._limits.admit(record.tenant)
+        with self._observer.counting_refusals(record, record.caller):
+            allowance = await self._limits.admit(record.caller)
         if allowance is None:
             yield
             return

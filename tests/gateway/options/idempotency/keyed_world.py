@@ -59,7 +59,7 @@ class StepEngine:
     def limits(self) -> ModelLimits:
         return ModelLimits(1000, 1000, VOCAB_SIZE, (), priority_scheduling=False, hidden_size=4)
 
-    def check_room(self, tenant: Caller, deadline: float | None) -> None:
+    def check_room(self, caller: Caller, deadline: float | None) -> None:
         """Accepts every request."""
 
     def model_fingerprint(self) -> bytes:
@@ -171,14 +171,14 @@ class KeyedGateway:
         if self.sharing is not None:
             self._run = asyncio.create_task(self.sharing.run())
 
-    def ask(self, key: str = "k", *, tenant: str = "", **fields: Any) -> Client:
+    def ask(self, key: str = "k", *, caller: str = "", **fields: Any) -> Client:
         """Sends a request with an idempotency key."""
         client: Client
-        client = Client(asyncio.create_task(self._serve(lambda: client, key, tenant, fields)))
+        client = Client(asyncio.create_task(self._serve(lambda: client, key, caller, fields)))
         client.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return client
 
-    async def _serve(self, client_of: Any, key: str, tenant: str, fields: dict[str, Any]) -> None:
+    async def _serve(self, client_of: Any, key: str, caller: str, fields: dict[str, Any]) -> None:
         client: Client = client_of()
         prompts = fields.pop("prompts", ([5, 6],))
         options = {name: fields.pop(name) for name in ("n", "stop") if name in fields}
@@ -187,7 +187,7 @@ class KeyedGateway:
             f"{self._name}-{next(self._names)}", tuple(map(Prompt, prompts)), sampling, **options
         )
         generation = await self.inference.prepare(request)
-        generation = await self.keyed.attach(generation, IdempotencyKey(tenant, key), "test")
+        generation = await self.keyed.attach(generation, IdempotencyKey(caller, key), "test")
         client.request_id = generation.request.request_id
         client.created = generation.identity.created
         client.is_replay = generation.is_replay

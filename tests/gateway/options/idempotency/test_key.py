@@ -44,14 +44,14 @@ def test_what_is_no_key_is_refused(header: str):
 
 
 def test_scopes_differ_by_tenant_model_and_key():
-    def scope(tenant: str, key: str, model: bytes) -> str:
-        made = idempotency_key(key, Caller(tenant))
+    def scope(caller: str, key: str, model: bytes) -> str:
+        made = idempotency_key(key, Caller(caller))
         assert made is not None
         return made.scope(model)
 
     scopes = {
-        scope(tenant, key, model)
-        for tenant in ("", "a", "ab")
+        scope(caller, key, model)
+        for caller in ("", "a", "ab")
         for key in ("b", "ab", "c")
         for model in (b"", b"m")
     }

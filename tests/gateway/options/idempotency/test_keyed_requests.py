@@ -126,7 +126,7 @@ async def test_a_key_belongs_to_one_request_of_one_tenant(gateway: KeyedGateway)
         with pytest.raises(KeyReused):
             await gateway.ask(**other).result()
     assert gateway.keyed.counts.refused == 5
-    theirs = gateway.ask(tenant="them", max_tokens=7)
+    theirs = gateway.ask(caller="them", max_tokens=7)
     await settle()
     gateway.engine.step(7)
     assert len((await theirs.result())[0]) == 7

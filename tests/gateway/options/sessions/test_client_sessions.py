@@ -44,7 +44,7 @@ class World:
         self,
         session: ClientSession,
         *chunk: int,
-        tenant: Caller = ANYONE,
+        caller: Caller = ANYONE,
         priority: int = 0,
         skips_cache: bool = False,
     ) -> Mailbox:
@@ -61,7 +61,7 @@ class World:
             "",
             0,
             turn=turn,
-            tenant=tenant,
+            caller=caller,
             skip_reading_prefix_cache=skips_cache,
         )
         return self.fake.fleet.start([request])
@@ -78,7 +78,7 @@ class World:
 
 
 def sessions_of(clock: ManualClock, **limits: float) -> ClientSessions:
-    given = {"max_sessions": 4, "max_sessions_per_tenant": 2, "idle_seconds": 10.0} | limits
+    given = {"max_sessions": 4, "max_sessions_per_caller": 2, "idle_seconds": 10.0} | limits
     names = iter(f"s{number}" for number in range(100))
     return ClientSessions(
         clock,
@@ -230,7 +230,7 @@ def test_a_session_that_is_idle_for_too_long_ends_and_says_so() -> None:
         session.begin_turn(1)
 
 
-def test_sessions_are_bounded_by_tenant_and_in_all() -> None:
+def test_sessions_are_bounded_by_caller_and_in_all() -> None:
     sessions = sessions_of(ManualClock())
     first = sessions.open(A)
     sessions.open(A)

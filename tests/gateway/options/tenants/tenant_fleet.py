@@ -46,7 +46,7 @@ def connected(num_places: int = 2, num_replicas: int = 1) -> FakeFleet:
 
 def tenants_at(world: FakeFleet, name: str = "a") -> str:
     """The tenants of a replica's sequences, in order."""
-    return "".join(inflight.request.tenant.tenant_id for inflight in world.has(name))
+    return "".join(inflight.request.caller.caller_id for inflight in world.has(name))
 
 
 def schedule_all(world: FakeFleet, name: str = "a") -> None:

@@ -24,7 +24,7 @@ from tests.gateway.options.tenants.tenant_fleet import (
 
 def test_a_tenant_alone_has_all_places_and_one_sequence_ahead() -> None:
     world = connected(num_places=2)
-    mailboxes = [world.start(tenant=A) for _ in range(5)]
+    mailboxes = [world.start(caller=A) for _ in range(5)]
     assert (tenants_at(world), world.fleet.num_waiting) == ("aaa", 2)
     assert [len(mailbox.routes) for mailbox in mailboxes] == [1, 1, 1, 0, 0]
     finish_first(world)
@@ -37,14 +37,14 @@ def test_the_next_place_is_for_the_tenant_that_was_served_less() -> None:
     for num_others, expected in ((7, ""), (5, "a"), (4, "ab"), (3, "aba"), (2, "abab")):
         world.replicas["a"].load_changed(ReplicaLoad(7, 0, num_other_requests=num_others))
         for tenant in (A, A, A, B, B) if num_others == 7 else ():
-            world.start(tenant=tenant)
+            world.start(caller=tenant)
         assert tenants_at(world) == expected
 
 
 def test_requests_without_a_tenant_never_wait_here() -> None:
     world = connected(num_places=2)
     for _ in range(10):
-        world.start(tenant=ANYONE)
+        world.start(caller=ANYONE)
     assert (len(world.has("a")), world.fleet.num_waiting) == (10, 0)
 
 
@@ -52,16 +52,16 @@ def test_nothing_waits_where_a_replica_does_not_say_how_many_it_runs() -> None:
     world = with_queues(FakeFleet(1))
     world.connect("a")
     for _ in range(6):
-        world.start(tenant=A)
+        world.start(caller=A)
     assert tenants_at(world) == "aaaaaa"
 
 
 def test_requests_of_other_gateways_take_places() -> None:
     world = connected(num_places=4)
     world.replicas["a"].load_changed(ReplicaLoad(3, 0, num_other_requests=3))
-    world.start(tenant=B).close()
-    world.start(tenant=A)
-    world.start(tenant=A)
+    world.start(caller=B).close()
+    world.start(caller=A)
+    world.start(caller=A)
     assert (tenants_at(world), world.fleet.num_waiting) == ("a", 1)
     world.replicas["a"].load_changed(ReplicaLoad(2, 0, num_other_requests=1))
     assert (tenants_at(world), world.fleet.num_waiting) == ("aa", 0)
@@ -93,13 +93,13 @@ def test_of_several_replicas_one_with_a_free_place_is_chosen() -> None:
     world = connected(num_places=2, num_replicas=2)
     world.replicas["a"].load_changed(ReplicaLoad(2, 0, num_other_requests=2))
     world.replicas["b"].load_changed(ReplicaLoad(1, 0, num_other_requests=1))
-    world.start(tenant=A)
+    world.start(caller=A)
     assert (tenants_at(world, "a"), tenants_at(world, "b")) == ("", "a")
 
 
 def test_answers_to_one_prompt_follow_each_other_to_one_replica() -> None:
     world = connected(num_places=4, num_replicas=2)
-    world.start(tenant=A, num_prompts=2, n=3)
+    world.start(caller=A, num_prompts=2, n=3)
     for name in "ab":
         prompts = {tuple(inflight.request.prompt_token_ids) for inflight in world.has(name)}
         assert (len(world.has(name)), len(prompts)) == (3, 1)
@@ -113,7 +113,7 @@ def flooded(num_running: int = 4) -> tuple[FakeFleet, list[Mailbox]]:
     wait.
     """
     world = connected(num_places=num_running)
-    mailboxes = [world.start(tenant=A) for _ in range(num_running + 3)]
+    mailboxes = [world.start(caller=A) for _ in range(num_running + 3)]
     assert (tenants_at(world), world.fleet.num_waiting) == ("a" * (num_running + 1), 2)
     schedule_all(world)
     return world, mailboxes
@@ -121,7 +121,7 @@ def flooded(num_running: int = 4) -> tuple[FakeFleet, list[Mailbox]]:
 
 def test_a_tenant_below_its_share_has_a_place_at_once() -> None:
     world, mailboxes = flooded(num_running=4)
-    quiet = [world.start(tenant=B) for _ in range(3)]
+    quiet = [world.start(caller=B) for _ in range(3)]
     assert tenants_at(world) == "aabb", "each has two of the four"
     assert [len(mailbox.waits) for mailbox in quiet] == [0, 0, 0]
     assert world.links["a"].aborted == [5, 4, 3], "those that came last, and no more than needed"
@@ -133,11 +133,11 @@ def test_a_sequence_that_was_taken_back_goes_on_before_those_that_came_later() -
     world, mailboxes = flooded(num_running=2)
     for number, inflight in enumerate(world.has("a")):
         inflight.tokens([7, number])
-    world.start(tenant=B)
+    world.start(caller=B)
     assert tenants_at(world) == "ab"
     world.clock.advance(BOUNDS.max_queue_seconds - 1.0)
     finish_first(world)
-    [again] = [one for one in world.has("a") if one.request.tenant is A]
+    [again] = [one for one in world.has("a") if one.request.caller is A]
     assert (again.mailbox, again.output_token_ids) == (mailboxes[1], [7, 1])
     [wait] = again.mailbox.waits
     assert (wait.reason, wait.seconds) == (WaitReason.PREEMPTED, BOUNDS.max_queue_seconds - 1.0)
@@ -146,7 +146,7 @@ def test_a_sequence_that_was_taken_back_goes_on_before_those_that_came_later() -
 
 async def test_a_sequence_that_was_taken_back_may_wait_for_any_time() -> None:
     world, mailboxes = flooded(num_running=2)
-    world.start(tenant=B)
+    world.start(caller=B)
     world.clock.advance(BOUNDS.max_queue_seconds + 1.0)
     assert [(await error_of(mailbox)).error_reason for mailbox in mailboxes[3:]] == [
         "QUEUE_TIMEOUT"
@@ -162,7 +162,7 @@ def test_the_sequence_that_was_taken_back_least_often_is_taken_back_next() -> No
     for mailbox in mailboxes[4:]:
         mailbox.close()
     for _ in range(2):
-        world.start(tenant=B).close()
+        world.start(caller=B).close()
     taken = [mailbox.inflights[0].num_times_taken_back for mailbox in mailboxes[:4]]
     assert taken == [0, 0, 1, 1], "the last one, and then the one before it"
 
@@ -170,9 +170,9 @@ def test_the_sequence_that_was_taken_back_least_often_is_taken_back_next() -> No
 def test_of_a_tenants_sequences_those_that_may_run_latest_are_taken_back() -> None:
     world = connected(num_places=4)
     for priority in (0, 5, 5, 0):
-        world.start(tenant=A, priority=priority)
-    world.start(tenant=B)
-    world.start(tenant=B)
+        world.start(caller=A, priority=priority)
+    world.start(caller=B)
+    world.start(caller=B)
     assert world.links["a"].aborted == [3, 2]
 
 
@@ -180,13 +180,13 @@ def test_what_a_sequence_cost_until_it_was_taken_back_is_charged() -> None:
     """The sequence got 3 of 50 tokens. The rest is charged when it continues."""
     world = connected(num_places=2)
     for _ in range(2):
-        world.start(tenant=A, max_tokens=50)
+        world.start(caller=A, max_tokens=50)
     for inflight in world.has("a"):
         inflight.tokens([1, 2, 3])
     queue = queues_of(world.fleet)
     use = queue.places.usage(A)
     assert (use.num_running, use.num_waiting) == (2, 0)
-    world.start(tenant=B)
+    world.start(caller=B)
     assert (use.num_running, use.num_waiting) == (1, 1)
     assert use.mean_output_tokens == 128.0, "no answer has ended"
     finish_first(world)
@@ -195,7 +195,7 @@ def test_what_a_sequence_cost_until_it_was_taken_back_is_charged() -> None:
 
 def test_a_tenant_with_its_share_waits_for_one_of_its_own_to_end() -> None:
     world, _ = flooded(num_running=4)
-    own = [world.start(tenant=B) for _ in range(3)]
+    own = [world.start(caller=B) for _ in range(3)]
     assert [len(mailbox.routes) for mailbox in own] == [1, 1, 0]
     finish(world, own[0].inflights[0])
     assert [len(mailbox.routes) for mailbox in own] == [1, 1, 1]
@@ -207,11 +207,11 @@ def test_a_tenant_with_its_share_waits_for_one_of_its_own_to_end() -> None:
 def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
     """Each tenant has 4 of 8 places, and may start two sequences at once."""
     world = connected(num_places=8)
-    world.start(tenant=B).close()
-    mailboxes = [world.start(tenant=A) for _ in range(6)]
+    world.start(caller=B).close()
+    mailboxes = [world.start(caller=A) for _ in range(6)]
     replica = world.replicas["a"]
     assert [len(mailbox.routes) for mailbox in mailboxes] == [1, 1, 0, 0, 0, 0]
-    world.start(tenant=B)
+    world.start(caller=B)
     assert tenants_at(world) == "aab", "another one does not wait for them"
     replica.admitted(world.handle(replica, mailboxes[0].inflights[0]), 0)
     assert tenants_at(world) == "aaba"
@@ -226,9 +226,9 @@ def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
 
 def test_sequences_of_a_tenant_go_by_priority_and_then_in_order_of_arrival() -> None:
     world = connected(num_places=1)
-    world.start(tenant=A)
-    world.start(tenant=A)
-    later = [world.start(tenant=A, priority=priority) for priority in (0, 5, -5, 0)]
+    world.start(caller=A)
+    world.start(caller=A)
+    later = [world.start(caller=A, priority=priority) for priority in (0, 5, -5, 0)]
     order = []
     for _ in range(4):
         finish_first(world)
@@ -244,10 +244,10 @@ def test_what_answers_became_shorter_than_expected_is_given_back() -> None:
     """
     world = connected(num_places=2)
     for tenant in (A, B) * 4:
-        world.start(tenant=tenant, max_tokens=50)
+        world.start(caller=tenant, max_tokens=50)
     for _ in range(3):
         assert sorted(tenants_at(world)) == ["a", "b"]
-        (short,) = [one for one in world.has("a") if one.request.tenant is B]
+        (short,) = [one for one in world.has("a") if one.request.caller is B]
         short.tokens([1])
         finish(world, short)
     assert tenants_at(world) == "ab"
@@ -256,7 +256,7 @@ def test_what_answers_became_shorter_than_expected_is_given_back() -> None:
 def test_what_waits_goes_to_a_replica_that_joins() -> None:
     world = connected(num_places=2)
     for _ in range(4):
-        world.start(tenant=A)
+        world.start(caller=A)
     num_waiting = world.fleet.num_waiting
     assert num_waiting > 0
     world.fleet.set_addresses("redis", ["b"])

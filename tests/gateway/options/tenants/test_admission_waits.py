@@ -33,11 +33,11 @@ from tests.gateway.options.tenants.tenant_fleet import (
 
 def test_a_wait_says_for_what_and_for_how_long() -> None:
     world = connected(num_places=16)
-    mailboxes = [world.start(tenant=A) for _ in range(15)]
+    mailboxes = [world.start(caller=A) for _ in range(15)]
     schedule_all(world)
-    world.start(tenant=B).close()
-    share = world.start(tenant=A)
-    turn = world.start(tenant=A)
+    world.start(caller=B).close()
+    share = world.start(caller=A)
+    turn = world.start(caller=A)
     world.clock.advance(2.0)
     for mailbox in mailboxes[:2]:
         finish(world, mailbox.inflights[0])
@@ -50,7 +50,7 @@ def test_a_wait_says_for_what_and_for_how_long() -> None:
 
 def test_a_sequence_that_is_aborted_while_it_waits_is_never_sent() -> None:
     world = connected(num_places=1)
-    first, _, third = (world.start(tenant=A) for _ in range(3))
+    first, _, third = (world.start(caller=A) for _ in range(3))
     third.close()
     assert world.fleet.num_waiting == 0
     first.close()
@@ -61,8 +61,8 @@ def test_a_sequence_that_is_aborted_while_it_waits_is_never_sent() -> None:
 async def test_a_wait_ends_after_the_time_that_is_allowed_for_it() -> None:
     world = connected(num_places=1)
     patient, hasty = (
-        [world.start(tenant=A) for _ in range(3)][-1],
-        world.start(tenant=A, deadline=5.0),
+        [world.start(caller=A) for _ in range(3)][-1],
+        world.start(caller=A, deadline=5.0),
     )
     world.clock.advance(5.2)
     error = await error_of(hasty)
@@ -87,9 +87,9 @@ def numbers_waiting(world: FakeFleet, num_calls: int) -> list[int]:
 def test_of_those_that_are_too_late_together_two_end_in_a_turn() -> None:
     world = connected(num_places=1)
     for _ in range(2):
-        world.start(tenant=A)
+        world.start(caller=A)
     for _ in range(5):
-        world.start(tenant=A, deadline=5.0)
+        world.start(caller=A, deadline=5.0)
     while world.fleet.num_waiting == 5:
         world.clock.next_call()
     assert [world.fleet.num_waiting, *numbers_waiting(world, 2)] == [3, 1, 0]
@@ -98,10 +98,10 @@ def test_of_those_that_are_too_late_together_two_end_in_a_turn() -> None:
 def test_those_that_are_too_late_when_places_become_free_end_two_in_a_turn() -> None:
     world = connected(num_places=1)
     moving(world, seconds_per_request=0.1, service_seconds=0.5)
-    first, _ = (world.start(tenant=A) for _ in range(2))
+    first, _ = (world.start(caller=A) for _ in range(2))
     for _ in range(3):
-        world.start(tenant=A, deadline=10.0)
-    last = world.start(tenant=A)
+        world.start(caller=A, deadline=10.0)
+    last = world.start(caller=A)
     world.clock.advance(5.5)
     slower = QueueState(0, 1024, 60.0, seconds_per_request=4.0, service_seconds=4.6, num_running=2)
     world.replicas["a"].queue = slower
@@ -114,7 +114,7 @@ async def test_a_sequence_that_can_no_longer_be_done_by_its_deadline_is_not_sent
     """When it arrived, sequences ran for less than a second. Now they run for four seconds."""
     world = connected(num_places=1)
     moving(world, seconds_per_request=0.1, service_seconds=0.5)
-    first, _, third = (world.start(tenant=A, deadline=10.0) for _ in range(3))
+    first, _, third = (world.start(caller=A, deadline=10.0) for _ in range(3))
     world.clock.advance(5.5)
     world.replicas["a"].queue_changed(
         QueueState(0, 1024, 60.0, seconds_per_request=4.0, service_seconds=4.6, num_running=2)
@@ -128,7 +128,7 @@ async def test_a_sequence_that_can_no_longer_be_done_by_its_deadline_is_not_sent
 async def test_without_a_replica_sequences_wait_for_one_and_then_for_a_place() -> None:
     world = connected(num_places=1)
     world.replicas["a"].closed("killed")
-    mailboxes = [world.start(tenant=A) for _ in range(4)]
+    mailboxes = [world.start(caller=A) for _ in range(4)]
     world.clock.advance(RESUBMIT_TIMEOUT_SECONDS / 2)
     world.connect("a", max_num_seqs=1)
     assert (len(world.has("a")), world.fleet.num_waiting) == (2, 2)
@@ -140,7 +140,7 @@ async def test_without_a_replica_sequences_wait_for_one_and_then_for_a_place() -
 async def test_a_sequence_that_was_lost_does_not_wait_again() -> None:
     world = connected(num_places=1, num_replicas=2)
     for _ in range(4):
-        world.start(tenant=A)
+        world.start(caller=A)
     assert (len(world.has("a")) + len(world.has("b")), world.fleet.num_waiting) == (3, 1)
     assert world.has("a")
     world.replicas["a"].closed("killed")
@@ -154,7 +154,7 @@ async def test_a_sequence_that_was_lost_does_not_wait_again() -> None:
 
 async def test_all_that_waits_ends_when_the_gateway_gives_up() -> None:
     world = connected(num_places=1)
-    mailboxes = [world.start(tenant=A) for _ in range(4)]
+    mailboxes = [world.start(caller=A) for _ in range(4)]
     gone = Unavailable("the server is shutting down")
     world.fleet.give_up(gone)
     assert [await error_of(mailbox) for mailbox in mailboxes] == [gone] * 4
@@ -168,18 +168,18 @@ async def test_a_tenants_queue_is_bounded_in_number() -> None:
     world = connected(num_places=1)
     for _ in range(2 + BOUNDS.max_num_waiting):
         world.fleet.check_room(A, None)
-        world.start(tenant=A)
+        world.start(caller=A)
     with pytest.raises(TenantQueueFull, match="6 of its requests wait already") as refused:
         world.fleet.check_room(A, None)
     assert (refused.value.tenant_id, refused.value.retry_after_seconds) == ("a", 1.0)
     world.fleet.check_room(B, None)
-    assert isinstance(await error_of(world.start(tenant=A)), TenantQueueFull)
+    assert isinstance(await error_of(world.start(caller=A)), TenantQueueFull)
 
 
 def test_requests_that_are_still_read_count_as_waiting() -> None:
     world = connected(num_places=1)
     for _ in range(2):
-        world.start(tenant=A)
+        world.start(caller=A)
     arrivals = [world.fleet.arriving(A, None) for _ in range(BOUNDS.max_num_waiting)]
     entered = [arriving.__enter__() for arriving in arrivals]
     with pytest.raises(TenantQueueFull):
@@ -196,9 +196,9 @@ def test_requests_that_are_still_read_count_as_waiting() -> None:
 def test_a_request_that_cannot_be_done_by_its_deadline_is_refused_at_once() -> None:
     world = connected(num_places=2)
     for _ in range(3):
-        world.start(tenant=A)
+        world.start(caller=A)
     for _ in range(4):
-        world.start(tenant=A)
+        world.start(caller=A)
     moving(world, seconds_per_request=0.5, service_seconds=1.0)
     world.fleet.check_room(A, 3.1)
     with pytest.raises(DeadlineExceeded) as refused:
@@ -210,7 +210,7 @@ def test_a_request_that_cannot_be_done_by_its_deadline_is_refused_at_once() -> N
 def test_a_request_that_would_wait_too_long_is_refused_with_the_time_that_is_too_much() -> None:
     world = connected(num_places=2)
     for _ in range(7):
-        world.start(tenant=A)
+        world.start(caller=A)
     moving(world, seconds_per_request=6.0)
     with pytest.raises(TenantQueueFull, match=r"would wait for about 24\.0 s") as refused:
         world.fleet.check_room(A, None)

@@ -21,13 +21,13 @@ def filled(counts: dict[Tenant, int]) -> FairQueue[str]:
     queue: FairQueue[str] = FairQueue()
     for tenant, count in counts.items():
         for number in range(count):
-            queue.add(tenant, (0, number), f"{tenant.tenant_id}{number}")
+            queue.add(tenant, (0, number), f"{tenant.caller_id}{number}")
     return queue
 
 
 def take_all(queue: FairQueue[str], costs: dict[Tenant, float]) -> list[str]:
     """Takes all items in order. Each is charged the cost of its tenant's items."""
-    by_name = {tenant.tenant_id: tenant for tenant in costs}
+    by_name = {tenant.caller_id: tenant for tenant in costs}
     taken = []
     while (item := queue.take(anyone)) is not None:
         tenant = by_name[item.rstrip("0123456789")]

@@ -49,7 +49,7 @@ class SimulatedReplica:
 
     def start(self, tenant: Tenant) -> Inflight:
         """Lets a request arrive at the gateway."""
-        (inflight,) = self.world.start(max_tokens=NUM_OUTPUT_TOKENS, tenant=tenant).inflights
+        (inflight,) = self.world.start(max_tokens=NUM_OUTPUT_TOKENS, caller=tenant).inflights
         self._receive()
         return inflight
 

@@ -14,7 +14,7 @@ from tests.gateway.serving import Serving, serving, until
 def running_tenants(served: Serving) -> list[Tenant]:
     """The tenants of the running sequences, in order of arrival."""
     (replica,) = served.gateway.membership.replicas
-    return [inflight.request.tenant for inflight in replica.running.values()]
+    return [inflight.request.caller for inflight in replica.running.values()]
 
 
 async def test_a_request_has_the_tenant_of_its_key_over_http_and_grpc(model: Path) -> None:
@@ -34,7 +34,7 @@ async def test_a_request_has_the_tenant_of_its_key_over_http_and_grpc(model: Pat
         request = gateway_pb2.GenerateRequest(text="a")
         call = served.stub.Generate(request, metadata=(("authorization", "Bearer two"),))
         await until(lambda: len(running_tenants(served)) == 3)
-        names = [tenant.tenant_id for tenant in running_tenants(served)]
+        names = [tenant.caller_id for tenant in running_tenants(served)]
         assert names == ["key-1", "key-2", "key-2"]
         call.cancel()
         scheduler.run_freely()

@@ -45,7 +45,7 @@ class World:
 
     def serve(self, seconds: float, num_tokens: int = 1, tenant: Tenant = A) -> None:
         """Sends a request for one token. It ends after `seconds` with `num_tokens`."""
-        mailbox = self.fake.start(max_tokens=1, tenant=tenant)
+        mailbox = self.fake.start(max_tokens=1, caller=tenant)
         (inflight,) = mailbox.inflights
         handle = self.fake.handle(self.replica, inflight)
         self.replica.admitted(handle, 0)
@@ -61,7 +61,7 @@ class World:
         second.
         """
         for _ in range(3 + num_waiting):
-            self.fake.start(tenant=A)
+            self.fake.start(caller=A)
 
     def check(self, timeout_seconds: float, tenant: Tenant = A) -> None:
         self.fake.fleet.check_room(tenant, self.fake.clock.time() + timeout_seconds)

@@ -42,7 +42,7 @@ def test_a_turn_keeps_its_place_and_does_not_queue_again() -> None:
         turn = SessionTurn(session, prompt)
         turn.begin()
         sampling = SamplingParams(max_tokens=3, seed=1)
-        request = EngineRequest("r", prompt, sampling, 0, "", 0, turn=turn, tenant=A)
+        request = EngineRequest("r", prompt, sampling, 0, "", 0, turn=turn, caller=A)
         mailbox = world.fleet.start([request])
         assert mailbox.routes[0].reason is reason
         assert queues_of(world.fleet).places.usage(A).num_running == 1

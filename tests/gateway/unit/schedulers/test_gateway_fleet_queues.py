@@ -205,9 +205,9 @@ def test_a_request_whose_deadline_passed_is_told_so_and_not_to_come_back() -> No
     world.connect("a")
     world.clock.advance(100.0)
     world.replicas["a"].queue_changed(queue(0, seconds_per_request=1.0))
-    for tenant in (ANYONE, Caller("t")):
+    for caller in (ANYONE, Caller("t")):
         with pytest.raises(DeadlineExceeded) as refused:
-            world.fleet.check_room(tenant, 99.9)
+            world.fleet.check_room(caller, 99.9)
         assert not refused.value.may_retry
 
 
@@ -216,13 +216,13 @@ def test_new_requests_are_refused_while_too_many_prompt_tokens_have_no_output() 
     world = FakeFleet(1, max_num_queued_tokens=9)
     ann = Caller("ann")
     first = world.start(prompt=[1] * 5)  # six tokens, and no replica yet
-    for tenant in (ANYONE, ann):
-        world.fleet.check_room(tenant, None)
+    for caller in (ANYONE, ann):
+        world.fleet.check_room(caller, None)
     world.connect("a")
-    world.start(prompt=[1] * 2, tenant=ann)
-    for tenant in (ANYONE, ann):
+    world.start(prompt=[1] * 2, caller=ann)
+    for caller in (ANYONE, ann):
         with pytest.raises(ResourceExhausted, match=r"9 prompt tokens wait .* may be 9") as refused:
-            world.fleet.arriving(tenant, None)
+            world.fleet.arriving(caller, None)
         assert refused.value.retry_after_seconds == 1.0
     running = next(one for one in world.has("a") if one.mailbox is first)
     running.output_token_ids.append(7)

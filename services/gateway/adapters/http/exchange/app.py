@@ -44,8 +44,8 @@ def make_app(
 
     async def authenticate(request: Request) -> None:
         state = request.scope["state"]
-        if "tenant" not in state:
-            state["tenant"] = await access.authenticate(authorization_of(state["record"].headers))
+        if "caller" not in state:
+            state["caller"] = await access.authenticate(authorization_of(state["record"].headers))
 
     checked = []
     for route in routes:

@@ -47,7 +47,7 @@ class Exchange:
 
     body: AskingBody
     api: Api[Any]
-    tenant: Caller
+    caller: Caller
     record: RequestRecord
     deadline: float | None
     arrival: Arrival
@@ -88,7 +88,7 @@ class GenerationReply:
         try:
             with ExitStack() as entered:
                 state = scope["state"]
-                with self._observer.counting_refusals(state["record"], state["tenant"]):
+                with self._observer.counting_refusals(state["record"], state["caller"]):
                     entered.enter_context(self._gate.enter())
                     exchange = await self._read(entered)
                 with while_connected(state[CLIENT]):
@@ -99,7 +99,7 @@ class GenerationReply:
     async def _work(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with self._observer.observing(
-                exchange.api.operation, exchange.record, exchange.tenant
+                exchange.api.operation, exchange.record, exchange.caller
             ) as observation:
                 await self._generate(exchange, observation, scope["state"], send)
         except StepwellError as error:

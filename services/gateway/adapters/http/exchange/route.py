@@ -64,7 +64,7 @@ class Route:
     """
     headers: tuple[RequestHeader, ...] = ()
     is_limited: bool = False
-    """Whether requests count towards their tenant's limits. If true, headers of the answer contain
+    """Whether requests count towards their caller's limits. If true, headers of the answer contain
     the remaining amounts.
     """
 

@@ -141,29 +141,29 @@ class GenerationRoutes:
 
         async def read(entered: ExitStack) -> Exchange:
             state = request.scope["state"]
-            tenant: Caller = state["tenant"]
+            caller: Caller = state["caller"]
             record: RequestRecord = state["record"]
             deadline = deadline_of(record.headers, record.timeline.began)
             arrival = state.get(ARRIVAL)
             if arrival is None:
-                needs_room = is_pooled or self._options.needs_room(record.headers, tenant)
-                arrival = self._inference.arriving(tenant, deadline, needs_room=needs_room)
+                needs_room = is_pooled or self._options.needs_room(record.headers, caller)
+                arrival = self._inference.arriving(caller, deadline, needs_room=needs_room)
             entered.enter_context(arrival)
             body = await self._bodies.read(request, body_type)
-            self._inference.check_model(body.model, tenant)
+            self._inference.check_model(body.model, caller)
             name = _request_id(api.id_prefix, body, record)
 
             async def client_request() -> ClientRequest:
                 asked = await to_request(body, self._inference, name)
                 adapter = self._inference.adapters.find(body.model)
-                if tenant is ANYONE and adapter is None:
+                if caller is ANYONE and adapter is None:
                     return asked
-                return replace(asked, tenant=tenant, adapter=adapter)
+                return replace(asked, caller=caller, adapter=adapter)
 
             return Exchange(
                 body=body,
                 api=api,
-                tenant=tenant,
+                caller=caller,
                 record=record,
                 deadline=deadline,
                 arrival=arrival,

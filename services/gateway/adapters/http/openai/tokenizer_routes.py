@@ -35,7 +35,7 @@ class TokenizerRoutes:
         """Converts text or a conversation to token ids."""
         with self._gate.enter():
             body = await self._bodies.read(request, TokenizeBody)
-            self._inference.check_model(body.model, request.state.tenant)
+            self._inference.check_model(body.model, request.state.caller)
             return await self._tokenize(body)
 
     async def _tokenize(self, body: TokenizeBody) -> Response:
@@ -63,7 +63,7 @@ class TokenizerRoutes:
         """Converts token ids to text."""
         with self._gate.enter():
             body = await self._bodies.read(request, DetokenizeBody)
-            self._inference.check_model(body.model, request.state.tenant)
+            self._inference.check_model(body.model, request.state.caller)
             text = await self._inference.detokenize(body.tokens)
         return JSONResponse({"prompt": text})
 
@@ -75,7 +75,7 @@ class TokenizerRoutes:
         """Counts the tokens of a conversation in Anthropic's schema."""
         with self._gate.enter():
             body = await self._bodies.read(request, CountTokensBody)
-            self._inference.check_model(body.model, request.state.tenant)
+            self._inference.check_model(body.model, request.state.caller)
             try:
                 text = await render_messages(body, self._inference)
                 token_ids = await self._inference.tokenize(text, add_special_tokens=False)

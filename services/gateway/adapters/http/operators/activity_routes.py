@@ -35,7 +35,7 @@ class ActivityQuery(Query):
 
 
 class ActivityRoutes:
-    """The handlers of the routes. By default a tenant sees only the ids of its own requests. With
+    """The handlers of the routes. By default a caller sees only the ids of its own requests. With
     `sees_all`, it sees all ids.
     """
 
@@ -78,8 +78,8 @@ class ActivityRoutes:
         contains neither text nor tokens.
         """
         query = read_query(request, ActivityQuery)
-        tenant_id: str = request.state.tenant.tenant_id
-        own = None if self._sees_all or not tenant_id else set(self._ids_of(tenant_id))
+        caller_id: str = request.state.caller.caller_id
+        own = None if self._sees_all or not caller_id else set(self._ids_of(caller_id))
         after = dict(_cursors(query.after))
         replicas = [
             _replica(sample, after.get(sample.address, -1), own)
@@ -110,14 +110,14 @@ class ActivityRoutes:
             for queued in self._fleet.queued(_MAX_QUEUED)
         ]
 
-    def _ids_of(self, tenant_id: str) -> Iterator[str]:
-        """Yields the ids of a tenant's sequences at replicas and in this gateway's queue."""
+    def _ids_of(self, caller_id: str) -> Iterator[str]:
+        """Yields the ids of a caller's sequences at replicas and in this gateway's queue."""
         for replica in self._fleet.membership.replicas:
             for inflight in replica.running.values():
-                if inflight.request.tenant.tenant_id == tenant_id:
+                if inflight.request.caller.caller_id == caller_id:
                     yield inflight.request.request_id
         for queued in self._fleet.queued(_MAX_QUEUED):
-            if queued.inflight.request.tenant.tenant_id == tenant_id:
+            if queued.inflight.request.caller.caller_id == caller_id:
                 yield queued.inflight.request.request_id
 
 

@@ -55,9 +55,9 @@ class ServerRoutes:
 
     async def models(self, request: Request) -> Response:
         """Lists the served models that the API key may use."""
-        adapters, tenant = self._inference.adapters, request.state.tenant
+        adapters, caller = self._inference.adapters, request.state.caller
         names = [self._inference.model_name, *(adapter.name for adapter in adapters)]
-        data = [self._model_card(name) for name in names if tenant.may_use(name)]
+        data = [self._model_card(name) for name in names if caller.may_use(name)]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
@@ -66,7 +66,7 @@ class ServerRoutes:
         name = str(request.scope["path"]).removeprefix(f"{MODELS}/")
         if not name:
             return await self.models(request)
-        self._inference.check_model(name, request.state.tenant)
+        self._inference.check_model(name, request.state.caller)
         return JSONResponse(self._model_card(name))
 
     async def status(self, _request: Request) -> Response:

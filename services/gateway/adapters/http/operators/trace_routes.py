@@ -39,7 +39,7 @@ _CHOICES: dict[str, Callable[[list[Document]], list[Document]]] = {
 
 class TraceRoutes:
     """Reads traces from the trace store, and queries the replicas for the traces of running
-    requests. By default a tenant sees only the traces of its own requests. With `sees_all`, it sees
+    requests. By default a caller sees only the traces of its own requests. With `sees_all`, it sees
     all traces.
     """
 
@@ -60,7 +60,7 @@ class TraceRoutes:
         query = read_query(request, TracesQuery)
         may_see = partial(self._may_see, request)
         kept = [] if self._store is None else list(self._store.requests())
-        mine = [trace for trace in kept if may_see(trace.tenant_id)]
+        mine = [trace for trace in kept if may_see(trace.caller_id)]
         order = Order.OLDEST if query.order == "slowest" else Order.NEWEST
         running = self._running.requests(may_see, query.limit, order)
         listed = await asyncio.to_thread(
@@ -87,13 +87,13 @@ class TraceRoutes:
             found = kept
         elif kept is not None and kept.trace_id == found.trace_id:
             found.spans += kept.spans  # spans of ended parts, from other services
-        if found is None or not may_see(found.tenant_id):
+        if found is None or not may_see(found.caller_id):
             raise NotFound(self._why_not(name), field="name", reason="TRACE_NOT_FOUND")
         return JSONResponse(await asyncio.to_thread(document, found))
 
     def _may_see(self, request: Request, owner: str) -> bool:
-        tenant_id: str = request.state.tenant.tenant_id
-        return self._sees_all or not tenant_id or owner == tenant_id
+        caller_id: str = request.state.caller.caller_id
+        return self._sees_all or not caller_id or owner == caller_id
 
     def _why_not(self, name: str) -> str:
         if self._store is None:

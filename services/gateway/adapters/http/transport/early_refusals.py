@@ -50,18 +50,18 @@ class EarlyRefusals:
 
     def _refusal(self, scope: Scope) -> StepwellError | None:
         state = scope["state"]
-        tenant = state.get("tenant", ANYONE)
+        caller = state.get("caller", ANYONE)
         try:
             record: RequestRecord = state["record"]
             deadline = deadline_of(record.headers, record.timeline.began)
-            needs_room = self._options.needs_room(record.headers, tenant)
+            needs_room = self._options.needs_room(record.headers, caller)
         except InvalidArgument:
             return None
         try:
-            with self._observer.counting_refusals(record, tenant):
+            with self._observer.counting_refusals(record, caller):
                 self._gate.check()
                 if needs_room:
-                    self._inference.check_room(tenant, deadline)
+                    self._inference.check_room(caller, deadline)
         except StepwellError as error:
             return error
         return None

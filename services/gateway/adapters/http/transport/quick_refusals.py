@@ -58,32 +58,32 @@ class QuickRefusals:
         serve.
 
         If the request was admitted and counted, its host, API key and declared size have been
-        checked, and its state contains its Arrival and its tenant.
+        checked, and its state contains its Arrival and its caller.
         """
         if scope["method"] != "POST" or scope["path"] not in self.operations:
             return None
         headers = headers_of(scope)
         arrived = scope["state"][ARRIVED]
         try:
-            tenant = self._tenant(scope, headers)
+            caller = self._caller(scope, headers)
             deadline = deadline_of(headers, arrived)
         except StepwellError:
             return None
-        if tenant is None:
+        if caller is None:
             return None
-        scope["state"]["tenant"] = tenant
+        scope["state"]["caller"] = caller
         try:
             self.gate.check()
-            scope["state"][ARRIVAL] = self.inference.arriving(tenant, deadline)
+            scope["state"][ARRIVAL] = self.inference.arriving(caller, deadline)
         except StepwellError as error:
             # A separate context, so that later log lines of the connection do not carry this
             # request's id.
-            names = Context().run(self._refuse, error, scope, headers, tenant)
+            names = Context().run(self._refuse, error, scope, headers, caller)
             return raw_error_response(error, scope, [*default_headers, *names])
         return None
 
-    def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> Caller | None:
-        """Returns the tenant of a request, or None if the application must determine the tenant.
+    def _caller(self, scope: Scope, headers: Mapping[str, str]) -> Caller | None:
+        """Returns the caller of a request, or None if the application must determine the caller.
         Raises Unauthenticated.
         """
         hosts = hosts_of(scope)
@@ -98,14 +98,14 @@ class QuickRefusals:
         return self.access.recognize(authorization_of(headers))
 
     def _refuse(
-        self, error: StepwellError, scope: Scope, headers: Mapping[str, str], tenant: Caller
+        self, error: StepwellError, scope: Scope, headers: Mapping[str, str], caller: Caller
     ) -> tuple[Header, ...]:
         """Counts and logs a refusal. Returns the headers with the request's id and the trace's
         id.
         """
         path, status, arrived = scope["path"], status_of(error), scope["state"][ARRIVED]
         record = self.recorder.begin(call_of(scope), self.operations[path], headers, arrived)
-        record.tenant, record.status = tenant, str(status)
+        record.caller, record.status = caller, str(status)
         self.observer.refused(record, error)
         self.recorder.end(record)
         seconds = (time.perf_counter_ns() - arrived) / 1e9

@@ -17,15 +17,15 @@ FIELD = "Idempotency-Key"
 MAX_LENGTH = 255
 _KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_LENGTH}}}")
 _SCOPE_DIGITS = 32
-_NOT_COMPARED = frozenset({"request_id", "tenant", "prompts", "output_form"})
+_NOT_COMPARED = frozenset({"request_id", "caller", "prompts", "output_form"})
 """Fields of requests that are not compared. Request ids may differ, because answers have the id of
-the first request. The tenant is the same, because each tenant has its own keys. Prompts are
+the first request. The caller is the same, because each caller has its own keys. Prompts are
 compared separately, as tokens. The output format does not affect the tokens.
 """
 
 
 class KeyReused(InvalidArgument):
-    """The tenant used this key before for a different request."""
+    """The caller used this key before for a different request."""
 
     reason = "IDEMPOTENCY_KEY_REUSED"
     http_status = 422
@@ -39,21 +39,21 @@ class KeyReused(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class IdempotencyKey:
-    """A client's key. Each tenant has its own keys, so two tenants may use the same text."""
+    """A client's key. Each caller has its own keys, so two callers may use the same text."""
 
-    tenant_id: str
+    caller_id: str
     value: str
 
     def scope(self, model_fingerprint: bytes) -> str:
         """The id under which the answer is stored, which is 128 bits in hexadecimal. The id depends
         on the model, so answers of a replaced model are no longer found.
         """
-        parts = (model_fingerprint, self.tenant_id.encode(), self.value.encode())
+        parts = (model_fingerprint, self.caller_id.encode(), self.value.encode())
         digest = sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
         return digest.hexdigest()[:_SCOPE_DIGITS]
 
 
-def idempotency_key(value: str | None, tenant: Caller) -> IdempotencyKey | None:
+def idempotency_key(value: str | None, caller: Caller) -> IdempotencyKey | None:
     """The key in a header's value, which may have quotes like a string of structured fields (RFC
     8941). Returns None without a header. Raises InvalidArgument for an invalid key.
     """
@@ -66,7 +66,7 @@ def idempotency_key(value: str | None, tenant: Caller) -> IdempotencyKey | None:
         raise InvalidArgument(
             f"{FIELD} must be 1 to {MAX_LENGTH} printable ASCII characters", field=FIELD
         )
-    return IdempotencyKey(tenant.tenant_id, key)
+    return IdempotencyKey(caller.caller_id, key)
 
 
 def fingerprint(api: str, request: ClientRequest) -> bytes:

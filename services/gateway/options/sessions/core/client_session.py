@@ -25,11 +25,11 @@ class ClientSession:
     """One session. At most one of its turns runs at a time."""
 
     def __init__(
-        self, session_id: str, tenant: Caller, created: int, listener: TurnListener
+        self, session_id: str, caller: Caller, created: int, listener: TurnListener
     ) -> None:
         """`created` is in seconds since 1970."""
         self.session_id = session_id
-        self.tenant = tenant
+        self.caller = caller
         self.created = created
         self.token_ids: list[int] = []
         """All tokens of the completed turns. The next turn's input follows them."""

@@ -15,7 +15,7 @@ EXPIRED = "SESSION_EXPIRED"
 
 
 class TooManySessions(QuotaExceeded):
-    """The tenant has reached its limit on open sessions."""
+    """The caller has reached its limit on open sessions."""
 
     reason = "TOO_MANY_SESSIONS"
 
@@ -25,7 +25,7 @@ class SessionLimits:
     """Limits of a gateway's sessions."""
 
     max_sessions: int
-    max_sessions_per_tenant: int
+    max_sessions_per_caller: int
     idle_seconds: float
     """Seconds without a turn after which a session ends."""
 
@@ -49,7 +49,7 @@ class ClientSessions:
         self._unix_seconds = unix_seconds
         self._sessions: dict[str, ClientSession] = {}
         self._timers: dict[str, Timer] = {}
-        self._num_of_tenant: Counter[str] = Counter()
+        self._num_of_caller: Counter[str] = Counter()
         self._listeners: dict[str, Callable[[StepwellError], object]] = {}
         self._ended: OrderedDict[str, tuple[str, StepwellError]] = OrderedDict()
 
@@ -60,16 +60,16 @@ class ClientSessions:
         return iter(self._sessions.values())
 
     def open(
-        self, tenant: Caller, on_ended: Callable[[StepwellError], object] | None = None
+        self, caller: Caller, on_ended: Callable[[StepwellError], object] | None = None
     ) -> ClientSession:
         """Opens a session. `on_ended` is called if something else than the client ends the session.
-        Raises TooManySessions at the tenant's limit, and ResourceExhausted at the gateway's limit.
+        Raises TooManySessions at the caller's limit, and ResourceExhausted at the gateway's limit.
         """
-        limits, num_own = self.limits, self._num_of_tenant[tenant.tenant_id]
-        if tenant != ANYONE and num_own >= limits.max_sessions_per_tenant:
+        limits, num_own = self.limits, self._num_of_caller[caller.caller_id]
+        if caller != ANYONE and num_own >= limits.max_sessions_per_caller:
             raise TooManySessions(
                 f"{num_own} sessions of this tenant are open; end one of them first",
-                tenant_id=tenant.tenant_id,
+                tenant_id=caller.caller_id,
                 quota="sessions",
             )
         if len(self._sessions) >= limits.max_sessions:
@@ -78,23 +78,23 @@ class ClientSessions:
                 reason="TOO_MANY_SESSIONS",
                 retry_after_seconds=1.0,
             )
-        session = ClientSession(self._new_id(), tenant, int(self._unix_seconds()), self)
+        session = ClientSession(self._new_id(), caller, int(self._unix_seconds()), self)
         self._sessions[session.session_id] = session
-        self._num_of_tenant[tenant.tenant_id] += 1
+        self._num_of_caller[caller.caller_id] += 1
         if on_ended is not None:
             self._listeners[session.session_id] = on_ended
         self._watch(session)
         return session
 
-    def find(self, session_id: str, tenant: Caller) -> ClientSession:
-        """Returns the tenant's session with this id. Raises NotFound if there is none. If the
+    def find(self, session_id: str, caller: Caller) -> ClientSession:
+        """Returns the caller's session with this id. Raises NotFound if there is none. If the
         session has ended, the error says so.
         """
         session = self._sessions.get(session_id)
-        if session is not None and session.tenant.tenant_id == tenant.tenant_id:
+        if session is not None and session.caller.caller_id == caller.caller_id:
             return session
-        tenant_id, error = self._ended.get(session_id, ("", None))
-        if error is not None and tenant_id == tenant.tenant_id:
+        caller_id, error = self._ended.get(session_id, ("", None))
+        if error is not None and caller_id == caller.caller_id:
             raise error
         raise NotFound(
             f"there is no session {session_id[:100]!r} at this gateway",
@@ -153,8 +153,8 @@ class ClientSessions:
         self.turn_began(session)
         del self._sessions[session.session_id]
         self._listeners.pop(session.session_id, None)
-        self._num_of_tenant -= Counter((session.tenant.tenant_id,))
-        self._ended[session.session_id] = session.tenant.tenant_id, error
+        self._num_of_caller -= Counter((session.caller.caller_id,))
+        self._ended[session.session_id] = session.caller.caller_id, error
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         session.release()

@@ -20,7 +20,7 @@ class KnownKey:
         share the prefix cache.
         """
         owner = Tenant(
-            tenant_id=key.tenant_id,
+            key.tenant_id,
             weight=tenant.weight,
             requests_per_minute=tenant.requests_per_minute,
             tokens_per_minute=tenant.tokens_per_minute,

@@ -72,7 +72,7 @@ class TenantChecks:
                 raise PayloadTooLarge(
                     f"the body is larger than the {self._max_body_bytes} bytes that are read"
                 )
-            tenant = state["tenant"] = await self._access.authenticate(
+            tenant = state["caller"] = await self._access.authenticate(
                 authorization_of(record.headers)
             )
         with self._observer.counting_refusals(record, tenant):

@@ -105,7 +105,7 @@ class RenderRoutes:
     ) -> Response:
         with self._gate.enter():
             body = await self._bodies.read(request, kind)
-            self._inference.check_model(body.model, request.state.tenant)
+            self._inference.check_model(body.model, request.state.caller)
             try:
                 return JsonReply(await work(body, self._inference))
             except StepwellError as error:

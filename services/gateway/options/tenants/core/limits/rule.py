@@ -42,7 +42,7 @@ class LimitSet:
     @classmethod
     def of(cls, tenant: Tenant) -> "LimitSet":
         return cls(
-            tenant.tenant_id,
+            tenant.caller_id,
             tenant.requests_per_minute,
             tenant.tokens_per_minute,
             tenant.max_concurrent_requests,

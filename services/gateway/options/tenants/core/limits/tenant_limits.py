@@ -149,9 +149,9 @@ class Allowance:
         if num_tokens > limit:
             raise QuotaExceeded(
                 f"this request may take {num_tokens} tokens, more than the {limit} tokens per "
-                f"minute of tenant {self.tenant.tenant_id}; lower max_tokens or n, or shorten the "
+                f"minute of tenant {self.tenant.caller_id}; lower max_tokens or n, or shorten the "
                 "prompt",
-                tenant_id=self.tenant.tenant_id,
+                tenant_id=self.tenant.caller_id,
                 quota=Quota.TOKENS.value,
                 may_retry=False,
             )

@@ -73,7 +73,7 @@ class FairQueue(Generic[T]):
 
     def remove(self, tenant: Tenant, order: Order) -> None:
         """Removes the item with this order. Raises KeyError if there is none."""
-        items = self._lines[tenant.tenant_id].items
+        items = self._lines[tenant.caller_id].items
         index = bisect_left(items, order, key=_order)
         if index == len(items) or items[index][0] != order:
             raise KeyError(order)
@@ -100,13 +100,13 @@ class FairQueue(Generic[T]):
 
     def forget(self, tenant: Tenant) -> None:
         """Removes a tenant's counter. Does nothing while the tenant has waiting items."""
-        line = self._lines.get(tenant.tenant_id)
+        line = self._lines.get(tenant.caller_id)
         if line is not None and not line.items:
-            del self._lines[tenant.tenant_id]
+            del self._lines[tenant.caller_id]
 
     def _line(self, tenant: Tenant) -> _Line[T]:
-        line = self._lines.get(tenant.tenant_id)
+        line = self._lines.get(tenant.caller_id)
         if line is None:
-            line = self._lines[tenant.tenant_id] = _Line(tenant)
+            line = self._lines[tenant.caller_id] = _Line(tenant)
         line.tenant = tenant
         return line

@@ -172,26 +172,26 @@ class Places:
         """Returns the usage of a tenant, which the caller may modify. Creates the usage of a new
         tenant.
         """
-        usage = self._usages.get(tenant.tenant_id)
+        usage = self._usages.get(tenant.caller_id)
         if usage is None:
-            usage = self._usages[tenant.tenant_id] = TenantUsage(tenant, asked_at=self._now())
+            usage = self._usages[tenant.caller_id] = TenantUsage(tenant, asked_at=self._now())
         usage.tenant = tenant
         return usage
 
     def num_waiting(self, tenant: Tenant) -> int:
-        usage = self._usages.get(tenant.tenant_id)
+        usage = self._usages.get(tenant.caller_id)
         return 0 if usage is None else usage.num_waiting
 
     def service_time(self, tenant: Tenant) -> ServiceTime:
         """Returns the measured service time of a tenant's sequences. For a new tenant it has no
         measurements.
         """
-        usage = self._usages.get(tenant.tenant_id)
+        usage = self._usages.get(tenant.caller_id)
         return ServiceTime() if usage is None else usage.service_time
 
     def others(self, tenant: Tenant) -> list[TenantUsage]:
         """The usages of all other tenants."""
-        return [one for one in self._usages.values() if one.tenant.tenant_id != tenant.tenant_id]
+        return [one for one in self._usages.values() if one.tenant.caller_id != tenant.caller_id]
 
     def drop_idle(self) -> list[Tenant]:
         """Removes tenants without sequences whose last request is older than
@@ -204,7 +204,7 @@ class Places:
             if not usage.num_waiting and not usage.num_running and usage.asked_at < since
         ]
         for tenant in idle:
-            del self._usages[tenant.tenant_id]
+            del self._usages[tenant.caller_id]
         return idle
 
     def share(self, tenant: Tenant) -> float:
@@ -221,6 +221,6 @@ class Places:
         are pairs of a tenant and its lag in tokens. They replace earlier lags.
         """
         for tenant, lag in lags:
-            if (usage := self._usages.get(tenant.tenant_id)) is not None:
+            if (usage := self._usages.get(tenant.caller_id)) is not None:
                 usage.lag = lag
         return FairShares(self._usages.values(), num_free, num_places)

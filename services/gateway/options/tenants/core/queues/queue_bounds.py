@@ -99,8 +99,8 @@ def expected_wait(
 
 def _queue_full(tenant: Tenant, why: str, excess_seconds: float) -> TenantQueueFull:
     return TenantQueueFull(
-        f"tenant {tenant.tenant_id} asks for more than its share: {why}",
-        tenant_id=tenant.tenant_id,
+        f"tenant {tenant.caller_id} asks for more than its share: {why}",
+        tenant_id=tenant.caller_id,
         quota="queue",
         retry_after_seconds=max(RETRY_AFTER_SECONDS, excess_seconds),
     )

@@ -131,7 +131,7 @@ class TenantQueues(Admission):
         self._bounds.check_time(tenant, timeout, wait, self._service_seconds(tenant, capacity))
 
     def queues(self, inflight: Inflight) -> bool:
-        return isinstance(inflight.request.tenant, Tenant) and not inflight.was_accepted
+        return isinstance(inflight.request.caller, Tenant) and not inflight.was_accepted
 
     def add(self, inflight: Inflight) -> None:
         """Queues a new sequence, and sends it at once if its tenant may take a place. If the queue
@@ -192,7 +192,7 @@ class TenantQueues(Admission):
         sequence has the same prompt and was sent to one of these replicas, returns only that
         replica, so that the sequences share blocks.
         """
-        if not isinstance(inflight.request.tenant, Tenant):
+        if not isinstance(inflight.request.caller, Tenant):
             return replicas
         with_place = [one for one in replicas if one.num_free_places > 0] or replicas
         mailbox, index = inflight.mailbox, inflight.index
@@ -205,7 +205,7 @@ class TenantQueues(Admission):
 
     def sent(self, inflight: Inflight, route: RoutingDecision) -> None:
         """Counts the place of a sequence that was sent to a replica, and charges its tenant."""
-        tenant = inflight.request.tenant
+        tenant = inflight.request.caller
         if not isinstance(tenant, Tenant):
             return
         usage = self.places.usage(tenant)
@@ -277,7 +277,7 @@ class TenantQueues(Admission):
         arrival. The full blocks of the sequence stay cached, so that only the tokens after them are
         recomputed.
         """
-        running = (one for one in self._charges if one.request.tenant.tenant_id == tenant.tenant_id)
+        running = (one for one in self._charges if one.request.caller.caller_id == tenant.caller_id)
         return max(
             running, key=lambda one: (one.request.priority, -one.num_times_taken_back, one.number)
         )
@@ -360,7 +360,7 @@ class TenantQueues(Admission):
 
 def _tenant(inflight: Inflight) -> Tenant:
     """Returns the tenant of a sequence that was queued or has a place."""
-    tenant = inflight.request.tenant
+    tenant = inflight.request.caller
     assert isinstance(tenant, Tenant)
     return tenant
 
