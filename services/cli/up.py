@@ -238,9 +238,8 @@ def _why(failure: StartFailed, console: Console) -> str:
 
 
 def require_redis(url: str) -> None:
-    """Raises CommandError if no Redis answers at a URL or if Redis refuses the password.
-
-    The services themselves tolerate an unreachable Redis, which may return later.
+    """Raises CommandError if no Redis answers at a URL or if Redis refuses the password. The
+    services themselves tolerate an unreachable Redis, which may return later.
     """
     try:
         from services.common.redis.connection import (  # noqa: PLC0415 - an extra

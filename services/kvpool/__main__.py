@@ -100,9 +100,8 @@ class PoolService:
         serve_collect(self._server, collect_in_thread(self.exposition))
 
     async def start(self) -> str:
-        """Starts serving and returns the bound address.
-
-        Raises Unavailable if the address is in use, and SettingError if Redis rejects the password.
+        """Starts serving and returns the bound address. Raises Unavailable if the address is in
+        use, and SettingError if Redis rejects the password.
         """
         if self._shared is not None:
             await self._shared.require_usable()
@@ -112,9 +111,8 @@ class PoolService:
         return address
 
     async def drain(self) -> None:
-        """Ends watchers' streams at once and other calls after the drain time.
-
-        Then removes the pools' hashes from the directory.
+        """Ends watchers' streams at once and other calls after the drain time. Then removes the
+        pools' hashes from the directory.
         """
         self._feed.close()
         await self._server.drain(self._settings.drain_seconds)

@@ -64,9 +64,8 @@ def trace_load(
 def arrivals(
     sessions: Iterable[Session], rate: RequestRate | None, burstiness: float, seed: int
 ) -> Iterator[tuple[float, Session]]:
-    """Yields each session with its arrival time in seconds after the start.
-
-    Times follow the rate. Without a rate they are the sessions' own arrival times.
+    """Yields each session with its arrival time in seconds after the start. Times follow the rate.
+    Without a rate they are the sessions' own arrival times.
     """
     if rate is None:
         for session in sessions:

@@ -28,10 +28,8 @@ from services.cli.bench.settings import BenchSettings
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The records and circumstances of a run.
-
-    `left_out` names optional request fields that the server rejected. `vocabulary` is None for a
-    dataset.
+    """The records and circumstances of a run. `left_out` names optional request fields that the
+    server rejected. `vocabulary` is None for a dataset.
     """
 
     settings: BenchSettings
@@ -60,9 +58,8 @@ class Outcome:
 
 @dataclass(eq=False)
 class BenchRun:
-    """Sends the load of `settings` to the server.
-
-    If `vocabulary` is None, the number of tokens per word is estimated from the server's `usage`.
+    """Sends the load of `settings` to the server. If `vocabulary` is None, the number of tokens per
+    word is estimated from the server's `usage`.
     """
 
     settings: BenchSettings

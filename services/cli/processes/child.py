@@ -47,7 +47,6 @@ class ChildSpec:
 
 class Child:
     """A running child. Standard output and standard error are merged into one sequence of lines.
-
     The child leads its own session, so Ctrl-C in a terminal reaches only the supervisor. The kernel
     kills the child when the supervisor ends. A child must be started from the main thread.
     """

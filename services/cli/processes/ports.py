@@ -17,10 +17,9 @@ _TRIES = 100
 
 def claim_port(host: str, port: int, flag: str) -> int:
     """Returns `port` if a server can listen there, or a free port for port 0. The port is closed
-    again before this returns. Raises CommandError, naming `flag`, if no server can listen there.
-
-    A free port lies below the kernel's ephemeral range. Otherwise the kernel could assign the port
-    to an outgoing connection, or to a server on port 0, before its own server listens.
+    again before this returns. Raises CommandError, naming `flag`, if no server can listen there. A
+    free port lies below the kernel's ephemeral range. Otherwise the kernel could assign the port to
+    an outgoing connection, or to a server on port 0, before its own server listens.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(

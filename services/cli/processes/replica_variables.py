@@ -1,6 +1,5 @@
-"""Environment variables of services in a `stepwell up` with several replicas.
-
-Each replica gets its own metrics address. Variables that only one replica can use are refused.
+"""Environment variables of services in a `stepwell up` with several replicas. Each replica gets its
+own metrics address. Variables that only one replica can use are refused.
 """
 
 from collections.abc import Mapping

@@ -33,11 +33,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Delays before a child is restarted.
-
-    The delay grows with each consecutive death. The delay is reset by a run in which the whole team
-    was ready for `steady_seconds`. After the end of one child, the other children of its team have
-    `team_end_seconds` to end by themselves.
+    """Delays before a child is restarted. The delay grows with each consecutive death. The delay is
+    reset by a run in which the whole team was ready for `steady_seconds`. After the end of one
+    child, the other children of its team have `team_end_seconds` to end by themselves.
     """
 
     first_delay_seconds: float = 0.1
@@ -69,7 +67,6 @@ class Observer(Protocol):
         self, name: str, status: str, tail: Sequence[str], delay_seconds: float, num_deaths: int
     ) -> None:
         """A child that was ready before has ended by itself. It is restarted after the delay.
-
         `num_deaths` is the number of consecutive deaths without `steady_seconds` of readiness in
         between.
         """

@@ -35,11 +35,10 @@ class Line:
 
 
 class StepLogFile:
-    """The header and the entries of a file. Each entry is parsed when it is reached.
-
-    The file may end within a line or a compressed frame, because its writer was killed, is still
-    writing, or ran out of disk space. The entries then end there. Other damage raises CommandError
-    with line and field.
+    """The header and the entries of a file. Each entry is parsed when it is reached. The file may
+    end within a line or a compressed frame, because its writer was killed, is still writing, or ran
+    out of disk space. The entries then end there. Other damage raises CommandError with line and
+    field.
     """
 
     def __init__(self, path: Path) -> None:

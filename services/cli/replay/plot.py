@@ -17,9 +17,8 @@ MAX_COLUMNS = 600
 
 class Columns:
     """Samples of a run in at most MAX_COLUMNS columns. If a run has more steps, a column combines
-    several of them.
-
-    `edges` has the first step of each column, followed by the end of the last column.
+    several of them. `edges` has the first step of each column, followed by the end of the last
+    column.
     """
 
     def __init__(self, samples: Sequence[StepSample]) -> None:
@@ -38,9 +37,8 @@ class Columns:
 
 
 def draw(run: RunStatistics, title: str, path: Path) -> None:
-    """Draws the plot and writes it to `path`, in the format of the file's suffix.
-
-    Raises CommandError if the plot cannot be drawn or written.
+    """Draws the plot and writes it to `path`, in the format of the file's suffix. Raises
+    CommandError if the plot cannot be drawn or written.
     """
     if not run.samples:
         raise CommandError("there is no step to draw")

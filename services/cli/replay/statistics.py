@@ -1,9 +1,7 @@
 """Statistics of a run, with one sample for each step and one account for each request. Times are
-counted in steps.
-
-A token is *prefill* if its position belongs to the tokens with which the request arrived, *decode*
-if it was generated, *draft* if it is a draft token, and *recomputed* if its position was computed
-before.
+counted in steps. A token is *prefill* if its position belongs to the tokens with which the request
+arrived, *decode* if it was generated, *draft* if it is a draft token, and *recomputed* if its
+position was computed before.
 """
 
 import math

@@ -30,9 +30,7 @@ from services.scheduler.core.request import Request, RequestStatus
 
 def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> SchedulerConfig:
     """The configuration with some settings changed. `max_model_len` is reduced to the length that
-    the pool can store.
-
-    Raises CommandError if the configuration could not serve any request.
+    the pool can store. Raises CommandError if the configuration could not serve any request.
     """
     if overrides.get("num_speculative_tokens", 0) > config.num_speculative_tokens:
         raise CommandError(

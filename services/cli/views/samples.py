@@ -41,10 +41,8 @@ class Sample:
         return cls(client.get(path), time.monotonic())
 
     def rates(self, replica: Document, before: "Sample | None") -> dict[str, float]:
-        """Maps each total of a replica to its growth per second since an earlier sample.
-
-        The map is empty without an earlier sample, and after a restart, because totals restart at
-        0.
+        """Maps each total of a replica to its growth per second since an earlier sample. The map is
+        empty without an earlier sample, and after a restart, because totals restart at 0.
         """
         earlier = () if before is None else before.answer["replicas"]
         old = next((one["stats"] for one in earlier if one["address"] == replica["address"]), None)

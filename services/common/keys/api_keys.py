@@ -1,7 +1,6 @@
-"""The format of API keys, and the stored records of keys and tenants.
-
-A key is `sk-<id>-<32 random bytes>`. Only its SHA-256 is stored. Keys are random, so no slower hash
-is needed. The id is not secret, and is used to look up the key's record.
+"""The format of API keys, and the stored records of keys and tenants. A key is `sk-<id>-<32 random
+bytes>`. Only its SHA-256 is stored. Keys are random, so no slower hash is needed. The id is not
+secret, and is used to look up the key's record.
 """
 
 import base64
@@ -79,9 +78,8 @@ class TenantRecord:
 
 
 def new_key(draw: Callable[[int], bytes] = secrets.token_bytes) -> tuple[str, str, str]:
-    """Creates a key. Returns the key, its id, and its SHA-256 in hexadecimal.
-
-    `draw(n)` must return n random bytes.
+    """Creates a key. Returns the key, its id, and its SHA-256 in hexadecimal. `draw(n)` must return
+    n random bytes.
     """
     key_id = base64.b32encode(draw(8)).decode().lower()[:12]
     secret = base64.urlsafe_b64encode(draw(32)).decode().rstrip("=")

@@ -17,7 +17,6 @@ def read_book(path: Path) -> KeyBook:
 
 def change_book(path: Path, change: Callable[[KeyBook], KeyBook]) -> None:
     """Replaces the book with the result of `change`. A missing file counts as an empty book.
-
     Readers see either the old or the new file. Concurrent changes are applied one after the other.
     Raises OSError or DamagedRecord.
     """
@@ -36,9 +35,8 @@ def version_of(path: Path) -> tuple[int, int, int] | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Locks the book's own file, and creates the file if it is missing.
-
-    If the file is replaced while this process waits for the lock, locks the new file instead.
+    """Locks the book's own file, and creates the file if it is missing. If the file is replaced
+    while this process waits for the lock, locks the new file instead.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

@@ -59,7 +59,6 @@ class ChangedMeanwhile(Exception):
 @dataclass(frozen=True, slots=True)
 class LookUp:
     """The result of a look-up. `found` maps key ids to the records of the key and its tenant.
-
     `version` is empty if nothing has ever been written. `damaged` counts the invalid records, which
     `found` excludes.
     """
@@ -109,7 +108,6 @@ async def change_key(
     version: str,
 ) -> None:
     """Replaces the record of a key, and of its tenant if given. `before` is None for a new key.
-
     `version` must be a text that was never used before. Raises RedisUnavailable, or
     ChangedMeanwhile if the stored record is not `before`.
     """

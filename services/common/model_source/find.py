@@ -13,10 +13,9 @@ from services.common.model_source.hub import (
 
 
 def find_model(text: str) -> Path:
-    """Returns the directory of a model with its weights. Raises ModelSourceError.
-
-    `text` is the path of a directory or of a GGUF file, or a name of the hub such as
-    Qwen/Qwen3-0.6B. A name may end with @ and a revision.
+    """Returns the directory of a model with its weights. Raises ModelSourceError. `text` is the
+    path of a directory or of a GGUF file, or a name of the hub such as Qwen/Qwen3-0.6B. A name may
+    end with @ and a revision.
     """
     return _find(text, with_weights=True)
 

@@ -1,6 +1,5 @@
-"""Builds config.json and generation_config.json from the metadata of a GGUF file.
-
-The metadata keys are specified in https://github.com/ggml-org/ggml, docs/gguf.md.
+"""Builds config.json and generation_config.json from the metadata of a GGUF file. The metadata keys
+are specified in https://github.com/ggml-org/ggml, docs/gguf.md.
 """
 
 import math
@@ -154,10 +153,9 @@ def _llama3(file: Path, tensor: GgufTensor, theta: float, head_dim: int) -> dict
 
 
 def _original_length(factor: float, divisor: float, wave: float) -> int | None:
-    """The context length for which a model was trained before its RoPE frequencies were scaled.
-
-    The length is computed from one frequency's divisor, which must be between 1 and the factor. For
-    any other divisor the result is None.
+    """The context length for which a model was trained before its RoPE frequencies were scaled. The
+    length is computed from one frequency's divisor, which must be between 1 and the factor. For any
+    other divisor the result is None.
     """
     smooth = (1 / divisor - 1 / factor) / (1 - 1 / factor) if factor > 1 else 0.0
     is_between = 1e-3 < smooth < 1 - 1e-3

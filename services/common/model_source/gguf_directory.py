@@ -1,8 +1,7 @@
-"""Creates a directory in Hugging Face's format for a single GGUF file.
-
-Code that reads model directories can then read GGUF files too. Configuration and tokenizer are
-built from the file's metadata, once for each file, and depend on the file alone. They are stored
-in $XDG_CACHE_HOME/stepwell/gguf with a link to the weights.
+"""Creates a directory in Hugging Face's format for a single GGUF file. Code that reads model
+directories can then read GGUF files too. Configuration and tokenizer are built from the file's
+metadata, once for each file, and depend on the file alone. They are stored in
+$XDG_CACHE_HOME/stepwell/gguf with a link to the weights.
 """
 
 import json
@@ -25,9 +24,8 @@ _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 def gguf_directory(file: Path) -> Path:
-    """Returns the directory of a GGUF file and creates it if it does not exist.
-
-    Raises GgufError for a file that is damaged, one part of several, or of an unsupported kind.
+    """Returns the directory of a GGUF file and creates it if it does not exist. Raises GgufError
+    for a file that is damaged, one part of several, or of an unsupported kind.
     """
     part = _PART.search(file.name)
     if part is not None and part[1] != "00001":

@@ -1,8 +1,7 @@
-"""Builds tokenizer.json and tokenizer_config.json from the metadata of a GGUF file.
-
-Both files are plain JSON. transformers can also convert GGUF vocabularies, but it needs torch and
-the package gguf, which the gateway's image does not have. It also ignores the field
-tokenizer.ggml.pre, which names the rule for splitting texts.
+"""Builds tokenizer.json and tokenizer_config.json from the metadata of a GGUF file. Both files are
+plain JSON. transformers can also convert GGUF vocabularies, but it needs torch and the package
+gguf, which the gateway's image does not have. It also ignores the field tokenizer.ggml.pre, which
+names the rule for splitting texts.
 """
 
 import re
@@ -49,9 +48,8 @@ _SPACE = "▁"
 
 
 def gguf_tokenizer(file: Path, header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the contents of tokenizer.json and tokenizer_config.json.
-
-    `header` must include arrays. Raises GgufError for an unsupported kind of vocabulary.
+    """Returns the contents of tokenizer.json and tokenizer_config.json. `header` must include
+    arrays. Raises GgufError for an unsupported kind of vocabulary.
     """
     metadata = header.metadata
     tokens, kind = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")

@@ -1,6 +1,5 @@
-"""Finds models by their names on the Hugging Face hub, in the local cache or by download.
-
-Cached files are used without a request to the hub. Missing files are downloaded with the package
+"""Finds models by their names on the Hugging Face hub, in the local cache or by download. Cached
+files are used without a request to the hub. Missing files are downloaded with the package
 huggingface_hub and its variables: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT.
 """
 
@@ -66,19 +65,16 @@ def name_of_snapshot(directory: Path) -> str | None:
 
 
 def find_snapshot(name: HubName, *, with_weights: bool) -> Path | None:
-    """Returns the cache directory of a model, or None if needed files are missing.
-
-    Weights are needed if `with_weights` is set. Raises ModelSourceError if huggingface_hub is not
-    installed.
+    """Returns the cache directory of a model, or None if needed files are missing. Weights are
+    needed if `with_weights` is set. Raises ModelSourceError if huggingface_hub is not installed.
     """
     directory = _cached(name)
     return directory if directory and not _missing(directory, with_weights) else None
 
 
 def fetch_snapshot(name: HubName, *, with_weights: bool) -> Path:
-    """Downloads missing files and shows the progress on standard error.
-
-    Raises ModelSourceError within seconds if the hub does not answer or rejects the request.
+    """Downloads missing files and shows the progress on standard error. Raises ModelSourceError
+    within seconds if the hub does not answer or rejects the request.
     """
     found = _ask(name, with_weights)
     files = needed_files([each.rfilename for each in found.siblings], with_weights=with_weights)
@@ -97,10 +93,9 @@ def fetch_snapshot(name: HubName, *, with_weights: bool) -> Path:
 
 
 def needed_files(names: Collection[str], *, with_weights: bool) -> list[str]:
-    """Selects the files of a model that are read.
-
-    Of the weights, only files of the first pattern that matches are read. The patterns are Hugging
-    Face's names, other safetensors files, and GGUF files, in this order.
+    """Selects the files of a model that are read. Of the weights, only files of the first pattern
+    that matches are read. The patterns are Hugging Face's names, other safetensors files, and GGUF
+    files, in this order.
     """
     chosen = [file for file in names if _CONFIGURATION.fullmatch(file)]
     for kind in _WEIGHTS if with_weights else ():
@@ -149,10 +144,9 @@ def _why(name: HubName, error: Exception, with_weights: bool) -> str:
 
 
 def _cached(name: HubName) -> Path | None:
-    """Returns the directory of a model's snapshot in the cache, or None if there is none.
-
-    The package's own look-up is not used, because it finds only complete copies. Some of their
-    files are not needed here.
+    """Returns the directory of a model's snapshot in the cache, or None if there is none. The
+    package's own look-up is not used, because it finds only complete copies. Some of their files
+    are not needed here.
     """
     try:
         from huggingface_hub import constants  # noqa: PLC0415 - not in every image

@@ -45,10 +45,9 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 
 def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
-    """The extra keys of a sequence's first block.
-
-    A salt adds a tag, the salt's length, and the salt. An adapter adds a tag and the 32-byte digest
-    of its files. Without both the result is empty.
+    """The extra keys of a sequence's first block. A salt adds a tag, the salt's length, and the
+    salt. An adapter adds a tag and the 32-byte digest of its files. Without both the result is
+    empty.
     """
     extra_keys = b""
     if cache_salt:
@@ -58,19 +57,17 @@ def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
 
 
 def cache_key(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
-    """Returns a key that is equal for requests that may share cached results.
-
-    The key is the SHA-256 of the first block's extra keys. It is empty without extra keys.
+    """Returns a key that is equal for requests that may share cached results. The key is the
+    SHA-256 of the first block's extra keys. It is empty without extra keys.
     """
     extra_keys = encode_extra_keys(cache_salt, adapter_digest)
     return sha256(extra_keys).digest() if extra_keys else b""
 
 
 def encode_items(encoder_inputs: Sequence[EncoderInput], start: int, end: int) -> bytes:
-    """The extra keys of a block that has the tokens from `start` to `end`, `end` excluded.
-
-    Each item that overlaps the block adds a tag, the length of its identifier, the identifier, and
-    the item's position relative to the start of the block, as a signed int32.
+    """The extra keys of a block that has the tokens from `start` to `end`, `end` excluded. Each
+    item that overlaps the block adds a tag, the length of its identifier, the identifier, and the
+    item's position relative to the start of the block, as a signed int32.
     """
     extra_keys = b""
     for item in encoder_inputs:
@@ -91,9 +88,8 @@ def hash_full_blocks(
     encoder_inputs: Sequence[EncoderInput] = (),
     known: Sequence[BlockHash] = (),
 ) -> list[BlockHash]:
-    """Returns the hashes of the full blocks of `token_ids` that are not in `known` yet.
-
-    `root` is the model's fingerprint. `known` has the hashes of the first blocks.
+    """Returns the hashes of the full blocks of `token_ids` that are not in `known` yet. `root` is
+    the model's fingerprint. `known` has the hashes of the first blocks.
     """
     parent: bytes = known[-1] if known else root
     extra_keys = b"" if known else encode_extra_keys(cache_salt, adapter_digest)
@@ -125,9 +121,8 @@ def _hash_with_items(
 def hash_packed_blocks(
     parent: bytes, packed: bytes, block_size: int, extra_keys: bytes = b""
 ) -> list[BlockHash]:
-    """Hashes of consecutive full blocks that follow the block with the hash `parent`.
-
-    `packed` has the token ids as int32. `extra_keys` belong to the first of these blocks.
+    """Hashes of consecutive full blocks that follow the block with the hash `parent`. `packed` has
+    the token ids as int32. `extra_keys` belong to the first of these blocks.
     """
     stride = 4 * block_size
     hashes: list[bytes] = []

@@ -64,7 +64,6 @@ class KVCacheGroup:
 
     def first_seen_block(self, num_tokens: int) -> int:
         """The index of the first block that a query at position `num_tokens` or later can see.
-
         State-space layers need only the block of the last token.
         """
         match self.attention_type:
@@ -81,11 +80,9 @@ class KVCacheGroup:
         self, num_slots: int, max_in_flight_tokens: int, num_steps_in_flight: int
     ) -> int:
         """An upper bound of the number of blocks that a request with `num_slots` token slots can
-        have at one time.
-
-        `max_in_flight_tokens` limits the number of tokens in steps that are planned but not
-        processed. A sliding window that begins inside a block needs one block more. In a
-        state-space group, each step in flight may store one state.
+        have at one time. `max_in_flight_tokens` limits the number of tokens in steps that are
+        planned but not processed. A sliding window that begins inside a block needs one block more.
+        In a state-space group, each step in flight may store one state.
         """
         num_blocks = -(-num_slots // self.block_size)
         match self.attention_type:
@@ -101,10 +98,9 @@ class KVCacheGroup:
 
     def max_admission_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
         """An admission requires free blocks for the whole sequence, but at most this number of
-        blocks. None means no limit.
-
-        A window frees blocks only after a step has been processed. The limit therefore includes
-        the tokens of all steps in flight. As in vLLM, the limit does not depend on the request.
+        blocks. None means no limit. A window frees blocks only after a step has been processed. The
+        limit therefore includes the tokens of all steps in flight. As in vLLM, the limit does not
+        depend on the request.
         """
         match self.attention_type:
             case AttentionType.SLIDING_WINDOW:
@@ -118,18 +114,16 @@ class KVCacheGroup:
 
 
 def hit_block_size(groups: Sequence[KVCacheGroup]) -> int:
-    """The smallest number of tokens that is a multiple of every group's block size.
-
-    Hit lengths are multiples of this number, except if hits may end inside a block.
+    """The smallest number of tokens that is a multiple of every group's block size. Hit lengths are
+    multiples of this number, except if hits may end inside a block.
     """
     return math.lcm(*(group.block_size for group in groups))
 
 
 def chain_block_size(groups: Sequence[KVCacheGroup]) -> int:
     """Number of tokens in a block of the hash chains with which a prompt's cached prefix is
-    measured.
-
-    This is the greatest common divisor of the block sizes of all groups with prefix caching.
+    measured. This is the greatest common divisor of the block sizes of all groups with prefix
+    caching.
     """
     sizes = [group.block_size for group in groups if not group.overwrites_states]
     return math.gcd(*sizes) or hit_block_size(groups)
@@ -138,11 +132,10 @@ def chain_block_size(groups: Sequence[KVCacheGroup]) -> int:
 def hash_block_size(
     groups: Sequence[KVCacheGroup], prefix_match_unit: int | None, *, enable_prefix_caching: bool
 ) -> int:
-    """The number of tokens that each hash of a chain adds.
-
-    With one group, the result is the group's block size. With several groups, it is
-    `prefix_match_unit`, or by default the greatest common divisor of all block sizes. Without
-    prefix caching, or with a group whose states are overwritten, it is `hit_block_size`.
+    """The number of tokens that each hash of a chain adds. With one group, the result is the
+    group's block size. With several groups, it is `prefix_match_unit`, or by default the greatest
+    common divisor of all block sizes. Without prefix caching, or with a group whose states are
+    overwritten, it is `hit_block_size`.
     """
     if len(groups) == 1:
         return groups[0].block_size
@@ -155,10 +148,9 @@ def hash_block_size(
 
 
 def has_partial_hits(groups: Sequence[KVCacheGroup], hash_size: int) -> bool:
-    """Whether prefix hits may end inside a block, at any multiple of the hash block size.
-
-    This requires a group whose state blocks are larger than a hash block. Sliding windows and
-    chunks match whole blocks only, so their blocks must have the hash block size.
+    """Whether prefix hits may end inside a block, at any multiple of the hash block size. This
+    requires a group whose state blocks are larger than a hash block. Sliding windows and chunks
+    match whole blocks only, so their blocks must have the hash block size.
     """
     return (
         len(groups) > 1
@@ -172,10 +164,9 @@ def has_partial_hits(groups: Sequence[KVCacheGroup], hash_size: int) -> bool:
 
 
 def last_state_position(num_tokens: int, unit: int, *, drops_last: bool) -> int:
-    """The last multiple of `unit` at which a sequence can continue from a state.
-
-    After that position, at least one token must be left to compute. If a hit's last block is
-    dropped, a whole unit must be left.
+    """The last multiple of `unit` at which a sequence can continue from a state. After that
+    position, at least one token must be left to compute. If a hit's last block is dropped, a whole
+    unit must be left.
     """
     if drops_last:
         return max(0, num_tokens // unit * unit - unit)

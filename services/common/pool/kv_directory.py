@@ -1,9 +1,7 @@
-"""Types of the directory of cached prefixes, which pools write and gateways read.
-
-A *node* is the pool of one scheduler process. When a node's earlier entries become invalid, the
-node begins a new *epoch*, and readers ignore entries of other epochs. Blocks are identified by
-keys, which are shortened hashes. `services.common.redis.directory_layout` defines the schemas in
-Redis.
+"""Types of the directory of cached prefixes, which pools write and gateways read. A *node* is the
+pool of one scheduler process. When a node's earlier entries become invalid, the node begins a new
+*epoch*, and readers ignore entries of other epochs. Blocks are identified by keys, which are
+shortened hashes. `services.common.redis.directory_layout` defines the schemas in Redis.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,18 +18,15 @@ _GROUP_MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 def group_salt(group: int) -> int:
-    """The value with which a group's keys are XORed, so that groups have different keys.
-
-    It is 0 for the first group.
+    """The value with which a group's keys are XORed, so that groups have different keys. It is 0
+    for the first group.
     """
     return group * _GROUP_MULTIPLIER & _KEY_MASK
 
 
 def block_keys(hashes: Iterable[bytes], group: int = 0) -> list[int]:
     """The keys of block hashes in a KV-cache group. A key is the first 48 bits of a hash, XORed
-    with the group's salt.
-
-    Among a million blocks, three look-ups in a billion match a wrong block.
+    with the group's salt. Among a million blocks, three look-ups in a billion match a wrong block.
     """
     salt, from_bytes = group_salt(group), int.from_bytes
     return [from_bytes(block_hash[:KEY_BYTES], "little") ^ salt for block_hash in hashes]
@@ -84,9 +79,8 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class NodeLease:
-    """Shows that a node runs. Must be renewed before it expires.
-
-    `digest` is the digest of the node's keys after entry `sequence`.
+    """Shows that a node runs. Must be renewed before it expires. `digest` is the digest of the
+    node's keys after entry `sequence`.
     """
 
     epoch: int
@@ -97,7 +91,6 @@ class NodeLease:
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
     """The header of a snapshot. A snapshot has all keys that a node has after entry `sequence`.
-
     Later entries follow the entry with the id `log_id` in the log.
     """
 

@@ -27,19 +27,17 @@ class MalformedTransaction(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class BeginStep:
-    """Starts a step. Blocks published by earlier steps can be read in this step. Always fits.
-
-    Only pools with state-space groups need this operation. There an admission does not fit if its
-    hit is a state that was published in the current step.
+    """Starts a step. Blocks published by earlier steps can be read in this step. Always fits. Only
+    pools with state-space groups need this operation. There an admission does not fit if its hit is
+    a state that was published in the current step.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseCopies:
-    """Removes the extra references that copies (`BlockCopy`) have on their blocks. Always fits.
-
-    The oldest `num_copies` copies lose their references, or all copies if there are fewer. A step
-    that reuses these blocks always runs after the step that makes the copies.
+    """Removes the extra references that copies (`BlockCopy`) have on their blocks. Always fits. The
+    oldest `num_copies` copies lose their references, or all copies if there are fewer. A step that
+    reuses these blocks always runs after the step that makes the copies.
     """
 
     num_copies: int
@@ -47,10 +45,9 @@ class ReleaseCopies:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Frees all blocks of the requests and removes the requests from the pool. Always fits.
-
-    Unknown requests are ignored. By default the blocks of one group after the other enter the free
-    queue. With `as_one_list`, all blocks of a request enter it together, the last group's first.
+    """Frees all blocks of the requests and removes the requests from the pool. Always fits. Unknown
+    requests are ignored. By default the blocks of one group after the other enter the free queue.
+    With `as_one_list`, all blocks of a request enter it together, the last group's first.
     """
 
     requests: Sequence[RequestKey]
@@ -59,9 +56,8 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class RemoveSkippedBlocks:
-    """Frees blocks that no query from `num_computed_tokens` on can see. Always fits.
-
-    Requests without blocks are skipped. Grow frees these blocks too.
+    """Frees blocks that no query from `num_computed_tokens` on can see. Always fits. Requests
+    without blocks are skipped. Grow frees these blocks too.
     """
 
     requests: Sequence[RequestKey]
@@ -70,9 +66,8 @@ class RemoveSkippedBlocks:
 
 @dataclass(slots=True)
 class Grow:
-    """Extends the block table of each request to the request's number of token slots.
-
-    Each request gets all missing blocks or none. A table with enough slots stays unchanged.
+    """Extends the block table of each request to the request's number of token slots. Each request
+    gets all missing blocks or none. A table with enough slots stays unchanged.
     """
 
     requests: Sequence[RequestKey]
@@ -91,9 +86,8 @@ class Grow:
 
 @dataclass(slots=True)
 class Commit:
-    """Publishes blocks, that is, adds them to the prefix index under their hashes. Always fits.
-
-    The blocks of each request that end at or before the request's `num_tokens` are published.
+    """Publishes blocks, that is, adds them to the prefix index under their hashes. Always fits. The
+    blocks of each request that end at or before the request's `num_tokens` are published.
     """
 
     requests: Sequence[RequestKey]
@@ -104,9 +98,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Looks up the longest cached prefixes of waiting requests, in whole blocks. Always fits.
-
-    No block is allocated. The pool keeps the hashes until the request is released.
+    """Looks up the longest cached prefixes of waiting requests, in whole blocks. Always fits. No
+    block is allocated. The pool keeps the hashes until the request is released.
     """
 
     requests: Sequence[RequestKey]
@@ -118,9 +111,8 @@ class Lookup:
 
 @dataclass(slots=True)
 class Admission:
-    """The conditions for admitting one waiting request.
-
-    The admission fits if the prefix hit is still the planned one and enough blocks are free.
+    """The conditions for admitting one waiting request. The admission fits if the prefix hit is
+    still the planned one and enough blocks are free.
     """
 
     request: RequestKey
@@ -191,9 +183,8 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class EvictBlocks:
-    """Removes the hashes of blocks in use whose contents do not match their hash. Always fits.
-
-    Free blocks and blocks without a hash are skipped.
+    """Removes the hashes of blocks in use whose contents do not match their hash. Always fits. Free
+    blocks and blocks without a hash are skipped.
     """
 
     block_ids: Sequence[BlockId]

@@ -78,9 +78,8 @@ def _uptime_seconds() -> int:
 
 
 def _main_thread_nanos() -> tuple[int, int]:
-    """Nanoseconds for which the main thread has run and has waited for a processor.
-
-    Both are 0 if the kernel does not count them.
+    """Nanoseconds for which the main thread has run and has waited for a processor. Both are 0 if
+    the kernel does not count them.
     """
     try:
         ran, waited, _ = _SCHEDSTAT.read_text().split()

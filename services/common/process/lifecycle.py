@@ -105,10 +105,9 @@ def _end(status: int) -> NoReturn:
 
 
 def _on_unhandled_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs an error that no task awaits, except a failed look-up of a host name.
-
-    If a connection attempt is cancelled, uvloop does not cancel its look-up and drops the result.
-    The caller that wanted to connect has received another error.
+    """Logs an error that no task awaits, except a failed look-up of a host name. If a connection
+    attempt is cancelled, uvloop does not cancel its look-up and drops the result. The caller that
+    wanted to connect has received another error.
     """
     future = context.get("future")
     is_task = isinstance(future, asyncio.Task)

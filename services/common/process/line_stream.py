@@ -9,7 +9,6 @@ from typing import TextIO
 
 class LineStream:
     """Writes lines without the stream's buffers, which would keep lines that a full disk rejects.
-
     Lines that cannot be written are dropped. When writing succeeds again, a line with the number of
     dropped lines is written first.
     """

@@ -60,9 +60,8 @@ def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
 
 
 def _says_more_than_that_a_peer_left(record: logging.LogRecord) -> bool:
-    """Returns False for tracebacks that grpc.aio logs when a client disconnects during a write.
-
-    The service is notified of the disconnection by the end of the call.
+    """Returns False for tracebacks that grpc.aio logs when a client disconnects during a write. The
+    service is notified of the disconnection by the end of the call.
     """
     error = record.exc_info[0] if record.exc_info else None
     return error is None or error.__name__ != _WRITE_FAILED
@@ -126,9 +125,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """The fields of a line, which are the fields in `extra` and the fields of the request being
-    served.
-
-    If these fields have no trace id, the ids of the current trace and span are added.
+    served. If these fields have no trace id, the ids of the current trace and span are added.
     """
     fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
     fields.update(REQUEST_FIELDS.get() or {})

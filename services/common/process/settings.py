@@ -63,11 +63,10 @@ def setting(
     is_secret: bool = False,
     read: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Defines a field of a settings class. A setting without a default is required.
-
-    `check` returns the problem of a value ("must be at least 1"), or None. A secret can be read
-    from a file. `read` parses the text of a flag or variable, and raises ValueError with a
-    sentence. By default the field's type parses it.
+    """Defines a field of a settings class. A setting without a default is required. `check` returns
+    the problem of a value ("must be at least 1"), or None. A secret can be read from a file. `read`
+    parses the text of a flag or variable, and raises ValueError with a sentence. By default the
+    field's type parses it.
     """
     metadata = {"doc": doc, "check": check, "is_secret": is_secret, "read": read}
     return dataclasses.field(default=default, metadata=metadata)
@@ -136,7 +135,6 @@ def parse_settings(
     prog: str | None = None,
 ) -> T:
     """Reads the settings of `service`, by default from this process's arguments and environment.
-
     `prog` is the program's name in the help text, by default the service's module. Raises
     SettingError, or SystemExit(0) after --help.
     """
@@ -159,9 +157,8 @@ def parse_settings(
 
 
 def _variables(cls: type[IsDataclass], service: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Maps field names to the values that the environment sets.
-
-    Raises SettingError for a name that no program reads, or a secret's file that cannot be read.
+    """Maps field names to the values that the environment sets. Raises SettingError for a name that
+    no program reads, or a secret's file that cannot be read.
     """
     fields = dataclasses.fields(cls)
     names = {variable_name(service, field.name): field.name for field in fields}

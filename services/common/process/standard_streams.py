@@ -14,10 +14,8 @@ def complain(sentence: str) -> None:
 
 
 def drop_unwritten(*streams: TextIO | None) -> None:
-    """Flushes the streams and drops text that cannot be written.
-
-    Without this, Python would flush again at exit, fail, and exit with status 120 instead of the
-    program's own status.
+    """Flushes the streams and drops text that cannot be written. Without this, Python would flush
+    again at exit, fail, and exit with status 120 instead of the program's own status.
     """
     for stream in streams:
         if stream is None:

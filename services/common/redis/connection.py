@@ -51,9 +51,8 @@ class RedisConnection:
 
     def __init__(self, url: str, *, blocking: bool = False) -> None:
         """`blocking` permits commands that wait at the server. Then only whole calls have a time
-        limit, and single socket operations have none.
-
-        Raises SettingError if a file that the URL names is missing.
+        limit, and single socket operations have none. Raises SettingError if a file that the URL
+        names is missing.
         """
         self.name = without_secrets(url)
         if (complaint := missing_file(url)) is not None:
@@ -84,9 +83,8 @@ class RedisConnection:
     async def pipeline(
         self, commands: list[tuple[Any, ...]], seconds: float = CALL_SECONDS
     ) -> list[Any]:
-        """Executes commands in order, not as a transaction, and returns their answers.
-
-        All keys must belong to one slot. Raises RedisUnavailable if any command fails.
+        """Executes commands in order, not as a transaction, and returns their answers. All keys
+        must belong to one slot. Raises RedisUnavailable if any command fails.
         """
 
         async def use(client: Client) -> list[Any]:
@@ -100,9 +98,7 @@ class RedisConnection:
 
     async def require_usable(self) -> None:
         """Raises SettingError if no Redis is at the URL, or if the password or certificate is
-        wrong.
-
-        An unreachable server is only logged, because it may become reachable later.
+        wrong. An unreachable server is only logged, because it may become reachable later.
         """
         try:
             await self.call(lambda client: client.ping(), FIRST_CALL_SECONDS)
@@ -137,9 +133,7 @@ class RedisConnection:
 
 def why_unusable(error: BaseException) -> str | None:
     """Infers, from the error of a call, what is wrong with the URL, the password or the
-    certificate.
-
-    Returns None if a later retry may succeed.
+    certificate. Returns None if a later retry may succeed.
     """
     for cause in _causes(error):
         if isinstance(cause, _REFUSED):

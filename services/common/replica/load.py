@@ -6,7 +6,6 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
     """The load that a scheduler reports, over all its requests and its latest steps.
-
     `seconds_per_prompt_token` and `seconds_per_decode` are the times that each prompt token and
     each decoding request add to a step. 0 means that the value is not known yet.
     """

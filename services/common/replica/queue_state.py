@@ -9,19 +9,16 @@ RETRY_AFTER_SECONDS = 1.0
 
 
 def longest_wait(timeout_seconds: float, service_seconds: float) -> float:
-    """Limit on the seconds that a request with a timeout may wait in the queue.
-
-    This is the timeout minus the usual service time. At most half of the timeout is subtracted.
+    """Limit on the seconds that a request with a timeout may wait in the queue. This is the timeout
+    minus the usual service time. At most half of the timeout is subtracted.
     """
     return timeout_seconds - min(service_seconds, timeout_seconds / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """The length and speed of a replica's queue.
-
-    The scheduler uses it to decide which requests to queue. A gateway uses a copy, so that most
-    rejections do not involve the scheduler.
+    """The length and speed of a replica's queue. The scheduler uses it to decide which requests to
+    queue. A gateway uses a copy, so that most rejections do not involve the scheduler.
     """
 
     num_waiting: int
@@ -55,7 +52,6 @@ class QueueState:
 
     def longest_wait(self, timeout_seconds: float | None, *, has_output: bool) -> float | None:
         """Limit on the seconds that a request waits until it is scheduled. None means no limit.
-
         Only the client's timeout limits a request that has output.
         """
         longest = None if has_output else self.max_queue_seconds or None
@@ -79,9 +75,8 @@ class QueueState:
         self, longest: float | None, num_waiting: int | None = None
     ) -> ResourceExhausted | None:
         """Returns the error that rejects a request that may wait for at most `longest` seconds.
-        None if the request may be queued.
-
-        `longest` is a result of the method `longest_wait`. None means no limit.
+        None if the request may be queued. `longest` is a result of the method `longest_wait`. None
+        means no limit.
         """
         if num_waiting is None:
             num_waiting = self.num_waiting

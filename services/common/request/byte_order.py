@@ -5,9 +5,8 @@ from array import array
 
 
 def little_endian(numbers: "array[int]") -> "array[int]":
-    """Returns the same array with little-endian bytes.
-
-    On big-endian machines the bytes are swapped in place, and a second call swaps them back.
+    """Returns the same array with little-endian bytes. On big-endian machines the bytes are swapped
+    in place, and a second call swaps them back.
     """
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -1,7 +1,5 @@
-"""The rules by which a sequence's tokens end it.
-
-The scheduler ends requests by these rules. The gateway applies them if a scheduler was lost before
-it sent the finish reason.
+"""The rules by which a sequence's tokens end it. The scheduler ends requests by these rules. The
+gateway applies them if a scheduler was lost before it sent the finish reason.
 """
 
 from collections.abc import Sequence
@@ -21,11 +19,10 @@ class Finish:
 
 
 def ending_token_ids(sampling: SamplingParams) -> frozenset[int]:
-    """Tokens that end a sequence, which are EOS tokens and the client's stop tokens.
-
-    Requests with equal ending tokens share one set object. Each step looks up each request's new
-    tokens in the request's set. If each of a thousand requests had its own set object, most
-    look-ups would miss the processor's caches.
+    """Tokens that end a sequence, which are EOS tokens and the client's stop tokens. Requests with
+    equal ending tokens share one set object. Each step looks up each request's new tokens in the
+    request's set. If each of a thousand requests had its own set object, most look-ups would miss
+    the processor's caches.
     """
     return _token_set((*sampling.eos_token_ids, *sampling.stop_token_ids))
 
@@ -44,7 +41,6 @@ def append_until_end(
     sampling: SamplingParams,
 ) -> Finish | None:
     """Appends new tokens to a sequence (prompt and output), up to the first one that ends it.
-
     Returns how the sequence ends, or None if it continues. `ending` is
     `ending_token_ids(sampling)`. The checks are in vLLM's order: EOS, stop tokens, length,
     repetition. Before `min_tokens` output tokens, only the length limit ends a sequence.

@@ -1,7 +1,5 @@
-"""Compiles structured outputs for one vocabulary with llguidance.
-
-The gateway compiles grammars to check them, and workers compile them to enforce them. Both accept
-the same grammars.
+"""Compiles structured outputs for one vocabulary with llguidance. The gateway compiles grammars to
+check them, and workers compile them to enforce them. Both accept the same grammars.
 """
 
 import json
@@ -45,11 +43,10 @@ class GrammarCompiler:
     def __init__(
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int] = ()
     ) -> None:
-        """`tokenizer_json` is the text of a tokenizer.json.
-
-        Token ids below `vocab_size` that the tokenizer lacks are never allowed. `eos_token_ids` are
-        allowed at positions where an output may end. Takes a second for a large vocabulary. Raises
-        ValueError for a tokenizer whose tokens are not made of bytes.
+        """`tokenizer_json` is the text of a tokenizer.json. Token ids below `vocab_size` that the
+        tokenizer lacks are never allowed. `eos_token_ids` are allowed at positions where an output
+        may end. Takes a second for a large vocabulary. Raises ValueError for a tokenizer whose
+        tokens are not made of bytes.
         """
         described = json.loads(tokenizer_json)
         described["truncation"] = described["padding"] = None
@@ -67,12 +64,10 @@ class GrammarCompiler:
         )
 
     def compile(self, wanted: StructuredOutputs) -> LLMatcher:
-        """Returns a matcher in its initial state.
-
-        Raises InvalidArgument with llguidance's reason if the grammar is invalid or cannot be
-        enforced. The decision depends only on the text and the vocabulary, not on the compile time.
-        Size limits on the text bound the compile time to about two seconds in the worst known case.
-        Compiling releases the GIL.
+        """Returns a matcher in its initial state. Raises InvalidArgument with llguidance's reason
+        if the grammar is invalid or cannot be enforced. The decision depends only on the text and
+        the vocabulary, not on the compile time. Size limits on the text bound the compile time to
+        about two seconds in the worst known case. Compiling releases the GIL.
         """
         wanted.validate()
         try:

@@ -1,8 +1,6 @@
-"""A prompt that a client gives as token embeddings instead of tokens.
-
-Services without tensor libraries store the numbers as bytes, check their count, and add their
-digest to the cache salt. Where token ids are required, each embedding of such a prompt is
-represented by the id 0.
+"""A prompt that a client gives as token embeddings instead of tokens. Services without tensor
+libraries store the numbers as bytes, check their count, and add their digest to the cache salt.
+Where token ids are required, each embedding of such a prompt is represented by the id 0.
 """
 
 import enum
@@ -36,10 +34,9 @@ class EmbedsDtype(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbeds:
-    """A matrix [num_tokens, hidden_size] in row-major order, little-endian.
-
-    Raises InvalidArgument if there are no rows, or more rows than numbers. A small message can
-    therefore not claim a large number of tokens.
+    """A matrix [num_tokens, hidden_size] in row-major order, little-endian. Raises InvalidArgument
+    if there are no rows, or more rows than numbers. A small message can therefore not claim a large
+    number of tokens.
     """
 
     num_tokens: int
@@ -92,11 +89,10 @@ class PromptEmbeds:
 
 
 def _is_finite(data: bytes, dtype: EmbedsDtype) -> bool:
-    """Whether no number is infinite or NaN. Such numbers have all exponent bits set.
-
-    All numbers are checked at once, as digits of one integer. The lowest exponent bit is added to
-    each exponent, with the sign bits cleared. The sum carries into a sign bit exactly if all bits
-    of that exponent are set.
+    """Whether no number is infinite or NaN. Such numbers have all exponent bits set. All numbers
+    are checked at once, as digits of one integer. The lowest exponent bit is added to each
+    exponent, with the sign bits cleared. The sum carries into a sign bit exactly if all bits of
+    that exponent are set.
     """
     bits = 8 * dtype.itemsize
     lowest = 1 << dtype.lowest_exponent_bit

@@ -46,9 +46,8 @@ class RepetitionDetection:
             raise _invalid("min_count", f"is {self.min_count}, not in [2, {MAX_COUNT}]")
 
     def found_at_end(self, token_ids: Sequence[int], start: int) -> bool:
-        """Whether the tokens from `start` on end with a repetition that this rule detects.
-
-        A comparison of the last token alone excludes most pattern sizes.
+        """Whether the tokens from `start` on end with a repetition that this rule detects. A
+        comparison of the last token alone excludes most pattern sizes.
         """
         num_output = len(token_ids) - start
         longest = min(self.max_pattern_size, num_output // self.min_count)
@@ -58,10 +57,9 @@ class RepetitionDetection:
         )
 
     def _repeats(self, token_ids: Sequence[int], size: int) -> bool:
-        """Whether the tokens end with `min_count` patterns of this size.
-
-        If they do, each token of the repeated part equals the token one pattern earlier.
-        Increasingly long parts at the end are compared until the first difference.
+        """Whether the tokens end with `min_count` patterns of this size. If they do, each token of
+        the repeated part equals the token one pattern earlier. Increasingly long parts at the end
+        are compared until the first difference.
         """
         end, wanted, length = len(token_ids), size * (self.min_count - 1), 1
         while length < wanted:

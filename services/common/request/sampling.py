@@ -28,10 +28,9 @@ RANGES: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are sampled, and when a request ends.
-
-    stepwell.common.v1.SamplingParams specifies the fields. None means "not given". The gateway sets
-    `seed`, `max_tokens` and `eos_token_ids` before it sends a request to a scheduler.
+    """How tokens are sampled, and when a request ends. stepwell.common.v1.SamplingParams specifies
+    the fields. None means "not given". The gateway sets `seed`, `max_tokens` and `eos_token_ids`
+    before it sends a request to a scheduler.
     """
 
     temperature: float = 1.0
@@ -66,10 +65,9 @@ class SamplingParams:
         )
 
     def validate(self, vocab_size: int) -> None:
-        """Raises InvalidArgument, which names the first invalid field.
-
-        Values out of range, NaN, token ids outside the vocabulary, and combinations that leave no
-        token to sample are invalid.
+        """Raises InvalidArgument, which names the first invalid field. Values out of range, NaN,
+        token ids outside the vocabulary, and combinations that leave no token to sample are
+        invalid.
         """
         if self.max_tokens is not None and self.max_tokens < 1:
             raise _invalid("max_tokens", f"must be at least 1, not {self.max_tokens}")

@@ -14,10 +14,9 @@ _ALTERNATIVES = ("anyOf", "oneOf")
 
 
 def held_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema with its references encoded as URIs.
-
-    Raises InvalidArgument for a schema that llguidance would not enforce correctly. This can happen
-    because llguidance counts a repeated name several times and follows endless references.
+    """Returns the schema with its references encoded as URIs. Raises InvalidArgument for a schema
+    that llguidance would not enforce correctly. This can happen because llguidance counts a
+    repeated name several times and follows endless references.
     """
     checks = _Checks(schema)
     try:
@@ -36,9 +35,8 @@ class _Checks:
         self._num_left = _MAX_PARTS
 
     def check_counts(self) -> None:
-        """Raises InvalidArgument if `minProperties` requires more than one unlisted name.
-
-        An output could satisfy such a schema by repeating one name.
+        """Raises InvalidArgument if `minProperties` requires more than one unlisted name. An output
+        could satisfy such a schema by repeating one name.
         """
         seen: set[int] = set()
         left: list[object] = [self._root]

@@ -15,10 +15,9 @@ _INSTANCES = frozenset({"const", "enum"})
 
 
 def find_ref(root: object, ref: str) -> tuple[object, list[str]] | None:
-    """Returns the part that a reference names, and the path to it. None if it does not exist.
-
-    Names may be percent-encoded. As in ajv and jsonschema, the decoded name is looked up first,
-    then the name as written.
+    """Returns the part that a reference names, and the path to it. None if it does not exist. Names
+    may be percent-encoded. As in ajv and jsonschema, the decoded name is looked up first, then the
+    name as written.
     """
     if not ref.startswith("#"):
         return None
@@ -34,9 +33,8 @@ def find_ref(root: object, ref: str) -> tuple[object, list[str]] | None:
 
 
 def with_encoded_refs(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema with references to its own parts encoded as URIs.
-
-    Names in the original references may contain any characters.
+    """Returns the schema with references to its own parts encoded as URIs. Names in the original
+    references may contain any characters.
     """
     changed = _encoded(schema, schema)
     assert isinstance(changed, Mapping)

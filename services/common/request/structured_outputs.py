@@ -45,10 +45,9 @@ class StructuredOutputs:
     text: str
 
     def validate(self) -> None:
-        """Raises InvalidArgument if the text is empty or exceeds a size limit.
-
-        The limits apply to the number of bytes and, for JSON, to the number of values and their
-        depth. Every service validates every request, so recent results are cached.
+        """Raises InvalidArgument if the text is empty or exceeds a size limit. The limits apply to
+        the number of bytes and, for JSON, to the number of values and their depth. Every service
+        validates every request, so recent results are cached.
         """
         _validate(self)
 

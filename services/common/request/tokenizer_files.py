@@ -13,9 +13,8 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def tokenizer_fingerprint(directory: Path) -> bytes:
-    """32 bytes that are equal for equal tokenizers. Empty without tokenizer files.
-
-    If `tokenizer.json` exists, the bytes depend on this file alone, since it is complete. Otherwise
+    """32 bytes that are equal for equal tokenizers. Empty without tokenizer files. If
+    `tokenizer.json` exists, the bytes depend on this file alone, since it is complete. Otherwise
     they depend on the files from which it would be built.
     """
     present = [name for name in TOKENIZER_FILES if (directory / name).is_file()]

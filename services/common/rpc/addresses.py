@@ -1,6 +1,5 @@
-"""Addresses in settings have the form host:port or unix:PATH. IPv6 addresses have brackets.
-
-A setting that may name several addresses also accepts dns:NAME:PORT.
+"""Addresses in settings have the form host:port or unix:PATH. IPv6 addresses have brackets. A
+setting that may name several addresses also accepts dns:NAME:PORT.
 """
 
 import ipaddress

@@ -46,11 +46,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 def open_channel(
     address: str, tls: "Tls | None" = None, *, lookahead_bytes: int = LOOKAHEAD_BYTES
 ) -> ForwardingChannel:
-    """Creates a channel to host:port or unix:PATH, which connects at its first use.
-
-    `tls` is not used for Unix sockets. For a Unix socket, each bidirectional stream has a separate
-    socket. On each stream the peer may send `lookahead_bytes` bytes that are not read yet. The rest
-    of a longer message is sent once its reader waits for it.
+    """Creates a channel to host:port or unix:PATH, which connects at its first use. `tls` is not
+    used for Unix sockets. For a Unix socket, each bidirectional stream has a separate socket. On
+    each stream the peer may send `lookahead_bytes` bytes that are not read yet. The rest of a
+    longer message is sent once its reader waits for it.
     """
     options = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", lookahead_bytes))
     if tls is not None and not is_unix_address(address):

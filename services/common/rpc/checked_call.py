@@ -11,9 +11,8 @@ UNDECODABLE = object()
 
 
 def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Wraps a deserializer so that it returns UNDECODABLE instead of raising an error.
-
-    If a deserializer raises an error, grpc.aio logs its traceback and uses None as the message.
+    """Wraps a deserializer so that it returns UNDECODABLE instead of raising an error. If a
+    deserializer raises an error, grpc.aio logs its traceback and uses None as the message.
     """
     if deserialize is None:
         return None
@@ -28,9 +27,8 @@ def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
 
 
 class UndecodableAnswer(grpc.aio.AioRpcError):
-    """The error of a call whose answer cannot be decoded.
-
-    The error's status is INTERNAL, as in grpc for other languages.
+    """The error of a call whose answer cannot be decoded. The error's status is INTERNAL, as in
+    grpc for other languages.
     """
 
     def __init__(self, method: str) -> None:
@@ -40,9 +38,8 @@ class UndecodableAnswer(grpc.aio.AioRpcError):
 
 
 class CheckedCall:
-    """Wraps a grpc call. An undecodable message cancels the call and raises AioRpcError.
-
-    All other behaviour is unchanged.
+    """Wraps a grpc call. An undecodable message cancels the call and raises AioRpcError. All other
+    behaviour is unchanged.
     """
 
     def __init__(self, call: Any, method: str, on_end: Callable[[grpc.StatusCode], None]) -> None:

@@ -17,11 +17,9 @@ class ForwardingChannel(grpc.aio.Channel):
 
     @abstractmethod
     def renew(self) -> None:
-        """Makes the next call use a new connection.
-
-        A broken connection may seem intact while its packets are lost. Running calls continue on
-        the old connection. If there are none, the old connection is closed at once, which also ends
-        grpc's attempts to establish it.
+        """Makes the next call use a new connection. A broken connection may seem intact while its
+        packets are lost. Running calls continue on the old connection. If there are none, the old
+        connection is closed at once, which also ends grpc's attempts to establish it.
         """
 
     def began(self, call: grpc.aio.Call) -> None:

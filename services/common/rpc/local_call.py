@@ -21,10 +21,8 @@ _CANCELLED = status_pb2.Status(code=code_pb2.CANCELLED, message="Locally cancell
 
 
 class LocalCall:
-    """A call with streams in both directions.
-
-    It has the parts of `grpc.aio.StreamStreamCall` that services use, with the same errors. One
-    task may read and one task may write.
+    """A call with streams in both directions. It has the parts of `grpc.aio.StreamStreamCall` that
+    services use, with the same errors. One task may read and one task may write.
     """
 
     def __init__(
@@ -45,10 +43,8 @@ class LocalCall:
         self._stream.send(FrameKind.OPEN, opening(method, lookahead_bytes))
 
     async def write(self, request: Any) -> None:
-        """Sends a message. Raises InvalidStateError if the call has ended.
-
-        A message that is too large ends the call and raises AioRpcError. A cancelled write cancels
-        the call.
+        """Sends a message. Raises InvalidStateError if the call has ended. A message that is too
+        large ends the call and raises AioRpcError. A cancelled write cancels the call.
         """
         if self.ended.done():
             raise asyncio.InvalidStateError("the call has ended")
@@ -69,10 +65,9 @@ class LocalCall:
         self._stream.send(FrameKind.END)
 
     async def read(self) -> Any:
-        """Returns the next message, or EOF at the end.
-
-        Raises AioRpcError if the call ends with an error, and CancelledError if the call was
-        cancelled. A cancelled read cancels the call, so that no later read receives its message.
+        """Returns the next message, or EOF at the end. Raises AioRpcError if the call ends with an
+        error, and CancelledError if the call was cancelled. A cancelled read cancels the call, so
+        that no later read receives its message.
         """
         try:
             return await self._read()

@@ -30,9 +30,8 @@ _DEFECT = status_pb2.Status(code=code_pb2.UNKNOWN, message="a defect of the serv
 
 
 class LocalServer:
-    """Serves methods with streams in both directions. Each call has its own connection.
-
-    At most `max_calls` calls run at once. Further calls are rejected with RESOURCE_EXHAUSTED.
+    """Serves methods with streams in both directions. Each call has its own connection. At most
+    `max_calls` calls run at once. Further calls are rejected with RESOURCE_EXHAUSTED.
     """
 
     def __init__(
@@ -107,9 +106,8 @@ class LocalServer:
 
 
 class _Call:
-    """One call, which is also the context of its handler.
-
-    It has the parts of `grpc.aio.ServicerContext` that the services' handlers use.
+    """One call, which is also the context of its handler. It has the parts of
+    `grpc.aio.ServicerContext` that the services' handlers use.
     """
 
     def __init__(self, server: LocalServer, connection: socket.socket) -> None:
@@ -153,9 +151,8 @@ class _Call:
         self._stream.close()
 
     async def write(self, response: Any) -> None:
-        """Sends a response, and waits while the client does not read.
-
-        A response that is too large ends the call and raises AbortError.
+        """Sends a response, and waits while the client does not read. A response that is too large
+        ends the call and raises AbortError.
         """
         message = self._handler.response_serializer(response)
         if len(message) > MAX_MESSAGE_BYTES:

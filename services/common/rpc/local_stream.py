@@ -43,10 +43,8 @@ def streams_path(path: str) -> str:
 
 
 def opening(method: str, lookahead_bytes: int) -> bytes:
-    """The payload of OPEN.
-
-    It has the method, such as /package.Service/Method, and the number of bytes that the server may
-    send before the client reads them.
+    """The payload of OPEN. It has the method, such as /package.Service/Method, and the number of
+    bytes that the server may send before the client reads them.
     """
     return _LOOKAHEAD.pack(lookahead_bytes) + method.encode()
 
@@ -59,9 +57,8 @@ def opened(payload: bytes) -> tuple[str, int]:
 
 
 class LocalStream:
-    """One end of a stream, in the running event loop. One task may read and one task may write.
-
-    The event loop's thread does all the work. A message is sent by the call that writes it, and an
+    """One end of a stream, in the running event loop. One task may read and one task may write. The
+    event loop's thread does all the work. A message is sent by the call that writes it, and an
     arriving message wakes only this thread. In grpc.aio another thread is woken first, which then
     notifies the loop of each message and of the end of each write.
     """
@@ -73,11 +70,10 @@ class LocalStream:
         on_frame: Callable[[FrameKind, bytes], None],
         on_lost: Callable[[], None],
     ) -> None:
-        """Takes over `connection`, which must be non-blocking.
-
-        Receiving pauses while more than `lookahead_bytes` of messages are unread, except that one
-        longer message is received whole. `on_frame` is called with all frames except messages.
-        `on_lost` is called if the connection ends before `close` or receives an invalid frame.
+        """Takes over `connection`, which must be non-blocking. Receiving pauses while more than
+        `lookahead_bytes` of messages are unread, except that one longer message is received whole.
+        `on_frame` is called with all frames except messages. `on_lost` is called if the connection
+        ends before `close` or receives an invalid frame.
         """
         self._connection = connection
         self._lookahead_bytes = lookahead_bytes
@@ -112,17 +108,15 @@ class LocalStream:
         return bool(ends.poll(0))
 
     def limit_sending(self, num_bytes: int) -> None:
-        """Limits the unread bytes that the kernel buffers for the peer to about `num_bytes`.
-
-        The kernel buffers at least a few messages.
+        """Limits the unread bytes that the kernel buffers for the peer to about `num_bytes`. The
+        kernel buffers at least a few messages.
         """
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
 
     def send(self, kind: FrameKind, payload: bytes = b"") -> None:
-        """Sends a frame, or stores it until the peer has read earlier frames.
-
-        If the connection has ended, the frame is dropped. `on_lost` is called after all data that
-        arrived before the end is received.
+        """Sends a frame, or stores it until the peer has read earlier frames. If the connection has
+        ended, the frame is dropped. `on_lost` is called after all data that arrived before the end
+        is received.
         """
         if self._is_closed:
             return

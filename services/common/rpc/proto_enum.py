@@ -14,10 +14,9 @@ class _Values(Protocol[V]):
 
 
 class ProtoEnum(Generic[E, V]):
-    """Converts between the members of an enum and the numbers of its wire form.
-
-    The member `NAME` corresponds to `<prefix>NAME`. A member or number without counterpart raises
-    TypeError when the module is imported. `<prefix>UNSPECIFIED` has no counterpart.
+    """Converts between the members of an enum and the numbers of its wire form. The member `NAME`
+    corresponds to `<prefix>NAME`. A member or number without counterpart raises TypeError when the
+    module is imported. `<prefix>UNSPECIFIED` has no counterpart.
     """
 
     __slots__ = ("_members", "_numbers")

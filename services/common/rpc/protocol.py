@@ -34,9 +34,8 @@ def own_release() -> common_pb2.Release:
 
 
 def require_same_protocol(peer: str, theirs: common_pb2.Release, service: str) -> None:
-    """Raises OtherProtocol if the protocols differ.
-
-    `peer` and `service` are names for the message, such as "the scheduler" and "worker".
+    """Raises OtherProtocol if the protocols differ. `peer` and `service` are names for the message,
+    such as "the scheduler" and "worker".
     """
     if theirs.protocol != PROTOCOL:
         raise OtherProtocol(

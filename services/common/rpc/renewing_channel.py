@@ -23,7 +23,6 @@ class RenewingChannel(ForwardingChannel):
         self, connect: Callable[[], grpc.aio.Channel], certificate: Callable[[], object]
     ) -> None:
         """`connect` creates a channel with a connection of its own and the current certificate.
-
         `certificate` returns an object that is replaced when the certificate changes.
         """
         self._connect = connect

@@ -12,7 +12,6 @@ clients that were rejected together from returning together.
 
 def retry_hint_seconds(error: StepwellError) -> float | None:
     """Seconds after which the client should retry. They are never less than the error's own value.
-
     None if the error has no retry time or a retry does not help.
     """
     if error.retry_after_seconds is None or error.may_retry is False:

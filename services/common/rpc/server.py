@@ -74,7 +74,6 @@ class GrpcServer:
         has_local_streams: bool = False,
     ) -> None:
         """With `tls`, network clients must use TLS, and only clients that `tls` allows are served.
-
         With `has_local_streams`, a server at unix:PATH also serves bidirectional streams at
         PATH.streams (`LocalStream`). These calls bypass `interceptors`.
         """
@@ -104,11 +103,10 @@ class GrpcServer:
     async def start(
         self, address: str, health_address: str | None = None, health_file: Path | None = None
     ) -> str:
-        """Binds and serves. The service is live, but not ready until `set_ready`.
-
-        Returns the bound address. `address` is host:port, with port 0 for a free port, or
-        unix:PATH. `health_address` serves only health, without TLS. `health_file` is a file with
-        the same state (`HealthFile`). Raises Unavailable.
+        """Binds and serves. The service is live, but not ready until `set_ready`. Returns the bound
+        address. `address` is host:port, with port 0 for a free port, or unix:PATH. `health_address`
+        serves only health, without TLS. `health_file` is a file with the same state (`HealthFile`).
+        Raises Unavailable.
         """
         reflection.enable_server_reflection(
             [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
@@ -146,9 +144,8 @@ class GrpcServer:
         await self._health.set(LIVENESS, _status(live))
 
     def begin_drain(self, grace_seconds: float) -> None:
-        """Rejects new calls and asks clients to reconnect elsewhere. Call `drain` afterwards.
-
-        The health address stays available.
+        """Rejects new calls and asks clients to reconnect elsewhere. Call `drain` afterwards. The
+        health address stays available.
         """
         self._stopping = asyncio.create_task(self._stop(grace_seconds))
 
@@ -174,9 +171,8 @@ class GrpcServer:
 
 
 class _StreamHandlers:
-    """Replaces a server, and receives the handlers that a generated `register` adds to it.
-
-    It stores the handlers of bidirectional streams.
+    """Replaces a server, and receives the handlers that a generated `register` adds to it. It
+    stores the handlers of bidirectional streams.
     """
 
     def __init__(self, local: LocalServer, tls: "Tls | None") -> None:
@@ -199,10 +195,8 @@ def _status(serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
 
 
 def _bind(server: grpc.aio.Server, address: str, tls: "Tls | None") -> int:
-    """Binds an address and returns its port. Raises Unavailable.
-
-    A Unix socket at which another process listens is also an error, since grpc would remove the
-    socket.
+    """Binds an address and returns its port. Raises Unavailable. A Unix socket at which another
+    process listens is also an error, since grpc would remove the socket.
     """
     if is_unix_address(address):
         path = Path(unix_path(address))
@@ -304,7 +298,6 @@ def _raising(deserialize: Any, method: str) -> Any:
 
 def _returning(deserialize: Any, method: str) -> Any:
     """A deserializer for calls with one request message, which returns an error as the message.
-
     grpc deserializes such a message before it calls the handler.
     """
     read = _raising(deserialize, method)

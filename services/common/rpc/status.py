@@ -1,7 +1,5 @@
-"""Maps errors to gRPC statuses and back.
-
-Details follow google.rpc: ErrorInfo (reason, domain), BadRequest (field), RetryInfo (delay),
-QuotaFailure (tenant).
+"""Maps errors to gRPC statuses and back. Details follow google.rpc: ErrorInfo (reason, domain),
+BadRequest (field), RetryInfo (delay), QuotaFailure (tenant).
 """
 
 import re
@@ -107,7 +105,6 @@ def to_rich_status(
 
 def trailing_metadata(error: errors.StepwellError) -> tuple[tuple[str, str | bytes], ...]:
     """The trailing metadata of an error, which contains its details and grpc's own retry delay.
-
     grpc retries by itself only if the service config has a retryPolicy. A delay of -1 forbids it.
     """
     seconds = retry_hint_seconds(error)
@@ -140,10 +137,9 @@ def from_rpc_error(rpc_error: RpcError) -> errors.StepwellError:
 
 
 def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
-    """Does the same as `from_rpc_error`, but describes connection errors in terms of the peer.
-
-    An example is "the worker at 10.0.0.7:9003 closed the connection". If the peer could not decode
-    a message, the message was damaged on its way, and the peer counts as temporarily unavailable.
+    """Does the same as `from_rpc_error`, but describes connection errors in terms of the peer. An
+    example is "the worker at 10.0.0.7:9003 closed the connection". If the peer could not decode a
+    message, the message was damaged on its way, and the peer counts as temporarily unavailable.
     """
     if rpc_status.from_call(rpc_error) is None:
         if rpc_error.code() is grpc.StatusCode.UNAVAILABLE:

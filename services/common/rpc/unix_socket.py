@@ -7,9 +7,8 @@ from pathlib import Path
 
 
 def remove_abandoned(path: Path) -> None:
-    """Removes the socket of an ended process, so that the path can be bound again.
-
-    A socket with a listening process stays, and so does any file that is not a socket.
+    """Removes the socket of an ended process, so that the path can be bound again. A socket with a
+    listening process stays, and so does any file that is not a socket.
     """
     if not path.is_socket():
         return

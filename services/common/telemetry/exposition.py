@@ -19,10 +19,9 @@ _HEADER = b"# HELP "
 
 
 class Exposition:
-    """The metrics of one process. `render` reads them and may be called from any thread.
-
-    `own` are metrics of this service alone. `shared` are metrics that every service has. The shared
-    metrics and the metrics of the process itself get the label `service`.
+    """The metrics of one process. `render` reads them and may be called from any thread. `own` are
+    metrics of this service alone. `shared` are metrics that every service has. The shared metrics
+    and the metrics of the process itself get the label `service`.
     """
 
     def __init__(
@@ -45,10 +44,9 @@ class Exposition:
         *,
         exemplars: bool = False,
     ) -> bytes:
-        """Returns the text, with `labels` added to all series.
-
-        A series is omitted if it already has one of the added labels with another value. A series
-        with any of `hidden_labels` is omitted, too. Buckets have exemplars if `exemplars` is set.
+        """Returns the text, with `labels` added to all series. A series is omitted if it already
+        has one of the added labels with another value. A series with any of `hidden_labels` is
+        omitted, too. Buckets have exemplars if `exemplars` is set.
         """
         added = {**self._labels, **(labels or {})}
         text = [
@@ -99,9 +97,8 @@ def is_exposition(text: bytes) -> bool:
 
 
 def merged(texts: Iterable[bytes]) -> bytes:
-    """Merges the metrics of several texts into one text.
-
-    A metric is omitted from a text if an earlier text has it with another type.
+    """Merges the metrics of several texts into one text. A metric is omitted from a text if an
+    earlier text has it with another type.
     """
     families: dict[bytes, tuple[bytes, list[bytes]]] = {}
     for text in texts:

@@ -29,7 +29,6 @@ Render = Callable[[bool], bytes]
 @contextmanager
 def serving_metrics(render: Render, address: str | None) -> Iterator[str | None]:
     """Serves the text of `render` over HTTP on host:port in threads, and yields the bound address.
-
     Serves nothing if `address` is None. Raises Unavailable if the address cannot be bound.
     """
     if address is None:

@@ -45,9 +45,8 @@ def serve_collect(server: GrpcServer, collect: Collect) -> None:
 async def collect_from(
     channel: grpc.aio.Channel, labels: Mapping[str, str] | None = None, *, exemplars: bool
 ) -> bytes | None:
-    """Returns the metrics of another process, with these labels added to each series.
-
-    Returns None if the process does not answer in time or its answer is not in the text format.
+    """Returns the metrics of another process, with these labels added to each series. Returns None
+    if the process does not answer in time or its answer is not in the text format.
     """
     stub = metrics_pb2_grpc.MetricsStub(channel)
     try:

@@ -1,7 +1,6 @@
-"""Stable names of spans, attributes and metrics, on which dashboards and queries depend.
-
-Spans of the gateway follow the OpenTelemetry GenAI conventions. A metric with the meaning of a vLLM
-metric has vLLM's name. All other metrics have the prefix `stepwell_`.
+"""Stable names of spans, attributes and metrics, on which dashboards and queries depend. Spans of
+the gateway follow the OpenTelemetry GenAI conventions. A metric with the meaning of a vLLM metric
+has vLLM's name. All other metrics have the prefix `stepwell_`.
 """
 
 # Spans. A request's trace has the gateway's server span and its parts. For each replica that the

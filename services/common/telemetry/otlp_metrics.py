@@ -21,11 +21,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def service_meter(service: str, settings: ServiceSettings) -> Iterator[Meter]:
-    """Yields a meter whose instruments are sent to the endpoint of the settings.
-
-    The interval is one minute, or OTEL_METRIC_EXPORT_INTERVAL in milliseconds. The instruments do
-    nothing without an endpoint, or if OTEL_METRICS_EXPORTER is "none". Remaining values are sent at
-    the end.
+    """Yields a meter whose instruments are sent to the endpoint of the settings. The interval is
+    one minute, or OTEL_METRIC_EXPORT_INTERVAL in milliseconds. The instruments do nothing without
+    an endpoint, or if OTEL_METRICS_EXPORTER is "none". Remaining values are sent at the end.
     """
     if not settings.otlp_endpoint or os.environ.get("OTEL_METRICS_EXPORTER") == "none":
         yield NoOpMeter("stepwell")

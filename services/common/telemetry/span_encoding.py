@@ -1,6 +1,5 @@
-"""Encodes spans as OTLP messages in a third of the processor time of the SDK's own encoder.
-
-Links and most attributes repeat, because each step of a request has a link to the request, and each
+"""Encodes spans as OTLP messages in a third of the processor time of the SDK's own encoder. Links
+and most attributes repeat, because each step of a request has a link to the request, and each
 request of a step has a link to the step. Their encoded messages are cached and copied.
 """
 

@@ -1,7 +1,5 @@
-"""Exports spans over OTLP.
-
-Loading the SDK's exporter takes a tenth of a scheduler's start time, so only processes that send
-spans import this module.
+"""Exports spans over OTLP. Loading the SDK's exporter takes a tenth of a scheduler's start time, so
+only processes that send spans import this module.
 """
 
 from collections.abc import Sequence

@@ -21,10 +21,9 @@ class DropReason(Enum):
 
 
 class SpanOutage:
-    """Detects outages from the numbers of dropped spans before and after each export.
-
-    An outage may span many exports. Its cause is logged at the first drop, and the number of
-    dropped spans at its end.
+    """Detects outages from the numbers of dropped spans before and after each export. An outage may
+    span many exports. Its cause is logged at the first drop, and the number of dropped spans at its
+    end.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,6 @@ class SpanOutage:
         self, num_dropped: Counter[DropReason], failure: str | None, *, is_caught_up: bool
     ) -> None:
         """Must be called after each export with the total drops and the batch's failure, if any.
-
         `is_caught_up` means that the batch was accepted and less than one batch waits. An outage
         ends when `is_caught_up` is set and no span was dropped since the previous batch.
         """
@@ -51,9 +49,8 @@ class SpanOutage:
             self._before = None
 
     def stopped(self, num_dropped: Counter[DropReason]) -> None:
-        """Must be called when the service ends. Logs the drops since the outage began.
-
-        If the collector has not answered the current export, drops since its start are logged.
+        """Must be called when the service ends. Logs the drops since the outage began. If the
+        collector has not answered the current export, drops since its start are logged.
         """
         if self._before is None:
             self._before = self._num_dropped

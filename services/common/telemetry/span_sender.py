@@ -36,16 +36,14 @@ class NotTaken(Exception):
 
 
 class SpanSender(SpanProcessor):
-    """Queues ended spans and exports them in batches.
-
-    The standard variables set the queue size (OTEL_BSP_MAX_QUEUE_SIZE), the batch size
-    (OTEL_BSP_MAX_EXPORT_BATCH_SIZE) and the interval in milliseconds (OTEL_BSP_SCHEDULE_DELAY).
+    """Queues ended spans and exports them in batches. The standard variables set the queue size
+    (OTEL_BSP_MAX_QUEUE_SIZE), the batch size (OTEL_BSP_MAX_EXPORT_BATCH_SIZE) and the interval in
+    milliseconds (OTEL_BSP_SCHEDULE_DELAY).
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """`exporter` must raise NotTaken for spans that are not accepted.
-
-        Raises SettingError for a variable that is not a whole number above 0.
+        """`exporter` must raise NotTaken for spans that are not accepted. Raises SettingError for a
+        variable that is not a whole number above 0.
         """
         self.num_sent = 0
         self.num_dropped: Counter[DropReason] = Counter()

@@ -26,9 +26,8 @@ def passed_on(baggage: str) -> str:
 
 
 def baggage_attributes(baggage: str) -> dict[str, str]:
-    """The entries of the baggage header as span attributes `baggage.KEY`.
-
-    Invalid entries are omitted. At most 16 entries with 256 characters each are kept.
+    """The entries of the baggage header as span attributes `baggage.KEY`. Invalid entries are
+    omitted. At most 16 entries with 256 characters each are kept.
     """
     attributes: dict[str, str] = {}
     for entry in baggage.split(",") if baggage else ():

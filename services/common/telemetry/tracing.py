@@ -1,8 +1,7 @@
-"""Tracing over OTLP if an endpoint is set. Otherwise nothing is traced.
-
-Sampling is parent-based. The service where a trace begins decides at random, with a configured
-probability. Later services follow the flag in the W3C `traceparent` of their messages. An unsampled
-trace context is sent as an empty string, so that it costs later services one comparison.
+"""Tracing over OTLP if an endpoint is set. Otherwise nothing is traced. Sampling is parent-based.
+The service where a trace begins decides at random, with a configured probability. Later services
+follow the flag in the W3C `traceparent` of their messages. An unsampled trace context is sent as an
+empty string, so that it costs later services one comparison.
 """
 
 import logging
@@ -100,10 +99,8 @@ class Tracing:
         attributes: Attributes | None = None,
         start_unix_nanos: int | None = None,
     ) -> Span:
-        """Starts a span, which the caller must end.
-
-        Its parent is the span of `traceparent`. Without a valid `traceparent` the span begins a new
-        trace.
+        """Starts a span, which the caller must end. Its parent is the span of `traceparent`.
+        Without a valid `traceparent` the span begins a new trace.
         """
         if self.provider is None:
             return INVALID_SPAN
@@ -117,7 +114,6 @@ class Tracing:
 
     def draw_root(self, *, is_sampled: bool = False) -> SpanContext | None:
         """Returns the context of the first span of a new trace, or None if it is not sampled.
-
         `is_sampled` forces sampling.
         """
         if self.processor is None or not (is_sampled or self._is_drawn()):
@@ -133,11 +129,9 @@ class Tracing:
     def origin(
         self, traceparent: str = "", tracestate: str = "", *, may_be_drawn: bool = True
     ) -> TraceOrigin:
-        """Returns the trace of a request with these headers, or a new trace.
-
-        The caller's flag decides whether the trace is sampled. Without a caller, the sampler
-        decides. If `may_be_drawn` is False, a new trace is not sampled, and the sampler does not
-        count it.
+        """Returns the trace of a request with these headers, or a new trace. The caller's flag
+        decides whether the trace is sampled. Without a caller, the sampler decides. If
+        `may_be_drawn` is False, a new trace is not sampled, and the sampler does not count it.
         """
         parent = parse_traceparent(traceparent, tracestate)
         if parent is not None:
@@ -196,11 +190,9 @@ def configure_tracing(
     exporter: SpanExporter | None = None,
     root_sampler: Sampler | None = None,
 ) -> Tracing:
-    """Creates the tracing of a service.
-
-    `endpoint` is an OTLP/gRPC URL such as http://host:4317, a comma-separated list of such URLs, or
-    empty. Every span is sent to all URLs. If given, `exporter` receives every span when it ends,
-    and `root_sampler` replaces the ratio.
+    """Creates the tracing of a service. `endpoint` is an OTLP/gRPC URL such as http://host:4317, a
+    comma-separated list of such URLs, or empty. Every span is sent to all URLs. If given,
+    `exporter` receives every span when it ends, and `root_sampler` replaces the ratio.
     """
     # This logger would log every invalid `tracestate` of a client.
     logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)

@@ -19,10 +19,9 @@ _LAST_SHARE = 0.1
 
 
 class CertificateWatch:
-    """The certificate that its files contained when they were last valid.
-
-    Any thread may read `current`. A new certificate is a new object. Damaged, half-written or
-    expired files change nothing and are logged once.
+    """The certificate that its files contained when they were last valid. Any thread may read
+    `current`. A new certificate is a new object. Damaged, half-written or expired files change
+    nothing and are logged once.
     """
 
     def __init__(

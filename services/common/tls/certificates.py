@@ -1,5 +1,4 @@
 """A certificate, its key and the trusted authorities, read from PEM files (RFC 7468).
-
 `cryptography` is an optional dependency, so this module is imported only if a certificate is set.
 """
 
@@ -40,7 +39,6 @@ class PemFile:
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
     """The files of a certificate chain, its key, and the authorities (CA) for peers' certificates.
-
     Without authorities no peer is asked for a certificate.
     """
 
@@ -55,9 +53,8 @@ class CertificateFiles:
         )
 
     def check(self, contents: "PemContents") -> "Certificate":
-        """Parses the certificate in the files.
-
-        Raises CertificateError if it is damaged or expired, or if the key does not match.
+        """Parses the certificate in the files. Raises CertificateError if it is damaged or expired,
+        or if the key does not match.
         """
         own = self._first_certificate(self.cert, contents.chain)
         self._check_key(own, contents.key)

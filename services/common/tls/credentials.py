@@ -1,6 +1,5 @@
-"""grpc credentials for servers and channels, made from the current certificate.
-
-A connection keeps the certificates with which it began. New connections use the current ones.
+"""grpc credentials for servers and channels, made from the current certificate. A connection keeps
+the certificates with which it began. New connections use the current ones.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,12 +20,10 @@ _NAME_OF_SERVER = "grpc.ssl_target_name_override"
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """A service's certificate, and the names that peers' certificates must have.
-
-    A caller's certificate must have one of `allowed_names` as subject alternative name (DNS name,
-    address or URI). If `allowed_names` is empty, every certificate of the authority is allowed.
-    `server_name` is the name that servers' certificates must have. None means the host of the
-    server's address.
+    """A service's certificate, and the names that peers' certificates must have. A caller's
+    certificate must have one of `allowed_names` as subject alternative name (DNS name, address or
+    URI). If `allowed_names` is empty, every certificate of the authority is allowed. `server_name`
+    is the name that servers' certificates must have. None means the host of the server's address.
     """
 
     watch: CertificateWatch
@@ -63,9 +60,8 @@ class Tls:
         )
 
     def check_caller(self, context: "grpc.aio.ServicerContext[object, object]") -> None:
-        """Raises PermissionDenied for a caller whose certificate has no allowed name.
-
-        Callers over a Unix socket have no certificate and are not checked.
+        """Raises PermissionDenied for a caller whose certificate has no allowed name. Callers over
+        a Unix socket have no certificate and are not checked.
         """
         if self.allowed_names and not is_unix_address(context.peer()):
             names = _subject_names(context.auth_context())

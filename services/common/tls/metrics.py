@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 
 class TlsCollector(Collector):
-    """Exports the certificates of a service, read at each scrape.
-
-    An argument is None if that certificate is not used, and no metrics are exported for it.
+    """Exports the certificates of a service, read at each scrape. An argument is None if that
+    certificate is not used, and no metrics are exported for it.
     """
 
     def __init__(self, *each: "Tls | None") -> None:

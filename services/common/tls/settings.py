@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFields:
-    """The names of the settings for one use of TLS.
-
-    `purpose` names the certificate in logs and metrics. If `is_ca_needed` is False, the setting
-    `ca` is optional. Without it peers need no certificate.
+    """The names of the settings for one use of TLS. `purpose` names the certificate in logs and
+    metrics. If `is_ca_needed` is False, the setting `ca` is optional. Without it peers need no
+    certificate.
     """
 
     purpose: str
@@ -45,9 +44,8 @@ services, and the setting of `server_name` if it calls others.
 
 @contextmanager
 def tls_of(settings: Any, fields: TlsFields = INTERNAL) -> "Iterator[Tls | None]":
-    """Yields the Tls of these settings, with a certificate that is kept up to date.
-
-    Yields None if none of the settings is given. Raises SettingError.
+    """Yields the Tls of these settings, with a certificate that is kept up to date. Yields None if
+    none of the settings is given. Raises SettingError.
     """
     values = {
         name: getattr(settings, name, None) or None

@@ -1,6 +1,5 @@
-"""The streams of WatchEvents, each with a bounded queue.
-
-Without Redis, gateways use these streams to track which prefixes a pool has cached.
+"""The streams of WatchEvents, each with a bounded queue. Without Redis, gateways use these streams
+to track which prefixes a pool has cached.
 """
 
 import asyncio
@@ -19,10 +18,9 @@ Snapshot = Callable[[], EventBatch]
 
 
 class EventFeed:
-    """Sends every batch of events to the watchers of the pool.
-
-    Unread batches are stored for each watcher, up to `max_hashes` hashes. If there are more, the
-    batches are dropped, and a new snapshot is sent to the watcher at its next read.
+    """Sends every batch of events to the watchers of the pool. Unread batches are stored for each
+    watcher, up to `max_hashes` hashes. If there are more, the batches are dropped, and a new
+    snapshot is sent to the watcher at its next read.
     """
 
     def __init__(self, max_hashes: int = MAX_UNREAD_HASHES) -> None:

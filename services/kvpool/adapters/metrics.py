@@ -1,7 +1,6 @@
-"""Prometheus metrics of the pools and of writes to Redis, read from counts at each scrape.
-
-The hot path updates no metric. A metric has vLLM's name if it has the same meaning. Metrics of a
-replica as a whole belong to the scheduler.
+"""Prometheus metrics of the pools and of writes to Redis, read from counts at each scrape. The hot
+path updates no metric. A metric has vLLM's name if it has the same meaning. Metrics of a replica as
+a whole belong to the scheduler.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,9 +46,8 @@ _COUNTS_AND_SUMS: dict[str, tuple[Read, Read]] = {
 
 
 class PoolCollector(Collector, Generic[Answer]):
-    """Exports the counts of every pool, with its name as the label `engine`.
-
-    Counters restart at 0 when a pool is reopened.
+    """Exports the counts of every pool, with its name as the label `engine`. Counters restart at 0
+    when a pool is reopened.
     """
 
     def __init__(self, host: PoolHost[Answer]) -> None:

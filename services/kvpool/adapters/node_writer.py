@@ -259,10 +259,9 @@ class NodeWriter:
         return entries
 
     def _entry(self, batch: KeyBatch) -> Command:
-        """Returns the command that appends a batch to the log.
-
-        The log keeps the entries of two snapshot periods. The ages of entries follow from their
-        ids, which contain the time of the server's clock.
+        """Returns the command that appends a batch to the log. The log keeps the entries of two
+        snapshot periods. The ages of entries follow from their ids, which contain the time of the
+        server's clock.
         """
         kept_millis = int(2_000 * self._times.snapshot_seconds)
         oldest = max(0, int(self._log_id.partition("-")[0]) - kept_millis)

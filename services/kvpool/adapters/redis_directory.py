@@ -1,6 +1,5 @@
-"""Writes the pools' cached keys to the directory in Redis, for gateways to read.
-
-Pools never wait for Redis, because each pool has a task that writes the recorded events.
+"""Writes the pools' cached keys to the directory in Redis, for gateways to read. Pools never wait
+for Redis, because each pool has a task that writes the recorded events.
 """
 
 import asyncio

@@ -93,9 +93,8 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def MatchPrefix(
         self, request: kvpool_pb2.MatchPrefixRequest, _context: Context
     ) -> kvpool_pb2.MatchPrefixResponse:
-        """Returns how many leading blocks of a chain of hashes are cached in each pool.
-
-        Tests and tools use it. Gateways use WatchEvents or the directory in Redis instead.
+        """Returns how many leading blocks of a chain of hashes are cached in each pool. Tests and
+        tools use it. Gateways use WatchEvents or the directory in Redis instead.
         """
         hashes = block_hashes_from_proto(request.hashes, "hashes")
         return converters.pool_matches_to_proto(await self._directory.match(hashes))
@@ -103,10 +102,9 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def WatchEvents(
         self, request: kvpool_pb2.WatchEventsRequest, _context: Context
     ) -> AsyncIterator[kvpool_pb2.WatchEventsResponse]:
-        """Streams a snapshot of a pool's index, then its changes, for gateways without Redis.
-
-        Each transaction publishes its changes before it is answered. Events therefore never wait
-        for other events or for a timer.
+        """Streams a snapshot of a pool's index, then its changes, for gateways without Redis. Each
+        transaction publishes its changes before it is answered. Events therefore never wait for
+        other events or for a timer.
         """
         pool_id = self._host.get(PoolId(request.pool_id)).pool_id
         watching = self._feed.watch(pool_id, lambda: self._host.get(pool_id).snapshot())

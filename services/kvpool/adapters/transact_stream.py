@@ -11,10 +11,9 @@ Message = TypeVar("Message")
 
 
 class TransactStream:
-    """One client's stream of transactions, which a newer stream may end at any time.
-
-    The stream belongs to the task that created it. `take_over` cancels this task if it is waiting
-    for the client. If the task is applying a transaction, the stream ends at its next read.
+    """One client's stream of transactions, which a newer stream may end at any time. The stream
+    belongs to the task that created it. `take_over` cancels this task if it is waiting for the
+    client. If the task is applying a transaction, the stream ends at its next read.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,4 @@
 """Measures how long cached blocks live, stay idle before eviction, and wait until their reuse.
-
 These are vLLM's samples `kv_block_lifetime`, `kv_block_idle_before_evict` and `kv_block_reuse_gap`,
 kept as sums and counts over all cached blocks. The unit of time is one transaction.
 """
@@ -10,10 +9,9 @@ from services.common.pool.ids import BlockId
 
 
 class BlockAges:
-    """Sums of block ages since the pool was opened.
-
-    The owner of this object must add 1 to `now` in each transaction, and 1 to `num_resets` when the
-    whole prefix index is cleared. Cleared blocks do not count as evicted.
+    """Sums of block ages since the pool was opened. The owner of this object must add 1 to `now` in
+    each transaction, and 1 to `num_resets` when the whole prefix index is cleared. Cleared blocks
+    do not count as evicted.
     """
 
     __slots__ = (

@@ -22,11 +22,10 @@ class BlockState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The blocks of a pool in order of their ids, without the null block, as a list of cells.
-
-    Each cell stands for `blocks_per_cell` blocks and shows the block with the greatest state.
-    `states` and `owners` are parallel. An owner is the request admitted last among those that use
-    the block, or 0 if the block is free.
+    """The blocks of a pool in order of their ids, without the null block, as a list of cells. Each
+    cell stands for `blocks_per_cell` blocks and shows the block with the greatest state. `states`
+    and `owners` are parallel. An owner is the request admitted last among those that use the block,
+    or 0 if the block is free.
     """
 
     blocks_per_cell: int
@@ -45,10 +44,8 @@ def block_map(
     shared: Iterable[BlockId],
     max_cells: int,
 ) -> BlockMap:
-    """Returns the map of blocks 1 .. num_blocks-1.
-
-    `tables` has the blocks of each request, `cached` the published blocks, and `shared` the blocks
-    that are in several tables.
+    """Returns the map of blocks 1 .. num_blocks-1. `tables` has the blocks of each request,
+    `cached` the published blocks, and `shared` the blocks that are in several tables.
     """
     states = [BlockState.BLANK] * num_blocks
     owners: list[RequestKey] = [RequestKey(0)] * num_blocks

@@ -60,9 +60,8 @@ class BlockPool:
         return self._free.count_cached(cached_blocks)
 
     def get_new_blocks(self, num_blocks: int) -> list[BlockId]:
-        """Allocates `num_blocks` blocks from the front of the free queue.
-
-        The queue must contain that many blocks. An allocated block that was cached loses its hash.
+        """Allocates `num_blocks` blocks from the front of the free queue. The queue must contain
+        that many blocks. An allocated block that was cached loses its hash.
         """
         blocks = self._free.pop_blank(num_blocks)
         if len(blocks) < num_blocks:
@@ -78,11 +77,10 @@ class BlockPool:
             shared[block] = shared[block] + 1 if block in shared else 2
 
     def free(self, blocks: Sequence[BlockId], num_published: int) -> None:
-        """Removes a holder from each block of a table, the last block first.
-
-        A block without holders enters the free queue. The first `num_published` blocks of the table
-        are added at the back. Because the last of them is added first, the end of a prefix is
-        reused before its beginning. The remaining blocks are added at the front.
+        """Removes a holder from each block of a table, the last block first. A block without
+        holders enters the free queue. The first `num_published` blocks of the table are added at
+        the back. Because the last of them is added first, the end of a prefix is reused before its
+        beginning. The remaining blocks are added at the front.
         """
         published = blocks[num_published - 1 :: -1] if num_published else []
         blank = blocks[num_published:]
@@ -93,10 +91,9 @@ class BlockPool:
         self._free.push_cached(published, self.ages.now)
 
     def free_in_order(self, group: int, blocks: Iterable[BlockId]) -> None:
-        """Removes a holder from each of these blocks of a group, in order. Skips null entries.
-
-        A block without holders is added to the back of the free queue if it has a hash, otherwise
-        to the front.
+        """Removes a holder from each of these blocks of a group, in order. Skips null entries. A
+        block without holders is added to the back of the free queue if it has a hash, otherwise to
+        the front.
         """
         hash_of = self.indexes[group].hash_of
         left = [block for block in blocks if block and self._drop_holder(block)]
@@ -115,11 +112,9 @@ class BlockPool:
     def copy(
         self, group: int, source: BlockId, target: BlockId, *, adds_holder_of: BlockId
     ) -> None:
-        """Records that the workers must copy a block of a group.
-
-        Until `release_copies`, the copy counts as an additional holder of both blocks. This method
-        adds this holder to the block `adds_holder_of`. The other block must already have its
-        additional holder.
+        """Records that the workers must copy a block of a group. Until `release_copies`, the copy
+        counts as an additional holder of both blocks. This method adds this holder to the block
+        `adds_holder_of`. The other block must already have its additional holder.
         """
         self._shared[adds_holder_of] = self._shared.get(adds_holder_of, 1) + 1
         self._copies.append(BlockCopy(group, source, target))
@@ -142,9 +137,8 @@ class BlockPool:
         self.free_as_one_list(ends)
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
-        """Adds blocks in use to the prefix index: `blocks[i]` under `hashes[i]`.
-
-        The blocks must not have a hash yet.
+        """Adds blocks in use to the prefix index: `blocks[i]` under `hashes[i]`. The blocks must
+        not have a hash yet.
         """
         new = self.indexes[group].insert(hashes, blocks)
         self.ages.published(blocks)
@@ -153,10 +147,8 @@ class BlockPool:
     def publish_whole(
         self, group: int, block_hash: BlockHash, block: BlockId, num_tokens: int
     ) -> None:
-        """Publishes a block in use under the hash of all its tokens.
-
-        The block ends with token number `num_tokens` of a sequence. Hashes of prefixes that end
-        inside the block are removed.
+        """Publishes a block in use under the hash of all its tokens. The block ends with token
+        number `num_tokens` of a sequence. Hashes of prefixes that end inside the block are removed.
         """
         index = self.indexes[group]
         self._events.add(BlocksRemoved, group, index.remove([block]))
@@ -166,7 +158,6 @@ class BlockPool:
         self, group: int, block_hash: BlockHash, block: BlockId, num_tokens: int
     ) -> None:
         """Adds the hash of a sequence's first `num_tokens` tokens to the hashes of a block in use.
-
         These tokens end inside the block. If the block was published for a shorter prefix before,
         the hashes for that prefix are removed.
         """
@@ -184,10 +175,9 @@ class BlockPool:
         self.ages.published([target])
 
     def evict(self, blocks: Sequence[BlockId]) -> set[BlockId]:
-        """Removes the hashes of blocks in use. Returns the blocks that had a hash.
-
-        Free blocks keep their hashes. Blocks that a load failed to fill are never free, because the
-        request that waits for the load has them in its table.
+        """Removes the hashes of blocks in use. Returns the blocks that had a hash. Free blocks keep
+        their hashes. Blocks that a load failed to fill are never free, because the request that
+        waits for the load has them in its table.
         """
         evicted: set[BlockId] = set()
         held = [block for block in dict.fromkeys(blocks) if not self._free.is_cached(block)]
@@ -198,9 +188,8 @@ class BlockPool:
         return evicted
 
     def reset(self) -> bool:
-        """Removes every hash and returns True. If any block is in use, returns False instead.
-
-        The order of the free queue does not change.
+        """Removes every hash and returns True. If any block is in use, returns False instead. The
+        order of the free queue does not change.
         """
         if len(self._free) < self.num_blocks - 1:
             return False
@@ -244,9 +233,8 @@ class BlockPool:
     def check(
         self, tables: Iterable[tuple[int, Sequence[BlockId], Sequence[Collection[BlockHash]]]]
     ) -> None:
-        """Checks that every block is either in the free queue or in block tables of requests.
-
-        A table is given as its group, its blocks, and the hashes allowed for each block. Raises
+        """Checks that every block is either in the free queue or in block tables of requests. A
+        table is given as its group, its blocks, and the hashes allowed for each block. Raises
         AssertionError. Tests call this method after each step.
         """
         holders: Counter[BlockId] = Counter()

@@ -25,7 +25,6 @@ _MANAGERS: dict[AttentionType, Callable[..., GroupManager]] = {
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
     """A cached prefix of a request: its blocks in each group (`tables`) and its length in tokens.
-
     `shared_prefix_boundary` is the length of a longer prefix that only some groups have cached, or
     0 if there is none. Another request has computed that prefix. A request that computes the prefix
     again may publish the windows and states at its end for later requests (Marconi, MLSys 2025).
@@ -70,10 +69,8 @@ class Coordinator:
         self._needs_one_round = len(self._kinds) == 2 and isinstance(first, FullSearch)
 
     def find_longest_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """Returns the longest hit of up to `max_tokens` tokens in a chain of hashes.
-
-        The hit has a table for each group. Entries that the request does not read are the null
-        block.
+        """Returns the longest hit of up to `max_tokens` tokens in a chain of hashes. The hit has a
+        table for each group. Entries that the request does not read are the null block.
         """
         if self._is_single:
             kind = self._kinds[0]
@@ -81,12 +78,10 @@ class Coordinator:
         return self._agree(chain, max_tokens)
 
     def find_divergent_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """Returns the hit of the full-attention groups. Each group's table has the group's own
-        hit, which may be shorter in other groups.
-
-        If another group's hit is longer, or all hits are equally long, the result is the hit of
-        `find_longest_cache_hit`. A connector that transfers states together with the tokens after
-        a hit can supply the missing states.
+        """Returns the hit of the full-attention groups. Each group's table has the group's own hit,
+        which may be shorter in other groups. If another group's hit is longer, or all hits are
+        equally long, the result is the hit of `find_longest_cache_hit`. A connector that transfers
+        states together with the tokens after a hit can supply the missing states.
         """
         common = self.find_longest_cache_hit(chain, max_tokens)
         first = self._kinds[0]
@@ -170,9 +165,8 @@ class _Candidate:
     longest: int = 0
     """The number of tokens in the longest hit that any kind has found."""
     full_lengths: dict[int, int] = field(default_factory=dict)
-    """Maps the first group of each full-attention kind to the kind's hit length in tokens.
-
-    Full attention is searched once, since each prefix of its hit is a hit too.
+    """Maps the first group of each full-attention kind to the kind's hit length in tokens. Full
+    attention is searched once, since each prefix of its hit is a hit too.
     """
     verified: set[int] = field(default_factory=set)
     """First groups of the kinds whose block after the prefix is known to be cached. Such a kind

@@ -1,11 +1,7 @@
-"""Errors of the pool.
-
-InvalidArgument       InvalidPool, UnsupportedGroup; MalformedTransaction (services.common)
-NotFound              PoolNotFound
-ResourceExhausted     TooManyPools
-FailedPrecondition    RequestNotAdmitted, RequestAlreadyAdmitted, StaleGeneration, OutOfSequence
-Aborted               TakenOver
-Unavailable           Draining
+"""Errors of the pool. InvalidArgument InvalidPool, UnsupportedGroup; MalformedTransaction
+(services.common) NotFound PoolNotFound ResourceExhausted TooManyPools FailedPrecondition
+RequestNotAdmitted, RequestAlreadyAdmitted, StaleGeneration, OutOfSequence Aborted TakenOver
+Unavailable Draining
 """
 
 from services.common.errors import (

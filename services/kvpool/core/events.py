@@ -1,9 +1,7 @@
-"""Events of hashes that enter or leave the prefix index.
-
-MatchPrefix, WatchEvents and the directory in Redis are computed from these events. Gateways use
-WatchEvents or the directory to choose replicas. The vocabulary is vLLM's for KV events. An event
-does not name a block's parent, because hashes are chained. The hashes of a prompt therefore suffice
-to find its cached prefix.
+"""Events of hashes that enter or leave the prefix index. MatchPrefix, WatchEvents and the directory
+in Redis are computed from these events. Gateways use WatchEvents or the directory to choose
+replicas. The vocabulary is vLLM's for KV events. An event does not name a block's parent, because
+hashes are chained. The hashes of a prompt therefore suffice to find its cached prefix.
 """
 
 from dataclasses import dataclass
@@ -37,10 +35,9 @@ Event = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Consecutive changes in one generation of a pool.
-
-    `sequence` grows by one with each batch of a generation. A snapshot replaces all earlier
-    batches, and its `sequence` is the number of the last of them.
+    """Consecutive changes in one generation of a pool. `sequence` grows by one with each batch of a
+    generation. A snapshot replaces all earlier batches, and its `sequence` is the number of the
+    last of them.
     """
 
     generation: int

@@ -39,10 +39,8 @@ class FreeQueue:
 
     def pop_cached(self, num_blocks: int) -> tuple[list[BlockId], list[int]]:
         """Removes the `num_blocks` least recently used cached blocks. The queue must contain that
-        many.
-
-        Returns the blocks, and the time at which each was freed. The caller removes the blocks from
-        the prefix index.
+        many. Returns the blocks, and the time at which each was freed. The caller removes the
+        blocks from the prefix index.
         """
         blocks = list(islice(self._cached, num_blocks))
         return blocks, list(map(self._cached.pop, blocks))
@@ -58,9 +56,8 @@ class FreeQueue:
             cached[block] = now
 
     def push_mixed(self, blocks: Sequence[BlockId], has_hash: Sequence[bool], now: int) -> None:
-        """Adds blocks without a hash to the front and blocks with a hash to the back.
-
-        Among the added blocks without a hash, the first is reused first.
+        """Adds blocks without a hash to the front and blocks with a hash to the back. Among the
+        added blocks without a hash, the first is reused first.
         """
         blank = [block for block, found in zip(blocks, has_hash, strict=True) if not found]
         self._blank.extend(reversed(blank))
@@ -75,10 +72,8 @@ class FreeQueue:
         return block in self._cached
 
     def remove_cached(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], list[int]]:
-        """Removes the blocks that are cached and free, from anywhere in the queue.
-
-        Returns the blocks that were not removed, and the times at which the removed blocks were
-        freed.
+        """Removes the blocks that are cached and free, from anywhere in the queue. Returns the
+        blocks that were not removed, and the times at which the removed blocks were freed.
         """
         cached = self._cached
         if cached.keys().isdisjoint(blocks):

@@ -51,7 +51,6 @@ class FullAttentionManager(GroupManager):
 
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
         """Publishes the block in which a prompt ends, under the hash of its last full hash block.
-
         An equal prompt can hit all its tokens except the last one. With a draft head, the look-up
         includes the last token, and the hit is shortened afterwards.
         """

@@ -146,10 +146,9 @@ class GroupManager:
         return self.held_hits(hit)
 
     def is_stored(self, hits: Sequence[BlockId]) -> bool:  # noqa: ARG002
-        """Whether a request of the current step can read the hit blocks.
-
-        Blocks with keys and values always can, even if the current step computes them, because each
-        layer writes keys and values before it reads them.
+        """Whether a request of the current step can read the hit blocks. Blocks with keys and
+        values always can, even if the current step computes them, because each layer writes keys
+        and values before it reads them.
         """
         return True
 
@@ -177,9 +176,8 @@ class GroupManager:
     def extend_for_load(
         self, table: BlockTable, num_computed_tokens: int, *, is_async: bool
     ) -> None:
-        """Adds blocks for the tokens that are loaded from elsewhere.
-
-        Blocks of an asynchronous load are not zeroed, since zeroing could happen after the load.
+        """Adds blocks for the tokens that are loaded from elsewhere. Blocks of an asynchronous load
+        are not zeroed, since zeroing could happen after the load.
         """
         num_blocks = -(-num_computed_tokens // self._block_size) - len(table.blocks)
         entries = self._pool.get_new_blocks(max(0, num_blocks))
@@ -231,9 +229,8 @@ class GroupManager:
         return blocks
 
     def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:  # noqa: ARG002
-        """The number of a table's leading blocks that are in the tables of all requests.
-
-        The value is 0 for groups that free blocks early.
+        """The number of a table's leading blocks that are in the tables of all requests. The value
+        is 0 for groups that free blocks early.
         """
         return 0
 
@@ -245,7 +242,6 @@ class GroupManager:
 
     def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:  # noqa: ARG002
         """For each position, whether its block is published. None means that all are published.
-
         `boundaries` are token counts at which later requests are likely to continue.
         """
         return None
@@ -275,10 +271,9 @@ class GroupManager:
         self._pool.copy(self._group, source, target, adds_holder_of=target)
 
     def _num_publishable(self, num_tokens: int) -> int:
-        """Rounds `num_tokens` down, so that only blocks that a hit can use are published.
-
-        The result is the last possible end of a hit. If the last block of a hit is dropped, it is
-        one block more, because a look-up reads that block too.
+        """Rounds `num_tokens` down, so that only blocks that a hit can use are published. The
+        result is the last possible end of a hit. If the last block of a hit is dropped, it is one
+        block more, because a look-up reads that block too.
         """
         if not self._rounds_published:
             return num_tokens

@@ -16,10 +16,8 @@ from services.kvpool.core.validation import TransactionValidator
 
 
 class KVPool:
-    """One generation of a pool. Allocates blocks, but does not decide which requests get them.
-
-    Only `transact` changes the pool. The rules are those of vLLM V1's KV-cache manager. Not
-    thread-safe.
+    """One generation of a pool. Allocates blocks, but does not decide which requests get them. Only
+    `transact` changes the pool. The rules are those of vLLM V1's KV-cache manager. Not thread-safe.
     """
 
     def __init__(self, config: PoolConfig) -> None:
@@ -87,9 +85,7 @@ class KVPool:
         self, observer: Callable[[Sequence[Sequence[BlockId]]], object]
     ) -> None:
         """Registers an observer. After each transaction it is called with the blocks of each group
-        that must be zeroed.
-
-        It is called only if the pool has state-space groups.
+        that must be zeroed. It is called only if the pool has state-space groups.
         """
         self._observe_blocks_to_zero = observer
 
@@ -101,11 +97,10 @@ class KVPool:
         return tuple(tuple(table.blocks) for table in tables)
 
     def num_common_prefix_blocks(self) -> list[int]:
-        """For each group, the number of leading blocks that all requests with blocks share.
-
-        The value is 0 without requests, without prefix caching, and for groups that free blocks
-        early. It is computed only for comparison with recorded scenarios. No attention kernel uses
-        it, because there is no cascade attention here.
+        """For each group, the number of leading blocks that all requests with blocks share. The
+        value is 0 without requests, without prefix caching, and for groups that free blocks early.
+        It is computed only for comparison with recorded scenarios. No attention kernel uses it,
+        because there is no cascade attention here.
         """
         tables = next(iter(self._tables.values()), None)
         if tables is None or not self.config.enable_prefix_caching:
@@ -141,9 +136,8 @@ class KVPool:
         )
 
     def block_map(self, max_cells: int) -> BlockMap:
-        """Returns a map of the blocks and their requests, in at most `max_cells` cells.
-
-        The call takes time proportional to the number of blocks of the pool.
+        """Returns a map of the blocks and their requests, in at most `max_cells` cells. The call
+        takes time proportional to the number of blocks of the pool.
         """
         tables = (
             (request, table.blocks) for request, tables in self._tables.items() for table in tables
@@ -158,7 +152,6 @@ class KVPool:
 
     def check(self) -> None:
         """Checks that free + used + null = total, and that ref_cnt and hashes match the tables.
-
         Raises AssertionError. The call takes time proportional to the number of blocks of the pool.
         """
         self._blocks.check(

@@ -21,10 +21,9 @@ Answer = TypeVar("Answer")
 
 
 class TransactionLedger(Generic[Answer]):
-    """Checks the transaction numbers of one generation, which are 1, 2, 3 and so on.
-
-    A client whose stream broke does not know whether its last transaction was applied. It sends
-    that transaction again and receives the stored answer.
+    """Checks the transaction numbers of one generation, which are 1, 2, 3 and so on. A client whose
+    stream broke does not know whether its last transaction was applied. It sends that transaction
+    again and receives the stored answer.
     """
 
     __slots__ = ("_answer", "_generation", "_sequence")
@@ -36,7 +35,6 @@ class TransactionLedger(Generic[Answer]):
 
     def find(self, generation: int, sequence: int) -> Answer | None:
         """Returns the stored answer if the last transaction is repeated, or None for the next one.
-
         Raises StaleGeneration if `generation` is another generation of the pool, and OutOfSequence
         if `sequence` is any other number.
         """
@@ -101,9 +99,8 @@ class PoolHost(Generic[Answer]):
         reports_events: bool = False,
     ) -> HostedPool[Answer]:
         """Opens a generation of a pool, with a number greater than `seen_generation`. The new
-        generation replaces an older one.
-
-        If InvalidPool, UnsupportedGroup or TooManyPools is raised, an older generation stays open.
+        generation replaces an older one. If InvalidPool, UnsupportedGroup or TooManyPools is
+        raised, an older generation stays open.
         """
         if not pool_id:
             raise InvalidPool("a pool has a name", field="pool_id")
@@ -143,9 +140,8 @@ class PoolHost(Generic[Answer]):
         return sorted(self._pools.values(), key=lambda hosted: hosted.pool_id)
 
     def publish_events(self, hosted: HostedPool[Answer]) -> tuple[Event, ...]:
-        """Publishes and returns the changes of a pool's prefix index since the last call.
-
-        Without changes nothing is published.
+        """Publishes and returns the changes of a pool's prefix index since the last call. Without
+        changes nothing is published.
         """
         events = hosted.pool.take_events()
         if not events:

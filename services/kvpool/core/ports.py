@@ -1,7 +1,6 @@
-"""The ports to which pools publish their prefix indexes.
-
-There are three implementations. The directory in memory answers MatchPrefix. Streams of events
-serve WatchEvents. The directory in Redis is shared by replicas and read by gateways.
+"""The ports to which pools publish their prefix indexes. There are three implementations. The
+directory in memory answers MatchPrefix. Streams of events serve WatchEvents. The directory in Redis
+is shared by replicas and read by gateways.
 """
 
 from collections.abc import Sequence
@@ -38,10 +37,9 @@ class Directory(EventSink, Protocol):
 
     async def match(self, hashes: Sequence[BlockHash]) -> list[PoolMatch]:
         """Returns the hit length of a chain in each pool, ordered by pool. Pools without a hit are
-        left out.
-
-        The hit is the longest prefix that every group can use. Depending on its attention type, a
-        group must have cached the whole prefix, the prefix's last window, or the state at its end.
+        left out. The hit is the longest prefix that every group can use. Depending on its attention
+        type, a group must have cached the whole prefix, the prefix's last window, or the state at
+        its end.
         """
 
     def drop(self, pool_id: PoolId, generation: int) -> None:

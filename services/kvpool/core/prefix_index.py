@@ -76,7 +76,6 @@ class PrefixIndex:
 
     def insert_at(self, block_hash: BlockHash, block: BlockId, end: int) -> bool:
         """Adds the hash of a sequence's first `end` tokens to a block, which may have other hashes.
-
         Returns whether the hash is new in the index.
         """
         first = self._hash_of.get(block)

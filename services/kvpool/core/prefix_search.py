@@ -41,10 +41,8 @@ class PrefixSearch:
         """The length of a hit must be a multiple of this number of tokens."""
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
-        """Returns the longest hit of up to `max_tokens` tokens.
-
-        With `drop_last`, a further cached block must follow the hit, but is not part of it. The
-        request computes that block again.
+        """Returns the longest hit of up to `max_tokens` tokens. With `drop_last`, a further cached
+        block must follow the hit, but is not part of it. The request computes that block again.
         """
         raise NotImplementedError
 
@@ -104,7 +102,6 @@ class FullSearch(PrefixSearch):
         num_tokens: int,
     ) -> int:
         """Appends the block after the whole blocks if a prefix that ends inside it is cached.
-
         Returns the number of hit tokens.
         """
         unit = self._alignment
@@ -119,10 +116,9 @@ class FullSearch(PrefixSearch):
 
 
 class WindowSearch(PrefixSearch):
-    """The search for sliding windows, which runs from the end of the chain to its beginning.
-
-    Only the blocks in the last window of a hit must be cached. If a hit is shorter than a window,
-    these are all its blocks.
+    """The search for sliding windows, which runs from the end of the chain to its beginning. Only
+    the blocks in the last window of a hit must be cached. If a hit is shorter than a window, these
+    are all its blocks.
     """
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
@@ -164,7 +160,6 @@ class WindowSearch(PrefixSearch):
 
 class ChunkSearch(PrefixSearch):
     """The search for chunked local attention. Only the chunk of the next token must be cached.
-
     Earlier chunks are not read any more, so they are part of a hit even if they are not cached.
     """
 

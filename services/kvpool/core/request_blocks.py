@@ -23,9 +23,8 @@ class _KnownHit:
 
 
 class RequestBlocks:
-    """Block tables and hashes of a pool's requests.
-
-    The methods execute the operations of a transaction, which must have been validated.
+    """Block tables and hashes of a pool's requests. The methods execute the operations of a
+    transaction, which must have been validated.
     """
 
     def __init__(self, config: PoolConfig, blocks: BlockPool) -> None:
@@ -74,9 +73,7 @@ class RequestBlocks:
 
     def grow(self, index: int, grow: ops.Grow) -> tuple[ops.GrowResult, ops.Stop | None]:
         """Extends the tables of admitted requests, up to the first request for which blocks are
-        missing.
-
-        `index` is the position of the operation in its transaction.
+        missing. `index` is the position of the operation in its transaction.
         """
         if not self.coordinator.is_simple:
             return self._grow_one_by_one(index, grow)
@@ -147,10 +144,8 @@ class RequestBlocks:
         return result
 
     def admit(self, index: int, admit: ops.Admit) -> tuple[ops.AdmitResult, ops.Stop | None]:
-        """Allocates blocks to requests, cached ones first.
-
-        Stops at the first request for which blocks are missing, or whose prefix hit has changed
-        since its look-up.
+        """Allocates blocks to requests, cached ones first. Stops at the first request for which
+        blocks are missing, or whose prefix hit has changed since its look-up.
         """
         result = ops.AdmitResult(self._no_blocks())
         for item, admission in enumerate(admit.admissions):
@@ -186,10 +181,9 @@ class RequestBlocks:
         return self._find_cache_hit(hashes, limit, diverges=admission.diverges)
 
     def _fits(self, admission: ops.Admission, hits: Sequence[GroupHit]) -> bool:
-        """Whether there are enough free blocks and all hit blocks are stored.
-
-        A hit block that is free must not be allocated, so it does not count as a free block. Free
-        hit blocks are counted only if their number decides the result, to save time.
+        """Whether there are enough free blocks and all hit blocks are stored. A hit block that is
+        free must not be allocated, so it does not count as a free block. Free hit blocks are
+        counted only if their number decides the result, to save time.
         """
         need = _need(admission)
         now = reserved = admission.num_watermark_blocks
@@ -214,10 +208,8 @@ class RequestBlocks:
         return tables
 
     def _continue(self, admission: ops.Admission) -> Tables | None:
-        """Extends and publishes the tables of a waiting request that already has blocks.
-
-        Returns None if blocks are missing. Even then blocks outside the request's window may be
-        freed.
+        """Extends and publishes the tables of a waiting request that already has blocks. Returns
+        None if blocks are missing. Even then blocks outside the request's window may be freed.
         """
         tables, need = self.tables[admission.request], _need(admission)
         num_reserved = sum(

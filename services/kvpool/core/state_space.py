@@ -18,10 +18,9 @@ from services.kvpool.core.pool_config import PoolConfig
 
 
 class OverwrittenStateManager(GroupManager):
-    """Manages tables whose first block stores the request's state, which each step overwrites.
-
-    The other blocks store the states after draft tokens. The block size is the length of the
-    longest sequence, so one block covers all tokens. Prefix caching is not supported.
+    """Manages tables whose first block stores the request's state, which each step overwrites. The
+    other blocks store the states after draft tokens. The block size is the length of the longest
+    sequence, so one block covers all tokens. Prefix caching is not supported.
     """
 
     def num_missing(self, table: BlockTable, need: Need) -> int:
@@ -88,9 +87,8 @@ class AlignedStateManager(GroupManager):
         )
 
     def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
-        """Also counts the block of a state that is loaded from elsewhere.
-
-        vLLM counts this block only if the step ends in the same block.
+        """Also counts the block of a state that is loaded from elsewhere. vLLM counts this block
+        only if the step ends in the same block.
         """
         num_loaded, num_entries = 0, len(hit.blocks)
         if hit.num_computed_tokens > hit.num_tokens:
@@ -123,9 +121,8 @@ class AlignedStateManager(GroupManager):
         self._published_in_step.clear()
 
     def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
-        """Adds blocks for the state after the tokens and for the states after draft tokens.
-
-        Blocks that the step skips get null entries. Draft blocks that are no longer needed at their
+        """Adds blocks for the state after the tokens and for the states after draft tokens. Blocks
+        that the step skips get null entries. Draft blocks that are no longer needed at their
         positions move to the end of the table.
         """
         blocks, num_before = table.blocks, len(table.blocks)
@@ -196,9 +193,8 @@ class AlignedStateManager(GroupManager):
             self._published_in_step.add(moved)
 
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
-        """Publishes the state at which an equal or a longer prompt will continue.
-
-        Does nothing if the step does not end at that token.
+        """Publishes the state at which an equal or a longer prompt will continue. Does nothing if
+        the step does not end at that token.
         """
         unit = self._hash_block_size
         if num_tokens <= 0 or num_tokens != last_state_position(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """The current occupancy, and counts of the prefix cache since the pool was opened.
-
     `num_query_tokens` is the number of tokens that admissions looked up. `num_hit_tokens` is the
     number of these tokens that were hits. Requests that resume after a preemption are not counted.
     """

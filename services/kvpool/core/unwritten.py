@@ -8,9 +8,8 @@ from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksS
 
 
 class UnwrittenChanges:
-    """Stores the keys that are cached now, and the keys added or removed since the last `take`.
-
-    A key that was both added and removed since the last `take` is not reported. If there are more
+    """Stores the keys that are cached now, and the keys added or removed since the last `take`. A
+    key that was both added and removed since the last `take` is not reported. If there are more
     than `max_keys` changes, all changes are dropped and `must_restart` is set. The owner must then
     begin a new epoch of the log with a snapshot. A reset of the pool also sets `must_restart`.
     """

@@ -10,7 +10,6 @@ from services.kvpool.core.errors import RequestAlreadyAdmitted, RequestNotAdmitt
 
 class TransactionValidator:
     """Checks a transaction as if enough blocks were free. Tracks which requests would have blocks.
-
     Executing a transaction that passes these checks raises no error, even if the transaction stops
     early because blocks are missing. The validator changes nothing in the pool.
     """

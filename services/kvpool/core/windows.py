@@ -6,11 +6,10 @@ from services.kvpool.core.group_manager import GroupManager
 
 
 class SlidingWindowManager(GroupManager):
-    """Manages the tables of a group in which a request keeps the blocks of the last window.
-
-    A block is published only if it lies in the window before a possible end of a hit. If groups
-    have different block sizes, some blocks lie in no such window. With sparse retention, most
-    blocks lie in no such window.
+    """Manages the tables of a group in which a request keeps the blocks of the last window. A block
+    is published only if it lies in the window before a possible end of a hit. If groups have
+    different block sizes, some blocks lie in no such window. With sparse retention, most blocks lie
+    in no such window.
     """
 
     def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:

@@ -97,10 +97,9 @@ class ReplicaClient:
 
     async def open(self) -> ReplicaShape:
         """Waits for pool and workers without a time limit, and opens both. Afterwards both are
-        empty.
-
-        Logs the reason for waiting. If a pool or worker belongs to another scheduler or has another
-        protocol, logs at once. Otherwise logs after `QUIET_SECONDS`, in which they usually start.
+        empty. Logs the reason for waiting. If a pool or worker belongs to another scheduler or has
+        another protocol, logs at once. Otherwise logs after `QUIET_SECONDS`, in which they usually
+        start.
         """
         delay, logged, refused = FIRST_RETRY_SECONDS, "", ""
         loop = asyncio.get_running_loop()

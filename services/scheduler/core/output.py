@@ -18,11 +18,10 @@ from services.scheduler.core.transfers.kv_connector import (
 
 
 class WaitReason(Enum):
-    """Why a waiting request was not admitted in a step.
-
-    Most reasons stop admission at the first ready request, so all requests behind it wait for the
-    same reason. A reason in `OWN_REASONS` concerns a single request. Such a request is passed over
-    (skipped), and requests behind it may be admitted.
+    """Why a waiting request was not admitted in a step. Most reasons stop admission at the first
+    ready request, so all requests behind it wait for the same reason. A reason in `OWN_REASONS`
+    concerns a single request. Such a request is passed over (skipped), and requests behind it may
+    be admitted.
     """
 
     BUDGET = "budget"

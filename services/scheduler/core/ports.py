@@ -1,5 +1,4 @@
 """Ports of the engine. They are a pool of blocks, the workers, and consumers of a step's output.
-
 The operations of the pool are in `services/common/pool/operations.py`.
 """
 
@@ -41,9 +40,7 @@ class KVPool(Protocol):
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
         """Executes operations in order, exactly once, up to the first operation for which blocks
-        are missing.
-
-        Raises PoolLost if the pool's generation has ended.
+        are missing. Raises PoolLost if the pool's generation has ended.
         """
 
 
@@ -54,10 +51,8 @@ class Executor(Protocol):
         self, plan: SchedulerOutput, traceparent: str = ""
     ) -> Future[ModelRunnerOutput]:
         """Sends a step to every rank. Returns a future of the step's output, which the caller may
-        cancel.
-
-        Steps run in the order of the calls. The call and the future raise WorkersLost if the
-        workers' generation has ended.
+        cancel. Steps run in the order of the calls. The call and the future raise WorkersLost if
+        the workers' generation has ended.
         """
 
 

@@ -49,10 +49,9 @@ class Connection(asyncio.Protocol):
         return transport is not None and not transport.is_closing() and self._ended is None
 
     async def exchange(self, request: bytes, reply: Reply) -> Failure | None:
-        """Sends a request and waits for the end of its response.
-
-        Returns None, or the reason why the response is incomplete. If this call is cancelled, the
-        connection is closed, which aborts the request at the server.
+        """Sends a request and waits for the end of its response. Returns None, or the reason why
+        the response is incomplete. If this call is cancelled, the connection is closed, which
+        aborts the request at the server.
         """
         if self._transport is None or self._ended is not None:
             raise RuntimeError("the connection is not idle")

@@ -18,10 +18,9 @@ _PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
 
 @dataclass(frozen=True, slots=True)
 class RequestForm:
-    """The fields that all requests have in common.
-
-    `ignore_eos` and `min_tokens` make an answer end exactly at its requested length. Both are
-    vLLM's fields. Most servers accept them, but OpenAI's own server rejects them.
+    """The fields that all requests have in common. `ignore_eos` and `min_tokens` make an answer end
+    exactly at its requested length. Both are vLLM's fields. Most servers accept them, but OpenAI's
+    own server rejects them.
     """
 
     api: str

@@ -20,7 +20,6 @@ _MAX_COLUMNS = 120
 
 def draw(records: Sequence[RequestRecord], summary: Summary, title: str, path: Path) -> None:
     """Writes the plot in the format of the file's suffix. The timeline also shows the warm-up.
-
     Raises CommandError if no request succeeded, or if the plot cannot be drawn or written.
     """
     done = [record for record in records if record.is_ok]

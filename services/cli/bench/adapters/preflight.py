@@ -15,9 +15,8 @@ _SHORT_WORDS, _LONG_WORDS = 32, 160
 
 
 async def fit_form(server: OpenAIServer) -> list[str]:
-    """Drops optional fields that the server rejects, and returns their names.
-
-    Raises CommandError if a request without optional fields fails too.
+    """Drops optional fields that the server rejects, and returns their names. Raises CommandError
+    if a request without optional fields fails too.
     """
     left = [name for name in OPTIONAL_FIELDS if getattr(server.form, name)]
     given_up: list[str] = []
@@ -32,9 +31,8 @@ async def fit_form(server: OpenAIServer) -> list[str]:
 
 
 async def vocabulary_by_usage(server: OpenAIServer) -> Vocabulary:
-    """Estimates the tokens per word from the `usage` of a short and a longer prompt.
-
-    Raises CommandError if the server reports no `usage`.
+    """Estimates the tokens per word from the `usage` of a short and a longer prompt. Raises
+    CommandError if the server reports no `usage`.
     """
     short = (await _ask(server, _SHORT_WORDS)).num_input_tokens
     long = (await _ask(server, _LONG_WORDS)).num_input_tokens

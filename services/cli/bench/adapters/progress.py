@@ -17,9 +17,8 @@ _PLAIN_SECONDS = 5.0
 
 
 class Progress:
-    """Implements the core's `Observer`: counts requests and periodically writes the counts.
-
-    `total` is the number of requests, warm-up included, or None if it is not known.
+    """Implements the core's `Observer`: counts requests and periodically writes the counts. `total`
+    is the number of requests, warm-up included, or None if it is not known.
     """
 
     def __init__(self, total: int | None, stream: TextIO = sys.stderr) -> None:

@@ -13,7 +13,6 @@ CountTokens = Callable[[str], int]
 
 def server_counter(client: Client, model: str) -> CountTokens | None:
     """Returns a counter that calls the server's /tokenize, or None if the server has no such route.
-
     It tries the request schema of vLLM, SGLang and this project first, then llama.cpp's.
     """
     for form in (_vllm_form, _llamacpp_form):

@@ -4,10 +4,8 @@ import math
 
 
 class Budget:
-    """Numbers the requests. The first `num_warmups` are the warm-up and are not measured.
-
-    After the warm-up, at most `num_requests` requests are sent, for at most `seconds`. None means
-    no limit.
+    """Numbers the requests. The first `num_warmups` are the warm-up and are not measured. After the
+    warm-up, at most `num_requests` requests are sent, for at most `seconds`. None means no limit.
     """
 
     def __init__(self, num_requests: int | None, seconds: float | None, num_warmups: int) -> None:

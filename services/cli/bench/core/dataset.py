@@ -1,9 +1,7 @@
 """Reads prompts from a file of JSON lines with `prompt` or `messages`, or of a JSON list in
-ShareGPT's schema.
-
-A line may have `output_tokens`, the length of its answer, as in vLLM's custom datasets. An item of
-ShareGPT has `conversations`, a list of `{"from": "human" or "gpt", "value": text}`. The human texts
-become the turns. The recorded answers are not used.
+ShareGPT's schema. A line may have `output_tokens`, the length of its answer, as in vLLM's custom
+datasets. An item of ShareGPT has `conversations`, a list of `{"from": "human" or "gpt", "value":
+text}`. The human texts become the turns. The recorded answers are not used.
 """
 
 import itertools
@@ -94,10 +92,8 @@ def _objects(where: str, name: str, values: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class DatasetLoad:
-    """Yields the items of a dataset in order, and repeats them without end.
-
-    `turns` limits the turns of conversations. `output_len` is used for answers whose length the
-    file does not set.
+    """Yields the items of a dataset in order, and repeats them without end. `turns` limits the
+    turns of conversations. `output_len` is used for answers whose length the file does not set.
     """
 
     items: Sequence[Item]

@@ -24,9 +24,8 @@ def parse_objective(text: str) -> tuple[str, float]:
 
 
 def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
-    """Whether a request succeeded and met every objective.
-
-    A figure that does not exist, such as TPOT of an answer with one token, meets its objective.
+    """Whether a request succeeded and met every objective. A figure that does not exist, such as
+    TPOT of an answer with one token, meets its objective.
     """
     if not record.is_ok:
         return False

@@ -14,7 +14,6 @@ class Server(Protocol):
 
     async def send(self, request: bytes, record: RequestRecord, *, keep_answer: bool) -> str | None:
         """Sends a request and waits for its end. Writes times, counts and failure into `record`.
-
         Returns the text of the answer if `keep_answer` is set, or None if the request failed.
         """
         ...

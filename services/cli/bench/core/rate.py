@@ -1,9 +1,7 @@
 """The rate of an open loop over time, and its arrival times. The rate is constant, changes in
-steps, or is a linear ramp.
-
-`8` is 8 arrivals a second for the whole load. `2:30,8:30` is 2 a second for 30 s, then 8 for 30 s.
-`2-8:60` rises linearly from 2 to 8 within 60 s. The load ends after the last piece. Without a
-length, the last piece does not end. `inf` sends all requests at once.
+steps, or is a linear ramp. `8` is 8 arrivals a second for the whole load. `2:30,8:30` is 2 a second
+for 30 s, then 8 for 30 s. `2-8:60` rises linearly from 2 to 8 within 60 s. The load ends after the
+last piece. Without a length, the last piece does not end. `inf` sends all requests at once.
 """
 
 import itertools
@@ -63,10 +61,9 @@ class RequestRate:
 
     def times(self, unit_arrivals: Iterator[float]) -> Iterator[float]:
         """Converts arrival times at a rate of one a second to arrival times at this rate. Both are
-        in seconds after the start.
-
-        This is the time change of a renewal process. Arrival n of the load is at the time when the
-        integral of the rate equals `unit_arrivals[n]`. The iterator ends with the last piece.
+        in seconds after the start. This is the time change of a renewal process. Arrival n of the
+        load is at the time when the integral of the rate equals `unit_arrivals[n]`. The iterator
+        ends with the last piece.
         """
         begun = passed = 0.0
         pieces = iter(self.pieces)

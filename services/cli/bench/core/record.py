@@ -7,10 +7,9 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request has no complete answer. Failures are counted by `kind`.
-
-    The kinds are `connect`, `timeout`, `http 429` and other statuses, `broken` (the connection
-    ended early), `stream` (an error event), `malformed`, `no output` and `interrupted`.
+    """Why a request has no complete answer. Failures are counted by `kind`. The kinds are
+    `connect`, `timeout`, `http 429` and other statuses, `broken` (the connection ended early),
+    `stream` (an error event), `malformed`, `no output` and `interrupted`.
     """
 
     kind: str

@@ -16,7 +16,6 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One request, as the messages that it adds to the conversation, and the length of its answer.
-
     The request is sent `think_seconds` after the end of the previous answer.
     """
 
@@ -35,10 +34,9 @@ class Session:
 
 
 class Conversation:
-    """The history of a session, from which prompts are built.
-
-    Each answer of the server becomes part of the next prompt. In the completions API the prompt is
-    the concatenated text. A space precedes each added message, so that words stay separate.
+    """The history of a session, from which prompts are built. Each answer of the server becomes
+    part of the next prompt. In the completions API the prompt is the concatenated text. A space
+    precedes each added message, so that words stay separate.
     """
 
     def __init__(self, *, is_chat: bool) -> None:

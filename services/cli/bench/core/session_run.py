@@ -42,7 +42,6 @@ class SessionRun:
 
     async def run(self, number: int, intended: float) -> bool:
         """Sends the first request at once with the given number, then the other requests in order.
-
         Returns False if a request failed.
         """
         for index, turn in enumerate(self._session.turns):

@@ -12,11 +12,10 @@ from services.cli.bench.core.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class SyntheticLoad:
-    """Yields sessions without end. Lengths are in tokens.
-
-    A session is a function of the settings, the seed and its number. There are `num_prefixes`
-    prefixes of `prefix_len` tokens. Each session begins with one of them, drawn at random. In the
-    chat API it is the system message. Each of the session's `turns` adds `input_len` tokens.
+    """Yields sessions without end. Lengths are in tokens. A session is a function of the settings,
+    the seed and its number. There are `num_prefixes` prefixes of `prefix_len` tokens. Each session
+    begins with one of them, drawn at random. In the chat API it is the system message. Each of the
+    session's `turns` adds `input_len` tokens.
     """
 
     vocabulary: Vocabulary

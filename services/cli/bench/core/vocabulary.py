@@ -1,8 +1,7 @@
-"""The words of prompts and their lengths in tokens.
-
-The words are common in English. In most models' tokenizers each is a single token when it follows a
-space. With a tokenizer only words with exactly one token are used, so that a prompt of n words has
-n tokens. Without a tokenizer all words are used, with the average length from the server's `usage`.
+"""The words of prompts and their lengths in tokens. The words are common in English. In most
+models' tokenizers each is a single token when it follows a space. With a tokenizer only words with
+exactly one token are used, so that a prompt of n words has n tokens. Without a tokenizer all words
+are used, with the average length from the server's `usage`.
 """
 
 import random

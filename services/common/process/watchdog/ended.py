@@ -1,7 +1,6 @@
-"""Records, in a file beside a process's Unix socket, that its supervisor killed it as hung.
-
-A killed process cannot report why it ended. Its peers see a closed connection, as after a crash.
-The file has the ids of such processes, one per line. It is written before the kill.
+"""Records, in a file beside a process's Unix socket, that its supervisor killed it as hung. A
+killed process cannot report why it ended. Its peers see a closed connection, as after a crash. The
+file has the ids of such processes, one per line. It is written before the kill.
 """
 
 from contextlib import suppress

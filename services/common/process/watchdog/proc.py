@@ -32,9 +32,8 @@ def watch_pids(pids: Sequence[int]) -> Callable[[float], Reading]:
 
 
 def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float], Reading]:
-    """Returns a function that reads the processes listening at host:port or unix:PATH.
-
-    If any of the addresses is not a Unix socket of this machine, readings contain no process.
+    """Returns a function that reads the processes listening at host:port or unix:PATH. If any of
+    the addresses is not a Unix socket of this machine, readings contain no process.
     """
 
     def read(now: float) -> Reading:
@@ -51,9 +50,8 @@ def watch_self() -> Callable[[float], Reading]:
 
 def processor_times(pid: int) -> ProcessTimes:
     """The times of a process's threads. The result is empty if the process has ended or the system
-    is not Linux.
-
-    The thread that makes the reading is reported as sleeping, because it runs only to read.
+    is not Linux. The thread that makes the reading is reported as sleeping, because it runs only to
+    read.
     """
     threads: dict[int, ThreadTimes] = {}
     with suppress(OSError):

@@ -31,10 +31,8 @@ _THREADS_PER_PROCESSOR = 2
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """A thread's state, a letter as in proc(5), and its times in seconds since its start.
-
-    `ran` is its running time, `waited` the time in which it was runnable and waited for a
-    processor.
+    """A thread's state, a letter as in proc(5), and its times in seconds since its start. `ran` is
+    its running time, `waited` the time in which it was runnable and waited for a processor.
     """
 
     state: str
@@ -61,10 +59,8 @@ class ProcessTimes:
 
 @dataclass(frozen=True, slots=True)
 class MachineTimes:
-    """The machine's runnable threads, its processors, and its stalled time.
-
-    `stalled` is the time since boot, in seconds, in which some task stalled on memory or on input
-    and output.
+    """The machine's runnable threads, its processors, and its stalled time. `stalled` is the time
+    since boot, in seconds, in which some task stalled on memory or on input and output.
     """
 
     num_runnable: int = 0
@@ -81,7 +77,6 @@ class MachineTimes:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """The counters of the watcher, the watched processes and the machine, read at one time.
-
     `watched` is empty if the watched processes are unknown.
     """
 
@@ -92,9 +87,8 @@ class Reading:
 
 
 class Silence:
-    """The silence of a process since time `began`. `seconds` is the time that counts as silence.
-
-    Of the time between two readings, at most `longest_turn_seconds` count, because a watcher that
+    """The silence of a process since time `began`. `seconds` is the time that counts as silence. Of
+    the time between two readings, at most `longest_turn_seconds` count, because a watcher that
     reads later is itself delayed. Of the time from `began` to the first reading, at most
     `longest_first_seconds` count.
     """

@@ -1,7 +1,5 @@
 """The registry of metrics. Services create their metric families from it by name. The metrics of a
-gateway's options are specified in the options' folders.
-
-`docs/metrics.md` lists the same metrics.
+gateway's options are specified in the options' folders. `docs/metrics.md` lists the same metrics.
 """
 
 from typing import TypeAlias

@@ -15,10 +15,9 @@ class Kind(enum.Enum):
 
 
 class Source(enum.Enum):
-    """The service that measures a metric.
-
-    Metrics of a replica's scheduler, pool and workers are served by the scheduler. The gateway
-    serves them for all replicas, with the labels of `added_labels`.
+    """The service that measures a metric. Metrics of a replica's scheduler, pool and workers are
+    served by the scheduler. The gateway serves them for all replicas, with the labels of
+    `added_labels`.
     """
 
     SCHEDULER = "scheduler"
@@ -29,10 +28,8 @@ class Source(enum.Enum):
 
     @property
     def added_labels(self) -> tuple[str, ...]:
-        """Labels that are added to the metric's own labels.
-
-        Metrics of source EVERY also have the labels of a replica if they describe a process of this
-        replica.
+        """Labels that are added to the metric's own labels. Metrics of source EVERY also have the
+        labels of a replica if they describe a process of this replica.
         """
         return _ADDED_LABELS[self]
 

@@ -1,8 +1,7 @@
-"""Collects the deltas (new tokens and ends of requests) for one gateway until they are sent.
-
-A message contains the deltas of one step. If the gateway reads more slowly than steps run, a
-message contains the deltas of several steps. The collected deltas cannot grow without limit,
-because the lengths of requests are limited.
+"""Collects the deltas (new tokens and ends of requests) for one gateway until they are sent. A
+message contains the deltas of one step. If the gateway reads more slowly than steps run, a message
+contains the deltas of several steps. The collected deltas cannot grow without limit, because the
+lengths of requests are limited.
 """
 
 import asyncio
@@ -29,11 +28,9 @@ _MESSAGES = {
 
 class Outbox:
     """The collected deltas of one session. Adding never waits. One reader waits for deltas and
-    takes all of them.
-
-    The tokens of the last step are stored as lists parallel to the requests' handles. If the next
-    step's tokens arrive before the reader has taken these lists, they are merged into one list of
-    tokens for each handle.
+    takes all of them. The tokens of the last step are stored as lists parallel to the requests'
+    handles. If the next step's tokens arrive before the reader has taken these lists, they are
+    merged into one list of tokens for each handle.
     """
 
     def __init__(self) -> None:
@@ -132,10 +129,9 @@ class Outbox:
         self._load = load
 
     def report(self, *, may_wait: bool) -> None:
-        """Makes queue state and load due, which means that they are sent even without deltas.
-
-        If `may_wait` is true, only the second call in a row without deltas taken in between makes
-        them due. Deltas usually follow soon, and a separate message costs as much as a step's.
+        """Makes queue state and load due, which means that they are sent even without deltas. If
+        `may_wait` is true, only the second call in a row without deltas taken in between makes them
+        due. Deltas usually follow soon, and a separate message costs as much as a step's.
         """
         if self._queue is None and self._load is None:
             return

@@ -44,10 +44,8 @@ class _Share:
 
 class Sessions:
     """All sessions of a scheduler. Implements `Delivery` by distributing the outputs of steps among
-    the sessions.
-
-    Most steps have the same requests as the previous step. Which session each request belongs to is
-    looked up again only when the requests change.
+    the sessions. Most steps have the same requests as the previous step. Which session each request
+    belongs to is looked up again only when the requests change.
     """
 
     def __init__(self) -> None:

@@ -41,11 +41,9 @@ TRANSACTION_FLOOR_SECONDS = 2.0
 
 
 class PoolClient:
-    """A `ports.KVPool` over a channel.
-
-    If the stream breaks, the client opens another one and sends the transaction again, with the
-    same sequence number, until the transaction is answered or its deadline has passed. `Deadlines`
-    computes the deadline, which is at most `timeout_seconds`.
+    """A `ports.KVPool` over a channel. If the stream breaks, the client opens another one and sends
+    the transaction again, with the same sequence number, until the transaction is answered or its
+    deadline has passed. `Deadlines` computes the deadline, which is at most `timeout_seconds`.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
 """Answers the RPC GetActivity with the present activity of a replica, for `stepwell top` and `/ui`.
-
 Steps are recorded only while clients request them, and for `WATCHED_SECONDS` afterwards.
 """
 

@@ -1,8 +1,7 @@
 """Completes the open phase of a timeline when the phase ends. For a phase that continues, completes
-the phase in a copy of the timeline.
-
-A waiting phase gets wait reasons, a prefill gets the chunk that was cut short, and a decode phase
-gets the sums over its steps. Only the given timeline is changed.
+the phase in a copy of the timeline. A waiting phase gets wait reasons, a prefill gets the chunk
+that was cut short, and a decode phase gets the sums over its steps. Only the given timeline is
+changed.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,6 @@ from services.common.telemetry.metrics_servicer import collect_from
 
 class ReplicaMetrics:
     """Merges the scheduler's metrics with the metrics that pool and workers return at each scrape.
-
     Processes that do not answer are left out. Must be created in a running event loop.
     """
 

@@ -1,8 +1,6 @@
-"""vLLM's histograms and counters of requests, updated by calls of the engine.
-
-In most steps one token arrives for each request. If that also holds for the previous step, the time
-since the last token is the same for all requests that are in both steps. That time is then computed
-only once.
+"""vLLM's histograms and counters of requests, updated by calls of the engine. In most steps one
+token arrives for each request. If that also holds for the previous step, the time since the last
+token is the same for all requests that are in both steps. That time is then computed only once.
 """
 
 import time

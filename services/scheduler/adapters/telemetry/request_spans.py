@@ -1,9 +1,7 @@
 """Converts timelines of requests to spans. Each request, each of its phases, and each part of a
-phase has a span.
-
-The spans of phases and parts cover their parent span without a gap, so that durations add up. Spans
-are made when a request has ended, because their contents are not known before. For a running
-request, spans up to now are made on demand.
+phase has a span. The spans of phases and parts cover their parent span without a gap, so that
+durations add up. Spans are made when a request has ended, because their contents are not known
+before. For a running request, spans up to now are made on demand.
 """
 
 from collections.abc import Callable, Iterable, Sequence

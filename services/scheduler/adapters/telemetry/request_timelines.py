@@ -1,8 +1,7 @@
-"""Maintains the timeline of every request, from the engine's calls of its observer.
-
-A step is recorded in time proportional to its changes, such as prompt chunks, admissions and ends.
-Requests that only decode are not updated in each step. At the end of a decode phase, the sums of
-the phase are computed as differences of totals over all steps.
+"""Maintains the timeline of every request, from the engine's calls of its observer. A step is
+recorded in time proportional to its changes, such as prompt chunks, admissions and ends. Requests
+that only decode are not updated in each step. At the end of a decode phase, the sums of the phase
+are computed as differences of totals over all steps.
 """
 
 from collections import Counter

@@ -44,7 +44,6 @@ MAX_WAITING_BYTES = 64 * 2**20
 
 class StepLog:
     """A log file that a thread writes every `FLUSH_SECONDS`. Only one thread may call `write`.
-
     `write` never waits for the disk. If the disk fails, or is so slow that more than
     MAX_WAITING_BYTES wait, a warning is logged and the log ends. The entries that were written
     until then can be replayed.
@@ -110,9 +109,7 @@ def scheduler_with_log(
     connector: KVConnector | None = None,
 ) -> Iterator[Scheduler]:
     """A context that returns a scheduler. If `path` is set, the scheduler's calls are logged in
-    this file.
-
-    Raises InvalidArgument if the log file cannot be created.
+    this file. Raises InvalidArgument if the log file cannot be created.
     """
     if path is None:
         yield Scheduler(config, pool, connector)
@@ -166,9 +163,8 @@ def create_log_file(path: Path) -> BinaryIO:
 
 
 class _CompressedFile:
-    """A file in which each write is one complete frame with a checksum.
-
-    All complete frames can be read while the file grows, and after its process was killed.
+    """A file in which each write is one complete frame with a checksum. All complete frames can be
+    read while the file grows, and after its process was killed.
     """
 
     def __init__(self, file: BinaryIO, compress: Callable[[bytes], bytes]) -> None:

@@ -1,5 +1,4 @@
 """Totals over all completed steps. The sums of a decode phase are differences of these totals.
-
 Adding a step takes the same time for any number of requests.
 """
 

@@ -35,7 +35,6 @@ MAX_UNCOUNTED_NANOS = 100_000_000
 
 class StepTracer:
     """A `StepObserver` that counts and times all steps and requests, and traces the sampled ones.
-
     `candidates` returns the waiting requests that the next step may admit. `end_execution` records
     the span of a step's execution by the workers, if that span was not recorded yet. The second
     argument of `end_execution` is an error, or None if the workers answered.

@@ -35,12 +35,10 @@ class _Answer:
 
 
 class Answers:
-    """The answers of one call, which grow while deltas arrive.
-
-    For a streaming call, each delta becomes a chunk with new tokens and their log-probabilities.
-    The first chunk of each answer also has the log-probabilities of the prompt. Every answer ends
-    with a message that contains all tokens of the answer. If the call does not stream, this message
-    also has all log-probabilities.
+    """The answers of one call, which grow while deltas arrive. For a streaming call, each delta
+    becomes a chunk with new tokens and their log-probabilities. The first chunk of each answer also
+    has the log-probabilities of the prompt. Every answer ends with a message that contains all
+    tokens of the answer. If the call does not stream, this message also has all log-probabilities.
     """
 
     def __init__(self, generation: Generation) -> None:

@@ -32,10 +32,9 @@ _HEARTBEAT_SECONDS = 1.0
 @dataclass(eq=False)
 class EventStream:
     """Makes the messages for a subscriber: first a snapshot, or the batches from a given number on,
-    and then all later batches.
-
-    Each message has the replica's load. If the load changes without an event, and at least every
-    second, the load is sent in a separate message with the sequence number of the previous message.
+    and then all later batches. Each message has the replica's load. If the load changes without an
+    event, and at least every second, the load is sent in a separate message with the sequence
+    number of the previous message.
     """
 
     log: KVEventLog

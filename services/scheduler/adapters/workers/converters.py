@@ -73,7 +73,6 @@ def model_runner_output_from_proto(
     expected: ExpectedAnswer | None = None,
 ) -> ModelRunnerOutput:
     """Converts the answer to a step, and adds the transfer results of all ranks.
-
     `num_speculative_tokens` placeholder drafts are added for each request with sampled tokens. The
     workers propose the drafts themselves in the next step. Raises ValueError for invalid arrays,
     for parallel arrays of different lengths, and for an answer that contradicts `expected`.

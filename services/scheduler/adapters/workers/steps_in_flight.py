@@ -143,11 +143,9 @@ class SentStep:
 
 class StepsInFlight:
     """The steps in flight, oldest first. Steps run one after another, so the time allowed for a
-    step begins when the previous step is completed.
-
-    `num_stages` is the number of pipeline stages. The compute time of a step is the sum of the
-    compute times of the stages. `num_speculative_tokens` is the largest number of drafts that the
-    workers propose for a request.
+    step begins when the previous step is completed. `num_stages` is the number of pipeline stages.
+    The compute time of a step is the sum of the compute times of the stages.
+    `num_speculative_tokens` is the largest number of drafts that the workers propose for a request.
     """
 
     def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:

@@ -50,11 +50,9 @@ STEP_FLOOR_SECONDS = 2.0
 
 class Rank:
     """One worker and its stream of steps. If the stream ends, WorkersLost is raised for the steps
-    without an answer.
-
-    An idle worker is probed periodically. Its stream is ended after two unanswered probes in a row,
-    because one unanswered probe may be due to a stall of this process. A probe during which the
-    worker had no processor does not count.
+    without an answer. An idle worker is probed periodically. Its stream is ended after two
+    unanswered probes in a row, because one unanswered probe may be due to a stall of this process.
+    A probe during which the worker had no processor does not count.
     """
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
@@ -240,11 +238,9 @@ class WorkerGroup:
 
     async def open(self, generation: int) -> None:
         """Opens a new stream to every rank, for a new generation. Returns when every rank has run
-        an empty step. Raises WorkersLost.
-
-        The empty step detects a worker that hangs in a step but still answers Describe. It also
-        ends an earlier step that was sent to only some ranks: when the other ranks receive the
-        empty step, they notify the ranks that wait for them.
+        an empty step. Raises WorkersLost. The empty step detects a worker that hangs in a step but
+        still answers Describe. It also ends an earlier step that was sent to only some ranks: when
+        the other ranks receive the empty step, they notify the ranks that wait for them.
         """
         self._generation = generation
         self._is_open = False

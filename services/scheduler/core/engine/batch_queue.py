@@ -11,9 +11,8 @@ from services.scheduler.core.ports import Executor
 
 
 class BatchQueue:
-    """Sends steps, and waits for their answers, oldest first. Contains at most `depth` steps.
-
-    `now` returns the time of a monotonic clock, in seconds.
+    """Sends steps, and waits for their answers, oldest first. Contains at most `depth` steps. `now`
+    returns the time of a monotonic clock, in seconds.
     """
 
     def __init__(self, executor: Executor, depth: int, now: Callable[[], float]) -> None:
@@ -75,9 +74,8 @@ class BatchQueue:
 
     async def is_answered(self, wake: asyncio.Event, is_interrupted: Callable[[], bool]) -> bool:
         """Waits for the answer of the oldest step. Returns True when it has arrived, and False as
-        soon as `is_interrupted()` is true.
-
-        `is_interrupted` is called before the wait and each time that `wake` is set.
+        soon as `is_interrupted()` is true. `is_interrupted` is called before the wait and each time
+        that `wake` is set.
         """
         _, answer = self._steps[0]
         self.awaits_answer = True

@@ -52,10 +52,9 @@ class EngineState(enum.Enum):
 
 
 class EngineCore:
-    """Drives one scheduler. Sends steps to the workers, and delivers tokens.
-
-    Only iterations of `run`, and code in a `standstill` between them, change the scheduler.
-    Requests are added and ended through `changes`.
+    """Drives one scheduler. Sends steps to the workers, and delivers tokens. Only iterations of
+    `run`, and code in a `standstill` between them, change the scheduler. Requests are added and
+    ended through `changes`.
     """
 
     def __init__(
@@ -147,10 +146,8 @@ class EngineCore:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stops planning. Returns when no step is in flight and the blocks of ended requests are
-        free.
-
-        With ABORT all requests end. With WAIT no request is admitted, and the method waits until
-        the running requests have ended. It raises Aborted if the engine is resumed meanwhile.
+        free. With ABORT all requests end. With WAIT no request is admitted, and the method waits
+        until the running requests have ended. It raises Aborted if the engine is resumed meanwhile.
         """
         await self._pauses.begin(mode)
         if self.state is not EngineState.RECOVERING:
@@ -184,11 +181,9 @@ class EngineCore:
 
     async def _turn(self) -> None:
         """Adds and ends requests, plans and sends a step, and applies the output of the oldest step
-        in flight.
-
-        With asynchronous scheduling, a step is planned shortly before the end of the previous step,
-        which is then the oldest in flight. Requests that arrive before that time are part of the
-        planned step. In a pause the blocks of ended requests are still freed at once.
+        in flight. With asynchronous scheduling, a step is planned shortly before the end of the
+        previous step, which is then the oldest in flight. Requests that arrive before that time are
+        part of the planned step. In a pause the blocks of ended requests are still freed at once.
         """
         self.changes.apply()
         planned = False

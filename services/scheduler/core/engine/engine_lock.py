@@ -7,10 +7,8 @@ from contextlib import asynccontextmanager
 
 class EngineLock:
     """A lock that each iteration of the loop holds, and all other code while it changes the
-    scheduler.
-
-    Each release of the lock wakes the callers of `until`. Setting `wake` wakes a loop that waits
-    for work. `has_steps` returns whether steps are in flight.
+    scheduler. Each release of the lock wakes the callers of `until`. Setting `wake` wakes a loop
+    that waits for work. `has_steps` returns whether steps are in flight.
     """
 
     def __init__(self, wake: asyncio.Event, has_steps: Callable[[], bool]) -> None:

@@ -74,10 +74,8 @@ class FaultSearch:
 
     def steps_failed(self, plans: Iterable[SchedulerOutput]) -> Request | None:
         """Records steps that were lost with pool or workers. Returns a request that must end with
-        an error, or None.
-
-        If several steps were in flight, it is not known which of them failed, so the requests of
-        all these steps count.
+        an error, or None. If several steps were in flight, it is not known which of them failed, so
+        the requests of all these steps count.
         """
         failed = self._failed(plans)
         known = [request for request in failed if request in self._goals]

@@ -107,9 +107,8 @@ class QueueEstimate:
 
 
 def expected_tokens(num_prompt_tokens: int, num_output_tokens: int, max_num_tokens: int) -> int:
-    """Number of prompt and output tokens that a running request is expected to have at its end.
-
-    By Lindy's law, the expected remaining length of an answer equals its present length, if nothing
+    """Number of prompt and output tokens that a running request is expected to have at its end. By
+    Lindy's law, the expected remaining length of an answer equals its present length, if nothing
     else is known (Eliazar, 2017). So the answer is expected to become twice as long as it is now.
     """
     return min(num_prompt_tokens + 2 * num_output_tokens, max_num_tokens)

@@ -63,10 +63,9 @@ logger = logging.getLogger(__name__)
 @dataclass(eq=False)
 class Recovery:
     """Counts losses of pool and workers, and reopens both. During a fault search, which finds a
-    request whose steps always fail, allows only the selected requests to be admitted.
-
-    `lock` is the lock of the engine loop. It is held while changes are applied during the recovery.
-    `wake` is the loop's event, which is set when there are changes.
+    request whose steps always fail, allows only the selected requests to be admitted. `lock` is the
+    lock of the engine loop. It is held while changes are applied during the recovery. `wake` is the
+    loop's event, which is set when there are changes.
     """
 
     scheduler: Scheduler

@@ -14,10 +14,9 @@ MIN_COMPUTED_TOKENS = 128
 
 class StepCosts:
     """Fits three costs, in seconds, to the times of recent steps: the cost of a step, of a decoding
-    request, and of a prompt token.
-
-    The first two costs are fitted to decode-only steps by least squares. The cost of a prompt token
-    is the remaining time of steps with prompts, divided by their prompt tokens.
+    request, and of a prompt token. The first two costs are fitted to decode-only steps by least
+    squares. The cost of a prompt token is the remaining time of steps with prompts, divided by
+    their prompt tokens.
     """
 
     def __init__(self) -> None:
@@ -59,10 +58,9 @@ class StepCosts:
 
     def seconds_of_prompt(self, num_tokens: float, num_requests: int, token_budget: int) -> float:
         """Seconds to compute `num_tokens` tokens of a prompt while `num_requests` requests decode.
-        The prompt uses the rest of each step's token budget. 0 while unknown.
-
-        If the cost of a prompt token is unknown, for example because all prompts are very short,
-        the cost of a decoding request is used instead.
+        The prompt uses the rest of each step's token budget. 0 while unknown. If the cost of a
+        prompt token is unknown, for example because all prompts are very short, the cost of a
+        decoding request is used instead.
         """
         each_step, each_decode = self._fit()
         seconds_per_token = self.seconds_per_prompt_token or each_decode
@@ -87,10 +85,8 @@ class StepCosts:
         return self._fitted
 
     def _least_squares(self) -> tuple[float, float]:
-        """Fits the costs of a step and of a request to the decode-only steps.
-
-        If all steps have the same size, the two costs cannot be separated, and each is set to one
-        half of the time.
+        """Fits the costs of a step and of a request to the decode-only steps. If all steps have the
+        same size, the two costs cannot be separated, and each is set to one half of the time.
         """
         if len(self._decoding) < MIN_STEPS:
             return 0.0, 0.0

@@ -62,10 +62,8 @@ class StepUpdate:
         self, plan: SchedulerOutput, output: ModelRunnerOutput, taken: list[Sequence[int] | None]
     ) -> tuple[int, list[Request], dict[Request, TurnEnd]]:
         """Appends the sampled tokens to the requests. Stores each request's appended tokens in
-        `taken`, or None if the request had already ended.
-
-        Returns the number of appended tokens, the requests that end, and the sessions whose turn
-        ends.
+        `taken`, or None if the request had already ended. Returns the number of appended tokens,
+        the requests that end, and the sessions whose turn ends.
         """
         ended: list[Request] = []
         turns: dict[Request, TurnEnd] = {}
@@ -93,9 +91,8 @@ class StepUpdate:
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int] | None:
         """Appends the tokens of a request that may end or is not on the fast path. Returns the
-        appended tokens. Returns None if the request had ended or its tokens are dropped.
-
-        As in vLLM, drafts are kept even if the tokens are dropped, because the drafts follow the
+        appended tokens. Returns None if the request had ended or its tokens are dropped. As in
+        vLLM, drafts are kept even if the tokens are dropped, because the drafts follow the
         request's present tokens.
         """
         request, tokens = plan.requests[index], output.token_ids[index]
@@ -157,9 +154,8 @@ class StepUpdate:
 
     def _computed_inputs(self, plan: SchedulerOutput) -> dict[Request, int]:
         """Maps each request of a step that uses encoder items to its number of computed tokens,
-        without tokens that are removed if a draft is rejected.
-
-        Requests whose output is dropped are left out, so that their items stay in use.
+        without tokens that are removed if a draft is rejected. Requests whose output is dropped are
+        left out, so that their items stay in use.
         """
         used_inputs = self._state.encoder_cache.used_inputs
         samples_ahead = self._config.async_scheduling and not self._config.pooling

@@ -25,9 +25,8 @@ class _DeferredFree:
 
 
 class DeferredFrees:
-    """Blocks that a step in flight still writes or copies, and that no request holds.
-
-    As in vLLM, the blocks are freed strictly in the order in which they were added.
+    """Blocks that a step in flight still writes or copies, and that no request holds. As in vLLM,
+    the blocks are freed strictly in the order in which they were added.
     """
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:

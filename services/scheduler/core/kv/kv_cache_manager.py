@@ -104,7 +104,6 @@ class KVCacheManager:
 
     def resume_prefix(self, builder: StepBuilder, request: Request, steps: PlannedSteps) -> None:
         """Prepares the admission of a request that holds blocks. Its computed tokens are its hit.
-
         Steps of a session's last turn may still be in flight. Their tokens are dropped, but these
         steps still read blocks in earlier sliding windows. To keep these blocks, `num_stored`
         excludes the tokens in flight.
@@ -175,10 +174,9 @@ class KVCacheManager:
         return operations
 
     def _grow(self, builder: StepBuilder, growing: Sequence[Request], steps: PlannedSteps) -> Grow:
-        """Builds the Grow operation of the step.
-
-        Sliding windows advance only past tokens that no step in flight computes. Steps in flight
-        may still read earlier blocks, and their drafts may be rejected.
+        """Builds the Grow operation of the step. Sliding windows advance only past tokens that no
+        step in flight computes. Steps in flight may still read earlier blocks, and their drafts may
+        be rejected.
         """
         starts = running_requests.num_computed_tokens_of(growing)
         keys = [request.key for request in growing]

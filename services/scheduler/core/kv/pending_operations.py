@@ -8,10 +8,8 @@ from services.common.pool.ids import BlockId, RequestKey
 
 
 class PendingOperations:
-    """Collects pool operations. Merges operations of the same kind.
-
-    Blocks are published before blocks are freed, so that the last full block of an ended request
-    can still be hit.
+    """Collects pool operations. Merges operations of the same kind. Blocks are published before
+    blocks are freed, so that the last full block of an ended request can still be hit.
     """
 
     def __init__(self) -> None:

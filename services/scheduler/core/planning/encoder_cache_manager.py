@@ -1,8 +1,7 @@
 """Which outputs of the encoder are cached on the workers. An output belongs to an item of a prompt,
-such as an image.
-
-Ideas and names follow vLLM's EncoderCacheManager. Sizes count embeddings. All requests with the
-same item share one output. An output that no request uses stays cached until its space is needed.
+such as an image. Ideas and names follow vLLM's EncoderCacheManager. Sizes count embeddings. All
+requests with the same item share one output. An output that no request uses stays cached until its
+space is needed.
 """
 
 from collections.abc import Mapping, Sequence

@@ -31,9 +31,8 @@ class PrefillPacing:
         return any(not request.is_prefill_chunk for request in running)
 
     def planned(self, builder: StepBuilder) -> None:
-        """Counts a planned step. Must be called before the step's tokens count as computed.
-
-        A running request that recomputes tokens whose load failed does not count as a prompt.
+        """Counts a planned step. Must be called before the step's tokens count as computed. A
+        running request that recomputes tokens whose load failed does not count as a prompt.
         """
         if builder.plan.requests:
             has_prefills = any(

@@ -24,11 +24,10 @@ _admission_number = attrgetter("admission_number")
 
 
 class RunningRequests:
-    """The running requests, in the order of their admission.
-
-    A request is on the fast path for a number of steps that is known in advance, and is scheduled
-    without being examined. A calendar maps each step to the requests that leave the fast path
-    before that step. It is a timing wheel (Varghese and Lauck, 1987).
+    """The running requests, in the order of their admission. A request is on the fast path for a
+    number of steps that is known in advance, and is scheduled without being examined. A calendar
+    maps each step to the requests that leave the fast path before that step. It is a timing wheel
+    (Varghese and Lauck, 1987).
     """
 
     def __init__(self) -> None:

@@ -37,10 +37,9 @@ class RunningScheduler:
         """
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> None:
-        """Divides the budget among the running requests and allocates their blocks.
-
-        If the blocks of a request do not fit, a victim is preempted, and planning resumes at the
-        request that lacks blocks.
+        """Divides the budget among the running requests and allocates their blocks. If the blocks
+        of a request do not fit, a victim is preempted, and planning resumes at the request that
+        lacks blocks.
         """
         begin, num_decided = 0, None
         while True:
@@ -258,10 +257,9 @@ class RunningScheduler:
         await self._grow(builder, (), traceparent)
 
     def _make_room(self, builder: StepBuilder, request: Request) -> tuple[int, int | None]:
-        """Preempts the policy's victim because `request` lacks blocks.
-
-        Returns the index in the order of admission from which to plan again, and the number of
-        tokens that `request` was scheduled. The number is None if `request` is the victim.
+        """Preempts the policy's victim because `request` lacks blocks. Returns the index in the
+        order of admission from which to plan again, and the number of tokens that `request` was
+        scheduled. The number is None if `request` is the victim.
         """
         num_decided = builder.unschedule_from(request)
         victim = self._state.policy.victim(self._running)

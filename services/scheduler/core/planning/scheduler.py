@@ -27,10 +27,9 @@ from services.scheduler.core.transfers.kv_connector import KVConnector
 
 
 class Scheduler(ReplicaState):
-    """Plans the steps of one replica. The base class stores the running and waiting requests.
-
-    The decisions equal the decisions of vLLM V1's scheduler. Blocks are allocated in transactions
-    with the pool. Calls must not overlap, so only one engine loop may use a scheduler.
+    """Plans the steps of one replica. The base class stores the running and waiting requests. The
+    decisions equal the decisions of vLLM V1's scheduler. Blocks are allocated in transactions with
+    the pool. Calls must not overlap, so only one engine loop may use a scheduler.
     """
 
     def __init__(
@@ -92,10 +91,8 @@ class Scheduler(ReplicaState):
         self.queues.add(request)
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
-        """Adds the next input of a session that has not ended.
-
-        If `chunk` is None, the session ends. Between two turns it ends at once, otherwise after the
-        turn that runs or waits.
+        """Adds the next input of a session that has not ended. If `chunk` is None, the session
+        ends. Between two turns it ends at once, otherwise after the turn that runs or waits.
         """
         if session.status is not RequestStatus.WAITING_FOR_CHUNK:
             session.chunks.append(chunk)
@@ -136,10 +133,9 @@ class Scheduler(ReplicaState):
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Allows only these requests to be admitted. All others are held back, including requests
-        that arrive later. None allows all requests again.
-
-        No request may run. All requests are queued again in the order of arrival. Waiting requests
-        lose their blocks, except while a load is filling them.
+        that arrive later. None allows all requests again. No request may run. All requests are
+        queued again in the order of arrival. Waiting requests lose their blocks, except while a
+        load is filling them.
         """
         if self.running:
             raise AssertionError("requests run that are to be held back")
@@ -208,12 +204,10 @@ class Scheduler(ReplicaState):
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
-        """Applies the output of a step.
-
-        Appends the sampled tokens, also to requests that were preempted while the step ran.
-        Discards the tokens of requests that ended meanwhile, and of the requests in `plan.dropped`.
-        Ends requests that are complete. A session whose turn is complete begins its next turn, or
-        waits for the input of that turn.
+        """Applies the output of a step. Appends the sampled tokens, also to requests that were
+        preempted while the step ran. Discards the tokens of requests that ended meanwhile, and of
+        the requests in `plan.dropped`. Ends requests that are complete. A session whose turn is
+        complete begins its next turn, or waits for the input of that turn.
         """
         return self._update.update(plan, output)
 

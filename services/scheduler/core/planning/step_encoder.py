@@ -53,10 +53,8 @@ class StepEncoder:
     def decide(self, request: Request, start: int, num_tokens: int) -> EncoderDecision:
         """Decides which items must be computed before `num_tokens` tokens from position `start` on
         can be computed. These are the items that overlap the tokens and are not cached. An item is
-        computed as a whole.
-
-        Marks the cached outputs of overlapping items as used. Evicts unused outputs if space is
-        needed.
+        computed as a whole. Marks the cached outputs of overlapping items as used. Evicts unused
+        outputs if space is needed.
         """
         decision, end = EncoderDecision(num_tokens, self.budget, num_tokens), start + num_tokens
         sizes: dict[str, int] = {}

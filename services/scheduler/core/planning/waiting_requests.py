@@ -10,11 +10,10 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class WaitingRequests:
-    """The queues of a replica. The policy orders the requests in each queue.
-
-    Requests that hold blocks are in `kv_waiting`. A step tries to admit them before the requests in
-    `waiting`. A request that could not be admitted even if all resources were free is passed over
-    (skipped), and keeps its position in the queue.
+    """The queues of a replica. The policy orders the requests in each queue. Requests that hold
+    blocks are in `kv_waiting`. A step tries to admit them before the requests in `waiting`. A
+    request that could not be admitted even if all resources were free is passed over (skipped), and
+    keeps its position in the queue.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -150,10 +149,9 @@ class WaitingRequests:
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Allows only these requests to be admitted. All others are held back, including requests
-        that arrive later. None allows all requests again.
-
-        The requests in `waiting` are queued again in the order of arrival. Requests in
-        `kv_waiting`, whose blocks are being loaded, stay there.
+        that arrive later. None allows all requests again. The requests in `waiting` are queued
+        again in the order of arrival. Requests in `kv_waiting`, whose blocks are being loaded, stay
+        there.
         """
         queued = sorted(chain(self.waiting, self.held_back), key=lambda request: request.key)
         self.admitted_only = requests

@@ -117,11 +117,9 @@ class WaitingScheduler:
 
     def candidates(self, builder: StepBuilder) -> list[Request]:
         """The requests at the head of the queue for which free rows of the batch and budget could
-        suffice.
-
-        Requests that were passed over (skipped) in this step are left out. Requests that are about
-        to be passed over are included, so that the plan notes why, but do not count toward the
-        maximum number of candidates, because they take no row and no budget.
+        suffice. Requests that were passed over (skipped) in this step are left out. Requests that
+        are about to be passed over are included, so that the plan notes why, but do not count
+        toward the maximum number of candidates, because they take no row and no budget.
         """
         candidates: list[Request] = []
         num_ready = min(self._state.num_free_places, builder.token_budget, LOOKUP_BATCH)

@@ -26,10 +26,8 @@ def _rank(request: Request) -> tuple[int, float, str]:
 
 class PriorityRequestQueue(list[Request]):
     """Waiting requests, sorted by (priority, arrival time, id), the smallest first. Preempted
-    requests are sorted in the same way.
-
-    A sorted list is faster than a heap here, because a heap makes more comparisons, which run in
-    Python.
+    requests are sorted in the same way. A sorted list is faster than a heap here, because a heap
+    makes more comparisons, which run in Python.
     """
 
     def add(self, request: Request, /) -> None:

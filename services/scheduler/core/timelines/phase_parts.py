@@ -1,7 +1,5 @@
 """The parts of a phase of a request's timeline. A part is a wait with its reason, or a prefill
-chunk.
-
-Times are nanoseconds since the epoch.
+chunk. Times are nanoseconds since the epoch.
 """
 
 from collections.abc import Sequence

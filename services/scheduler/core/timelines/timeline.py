@@ -1,9 +1,7 @@
 """The timeline of a request at a replica, which consists of phases that follow each other without a
-gap.
-
-Every request has a timeline, because a timeline stores only a few numbers for each phase. Spans are
-made from the timeline only if the request is traced. Times are nanoseconds since the epoch, which
-callers pass in.
+gap. Every request has a timeline, because a timeline stores only a few numbers for each phase.
+Spans are made from the timeline only if the request is traced. Times are nanoseconds since the
+epoch, which callers pass in.
 """
 
 from collections.abc import Sequence

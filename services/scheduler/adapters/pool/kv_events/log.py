@@ -40,10 +40,9 @@ _Key = tuple[int, BlockHash]
 
 class KVEventLog:
     """Numbers batches from 0. Stores the last `num_batches` batches, or fewer if these contain more
-    than `max_blocks` blocks. Also stores all blocks that are published after the newest batch.
-
-    Each reader passes the number of the batch that it needs next. If that batch was dropped because
-    the reader is slow, the reader receives an error.
+    than `max_blocks` blocks. Also stores all blocks that are published after the newest batch. Each
+    reader passes the number of the batch that it needs next. If that batch was dropped because the
+    reader is slow, the reader receives an error.
     """
 
     def __init__(

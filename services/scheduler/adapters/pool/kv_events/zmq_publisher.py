@@ -94,10 +94,8 @@ class EventEncoder:
 
 
 class ZmqEventPublisher:
-    """Sends every batch of a log, and answers requests for replay.
-
-    Sending never waits. Batches are dropped for a subscriber that lags by more than `max_lag`
-    batches.
+    """Sends every batch of a log, and answers requests for replay. Sending never waits. Batches are
+    dropped for a subscriber that lags by more than `max_lag` batches.
     """
 
     def __init__(
