@@ -296,15 +296,17 @@ class Outcome:
     @property
     def grown(self) -> list[BlockTables]:
         """New blocks of each request that grew, in the order of the operations."""
-        return self._tables(GrowResult)
+        return [
+            tables
+            for result in self.results
+            if isinstance(result, GrowResult)
+            for tables in block_tables(result.groups)
+        ]
 
     @property
     def admitted(self) -> list[BlockTables]:
         """Complete block tables of each admitted request, hits first."""
-        return self._tables(AdmitResult)
-
-    def _tables(self, kind: type[GrowResult] | type[AdmitResult]) -> list[BlockTables]:
-        results = (result for result in self.results if isinstance(result, kind))
+        results = [result for result in self.results if isinstance(result, AdmitResult)]
         return [tables for result in results for tables in block_tables(result.groups)]
 
     @property

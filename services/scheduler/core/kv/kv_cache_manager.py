@@ -47,7 +47,12 @@ class KVCacheManager:
         """Whether a running request lacks slots for its first `num_tokens` tokens. Always True if
         KV-cache groups free blocks while a request runs.
         """
-        return not self._config.only_grows or request.num_slots < self.num_slots(num_tokens)
+        config, num_slots = self._config, request.num_slots
+        if not config.only_grows:
+            return True
+        return (
+            num_slots < num_tokens + self._num_lookahead_tokens and num_slots < config.max_model_len
+        )
 
     async def grow(
         self,
@@ -228,12 +233,12 @@ class KVCacheManager:
         return filling
 
     def _commit(self, filling: Sequence[_Filling]) -> Commit:
-        size = self._hash_block_size
-        return Commit(
-            [request.key for _, _, request in filling],
-            [end for _, end, _ in filling],
-            [self._unsent_hashes(request, end // size) for _, end, request in filling],
-        )
+        keys, ends, new_hashes = [], [], []
+        for _, end, request in filling:
+            keys.append(request.key)
+            ends.append(end)
+            new_hashes.append(self._unsent_hashes(request, end // self._hash_block_size))
+        return Commit(keys, ends, new_hashes)
 
     def _look_up(self, builder: StepBuilder, looked_up: Sequence[Request]) -> list[Operation]:
         if not (looked_up and self._config.enable_prefix_caching):
