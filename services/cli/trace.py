@@ -26,8 +26,9 @@ def main(argv: Sequence[str]) -> int:
     with client_of(arguments) as client:
         if arguments.name is not None:
             trace = client.get(f"/traces/{quote(arguments.name, safe='')}")
+            columns = shutil.get_terminal_size((_PIPE_WIDTH, 40)).columns
             lines = waterfall(
-                trace, arguments.width or _width(), every_attribute=arguments.attributes
+                trace, arguments.width or columns, every_attribute=arguments.attributes
             )
         else:
             listed = client.get(f"/traces?order={arguments.order}&limit={arguments.limit}")
@@ -111,10 +112,6 @@ def _parser() -> ClientParser:
         "--width", type=int, metavar="N", help="characters of a line (default: the terminal's)"
     )
     return parser
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((_PIPE_WIDTH, 40)).columns
 
 
 def writes_utf8() -> bool:

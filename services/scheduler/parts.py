@@ -71,8 +71,9 @@ class Parts:
             scheduler, executor, replica, self.sessions, observer, self.readiness, time.monotonic
         )
         replica.watch(self.engine.lost)
+        most = settings.max_num_sessions
         client_sessions = ResumableSessions(
-            self.engine, self.sessions, _max_num_sessions(settings, config)
+            self.engine, self.sessions, config.max_running // 2 if most is None else most
         )
         self.watch = QueueWatch(
             self.engine,
@@ -115,13 +116,6 @@ class Parts:
         """The first message that is sent to a gateway in each session."""
         self.opened.cache_node = cache_node
         self.opened.kvpool_address, self.opened.pool_id = settings.kvpool, settings.replica
-
-
-def _max_num_sessions(settings: SchedulerSettings, config: SchedulerConfig) -> int:
-    """Limit on the number of clients' sessions. By default half of `max_running`."""
-    if settings.max_num_sessions is None:
-        return config.max_running // 2
-    return settings.max_num_sessions
 
 
 def _intake(shape: ReplicaShape, config: SchedulerConfig, watch: QueueWatch) -> RequestIntake:

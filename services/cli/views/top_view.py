@@ -60,7 +60,9 @@ def screen(sample: Sample, before: Sample | None, width: int, height: int) -> li
     taken = len(lines) + sum(len(rows) + 4 for rows in rows_of)
     room = max(_LEAST_ROWS, (height - taken) // max(1, len(replicas)))
     for replica, rows in zip(replicas, rows_of, strict=True):
-        lines += [Text(), _title(replica), *rows, *_requests(replica["requests"], width, room)]
+        title = Text(f"replica {replica['address']}", style="bold")
+        title.append(f"  {replica_state(replica)}", style=state_colour(replica))
+        lines += [Text(), title, *rows, *_requests(replica["requests"], width, room)]
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return lines
@@ -74,11 +76,6 @@ def _headline(activity: Document) -> Text:
     if activity["draining"]:
         line.append("  draining", style="yellow")
     return line
-
-
-def _title(replica: Document) -> Text:
-    line = Text(f"replica {replica['address']}", style="bold")
-    return line.append(f"  {replica_state(replica)}", style=state_colour(replica))
 
 
 def _rows_of(replica: Document, rates: Mapping[str, float], width: int) -> list[Text]:

@@ -66,8 +66,9 @@ def gguf_tokenizer(file: Path, header: GgufHeader) -> tuple[dict[str, Any], dict
         if of != _UNUSED or _PADDING.fullmatch(token) is None
     }
     parts = _bpe(file, metadata, used) if kind == "gpt2" else _sentencepiece(metadata, used, kinds)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
-        _added(token_id, token, is_special=kinds[token_id] == _CONTROL)
+        {"id": token_id, "content": token, **flags, "special": kinds[token_id] == _CONTROL}
         for token, token_id in used.items()
         if kinds[token_id] in (_CONTROL, _USER_DEFINED)
     ]
@@ -182,11 +183,6 @@ _MODEL: dict[str, Any] = {
     "fuse_unk": False,
     "byte_fallback": False,
 }
-
-
-def _added(token_id: int, token: str, *, is_special: bool) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": token, **flags, "special": is_special}
 
 
 def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:

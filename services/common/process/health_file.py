@@ -48,7 +48,7 @@ class HealthFile:
         state = "not-live"
         if self._is_live:
             state = "ready" if self._is_ready else "live"
-        beat, (ran, waited) = _uptime_seconds(), _main_thread_nanos()
+        beat, (ran, waited) = int(_UPTIME.read_text().partition(".")[0]), _main_thread_nanos()
         try:
             self._next.write_text(f"{state} {os.getpid()} {beat} {ran} {waited}\n")
             self._next.replace(self._path)
@@ -71,10 +71,6 @@ class HealthFile:
             if failure != self._failure:
                 logger.warning("%s: probes take this service for one that hangs", failure)
         self._failure = failure
-
-
-def _uptime_seconds() -> int:
-    return int(_UPTIME.read_text().partition(".")[0])
 
 
 def _main_thread_nanos() -> tuple[int, int]:

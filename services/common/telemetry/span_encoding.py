@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import Link, SpanContext, SpanKind, StatusCode
 
 _HAS_REMOTE = trace_pb2.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
 _IS_REMOTE = trace_pb2.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
@@ -68,7 +68,9 @@ def _span(span: ReadableSpan) -> trace_pb2.Span:
         end_time_unix_nano=span.end_time or 0,
         attributes=_attributes(span.attributes),
         events=[_event(event) for event in span.events],
-        status=_status(span.status),
+        status=trace_pb2.Status(
+            code=_CODES[span.status.status_code], message=span.status.description or ""
+        ),
         dropped_attributes_count=span.dropped_attributes,
         dropped_events_count=span.dropped_events,
         dropped_links_count=span.dropped_links,
@@ -77,11 +79,6 @@ def _span(span: ReadableSpan) -> trace_pb2.Span:
     if links := span.links:
         message.MergeFromString(b"".join(map(_link, links)))
     return message
-
-
-def _status(status: Status) -> trace_pb2.Status:
-    code = _CODES[status.status_code]
-    return trace_pb2.Status(code=code, message=status.description or "")
 
 
 def _trace_state(context: SpanContext) -> str:

@@ -2,7 +2,7 @@
 the certificates with which it began. New connections use the current ones.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,8 @@ class Tls:
         a Unix socket have no certificate and are not checked.
         """
         if self.allowed_names and not is_unix_address(context.peer()):
-            names = _subject_names(context.auth_context())
+            subject = context.auth_context().get(_SUBJECT_NAMES, ())
+            names = {name.decode(errors="replace") for name in subject}
             if self.allowed_names.isdisjoint(names):
                 raise PermissionDenied(
                     f"certificates for {', '.join(sorted(names)) or 'no name'} may not call here"
@@ -80,7 +81,3 @@ def channel_credentials(certificate: Certificate) -> grpc.ChannelCredentials:
 def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfiguration:
     pem = certificate.pem
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.chain)], pem.ca)
-
-
-def _subject_names(peer: Mapping[str, Iterable[bytes]]) -> set[str]:
-    return {name.decode(errors="replace") for name in peer.get(_SUBJECT_NAMES, ())}

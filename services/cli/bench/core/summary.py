@@ -66,7 +66,8 @@ def summarize(records: Iterable[RequestRecord], objectives: Mapping[str, float])
     done = [record for record in measured if record.is_ok]
     failed = [record.failure for record in measured if record.failure is not None]
     failures = Counter(failure.kind for failure in failed)
-    seconds = _duration(measured, done)
+    ends = [record.ended for record in done if record.ended is not None]
+    seconds = max(ends) - min(record.intended for record in measured) if ends else 0.0
     num_input = sum(record.num_input_tokens or 0 for record in done)
     num_output = sum(record.output_tokens for record in done)
     cached = [r.num_cached_tokens for r in done if r.num_cached_tokens is not None]
@@ -104,11 +105,6 @@ def _of(
 ) -> Distribution | None:
     values = (figure(record) for record in records)
     return distribution([value * _MILLIS for value in values if value is not None])
-
-
-def _duration(measured: Sequence[RequestRecord], done: Sequence[RequestRecord]) -> float:
-    ends = [record.ended for record in done if record.ended is not None]
-    return max(ends) - min(record.intended for record in measured) if ends else 0.0
 
 
 def _most_at_once(done: Sequence[RequestRecord]) -> int:

@@ -110,8 +110,9 @@ class Silence:
         if last is None:
             elapsed = min(reading.now - self._began, self._longest_first)
             self._unjudged = elapsed
-            self.seconds = elapsed * _share_at_once(reading)
-            if _may_be_starved(reading):
+            is_stopped = _is_stopped(reading)
+            self.seconds = elapsed * (1.0 if is_stopped else reading.machine.share)
+            if not is_stopped and any(one.is_runnable for one in reading.watched):
                 self.seconds = max(0.0, self.seconds - CONFIRM_SECONDS)
             return self.seconds
         elapsed = reading.now - last.now
@@ -122,15 +123,6 @@ class Silence:
             self._unjudged = 0.0
         self.seconds += counted
         return self.seconds
-
-
-def _share_at_once(reading: Reading) -> float:
-    """The fraction of time that counts when there is only one reading."""
-    return 1.0 if _is_stopped(reading) else reading.machine.share
-
-
-def _may_be_starved(reading: Reading) -> bool:
-    return not _is_stopped(reading) and any(one.is_runnable for one in reading.watched)
 
 
 def _is_stopped(reading: Reading) -> bool:

@@ -109,7 +109,9 @@ class RequestMetrics(Collector):
         self._num_generation_tokens += num_tokens
         has_drafts, num_computed = bool(plan.draft_token_ids), plan.num_tokens
         if has_drafts:
-            num_computed -= _num_left_out(plan, update)
+            # Drafts that the workers did not propose were scheduled, but not computed.
+            num_scheduled = sum(map(len, plan.draft_token_ids.values()))
+            num_computed -= num_scheduled - sum(update.num_draft_tokens)
         if plan.requests:
             self._iteration_tokens.observe(num_computed)
         if num_tokens == len(plan.requests) and not has_drafts:
@@ -232,11 +234,6 @@ class RequestMetrics(Collector):
         observe[names.METRIC_REQUEST_MAX_NUM_GENERATION_TOKENS](num_generated)
         if request.sampling.max_tokens is not None:
             observe[names.METRIC_REQUEST_PARAMS_MAX_TOKENS](request.sampling.max_tokens)
-
-
-def _num_left_out(plan: SchedulerOutput, update: EngineCoreOutputs) -> int:
-    """Number of scheduled drafts that the workers did not propose."""
-    return sum(map(len, plan.draft_token_ids.values())) - sum(update.num_draft_tokens)
 
 
 def _trace_id(request: Request) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import chain
 
@@ -223,8 +223,9 @@ class EngineCore:
             self._recovery.step_done(plan)
         asyncio.get_running_loop().call_soon(self._deliver)
         self._observer.done(plan, update)
-        if update.turns:
-            self._report_begun(update.turns)
+        awaiting = RequestStatus.WAITING_FOR_CHUNK
+        if update.turns and (begun := [one for one in update.turns if one.status is not awaiting]):
+            self._observer.arrived(begun)
 
     def _deliver(self) -> None:
         """Delivers the outputs that were not delivered yet. If delivery raises an error, the
@@ -233,12 +234,6 @@ class EngineCore:
         if self._undelivered is not None:
             self._delivery.deliver(self._undelivered)
             self._undelivered = None
-
-    def _report_begun(self, sessions: Iterable[Request]) -> None:
-        """Reports sessions whose next turn begins at once, because its input had arrived."""
-        begun = [one for one in sessions if one.status is not RequestStatus.WAITING_FOR_CHUNK]
-        if begun:
-            self._observer.arrived(begun)
 
     def _report_ended(self, ended: Sequence[Request]) -> None:
         """Reports requests that ended between steps."""

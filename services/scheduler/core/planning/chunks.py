@@ -23,8 +23,9 @@ def aligned_chunk(config: SchedulerConfig, request: Request, start: int, num_tok
         return num_tokens
     size, end = config.block_size, start + num_tokens
     if end < prefill_end:
-        aligned_end = end // size * size
-        if aligned_end > start or size <= _longest_step(config):
+        aligned_end, most = end // size * size, config.token_budget
+        most = min(most, config.long_prefill_token_threshold or most)
+        if aligned_end > start or size <= most:
             end = aligned_end
     stops = [stop for stop in _stops(config, request, start, end) if start < stop < end]
     return max(min(stops, default=end) - start, 0)
@@ -54,9 +55,3 @@ def _stops(config: SchedulerConfig, request: Request, start: int, end: int) -> I
     junction = request.shared_prefix_boundary
     if start < junction < end:
         yield start + (junction - start) // size * size
-
-
-def _longest_step(config: SchedulerConfig) -> int:
-    """The largest number of tokens of one request in a step that also computes other requests."""
-    threshold = config.long_prefill_token_threshold
-    return min(config.token_budget, threshold) if threshold else config.token_budget

@@ -63,7 +63,8 @@ class StepEncoder:
                 continue
             if item.offset >= end:
                 break
-            if self._would_split(item.offset, item.end, start, start + decision.num_tokens):
+            splits = item.offset >= start and item.end > start + decision.num_tokens
+            if splits and self.config.disable_chunked_mm_input:
                 decision.num_tokens = max(0, item.offset - start)
                 break
             size = sizes.get(item.identifier, self.cache.num_cached_embeds(item.identifier))
@@ -143,9 +144,6 @@ class StepEncoder:
 
     def _mark(self, request: Request) -> None:
         self._marks.append((request, self.budget, self.cache.copy()))
-
-    def _would_split(self, offset: int, item_end: int, start: int, end: int) -> bool:
-        return self.config.disable_chunked_mm_input and start <= offset and end < item_end
 
 
 def mismatch_error(identifier: str) -> str:
