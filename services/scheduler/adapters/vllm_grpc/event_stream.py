@@ -41,7 +41,7 @@ class EventStream:
     groups: Sequence[KVCacheGroup]
     load: Callable[[], common_pb2.EngineLoad]
     clock: Callable[[], float] = time.monotonic
-    _event_ids: count[int] = field(init=False, default_factory=lambda: count(1))
+    _event_ids: Iterator[int] = field(init=False, default_factory=lambda: count(1))
 
     async def batches(self, begin: int) -> AsyncGenerator[common_pb2.KvEventBatch]:
         """An endless stream of batches. `begin` is the number of the first batch to send, or 0 for
