@@ -103,7 +103,9 @@ class Parts:
             settings.redis_url,
         )
         self.options = Options([option(settings, parts) for option in OPTIONS])
-        fleet_collector = FleetCollector(self.fleet, settings.model_name)
+        fleet_collector = FleetCollector(
+            self.fleet, settings.model_name, settings.expected_replicas
+        )
         own = self._own_metrics(fleet_collector, tracing)
         self.fleet_metrics = FleetMetrics(own, fleet_collector, self.links)
         self.history = HistoryKeeper(

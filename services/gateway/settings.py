@@ -144,6 +144,12 @@ class GatewaySettings(ClientSettings, OptionSettings):
         "resolved every 3 s (default: 127.0.0.1:9001; with redis_url only registered ones)",
         check=_are_schedulers,
     )
+    expected_replicas: int = setting(
+        0,
+        doc="ready replicas that the alert StepwellFewerReplicas expects (0: as many as were ready "
+        "in the last hour)",
+        check=at_least(0),
+    )
     redis_url: str | None = setting(
         None,
         doc="Redis with the registry of schedulers, cached prefixes, and what gateways share: "

@@ -21,13 +21,16 @@ def buckets(name: str, bounds: dict[str, int]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AlertStory:
-    """`fires`: labels of the alert that fires at `minute`. `calm`: series of a healthy system."""
+    """`fires`: labels of the alert that fires at `minute`. `calm`: series of a healthy system.
+    `also_broken`: series of another broken system, for an alert with two causes.
+    """
 
     broken: dict[str, str]
     calm: dict[str, str]
     fires: dict[str, str] = field(default_factory=lambda: {"model_name": "m"})
     severity: str = "warning"
     minute: int = 20
+    also_broken: dict[str, str] = field(default_factory=dict)
 
 
 def _requests(*, errors: int) -> dict[str, str]:
@@ -108,8 +111,16 @@ STORIES = {
     "StepwellNoReplicaReady": AlertStory(_replicas(0), _replicas(1), severity="critical"),
     "StepwellReplicaNotReady": AlertStory(_replicas(1), _replicas(2)),
     "StepwellFewerReplicas": AlertStory(
-        {f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "2x10 1x30"},
-        {f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "1x10 2x30"},
+        _replicas(1) | {f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "2x30"},
+        {
+            f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "1x10 2x30",
+            f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "2x30",
+        },
+        # No number is set, and the registry has forgotten the lost replica.
+        also_broken={
+            f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "2x10 1x30",
+            f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "0x40",
+        },
     ),
     "StepwellRestartLoop": AlertStory(
         _starts(1, 2, 3, 4),

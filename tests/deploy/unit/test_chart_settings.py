@@ -139,6 +139,7 @@ def test_settings_of_the_values_reach_their_service_as_written(
     worker = next(c for c in _services(fleet) if c.service == "worker").environment()
     assert worker["STEPWELL_WORKER_KV_CACHE_MEMORY_BYTES"] == str(16 * 2**30)
     gateway = everything.pod("gateway").containers()[0].environment()
+    assert gateway["STEPWELL_GATEWAY_EXPECTED_REPLICAS"] == "2"  # the least number of the scaler
     assert gateway["STEPWELL_GATEWAY_MAX_BODY_BYTES"] == str(8 * 2**20)
     assert gateway["STEPWELL_GATEWAY_ALLOWED_HOSTS"] == "llm.example.org,stepwell-gateway.llm.svc"
     scheduler = everything.pod("replica").containers()[-1].environment()

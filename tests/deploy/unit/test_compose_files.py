@@ -161,7 +161,7 @@ def test_each_replica_has_a_name_and_parts_of_its_own() -> None:
     """A name of a part leads to one container, in a network that no other replica is in."""
     services = services_of("compose.yaml")
     schedulers = {name: one for name, one in services.items() if role_of(one) == "scheduler"}
-    assert len(schedulers) == 2
+    assert len(schedulers) == settings_of(services["gateway"]).expected_replicas == 2
     for name, scheduler in schedulers.items():
         settings = settings_of(scheduler)
         replica = scheduler["labels"]["stepwell.replica"]

@@ -215,7 +215,7 @@ def damaged_copy(model: Path, directory: Path) -> Path:
 @needs_prometheus
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_alerts_fire_for_damaged_weights_and_for_a_certificate_that_soon_ends(
+def test_alerts_fire_for_damaged_weights_a_missing_replica_and_a_certificate_that_soon_ends(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     authority = Authority()
@@ -223,12 +223,13 @@ def test_alerts_fire_for_damaged_weights_and_for_a_certificate_that_soon_ends(
     stack = Stack(
         damaged_copy(tiny_model.directory, tmp_path / "damaged"),
         *("--tls-cert-file", str(served.cert), "--tls-key-file", str(served.key)),
+        environ={"STEPWELL_GATEWAY_EXPECTED_REPLICAS": "2"},
     )
     directory = tmp_path / "prometheus"
     directory.mkdir()
     try:
         with prometheus(directory, {"stepwell": stack.url}) as server:
-            server.until_firing("StepwellCertificateExpires")
+            server.until_firing("StepwellCertificateExpires", "StepwellFewerReplicas")
             assert complete(stack) == httpx.codes.OK
             assert not {"StepwellRequestsFail", "StepwellCorruptedRequests"} & server.firing()
             with load(stack, 1, prompt=[5, DAMAGED_TOKEN]), load(stack, 1):

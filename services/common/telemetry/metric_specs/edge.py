@@ -120,6 +120,12 @@ _REPLICAS = (
         "model_name",
     ),
     gauge(
+        names.METRIC_GATEWAY_REPLICAS_EXPECTED,
+        "replicas",
+        "Replicas that should be ready; 0 if no number is set.",
+        "model_name",
+    ),
+    gauge(
         names.METRIC_GATEWAY_REPLICAS_SILENT,
         "replicas",
         "Replicas whose scheduler did not send metrics.",

@@ -16,9 +16,11 @@ from services.gateway.core.fleet.fleet import Fleet
 class FleetCollector(Collector):
     """Metrics of the replicas that this gateway knows, read at each scrape."""
 
-    def __init__(self, fleet: Fleet, model_name: str) -> None:
+    def __init__(self, fleet: Fleet, model_name: str, num_expected: int) -> None:
+        """`num_expected`: the number of replicas that should be ready, or 0."""
         self._fleet = fleet
         self._model = model_name
+        self._num_expected = num_expected
         self.num_silent = 0
         """Number of replicas that did not send their metrics in the last scrape."""
 
@@ -28,6 +30,7 @@ class FleetCollector(Collector):
         for name, value in (
             (names.METRIC_GATEWAY_REPLICAS, len(membership.replicas)),
             (names.METRIC_GATEWAY_REPLICAS_READY, membership.num_ready),
+            (names.METRIC_GATEWAY_REPLICAS_EXPECTED, self._num_expected),
             (names.METRIC_GATEWAY_REPLICAS_SILENT, self.num_silent),
             (names.METRIC_GATEWAY_RESUBMISSIONS, self._fleet.num_resubmissions),
         ):
