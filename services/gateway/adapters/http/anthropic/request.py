@@ -1,13 +1,13 @@
 """/v1/messages: converts a body to a request."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
 from services.common.errors import InvalidArgument
-from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.common.request.structured_outputs import StructuredOutputs
 from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
 from services.gateway.adapters.http.openai.content_parts import said
+from services.gateway.adapters.http.openai.formats import json_form
 from services.gateway.adapters.http.openai.output_plan import AUTO, NONE, REQUIRED, ToolUse, planned
 from services.gateway.adapters.http.openai.rendering import render_turns
 from services.gateway.adapters.http.openai.sampling import given_parameters
@@ -112,5 +112,4 @@ def _form(body: MessagesBody) -> StructuredOutputs | None:
     """Returns the schema that the answer must conform to, or None."""
     if body.output_config is None or body.output_config.format is None:
         return None
-    schema = json.dumps(body.output_config.format.schema_, ensure_ascii=False)
-    return StructuredOutputs(StructuredOutputsKind.JSON, schema)
+    return json_form(body.output_config.format.schema_)

@@ -61,7 +61,7 @@ def tool_use(body: ChatCompletionBody) -> ToolUse:
     if choice == AUTO and not tools:
         choice = NONE
     return ToolUse(
-        tools=[tool.callable for tool in tools],
+        tools=[tool.function.callable for tool in tools],
         choice=choice if isinstance(choice, str) else NONE,
         named=None if isinstance(choice, str) else choice.function.name,
         parallel=body.parallel_tool_calls is not False,
@@ -78,7 +78,7 @@ async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) 
             "continue_final_message and add_generation_prompt exclude each other",
             field="continue_final_message",
         )
-    check_tools([tool.callable for tool in body.tools or ()], CHAT_TOOLS)
+    check_tools([tool.function.callable for tool in body.tools or ()], CHAT_TOOLS)
     messages = [
         message.to_template(f"messages[{number}]")
         for number, message in enumerate(body.messages or ())
@@ -87,7 +87,7 @@ async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) 
     return await render_turns(
         inference.tokenizer,
         messages,
-        tools=[tool.to_template() for tool in body.tools or ()],
+        tools=[tool.function.to_template() for tool in body.tools or ()],
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
         continue_final_message=continues,
         variables={**effort_variables(effort), **(body.chat_template_kwargs or {})},

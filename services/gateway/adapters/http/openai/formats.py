@@ -3,6 +3,7 @@
 """
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, Tag, model_validator
@@ -110,15 +111,8 @@ class StructuredOutputsBody(Body):
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
-        forms = (
-            self.json_,
-            self.regex,
-            self.choice,
-            self.grammar,
-            self.json_object or None,
-            self.structural_tag,
-        )
-        if sum(form is not None for form in forms) != 1:
+        forms = [getattr(self, name) for name in ("json_", *_FORMS[1:])]
+        if sum(form is not None and form is not False for form in forms) != 1:
             raise PydanticCustomError(
                 "alternative", "must have exactly one of " + ", ".join(_FORMS)
             )
@@ -137,10 +131,9 @@ class StructuredOutputsBody(Body):
             return StructuredOutputs(StructuredOutputsKind.CHOICE, text)
         if self.grammar is not None:
             return StructuredOutputs(StructuredOutputsKind.GRAMMAR, self.grammar)
-        if self.json_object:
-            return StructuredOutputs(StructuredOutputsKind.JSON, ANY_OBJECT)
-        text = self.json_ if isinstance(self.json_, str) else _schema_text(self.json_ or {})
-        return StructuredOutputs(StructuredOutputsKind.JSON, text)
+        schema = ANY_OBJECT if self.json_object else self.json_
+        assert schema is not None
+        return json_form(schema)
 
 
 async def wanted_form(
@@ -153,10 +146,9 @@ async def wanted_form(
     """
     of_format = None
     if isinstance(response_format, JsonObjectFormat):
-        of_format = StructuredOutputs(StructuredOutputsKind.JSON, ANY_OBJECT)
+        of_format = json_form(ANY_OBJECT)
     elif isinstance(response_format, JsonSchemaFormat):
-        text = _schema_text(response_format.json_schema.schema_)
-        of_format = StructuredOutputs(StructuredOutputsKind.JSON, text)
+        of_format = json_form(response_format.json_schema.schema_)
     elif isinstance(response_format, StructuralTagFormat):
         of_format = await structural_tag(response_format.model_dump(), tokenizer)
     if structured_outputs is None:
@@ -180,5 +172,8 @@ def _tag(value: dict[str, Any] | str) -> dict[str, Any]:
     return tag
 
 
-def _schema_text(schema: dict[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+def json_form(schema: Mapping[str, Any] | str) -> StructuredOutputs:
+    """Returns the constraint that an answer is JSON that conforms to a schema."""
+    if not isinstance(schema, str):
+        schema = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    return StructuredOutputs(StructuredOutputsKind.JSON, schema)

@@ -48,28 +48,27 @@ class FunctionBody(HistoryBody):
     defer_loading: Annotated[Any, DEFERRED] = None
 
     @property
-    def schema_(self) -> dict[str, Any]:
-        """The JSON schema of the function's arguments."""
-        return arguments_schema(self.parameters)
-
-
-class ToolBody(HistoryBody):
-    """A tool in the schema of chat completions."""
-
-    type: Literal["function"]
-    function: FunctionBody
-    defer_loading: Annotated[Any, DEFERRED] = None
-
-    @property
     def callable(self) -> CallableTool:
-        function = self.function
-        return CallableTool(function.name, function.schema_, bool(function.strict))
+        return CallableTool(self.name, arguments_schema(self.parameters), bool(self.strict))
 
     def to_template(self) -> dict[str, Any]:
         """The tool as chat templates expect it."""
         shown = {"name", "description", "parameters"}
-        function = self.function.model_dump(exclude_none=True, include=shown)
+        function = self.model_dump(exclude_none=True, include=shown)
         return {"type": "function", "function": function}
+
+
+class FunctionType(HistoryBody):
+    """The type of tools that the client runs. Other tools are not supported."""
+
+    type: Literal["function"]
+
+
+class ToolBody(FunctionType):
+    """A tool in the schema of chat completions."""
+
+    function: FunctionBody
+    defer_loading: Annotated[Any, DEFERRED] = None
 
 
 Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)]

@@ -6,11 +6,9 @@ from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import StepwellError
-from services.gateway.adapters.grammars.tool_calls import CallableTool
 from services.gateway.adapters.http.exchange.asking_body import StreamedBody, renamed
 from services.gateway.adapters.http.exchange.fields import (
     Body,
-    HistoryBody,
     Ignored,
     Int,
     Only,
@@ -25,12 +23,7 @@ from services.gateway.adapters.http.openai.bodies import Effort
 from services.gateway.adapters.http.openai.formats import JsonObjectFormat, JsonSchema, TextFormat
 from services.gateway.adapters.http.openai.responses.items import AnyItem
 from services.gateway.adapters.http.openai.sampling_fields import CommonSamplingFields
-from services.gateway.adapters.http.openai.tool_bodies import (
-    DEFERRED,
-    MAX_TOOLS,
-    TOOL_NAME,
-    arguments_schema,
-)
+from services.gateway.adapters.http.openai.tool_bodies import MAX_TOOLS, FunctionBody, FunctionType
 from services.gateway.adapters.http.openai.vllm_fields import UnservedResponsesFields
 
 _NOT_KEPT = "responses are not kept: send the whole conversation as input"
@@ -50,30 +43,12 @@ def _includable(names: list[str]) -> list[str]:
     return names
 
 
-class ResponsesTool(HistoryBody):
-    """A function that the client runs. Tools that OpenAI runs are not supported."""
+class ResponsesTool(FunctionBody, FunctionType):
+    """A function that the client runs. Its type is the first field that is checked."""
 
-    type: Literal["function"]
-    name: str = Field(pattern=TOOL_NAME)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    defer_loading: Annotated[Any, DEFERRED] = None
     allowed_callers: Annotated[Any, Only(["direct"], why="only the model calls tools")] = None
     async_: Annotated[Any, Only(False, why=_NOT_ASYNC)] = Field(default=None, alias="async")
     output_schema: Annotated[Any, Only(why="what tools give is not checked")] = None
-
-    @property
-    def callable(self) -> CallableTool:
-        return CallableTool(self.name, arguments_schema(self.parameters), bool(self.strict))
-
-    def to_template(self) -> dict[str, Any]:
-        """The tool as chat templates expect it."""
-        shown = {"name", "description", "parameters"}
-        return {
-            "type": "function",
-            "function": self.model_dump(include=shown, exclude_none=True),
-        }
 
 
 class ResponsesNamedTool(Body):

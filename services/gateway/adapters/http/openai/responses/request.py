@@ -1,11 +1,10 @@
 """/v1/responses: converts a body to a request."""
 
-import json
 from dataclasses import replace
 
-from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.common.request.structured_outputs import StructuredOutputs
 from services.gateway.adapters.http.openai.chat import effort_variables
-from services.gateway.adapters.http.openai.formats import ANY_OBJECT, JsonObjectFormat
+from services.gateway.adapters.http.openai.formats import ANY_OBJECT, JsonObjectFormat, json_form
 from services.gateway.adapters.http.openai.output_plan import AUTO, NONE, ToolUse, planned
 from services.gateway.adapters.http.openai.rendering import render_turns
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
@@ -83,6 +82,5 @@ def _form(body: ResponsesBody) -> StructuredOutputs | None:
     if body.form is None:
         return None
     if isinstance(body.form, JsonObjectFormat):
-        return StructuredOutputs(StructuredOutputsKind.JSON, ANY_OBJECT)
-    schema = json.dumps(body.form.schema_, ensure_ascii=False)
-    return StructuredOutputs(StructuredOutputsKind.JSON, schema)
+        return json_form(ANY_OBJECT)
+    return json_form(body.form.schema_)
