@@ -13,7 +13,7 @@ may be the same block.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from services.worker.backends.attention import (
     Int32Array,
     LayerAttention,
     PagedAttention,
-    Rotation,
     StateLayer,
     StepLayout,
 )
@@ -136,15 +135,8 @@ class HybridStep:
     states: HybridCache
     runs: Sequence[StateRun]
 
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rotation: Rotation | None,
-    ) -> torch.Tensor:
-        return self.attention(layer, query, key, value, rotation)
+    def __call__(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        return self.attention(*arguments, **options)
 
 
 def cache_of(kernels: Kernels, shape: AttentionShape) -> tuple[PagedAttention, HybridCache | None]:

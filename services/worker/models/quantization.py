@@ -8,7 +8,7 @@ import torch
 from services.worker.backends.quantized import QuantizedWeight, Weight, quantize_int8, stacked
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.files.checkpoint import WHOLE, Checkpoint, Index, TensorReader
-from services.worker.models.files.gguf_blocks import BLOCK_TYPES
+from services.worker.models.files.gguf import BLOCK_TYPES
 from services.worker.models.files.tensor_shapes import HEAD
 from services.worker.models.quantization_config import QuantizationConfig, QuantizationSetting
 from services.worker.models.quantized_tensors import CODES, decoded, tensor_shapes

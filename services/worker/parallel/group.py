@@ -170,7 +170,8 @@ class Group:
                 return
 
     def _introduce(self) -> None:
-        rank, size = self.membership.rank, _counts(self.membership)
+        rank, stages = self.membership.rank, self.membership.pipeline_parallel_size
+        size = f"{self.membership.size}" + (f" in {stages} stages" if stages > 1 else "")
         if self._store.add(f"joined/{rank}", 1) > 1:
             raise GroupBroken(
                 f"a rank {rank} has joined this group before: either two workers have the same "
@@ -274,11 +275,6 @@ class Group:
                 f"the ranks have not joined within {self._timeouts.join_seconds:g} s: {why}"
             )
         time.sleep(_LOOK_AGAIN_SECONDS)
-
-
-def _counts(membership: Membership) -> str:
-    stages = membership.pipeline_parallel_size
-    return f"{membership.size}" + (f" in {stages} stages" if stages > 1 else "")
 
 
 def _listen(address: str, port: int, backlog: int) -> socket.socket:

@@ -15,7 +15,7 @@ from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import StagedModel
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
-from services.worker.platforms.interface import DraftModelParts, RunnerParts
+from services.worker.platforms.interface import RunnerParts
 from services.worker.platforms.machine import available_memory_bytes
 from services.worker.platforms.prompt_shapes import PromptShape, first_shapes
 
@@ -81,14 +81,19 @@ class CpuPlatform:
 
     def runner(self, parts: RunnerParts) -> ModelRunner:
         attention, states = cache_of(parts.kernels, parts.shape)
-        model, drafter, caches = parts.loaded.model, parts.drafter, [attention]
-        if parts.draft_model is not None:
-            caches.append(parts.kernels.paged_attention(parts.draft_model.shape))
-            drafter = _model_drafter(parts.draft_model, caches[-1], parts.limits)
+        model, limits, draft = parts.loaded.model, parts.limits, parts.draft_model
+        drafter, caches = parts.drafter, [attention]
+        if draft is not None:
+            caches.append(parts.kernels.paged_attention(draft.shape))
+            longest = draft.loaded.max_model_len
+            source = DraftModel(
+                *(draft.loaded.model, caches[-1], limits), group=draft.group, max_model_len=longest
+            )
+            drafter = Drafter(source, limits.num_speculative_tokens)
         return ModelRunner(
             model if parts.stage is None else StagedModel(model, parts.stage),
             attention,
-            parts.limits,
+            limits,
             lockstep=parts.lockstep,
             pooler=parts.pooler,
             states=states,
@@ -108,14 +113,6 @@ def _bytes_per_token(loaded: LoadedModel) -> int:
     """Bytes that a token needs while a step runs."""
     width = 6 * loaded.hidden_size + 4 * loaded.intermediate_size
     return width * loaded.dtype.itemsize
-
-
-def _model_drafter(
-    draft: DraftModelParts, attention: PagedAttention, limits: BatchLimits
-) -> Drafter:
-    model, longest = draft.loaded.model, draft.loaded.max_model_len
-    source = DraftModel(model, attention, limits, group=draft.group, max_model_len=longest)
-    return Drafter(source, limits.num_speculative_tokens)
 
 
 def _tier(parts: RunnerParts, caches: Sequence[PagedAttention]) -> KVTier | None:

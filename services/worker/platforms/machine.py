@@ -16,7 +16,8 @@ def available_memory_bytes(
     """The minimum of the machine's available memory and the memory left within the process's
     control groups and their parents, in bytes.
     """
-    amounts = [_machine_available(proc)]
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    amounts = [_stat(proc / "meminfo", "MemAvailable:") * _KIB or pages]
     for group in _control_groups(proc, cgroup, "memory"):
         for limit_name, usage_name in _GROUP_FILES:
             limit, usage = _read_int(group / limit_name), _read_int(group / usage_name)
@@ -24,13 +25,6 @@ def available_memory_bytes(
                 reclaimable = _stat(group / "memory.stat", "inactive_file")
                 amounts.append(max(limit - usage + reclaimable, 0))
     return min(amounts)
-
-
-def _machine_available(proc: Path) -> int:
-    kib = _stat(proc / "meminfo", "MemAvailable:")
-    if kib:
-        return kib * _KIB
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _stat(path: Path, key: str) -> int:
@@ -52,15 +46,11 @@ def usable_processors(
     devices: Path = Path("/sys/devices/system/cpu"),
 ) -> Processors:
     """The processors that this process may use, by its affinity mask and its control groups."""
-    allowed = _allowed()
+    allowed: Collection[int] = range(os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):
+        allowed = os.sched_getaffinity(0)
     num_cores = len({_core(processor, devices) for processor in allowed})
     return Processors(len(allowed), num_cores, _quota(proc, cgroup))
-
-
-def _allowed() -> Collection[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return range(os.cpu_count() or 1)
 
 
 def _core(processor: int, devices: Path) -> str:

@@ -15,7 +15,7 @@ from services.worker.backends.quantized import stacked
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.models.errors import ModelFileError, UnsupportedModel
 from services.worker.models.files.checkpoint import open_checkpoint
-from services.worker.models.files.gguf_blocks import BLOCK_TYPES, read_blocks
+from services.worker.models.files.gguf import BLOCK_TYPES, read_blocks
 from tests.gateway.tiny_tokenizer import write_tokenizer
 from tests.gguf_files import Types, random_blocks, save_alone, save_gguf
 from tests.lora_adapters import adapted_model

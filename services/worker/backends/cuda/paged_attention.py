@@ -41,7 +41,7 @@ from services.worker.backends.cuda.xformers_ops import (
     has_flash,
 )
 from services.worker.backends.device import Device
-from services.worker.backends.torch.rotary import rotate
+from services.worker.backends.torch.attend import rotate
 
 
 class XformersPagedAttention:

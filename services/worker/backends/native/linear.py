@@ -53,7 +53,9 @@ class NativeLinear:
         if isinstance(weight, QuantizedWeight):
             self._packed = self._pack_quantized(functions, weight)
         else:
-            self._packed = self._pack(functions, weight)
+            self.projection.format, self.projection.group = library.PLAIN, depth
+            self._packed, filled = self._take(functions), self._filled(weight).contiguous()
+            functions.pack_weight(self._reference, filled.data_ptr())
         self._project, self._project_full = functions.project, functions.project_full
 
     @property
@@ -72,12 +74,6 @@ class NativeLinear:
         filled = self._filled(x)
         self._project_full(self._reference, filled.data_ptr(), output.data_ptr(), len(x), None)
         return output
-
-    def _pack(self, functions: Functions, weight: torch.Tensor) -> torch.Tensor:
-        self.projection.format, self.projection.group = library.PLAIN, self.projection.depth
-        packed, filled = self._take(functions), self._filled(weight).contiguous()
-        functions.pack_weight(self._reference, filled.data_ptr())
-        return packed
 
     def _pack_quantized(self, functions: Functions, weight: QuantizedWeight) -> torch.Tensor:
         codes = self._filled(weight.codes.view(torch.int8)).contiguous()

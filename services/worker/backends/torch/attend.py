@@ -1,4 +1,4 @@
-"""One attention call in torch. The bits of a row do not depend on the number of rows.
+"""Rotary embedding and one attention call in torch. Bits of a row do not depend on their number.
 
 The libraries that torch uses choose a multiplication method by the number of rows. One or two rows
 are summed in another order than many. In multiples of four rows, the tested libraries agree (oneDNN
@@ -10,7 +10,7 @@ import functools
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.backends.attention import AttentionLayer
+from services.worker.backends.attention import AttentionLayer, Rotation
 
 MOST_ROWS = 128
 """Maximum number of queries of one head in a call, including padding."""
@@ -75,3 +75,15 @@ def row_multiple(layer: AttentionLayer, dtype: torch.dtype) -> int:
             if not torch.equal(part, whole[:, :, :rows]):
                 return _MANY_ROWS
     return _FEW_ROWS
+
+
+def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotates [n, heads, head_dim] by each token's angles. The result is new and contiguous."""
+    cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)
+    half = cos.shape[-1]
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    output = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    torch.mul(first, cos, out=output[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=output[..., half : 2 * half]).addcmul_(first, sin)
+    output[..., 2 * half :] = heads[..., 2 * half :]
+    return output

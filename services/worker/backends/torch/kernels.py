@@ -12,10 +12,9 @@ from services.worker.backends.lora import LoraLayer, LoraRows, LoraShape, LoraSt
 from services.worker.backends.quantized import QuantizedWeight, Weight
 from services.worker.backends.ranks import SharedRanks
 from services.worker.backends.row_sampler import RowSampler
-from services.worker.backends.torch.coded_linear import CodedLinear
 from services.worker.backends.torch.gating import GatedLinear
 from services.worker.backends.torch.lora import TorchLora, TorchLoraStep
-from services.worker.backends.torch.packed_linear import PackedLinear, padded_rows
+from services.worker.backends.torch.packed_linear import CodedLinear, PackedLinear, padded_rows
 from services.worker.backends.torch.paged_attention import TorchPagedAttention, workspace_bytes
 
 

@@ -3,9 +3,9 @@
 In a batch-invariant product, the bits of a row do not depend on the other rows. The libraries that
 torch uses sum a single row in another order than many. With four or more rows, the order hardly
 ever differs. (Of 15 weights in two data types, it differed for one weight with oneDNN 3, and only
-if the processor lacked bfloat16.) So rows are padded to at least four. When a weight is packed,
-its products with several numbers of rows are compared. If a row's result depends on the number of
-rows, the weight is multiplied in tiles of equal height.
+if the processor lacked bfloat16.) So rows are padded to at least four. When a weight is packed, its
+products with several numbers of rows are compared. If a row's result depends on the number of rows,
+the weight is multiplied in tiles of equal height.
 """
 
 import logging
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.lora import Delta
+from services.worker.backends.quantized import QuantizedWeight, quantized_rows
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ _FEWEST_ALIKE = 4
 
 _TRIED_ROWS = (4, 8, 12, 16, 32, 48, 64, 128, 256, 512)
 _TILE_ROWS = 32
+_EXACT_DEPTH = 1024
+"""The sum of this many products of codes, each at most 127 * 128, is below 2**24."""
 
 
 _agreeing: dict[tuple[object, ...], bool] = {}
@@ -130,3 +133,31 @@ def _pack(weight: torch.Tensor) -> torch.Tensor | None:
     except (AttributeError, RuntimeError):
         return None
     return packed
+
+
+class CodedLinear:
+    """A Linear for a weight that quantizes its inputs (W8A8), for any number of rows.
+
+    Codes are multiplied as floats, in parts of the depth whose sums are exact in float32. So sums
+    are the same in any order and with any instructions. A row's result does not depend on other
+    rows, and differs from the compiled kernels' only by the rounding of the bias.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._parts = [part.float().T for part in torch.split(weight.codes, _EXACT_DEPTH, dim=1)]
+        self._scales = weight.scales.T
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
+        """[n, in] -> [n, out]."""
+        product = self.full(x).to(x.dtype)
+        return product if delta is None else delta.added_to(product, x)
+
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scales = quantized_rows(x)
+        sums = torch.zeros(len(x), self.out_features, dtype=torch.int32, device=x.device)
+        for part, weights in zip(torch.split(codes, _EXACT_DEPTH, 1), self._parts, strict=True):
+            sums += (part @ weights).int()
+        product = sums.float() * (self._scales * scales)
+        return product if self._bias is None else product + self._bias

@@ -43,9 +43,8 @@ from services.worker.backends.attention import (
 )
 from services.worker.backends.device import CpuDevice, Device
 from services.worker.backends.kv_codes import coded, decoded
-from services.worker.backends.torch.attend import MOST_ROWS, attend, row_multiple
+from services.worker.backends.torch.attend import MOST_ROWS, attend, rotate, row_multiple
 from services.worker.backends.torch.key_ranges import BLOCK, FixedRanges, KeyRanges, TightRanges
-from services.worker.backends.torch.rotary import rotate
 from services.worker.backends.torch.step_cutter import Chunk, DecodeGroup, StepCutter, score_mask
 
 MAX_GROUP_TOKENS = 16384

@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from services.worker.backends.quantized import QuantizedWeight
 from services.worker.models.errors import ModelFileError, ModelTensorError
-from services.worker.models.files.gguf_blocks import BLOCK_TYPES
-from services.worker.models.files.gguf_file import GgufFile
+from services.worker.models.files.gguf import BLOCK_TYPES, GgufFile
 from services.worker.models.files.tensor_info import TensorInfo
 from services.worker.models.suitability.tensor_files import (
     GGUF_SUFFIX,

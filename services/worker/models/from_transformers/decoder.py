@@ -71,7 +71,8 @@ class TransformersDecoder:
         self._body: nn.Module = model.base_model
         self._embedding: nn.Module = model.get_input_embeddings()
         self._given = _GivenStates(self._body)
-        self._head = _with_body(model, self._given)
+        self._head = copy.copy(model)  # with another body; all other parts are shared
+        self._head._modules = {**model._modules, model.base_model_prefix: self._given}
 
     @property
     def hidden_size(self) -> int:
@@ -203,13 +204,6 @@ class _GivenStates(nn.Module):
     def forward(self, *_: Any, **__: Any) -> _States:
         """The preset states, [1, n, hidden_size]."""
         return _States(last_hidden_state=self.states)
-
-
-def _with_body(model: PreTrainedModel, body: nn.Module) -> PreTrainedModel:
-    """A copy of the model with another body. All other parts are shared."""
-    changed = copy.copy(model)
-    changed._modules = {**model._modules, model.base_model_prefix: body}
-    return changed
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from services.worker.backends.choices import KVCacheDtype
 from services.worker.backends.kv_codes import bytes_of_head, coded, decoded
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.paged_attention import NativePagedAttention
+from services.worker.backends.torch.attend import rotate
 from services.worker.backends.torch.paged_attention import TorchPagedAttention
-from services.worker.backends.torch.rotary import rotate
 from tests.worker.conftest import Native
 from tests.worker.unit.backends.test_native_paged import CASES, Case, Sequences
 

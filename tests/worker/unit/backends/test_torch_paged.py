@@ -12,9 +12,8 @@ from services.worker.backends.attention import (
     Rotation,
     StepLayout,
 )
-from services.worker.backends.torch.attend import MOST_ROWS
+from services.worker.backends.torch.attend import MOST_ROWS, rotate
 from services.worker.backends.torch.paged_attention import TorchPagedAttention
-from services.worker.backends.torch.rotary import rotate
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 8
 PLAIN = AttentionLayer(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, scale=HEAD_DIM**-0.5)
