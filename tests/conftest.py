@@ -28,6 +28,7 @@ SERVERS = {
     "stacks": ("tests/e2e/", "tests/scheduler/integration/"),
     "services": (
         "tests/benchmarks/integration/",
+        "tests/gateway/options/",
         *(
             f"tests/{service}/integration/"
             for service in ("common", "gateway", "kvpool", "worker", "cli", "directory")

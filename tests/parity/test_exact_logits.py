@@ -10,9 +10,6 @@ import torch
 
 from services.common.request.sampling import SamplingParams
 from services.worker.backends.choices import KernelsSetting
-from services.worker.backends.native.compiled import default_cache_directory
-from services.worker.backends.native.kernels import NativeKernels
-from services.worker.platforms.cpu_kernels import select_kernels
 from tests.parity.exact import BLOCK_SIZE, ExactModel, drawn
 from tests.parity.models_table import rows
 from tests.parity.oracle import embedded_prompt
@@ -22,8 +19,7 @@ from tests.worker.runner_driver import Request
 
 NATIVE_KINDS = sorted(kind for row in rows() if row.run_by == "native" for kind in row.kinds)
 TORCH_KINDS = [row.kinds[0] for row in rows() if row.run_by == "native"]
-TORCH_KINDS += ["mistral_window", "mistral_wide_window", "qwen2_window", "llama_biases"]
-TORCH_KINDS += ["gpt_neox", "starcoder2"]
+TORCH_KINDS += ["mistral_window", "gpt_neox", "starcoder2"]
 CASES = [(KernelsSetting.NATIVE, kind) for kind in NATIVE_KINDS]
 CASES += [(KernelsSetting.TORCH, kind) for kind in TORCH_KINDS]
 WHOLE = 512
@@ -40,27 +36,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="session")
-def compiled_dtypes() -> tuple[torch.dtype, ...]:
-    """The data types of this processor's compiled kernels."""
-    kernels = select_kernels(KernelsSetting.NATIVE, default_cache_directory(), lambda: None)
-    assert isinstance(kernels, NativeKernels)
-    return kernels.dtypes
-
-
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
 def model(
-    request: pytest.FixtureRequest,
-    dtype: torch.dtype,
-    compiled_dtypes: tuple[torch.dtype, ...],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory
 ) -> ExactModel:
-    """A model with the references of all sequences. Torch's kernels replace compiled kernels that
-    the processor lacks, and are tested by the cases of their own setting.
-    """
+    """A model with the references of all sequences."""
     kernels_setting, kind = request.param
-    if kernels_setting is KernelsSetting.NATIVE and dtype not in compiled_dtypes:
-        pytest.skip("no compiled kernels for the data type: the case would repeat torch's")
     directory = tmp_path_factory.mktemp(kind)
     save_tiny_model(directory, kind, dtype=dtype)
     torch.set_num_threads(1)
