@@ -155,12 +155,11 @@ async def test_a_drained_replica_gets_no_new_requests_and_keeps_those_it_has(mod
 
 
 async def test_server_info_has_settings_without_secrets(model: Path) -> None:
-    settings = {"api_keys": ("secret-1",), "admin_key": "secret-2"}
-    async with administered(model, FakeScheduler(), **settings) as (_, admin):
-        response = await admin.get("/server_info", headers={"Authorization": "Bearer secret-2"})
+    async with administered(model, FakeScheduler(), admin_key="secret") as (_, admin):
+        response = await admin.get("/server_info", headers={"Authorization": "Bearer secret"})
         body = response.json()
         assert "secret" not in response.text
-        assert (body["settings"]["api_keys"], body["settings"]["admin_key"]) == ("***", "***")
+        assert body["settings"]["admin_key"] == "***"
         assert body["settings"]["model"] == str(model)
         assert body["settings"]["max_connections"] == 4096
         assert body["replicas"][0]["stats"]["num_steps"] == 7
@@ -178,10 +177,7 @@ async def test_clients_do_not_reach_operators_calls(model: Path) -> None:
     requests without a key.
     """
     fake = FakeScheduler()
-    async with administered(model, fake, api_keys=("client",), admin_key="operator") as (
-        served,
-        admin,
-    ):
+    async with administered(model, fake, admin_key="operator") as (served, admin):
         for method, path in CALLS:
             for key in ("client", "operator"):
                 headers = {"Authorization": f"Bearer {key}"}

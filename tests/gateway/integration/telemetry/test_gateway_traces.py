@@ -16,10 +16,8 @@ from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.options.tenants.keyring import bearer
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.gateway.streams import Stream
-from tests.plain_http import async_http_client
 from tests.traceparents import traceparent_of
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -142,26 +140,6 @@ async def test_without_a_store_there_are_no_traces(served: Serving) -> None:
     missing = await served.http.get(f"/traces/{TRACE}")
     assert missing.status_code == 404
     assert "keeps no traces" in missing.json()["error"]["message"]
-
-
-async def test_a_tenant_reads_its_own_traces_and_an_operator_all(model: Path) -> None:
-    keys = {"api_keys": ("one", "two"), "admin_address": "127.0.0.1:0", "admin_key": "operator"}
-    async with keeping(model, **keys) as (served, _):
-        ids = {}
-        for key in ("one", "two"):
-            answer = await served.http.post("/v1/completions", json=BODY, headers=bearer(key))
-            ids[key] = answer.json()["id"]
-        assert (await served.http.get("/traces")).status_code == 401
-        for key, other in (("one", "two"), ("two", "one")):
-            listed = (await served.http.get("/traces", headers=bearer(key))).json()
-            assert [trace["request_id"] for trace in listed["traces"]] == [ids[key]]
-            for name, status in ((ids[key], 200), (ids[other], 404)):
-                read = await served.http.get(f"/traces/{name}", headers=bearer(key))
-                assert read.status_code == status
-        async with async_http_client(base_url=f"http://{served.admin_address}") as admin:
-            assert (await admin.get("/traces", headers=bearer("one"))).status_code == 401
-            listed = (await admin.get("/traces", headers=bearer("operator"))).json()
-            assert {trace["request_id"] for trace in listed["traces"]} == set(ids.values())
 
 
 async def test_clients_without_the_page_have_no_traces_either(model: Path) -> None:

@@ -10,11 +10,9 @@ from opentelemetry.trace import SpanKind
 from stepwell.gateway.v1 import gateway_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.keys.api_keys import TenantRecord
 from services.common.telemetry.trace_context import parse_traceparent
 from services.gateway.adapters.telemetry.request_spans import MAX_SPANS
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.options.tenants.keyring import FileKeyring, bearer
 from tests.gateway.serving import serving, until
 from tests.gateway.spans import Tracer, assert_adds_up, span_id
 from tests.gateway.streams import PROMPT, Stream
@@ -384,21 +382,6 @@ async def test_a_grpc_call_ends_with_the_names_of_its_request_and_its_trace(mode
         trailing = dict(caught.value.trailing_metadata())
         assert (trailing["x-trace-id"], trailing["x-request-id"]) == (TRACE, "mine")
         assert "grpc-status-details-bin" in trailing
-
-
-async def test_the_limits_of_a_tenant_are_a_wait_of_their_own(model: Path, tmp_path: Path) -> None:
-    tracer, ring = Tracer(), FileKeyring(tmp_path / "keys.json")
-    key = await ring.add(TenantRecord("acme", tokens_per_minute=1000))
-    keys = {"api_key_file": ring.path}
-    async with serving(model, FakeScheduler(), tracing=tracer.tracing, **keys) as served:
-        answer = await served.http.post(
-            "/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers=bearer(key)
-        )
-        assert answer.status_code == 200
-        trace = await tracer.trace()
-        assert_adds_up(trace)
-        assert trace.root.attributes["stepwell.tenant"] == "acme"
-        assert trace.only("gateway.wait").attributes["stepwell.wait_reason"] == "limits"
 
 
 async def test_a_sampled_request_is_the_exemplar_of_its_bucket(model: Path) -> None:

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import Serving, serving
 from tests.plain_http import async_http_client
@@ -57,11 +55,3 @@ async def test_the_operators_page_may_make_their_calls_and_no_other_page(model: 
                 assert answer.status_code == 403, origin
         assert fake.operators_calls == ["PAUSE_MODE_KEEP"]
         assert (await served.http.post("/pause")).status_code == 404
-
-
-@pytest.mark.parametrize("key", ["", "operator"])
-async def test_the_page_needs_no_key_and_what_it_asks_for_does(model: Path, key: str) -> None:
-    keys = {"api_keys": ("one",)} if key else {}
-    async with serving(model, **keys) as served:
-        assert (await served.http.get("/ui")).status_code == 200
-        assert (await served.http.get("/activity")).status_code == (401 if key else 200)

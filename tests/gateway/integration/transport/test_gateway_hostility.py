@@ -14,7 +14,6 @@ from pathlib import Path
 from random import Random
 
 import httpx
-import pytest
 
 from benchmarks.common.process_usage import usage_of
 from benchmarks.soak.attack.attacks import Target, attack, grpc_message
@@ -159,8 +158,14 @@ async def test_no_body_holds_the_loop(model: Path):
     assert slow == {}
 
 
-@pytest.mark.parametrize("key", ["", "right", "wrong"])
-async def test_seconds_of_hostility_leave_nothing(model: Path, key: str):
+async def test_seconds_of_hostility_leave_nothing(model: Path):
+    await leave_nothing(model)
+
+
+async def leave_nothing(model: Path, key: str = "") -> None:
+    """Seconds of attacks end without a defect, and free what they used. With a key, the gateway
+    needs the key "right".
+    """
     scheduler = long_context()
     async with scheduler.running() as address:
         flags = ("--api-keys", "right") if key else ()

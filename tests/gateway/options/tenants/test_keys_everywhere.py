@@ -80,6 +80,12 @@ async def test_a_request_with_a_key_is_served(model: Path) -> None:
                 await client.completions.create(model="tiny", prompt="a")
         async with served.openai(api_key="two") as client:
             await client.completions.create(model="tiny", prompt="a")
+        ask = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
+        for key, status in (("one", 200), ("three", 401)):
+            for headers in ({"X-Api-Key": key}, bearer(key)):
+                answer = await served.http.post("/v1/messages", json=ask, headers=headers)
+                assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "authentication_error"
         request = gateway_pb2.GenerateRequest(text="a", sampling={"max_tokens": 2})
         call = served.stub.Generate(request, metadata=[("authorization", "Bearer one")])
         assert [response async for response in call]

@@ -1,7 +1,9 @@
-"""Tenants together with sessions, models, traces, logs and the routes of other options."""
+"""Tenants together with models, sessions, the routes of other options, and hostile clients."""
 
 from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 from services.common.keys.api_keys import TenantRecord
 from services.common.request.finish import Finish
@@ -14,6 +16,7 @@ from services.gateway.options.sessions.core.client_sessions import ClientSession
 from services.gateway.options.sessions.core.turn import SessionTurn
 from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.integration.transport.test_gateway_hostility import leave_nothing
 from tests.gateway.options.tenants.keyring import FileKeyring, bearer
 from tests.gateway.options.tenants.tenant_fleet import A, connected, queues_of
 from tests.gateway.serving import serving
@@ -102,3 +105,8 @@ async def test_every_request_to_a_model_counts_towards_the_limits(
         for path in LIMITED:
             answer = await served.http.post(path, json={}, headers=bearer(key))
             assert answer.status_code == 429, path
+
+
+@pytest.mark.parametrize("key", ["right", "wrong"])
+async def test_seconds_of_hostility_with_keys_leave_nothing(model: Path, key: str) -> None:
+    await leave_nothing(model, key)

@@ -1,0 +1,101 @@
+"""What a tenant sees of the requests at a gateway: its own ones, running, waiting and finished."""
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.common.keys.api_keys import TenantRecord
+from services.common.telemetry.tracing import configure_tracing
+from services.gateway.adapters.traces.keeping import StoreExporter
+from services.gateway.core.traces.trace_store import TraceStore
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.options.tenants.keyring import FileKeyring, bearer
+from tests.gateway.serving import serving, until
+from tests.gateway.spans import Tracer, assert_adds_up
+from tests.gateway.streams import Stream
+from tests.plain_http import async_http_client
+
+KEYS = ("one", "two")
+OPERATOR = {"admin_address": "127.0.0.1:0", "admin_key": "operator"}
+
+
+async def read(http: httpx.AsyncClient, path: str, key: str) -> dict[str, Any]:
+    answer = await http.get(path, headers=bearer(key))
+    assert answer.status_code == 200, answer.text
+    body: dict[str, Any] = answer.json()
+    return body
+
+
+async def running(http: httpx.AsyncClient, key: str) -> list[str]:
+    (replica,) = (await read(http, "/activity", key))["replicas"]
+    return sorted(request["request_id"][:8] for request in replica["requests"])
+
+
+async def traced(http: httpx.AsyncClient, key: str) -> list[str]:
+    traces = (await read(http, "/traces", key))["traces"]
+    return sorted(trace["request_id"] for trace in traces)
+
+
+async def test_a_tenant_sees_its_own_requests_and_an_operator_all(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    store, scheduler = TraceStore(100, 2**20), FakeScheduler(permits=0)
+    tracing = configure_tracing("gateway", "", 1.0, exporter=StoreExporter(store))
+    settings = {"api_keys": KEYS, "trace_address": "127.0.0.1:0", **OPERATOR}
+    async with (
+        serving(model, scheduler, tracing=tracing, traces=store, **settings) as served,
+        async_http_client(base_url=f"http://{served.admin_address}") as admin,
+    ):
+        streams = [Stream(served, headers=bearer(key) | {"X-Request-Id": key}) for key in KEYS]
+        await until(lambda: scheduler.num_running == 2)
+        for key in KEYS:
+            assert await running(served.http, key) == ["", f"cmpl-{key}"]
+        assert await running(admin, "operator") == ["cmpl-one", "cmpl-two"]
+        for is_running in (True, False):
+            for key, other in permutations(KEYS):
+                assert await traced(served.http, key) == [f"cmpl-{key}"]
+                for name, status in ((key, 200), (other, 404)):
+                    answer = await served.http.get(f"/traces/cmpl-{name}", headers=bearer(key))
+                    assert answer.status_code == status
+            assert await traced(admin, "operator") == ["cmpl-one", "cmpl-two"]
+            if is_running:
+                scheduler.run_freely()
+                for stream in streams:
+                    await stream.task
+        for path in ("/activity", "/traces"):
+            assert (await admin.get(path, headers=bearer("one"))).status_code == 401
+    lines = [record for record in caplog.records if record.message.startswith("POST /v1/compl")]
+    assert sorted(line.tenant for line in lines) == ["key-1", "key-2"]
+
+
+async def test_what_waits_at_the_gateway_is_shown_with_its_reason(model: Path) -> None:
+    fake = FakeScheduler(permits=0, max_num_seqs=1)
+    async with serving(model, fake, api_keys=KEYS) as served:
+        streams = [Stream(served, headers=bearer("one")) for _ in range(3)]
+        await until(lambda: served.gateway.fleet.num_waiting == 1)
+        for key, shown in (("one", "cmpl-"), ("two", "")):
+            (queued,) = (await read(served.http, "/activity", key))["queued"]
+            assert (queued["wait_reason"], queued["request_id"][:5]) == ("no_place", shown)
+            assert queued["seconds"] >= 0
+        fake.run_freely()
+        for stream in streams:
+            await stream.task
+
+
+async def test_the_limits_of_a_tenant_are_a_wait_of_their_own(model: Path, tmp_path: Path) -> None:
+    tracer, ring = Tracer(), FileKeyring(tmp_path / "keys.json")
+    key = await ring.add(TenantRecord("acme", tokens_per_minute=1000))
+    keys = {"api_key_file": ring.path}
+    async with serving(model, FakeScheduler(), tracing=tracer.tracing, **keys) as served:
+        answer = await served.http.post(
+            "/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers=bearer(key)
+        )
+        assert answer.status_code == 200
+        trace = await tracer.trace()
+        assert_adds_up(trace)
+        assert trace.root.attributes["stepwell.tenant"] == "acme"
+        assert trace.only("gateway.wait").attributes["stepwell.wait_reason"] == "limits"
