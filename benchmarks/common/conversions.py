@@ -11,7 +11,7 @@ from services.common.pool.operations import BlockTables
 from services.gateway.core.request.request import EngineRequest
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.kv_connector import (
+from services.scheduler.options.transfers.core.kv_connector import (
     BlockTransfer,
     KVConnectorMetadata,
     KVTransferResults,

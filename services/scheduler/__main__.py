@@ -39,11 +39,11 @@ from services.scheduler.adapters.replica_config import make_connector, scheduler
 from services.scheduler.adapters.telemetry.replica_metrics import ReplicaMetrics
 from services.scheduler.adapters.telemetry.step_log import scheduler_with_log
 from services.scheduler.adapters.telemetry.step_tracer import STEP_SERVICE
-from services.scheduler.adapters.telemetry.tier_metrics import TierCollector
 from services.scheduler.adapters.telemetry.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.adapters.workers.worker_client import Rank, WorkerGroup
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.ecosystem import Ecosystem
+from services.scheduler.options.transfers.metrics import TierCollector
 from services.scheduler.parts import Parts
 from services.scheduler.settings import SchedulerSettings
 

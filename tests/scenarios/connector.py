@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.pool.ids import RequestKey
-from services.scheduler.core.transfers.kv_role import KVRole
+from services.scheduler.core.kv_transfer import KVRole
 from tests.scenarios.stand_in_connector import ExternalTokens, StandInConnector
 
 

@@ -17,7 +17,7 @@ from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.transfers.kv_connector import NO_RESULTS
+from services.scheduler.options.transfers.core.kv_connector import NO_RESULTS
 from tests.scenarios.control import ScenarioControl
 from tests.scenarios.record import Record, request_ids
 from tests.scenarios.recorded_request import RecordedRequest, recorded_reason

@@ -8,7 +8,7 @@ from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.operations import BlockTables
 from services.common.request.finish_reason import FinishReason
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.kv_connector import ExternalMatch, KVTransferResults
+from services.scheduler.options.transfers.core.kv_connector import ExternalMatch, KVTransferResults
 
 
 @dataclass(frozen=True, slots=True)

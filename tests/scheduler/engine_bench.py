@@ -8,9 +8,9 @@ from typing import Any
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine.engine_core import LINGER_SECONDS, EngineCore, EngineState
+from services.scheduler.core.kv_transfer import KVRole
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.kv_role import KVRole
 from tests.scenarios.stand_in_connector import StandInConnector
 from tests.scheduler.fakes import (
     SECONDS,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from services.common.request.finish_reason import FinishReason
 from services.common.request.sampling import SamplingParams
+from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy
 from tests.scenarios.stand_in_grammar import StandInGrammar
 from tests.scheduler.paged_model import continuation, next_token
 from tests.worlds.world import Arrival, Incident, World

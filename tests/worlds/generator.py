@@ -9,8 +9,8 @@ from services.common.errors import InvalidArgument
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
+from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
 from services.scheduler.core.policies import POLICIES
-from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRole
 from tests.worlds.arrivals import (
     LAST_ARRIVAL,
     MAX_ITEM,

@@ -15,7 +15,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.offloading_connector import OffloadingConnector
+from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
 from tests.scheduler.paged_cache import PagedCache
 from tests.scheduler.policy_orders import VICTIM_ORDERS
 from tests.worlds.tier import WorldTier

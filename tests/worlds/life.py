@@ -22,13 +22,13 @@ from services.scheduler.core.engine.engine_core import EngineCore, EngineState
 from services.scheduler.core.engine.queue_estimate import QueueEstimate, expected_tokens
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
+from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
-from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy
-from services.scheduler.core.transfers.offloading_connector import OffloadingConnector
+from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
 from tests.scheduler.fakes import Inbox, ReadinessLog
 from tests.worlds.expected import check_answer
 from tests.worlds.invariants import Before, PublishedContents, check_plan

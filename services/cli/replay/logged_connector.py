@@ -6,7 +6,7 @@ from services.cli.replay.fields import Field
 from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.kv_connector import ExternalMatch, KVTransferResults
+from services.scheduler.options.transfers.core.kv_connector import ExternalMatch, KVTransferResults
 
 
 class StorelessConnector:

@@ -11,9 +11,9 @@ from services.common.rpc.protocol import own_release
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
+from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
 from services.scheduler.core.policies import find_policy
-from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRole
-from services.scheduler.core.transfers.offloading_connector import OffloadingConnector
+from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
 from services.scheduler.settings import SchedulerSettings
 
 SHORTEST_SEQUENCE = 2

@@ -9,7 +9,7 @@ from services.common.pool.kv_cache_groups import (
     has_partial_hits,
     hash_block_size,
 )
-from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRole
+from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
 
 
 @dataclass(frozen=True)  # without slots: cached properties are stored in the instance

@@ -9,7 +9,7 @@ from services.common.pool.ids import BlockId
 from services.common.pool.operations import BlockCopy, BlockTables
 from services.common.request.finish_reason import FinishReason
 from services.scheduler.core.request import Request, TurnEnd
-from services.scheduler.core.transfers.kv_connector import (
+from services.scheduler.options.transfers.core.kv_connector import (
     NO_RESULTS,
     KVConnectorMetadata,
     KVLoad,

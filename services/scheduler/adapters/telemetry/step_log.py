@@ -33,7 +33,7 @@ from services.scheduler.core.step_log.log_entry import (
     group_entry,
 )
 from services.scheduler.core.step_log.recorder import RecordingScheduler
-from services.scheduler.core.transfers.kv_connector import KVConnector
+from services.scheduler.options.transfers.core.kv_connector import KVConnector
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from services.common.request.pooling_proto import pooling_to_proto
 from services.common.request.prompt_embeds_proto import prompt_embeds_to_proto
 from services.common.request.sampling_proto import sampling_to_proto
 from services.scheduler.adapters.workers.answer_check import ExpectedAnswer
-from services.scheduler.adapters.workers.tier_loads import add_tier_fields
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from services.scheduler.core.timelines.timeline import RequestTimes
-from services.scheduler.core.transfers.kv_connector import NO_RESULTS, KVTransferResults
+from services.scheduler.options.transfers.core.kv_connector import NO_RESULTS, KVTransferResults
+from services.scheduler.options.transfers.worker_messages import add_tier_fields
 
 
 def scheduler_output_to_proto(

@@ -16,10 +16,10 @@ from services.scheduler.adapters.workers.answer_check import (
     WrongAnswer,
 )
 from services.scheduler.adapters.workers.converters import model_runner_output_from_proto
-from services.scheduler.adapters.workers.tier_loads import EndedLoads
 from services.scheduler.core.engine.deadlines import Deadlines
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
+from services.scheduler.options.transfers.worker_messages import EndedLoads
 
 
 class SentStep:

@@ -11,8 +11,8 @@ from services.scheduler.core.planning.waiting_requests import WaitingRequests
 from services.scheduler.core.policies import find_policy
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.kv_connector import KVConnector
-from services.scheduler.core.transfers.kv_transfers import KVTransfers
+from services.scheduler.options.transfers.core.kv_connector import KVConnector
+from services.scheduler.options.transfers.core.kv_transfers import KVTransfers
 
 
 class ReplicaState:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
 from services.common.request.structured_outputs import FIELD
 from services.scheduler.core.engine.replica_state import ReplicaState
+from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request, TurnEnd
-from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy
 
 _FAILURES = {FinishReason.NAN_IN_LOGITS, FinishReason.ERROR, *CLIENT_ERRORS}
 """If a turn of a session ends for one of these reasons, the session ends too."""

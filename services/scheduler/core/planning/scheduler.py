@@ -23,7 +23,7 @@ from services.scheduler.core.planning.step_encoder import StepEncoder
 from services.scheduler.core.planning.waiting_scheduler import LOOKUP_BATCH, WaitingScheduler
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.transfers.kv_connector import KVConnector
+from services.scheduler.options.transfers.core.kv_connector import KVConnector
 
 
 class Scheduler(ReplicaState):

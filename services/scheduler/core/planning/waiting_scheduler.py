@@ -11,7 +11,7 @@ from services.scheduler.core.planning import admission
 from services.scheduler.core.planning.admission import AdmissionPlan, PassedOver
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.transfers.external_hits import ExternalHits
+from services.scheduler.options.transfers.core.external_hits import ExternalHits
 
 LOOKUP_BATCH = 32
 """Limit on the number of waiting requests whose prefixes one transaction looks up."""

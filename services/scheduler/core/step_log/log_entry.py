@@ -69,7 +69,7 @@ from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import SchedulerOutput, WaitReason
 from services.scheduler.core.request import Request, TurnEnd
-from services.scheduler.core.transfers.kv_connector import KVTransferResults
+from services.scheduler.options.transfers.core.kv_connector import KVTransferResults
 
 SCHEMA = "stepwell.step_log"
 VERSION = 4

@@ -27,8 +27,8 @@ from services.scheduler.core.step_log.log_entry import (
     transfers_entry,
     without_empty,
 )
-from services.scheduler.core.transfers.connector_answers import RecordedConnector
-from services.scheduler.core.transfers.kv_connector import KVConnector
+from services.scheduler.options.transfers.core.connector_answers import RecordedConnector
+from services.scheduler.options.transfers.core.kv_connector import KVConnector
 
 
 class RecordingScheduler(Scheduler):

@@ -16,7 +16,7 @@ from services.scheduler.core.engine.fault_search import MAX_FAILURES_ALONE
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.ports import WorkersLost
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.transfers.kv_connector import ExternalMatch
+from services.scheduler.options.transfers.core.kv_connector import ExternalMatch
 from tests.scenarios.stand_in_connector import StandInConnector
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.fakes import SECONDS

@@ -17,7 +17,7 @@ from services.scheduler.adapters.workers.steps_in_flight import SentStep, StepsI
 from services.scheduler.core.engine.deadlines import Deadlines
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.kv_connector import (
+from services.scheduler.options.transfers.core.kv_connector import (
     BlockTransfer,
     ConnectorLoad,
     KVConnectorMetadata,

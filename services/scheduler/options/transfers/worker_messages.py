@@ -9,7 +9,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.pool.block_hash import pack_token_ids, unpack_token_ids
 from services.common.pool.ids import BlockId, RequestKey
-from services.scheduler.core.transfers.kv_connector import (
+from services.scheduler.options.transfers.core.kv_connector import (
     NO_RESULTS,
     BlockTransfer,
     KVConnectorMetadata,

@@ -17,14 +17,14 @@ from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.kv_connector import (
+from services.scheduler.options.transfers.core.kv_connector import (
     BlockTransfer,
     ConnectorLoad,
     ExternalMatch,
     KVConnectorMetadata,
     KVTransferResults,
 )
-from services.scheduler.core.transfers.tier_index import TierBlockId, TierIndex, tier_key
+from services.scheduler.options.transfers.core.tier_index import TierBlockId, TierIndex, tier_key
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from services.scheduler.core.output import WaitReason
 from services.scheduler.core.planning.admission import AdmissionPlan, PassedOver
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.transfers.kv_connector import ExternalMatch
-from services.scheduler.core.transfers.kv_transfers import KVTransfers
+from services.scheduler.options.transfers.core.kv_connector import ExternalMatch
+from services.scheduler.options.transfers.core.kv_transfers import KVTransfers
 
 LOOKUP_BATCH = 8
 """Number of further waiting requests whose prefixes are looked up in the same transaction. It is

@@ -7,7 +7,7 @@ from prometheus_client.registry import Collector
 
 from services.common.telemetry import names
 from services.common.telemetry.metric_specs import single, value_family
-from services.scheduler.core.transfers.offloading_connector import OffloadingConnector
+from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
 
 
 class TierCollector(Collector):

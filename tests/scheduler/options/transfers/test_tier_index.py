@@ -3,7 +3,7 @@
 import random
 
 from services.common.pool.block_hash import BlockHash
-from services.scheduler.core.transfers.tier_index import TierBlockId, TierIndex, tier_key
+from services.scheduler.options.transfers.core.tier_index import TierBlockId, TierIndex, tier_key
 
 
 def key(number: int) -> bytes:

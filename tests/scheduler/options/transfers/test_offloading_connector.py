@@ -9,12 +9,12 @@ from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput, WaitReason
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.kv_connector import KVTransferResults
-from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRole
-from services.scheduler.core.transfers.offloading_connector import OffloadingConnector
+from services.scheduler.options.transfers.core.kv_connector import KVTransferResults
+from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
 
 CONFIG = SchedulerConfig(
     max_num_seqs=4,

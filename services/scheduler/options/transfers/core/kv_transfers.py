@@ -6,14 +6,18 @@ from services.common.pool.ids import NULL_BLOCK, BlockId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.kv.deferred_frees import DeferredFrees
 from services.scheduler.core.kv.kv_cache_manager import KVCacheManager
-from services.scheduler.core.kv.reserved_blocks import ReservedBlocks
+from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.transfers.failed_loads import scheduled_tokens, set_back
-from services.scheduler.core.transfers.kv_connector import KVConnector, KVLoad, KVTransferResults
-from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy
+from services.scheduler.options.transfers.core.deferred_frees import DeferredFrees
+from services.scheduler.options.transfers.core.failed_loads import scheduled_tokens, set_back
+from services.scheduler.options.transfers.core.kv_connector import (
+    KVConnector,
+    KVLoad,
+    KVTransferResults,
+)
+from services.scheduler.options.transfers.core.reserved_blocks import ReservedBlocks
 
 
 class KVTransfers:

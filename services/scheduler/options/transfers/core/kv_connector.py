@@ -13,7 +13,7 @@ from typing import Protocol
 from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.tier_index import TierBlockId
+from services.scheduler.options.transfers.core.tier_index import TierBlockId
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.kv_connector import (
+from services.scheduler.options.transfers.core.kv_connector import (
     ExternalMatch,
     KVConnector,
     KVConnectorMetadata,

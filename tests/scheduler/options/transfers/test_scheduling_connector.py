@@ -8,11 +8,11 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.pool.ids import RequestKey
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
 from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.request import Request
-from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRole
 from tests.scenarios.run import run_scenario
 from tests.scenarios.scenario import read_scenario
 from tests.scenarios.stand_in_connector import ExternalTokens, StandInConnector
