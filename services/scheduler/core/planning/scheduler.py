@@ -97,7 +97,8 @@ class Scheduler(ReplicaState):
         if session.status is not RequestStatus.WAITING_FOR_CHUNK:
             session.chunks.append(chunk)
         elif chunk is None:
-            self.abort(session)
+            session.finish(FinishReason.ABORT)  # the step log has no entry of an abort for it
+            self.remove(session)
         else:
             self.queues.begin_turn(session, chunk, self.config.max_model_len)
 
