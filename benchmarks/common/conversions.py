@@ -9,13 +9,13 @@ from services.common.pool.block_hash import cache_key
 from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.operations import BlockTables
 from services.gateway.core.request.request import EngineRequest
-from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.core.kv_connector import (
+from services.scheduler.core.kv_transfer import (
     BlockTransfer,
     KVConnectorMetadata,
     KVTransferResults,
 )
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.request import Request
 from services.worker.core.step import (
     AppendedBlocks,
     Int32Array,

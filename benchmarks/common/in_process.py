@@ -40,7 +40,7 @@ from services.gateway.core.request.model_limits import ModelLimits
 from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
 from services.gateway.core.request.sampling_defaults import SamplingDefaults
 from services.scheduler.adapters.replica import ReplicaShape
-from services.scheduler.adapters.replica_config import make_connector, scheduler_config
+from services.scheduler.adapters.replica_config import scheduler_config
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.output import (
@@ -52,6 +52,7 @@ from services.scheduler.core.output import (
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request
+from services.scheduler.options.listed import TRANSFERS
 from services.scheduler.settings import SchedulerSettings
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.converters import description_to_proto
@@ -247,7 +248,7 @@ class InProcess:
         local = LocalEngine(_limits(built, config))
         pool = InProcessPool(config)
         self.engine = local.engine = EngineCore(
-            Scheduler(config, pool, make_connector(config, shape)),
+            Scheduler(config, pool, TRANSFERS(config, built.num_tier_blocks).connect),
             RunnerExecutor(worker.runner, self._compute),
             OneReplica(),
             local,

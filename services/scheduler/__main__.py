@@ -35,7 +35,7 @@ from services.scheduler.adapters.gateways.registration import Registration
 from services.scheduler.adapters.gateways.servicer import SchedulerServicer
 from services.scheduler.adapters.pool.pool_client import PoolClient
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
-from services.scheduler.adapters.replica_config import make_connector, scheduler_config
+from services.scheduler.adapters.replica_config import scheduler_config
 from services.scheduler.adapters.telemetry.replica_metrics import ReplicaMetrics
 from services.scheduler.adapters.telemetry.step_log import scheduler_with_log
 from services.scheduler.adapters.telemetry.step_tracer import STEP_SERVICE
@@ -43,7 +43,7 @@ from services.scheduler.adapters.telemetry.traced_ports import TracedExecutor, T
 from services.scheduler.adapters.workers.worker_client import Rank, WorkerGroup
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.ecosystem import Ecosystem
-from services.scheduler.options.transfers.metrics import TierCollector
+from services.scheduler.options.listed import TRANSFERS
 from services.scheduler.parts import Parts
 from services.scheduler.settings import SchedulerSettings
 
@@ -98,11 +98,10 @@ async def _serve(
         config = scheduler_config(settings, shape)
         step_tracing = tracing.of(STEP_SERVICE)
         pool_port = TracedPool(pool, step_tracing)
-        connector = make_connector(config, shape)
-        if connector is not None:
-            replica.on_new_workers = connector.reset_cache
+        transfers = TRANSFERS(config, shape.description.num_tier_blocks)
+        replica.on_new_workers = transfers.on_new_workers
         with scheduler_with_log(
-            settings.step_log, config, pool_port, shape, connector
+            settings.step_log, config, pool_port, shape, transfers.connect
         ) as scheduler:
             executor = TracedExecutor(workers, step_tracing)
             ecosystem.publish_events(scheduler)
@@ -122,7 +121,7 @@ async def _serve(
                 pool_channel,
             )
             shared = [TlsCollector(tls), TracingCollector(tracing)]
-            collectors = (*service.parts.collectors, registration, TierCollector(connector))
+            collectors = (*service.parts.collectors, registration, *transfers.collectors)
             own = Exposition(SERVICE, collectors, shared)
             labels = {"model_name": shape.description.model_name, "engine": settings.replica}
             metrics = ReplicaMetrics(own, pool_channel, worker_channels, labels)

@@ -26,6 +26,7 @@ from services.scheduler.adapters.pool.kv_events.recorder import KVEventRecorder
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
+from services.scheduler.options.transfers.option import connected
 from tests.scenarios.record import Record
 from tests.scenarios.run import ScenarioRun
 from tests.scenarios.scenario import Scenario
@@ -61,7 +62,7 @@ class EventfulRun(ScenarioRun):
         recorder = KVEventRecorder(self._log)
         pool = PublishingPool(config, recorder)
         connector = scenario.make_connector()
-        scheduler = Scheduler(config, pool, connector)
+        scheduler = Scheduler(config, pool, connected(connector))
         recorder.watch(lambda: scheduler.queues.queued, config.all_groups, config.hash_block_size)
         super().__init__(scenario, scheduler, pool.core, connector)
         self._num_read = 0

@@ -19,6 +19,7 @@ from services.kvpool.adapters.servicer import KVPoolServicer
 from services.kvpool.core.pool_host import PoolHost
 from services.scheduler.adapters.pool.pool_client import PoolClient
 from services.scheduler.core.planning.scheduler import Scheduler
+from services.scheduler.options.transfers.option import connected
 from tests.conformance.differences import FIELDS, differences
 from tests.conformance.recording import (
     DIRECTORY,
@@ -61,7 +62,7 @@ async def replay_over_grpc(scenario: Record) -> Record:
             max_in_flight_tokens=config.max_in_flight_tokens,
         )
         connector = story.make_connector()
-        scheduler = Scheduler(config, client, connector)
+        scheduler = Scheduler(config, client, connected(connector))
         pool = host.get(PoolId("recording")).pool
         return await ScenarioRun(story, scheduler, pool, connector).run()
     finally:

@@ -13,6 +13,7 @@ from services.cli.replay.table import ROWS
 from services.cli.replay.what_if import what_if
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
+from services.scheduler.options.transfers.option import connected
 from tests.conformance.recording import RECORDINGS, Recording
 from tests.scenarios.run import ScenarioRun
 from tests.scenarios.scenario import read_scenario
@@ -27,7 +28,7 @@ async def test_a_log_of_a_scenario_replays_and_without_a_change_nothing_changes(
     pool = InProcessPool(config)
     entries: list[Entry] = []
     connector = scenario.make_connector()
-    scheduler = RecordingScheduler(config, pool, entries.append, connector)
+    scheduler = RecordingScheduler(config, pool, entries.append, connected(connector))
     await ScenarioRun(scenario, scheduler, pool.core, connector).run()
     header = Header("stand-in", config)
     replay = LogReplay(header)

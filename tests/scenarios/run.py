@@ -14,10 +14,11 @@ from services.common.pool.ids import BlockId
 from services.common.replica.pause_mode import PauseMode
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.kv_transfer import NO_RESULTS
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.options.transfers.core.kv_connector import NO_RESULTS
+from services.scheduler.options.transfers.option import connected
 from tests.scenarios.control import ScenarioControl
 from tests.scenarios.record import Record, request_ids
 from tests.scenarios.recorded_request import RecordedRequest, recorded_reason
@@ -47,7 +48,7 @@ async def run_scenario(scenario: Scenario) -> Record:
     config = scenario.config
     pool = InProcessPool(config)
     connector = scenario.make_connector()
-    scheduler = Scheduler(config, pool, connector)
+    scheduler = Scheduler(config, pool, connected(connector))
     return await ScenarioRun(scenario, scheduler, pool.core, connector).run()
 
 
@@ -132,7 +133,7 @@ class ScenarioRun:
         """
         transfers = self.scheduler.transfers
         if transfers is not None and self.scheduler.pause_mode is PauseMode.KEEP:
-            return transfers.holds_ended
+            return bool(transfers._leaving)
         return self.scheduler.has_transfers
 
     def _is_stuck(self, record: Record) -> bool:
@@ -327,7 +328,7 @@ class ScenarioRun:
             request
             for request in plan.requests
             if request.status is RequestStatus.RUNNING
-            and any(not set(table).isdisjoint(blocks) for table in transfers.tables(request))
+            and any(not set(table).isdisjoint(blocks) for table in transfers._block_tables[request])
         }
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.cli.replay.logged_connector import StorelessConnector
 from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.operations import BlockTables
 from services.common.request.finish_reason import FinishReason
+from services.scheduler.core.kv_transfer import KVTransferResults
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.core.kv_connector import ExternalMatch, KVTransferResults
+from services.scheduler.options.transfers.core.kv_connector import ExternalMatch
+from services.scheduler.options.transfers.core.logged_connector import StorelessConnector
 
 
 @dataclass(frozen=True, slots=True)

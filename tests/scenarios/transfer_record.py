@@ -5,10 +5,10 @@ from typing import Any
 
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.kv_transfer import KVTransferResults
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.options.transfers.core.kv_connector import KVTransferResults
 from tests.scenarios.record import Record
 from tests.scenarios.stand_in_connector import StandInConnector
 

@@ -11,6 +11,7 @@ from services.scheduler.core.engine.engine_core import LINGER_SECONDS, EngineCor
 from services.scheduler.core.kv_transfer import KVRole
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
+from services.scheduler.options.transfers.option import connected
 from tests.scenarios.stand_in_connector import StandInConnector
 from tests.scheduler.fakes import (
     SECONDS,
@@ -57,7 +58,7 @@ class Bench:
         self.replica = FakeReplica(self.pool, self.executor)
         self.inbox = Inbox()
         self.watcher = Watcher()
-        scheduler = Scheduler(shape, self.pool, connector)
+        scheduler = Scheduler(shape, self.pool, connected(connector))
         self.readiness = ReadinessLog()
         self.engine = EngineCore(
             scheduler,

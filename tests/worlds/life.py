@@ -29,6 +29,7 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
 from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
+from services.scheduler.options.transfers.option import connected
 from tests.scheduler.fakes import Inbox, ReadinessLog
 from tests.worlds.expected import check_answer
 from tests.worlds.invariants import Before, PublishedContents, check_plan
@@ -63,7 +64,7 @@ class Life:
         self.pool = WorldPool(config, happened)
         self.workers = WorldWorkers(world, self.connector, self.tier)
         self.scheduler = RecordingScheduler(
-            config, self.pool, self.entries.append, self.connector or self.offloading
+            config, self.pool, self.entries.append, connected(self.connector or self.offloading)
         )
         self.observer = _Observer(self)
         self._queue_estimate = QueueEstimate(config.max_running)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.pool.ids import BlockId
-from services.scheduler.options.transfers.core.kv_connector import (
+from services.scheduler.core.kv_transfer import (
     NO_RESULTS,
     BlockTransfer,
     ConnectorLoad,

@@ -8,10 +8,10 @@ from services.cli.replay.what_if import pooled_output
 from services.common.pool.ids import RequestKey
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.engine.deadlines import Deadlines
+from services.scheduler.core.kv_transfer import NO_RESULTS
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.core.kv_connector import NO_RESULTS
 from tests.scenarios.stand_in_connector import StandInConnector
 from tests.scheduler.paged_model import PagedModel, StepWork, StoredTokens, work_of
 from tests.worlds.tier import WorldTier

@@ -8,7 +8,7 @@ from services.cli.replay.fields import Field
 from services.cli.replay.history import Abort, Event, GrammarCompiled, History, NextChunk
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
-from services.cli.replay.logged_connector import LoggedConnector, read_transfers
+from services.cli.replay.logged_transfers import LoggedAnswers, read_transfers
 from services.cli.replay.scheduler_run import SchedulerRun
 from services.common.errors import InvalidArgument
 from services.common.pool.ids import RequestKey
@@ -24,6 +24,7 @@ from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
+from services.scheduler.options.listed import TRANSFERS
 
 _ABSENT = object()
 _CALLS = (
@@ -60,8 +61,9 @@ class LogReplay(SchedulerRun):
     def __init__(self, header: Header) -> None:
         self._recorded: list[Entry] = []
         pool = InProcessPool(header.config)
-        self._connector = LoggedConnector() if header.config.kv_role else None
-        scheduler = RecordingScheduler(header.config, pool, self._recorded.append, self._connector)
+        self._answers = LoggedAnswers() if header.config.kv_role else None
+        connect = None if self._answers is None else TRANSFERS.replaying(self._answers)
+        scheduler = RecordingScheduler(header.config, pool, self._recorded.append, connect)
         super().__init__(scheduler, pool)
         self.history = History()
         self.requests = self.history.requests
@@ -81,8 +83,8 @@ class LogReplay(SchedulerRun):
             return []
         if "lost_after" in entry.members():
             self.pool.num_answers_left = entry["lost_after"].integer()
-        if self._connector is not None:
-            self._connector.read(entry)
+        if self._answers is not None:
+            self._answers.read(entry)
         with suppress(PoolLost):
             await self._call(call, entry)
         self.pool.num_answers_left = None
@@ -138,7 +140,7 @@ class LogReplay(SchedulerRun):
         if plan is None:
             raise step.wrong("must be a step in flight")
         output = _read_output(entry, len(plan.requests))
-        if self._connector is not None:
+        if self._answers is not None:
             transfers = read_transfers(entry, self.scheduler.config.num_blocks)
             output = replace(output, kv_transfers=transfers)
         for number in [number for number in self.in_flight if number <= plan.step]:

@@ -11,9 +11,9 @@ from services.common.rpc.protocol import own_release
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
-from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
+from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
 from services.scheduler.core.policies import find_policy
-from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
+from services.scheduler.options.listed import TRANSFERS
 from services.scheduler.settings import SchedulerSettings
 
 SHORTEST_SEQUENCE = 2
@@ -52,7 +52,7 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         max_loras=built.max_loras or None,
         num_speculative_tokens=built.num_speculative_tokens,
         num_speculative_rows=built.num_speculative_rows,
-        kv_role=KVRole.BOTH if built.num_tier_blocks else None,
+        kv_role=TRANSFERS.role(built.num_tier_blocks),
         kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
     )
     if whole:  # prompts must not be cut
@@ -67,22 +67,13 @@ def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaS
     shortest sequence does not fit in the pool, the longest sequence does not fit in a step although
     chunked prefill is disabled, or offloaded blocks could not be found.
     """
-    has_tier = shape.description.num_tier_blocks > 0
     if config.max_model_len < SHORTEST_SEQUENCE:
         raise FailedPrecondition(
             f"{shape.num_blocks} blocks, one of them the null block, do not hold a single token in "
             f"each of {len(config.groups)} groups of layers: give the worker's KV cache more memory"
         )
-    if has_tier and not config.enable_prefix_caching:
-        raise FailedPrecondition(
-            "the workers keep offloaded blocks (kv_offloading_size), which are found as cached "
-            "prefixes are: set enable_prefix_caching"
-        )
-    if has_tier and any(group.block_size != config.hash_block_size for group in config.groups):
-        raise FailedPrecondition(
-            "the workers keep offloaded blocks (kv_offloading_size), which are found by the hash "
-            "at their end: leave prefix_match_unit unset, and blocks must have one size"
-        )
+    if conflict := TRANSFERS.conflict(config):
+        raise FailedPrecondition(conflict)
     if settings.prefix_match_unit is not None and not config.aligns_states:
         raise FailedPrecondition(
             "prefix_match_unit is for models with recurrent layers whose states are cached: "
@@ -90,12 +81,6 @@ def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaS
         )
     if conflict := config_conflict(config):
         raise FailedPrecondition(conflict)
-
-
-def make_connector(config: SchedulerConfig, shape: ReplicaShape) -> OffloadingConnector | None:
-    """The connector to the workers' tier of offloaded blocks. None if there is no tier."""
-    num_tier_blocks = shape.description.num_tier_blocks
-    return OffloadingConnector(config, num_tier_blocks) if num_tier_blocks else None
 
 
 def session_opened_to_proto(

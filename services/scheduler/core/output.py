@@ -8,13 +8,13 @@ from enum import Enum
 from services.common.pool.ids import BlockId
 from services.common.pool.operations import BlockCopy, BlockTables
 from services.common.request.finish_reason import FinishReason
-from services.scheduler.core.request import Request, TurnEnd
-from services.scheduler.options.transfers.core.kv_connector import (
+from services.scheduler.core.kv_transfer import (
     NO_RESULTS,
     KVConnectorMetadata,
     KVLoad,
     KVTransferResults,
 )
+from services.scheduler.core.request import Request, TurnEnd
 
 
 class WaitReason(Enum):

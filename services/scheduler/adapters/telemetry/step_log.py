@@ -23,6 +23,7 @@ from typing import BinaryIO, cast
 from services.common.errors import InvalidArgument
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine.replica_state import Connect
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.step_log.log_entry import (
@@ -33,7 +34,6 @@ from services.scheduler.core.step_log.log_entry import (
     group_entry,
 )
 from services.scheduler.core.step_log.recorder import RecordingScheduler
-from services.scheduler.options.transfers.core.kv_connector import KVConnector
 
 logger = logging.getLogger(__name__)
 
@@ -106,18 +106,18 @@ def scheduler_with_log(
     config: SchedulerConfig,
     pool: KVPool,
     shape: ReplicaShape,
-    connector: KVConnector | None = None,
+    connect: Connect | None = None,
 ) -> Iterator[Scheduler]:
     """A context that returns a scheduler. If `path` is set, the scheduler's calls are logged in
     this file. Raises InvalidArgument if the log file cannot be created.
     """
     if path is None:
-        yield Scheduler(config, pool, connector)
+        yield Scheduler(config, pool, connect)
         return
     log = StepLog(create_log_file(path))
     try:
         log.write(header(config, shape, time.time_ns()))
-        yield RecordingScheduler(config, pool, log.write, connector)
+        yield RecordingScheduler(config, pool, log.write, connect)
     finally:
         log.close()
 

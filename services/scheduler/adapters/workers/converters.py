@@ -13,11 +13,10 @@ from services.common.request.pooling_proto import pooling_to_proto
 from services.common.request.prompt_embeds_proto import prompt_embeds_to_proto
 from services.common.request.sampling_proto import sampling_to_proto
 from services.scheduler.adapters.workers.answer_check import ExpectedAnswer
+from services.scheduler.core.kv_transfer import NO_RESULTS, KVTransferResults
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from services.scheduler.core.timelines.timeline import RequestTimes
-from services.scheduler.options.transfers.core.kv_connector import NO_RESULTS, KVTransferResults
-from services.scheduler.options.transfers.worker_messages import add_tier_fields
 
 
 def scheduler_output_to_proto(
@@ -45,8 +44,6 @@ def scheduler_output_to_proto(
     if plan.copies:
         request.copy_sources = pack_token_ids([copy.source for copy in plan.copies])
         request.copy_targets = pack_token_ids([copy.target for copy in plan.copies])
-    if plan.kv_connector_metadata is not None:
-        add_tier_fields(request, plan.kv_connector_metadata)
     return request
 
 

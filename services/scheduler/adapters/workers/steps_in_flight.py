@@ -19,7 +19,7 @@ from services.scheduler.adapters.workers.converters import model_runner_output_f
 from services.scheduler.core.engine.deadlines import Deadlines
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
-from services.scheduler.options.transfers.worker_messages import EndedLoads
+from services.scheduler.options.listed import TRANSFERS
 
 
 class SentStep:
@@ -85,7 +85,7 @@ class SentStep:
             self._other_nanos += response.execute_nanos
             self._note_slack(response)
         if response.ended_tier_loads:
-            self._steps.ended_loads.note(rank, response)
+            self._steps.transfers.note(rank, response)
         if not self._missing:
             self._steps.done(self)
             if self._response is not None and not self.output.done():  # it may be cancelled
@@ -122,7 +122,7 @@ class SentStep:
         if (num_stages := self._steps.num_stages) > 1:
             whole, num_ranks = response.execute_nanos + self._other_nanos, len(self._steps.ranks)
             response.execute_nanos = whole * num_stages // num_ranks
-        transfers = self._steps.ended_loads.take()
+        transfers = self._steps.transfers.take()
         num_speculative = self._steps.num_speculative_tokens
         self.output.set_result(
             model_runner_output_from_proto(response, transfers, num_speculative, self._expected)
@@ -153,7 +153,7 @@ class StepsInFlight:
         self.num_stages = 1
         self.num_speculative_tokens = 0
         self.model = ModelFacts()
-        self.ended_loads = EndedLoads(len(self.ranks))
+        self.transfers = TRANSFERS.messages(len(self.ranks))
         self._with_logprobs = RequestsWithLogprobs()
         self._deadlines = deadlines
         self._steps: deque[SentStep] = deque()
@@ -172,7 +172,7 @@ class StepsInFlight:
         """Adds a step that is about to be sent."""
         expected = ExpectedAnswer(plan, self.model, self._with_logprobs)
         if plan.kv_connector_metadata is not None:
-            self.ended_loads.begin(plan.kv_connector_metadata)
+            self.transfers.begin(plan.kv_connector_metadata)
         step = SentStep(self, generation, plan.step, plan.num_tokens, allowed_seconds, expected)
         self._steps.append(step)
         if len(self._steps) == 1:

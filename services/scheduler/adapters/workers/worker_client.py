@@ -246,7 +246,7 @@ class WorkerGroup:
         self._is_open = False
         for rank in self._ranks:
             rank.open()
-        self._steps.ended_loads.forget()
+        self._steps.transfers.forget()
         plan = SchedulerOutput(0)
         request = scheduler_output_to_proto(plan, generation, "")
         request.owner.CopyFrom(self._owner)
@@ -287,6 +287,8 @@ class WorkerGroup:
         self, plan: SchedulerOutput, traceparent: str = ""
     ) -> asyncio.Future[ModelRunnerOutput]:
         request = scheduler_output_to_proto(plan, self._generation, traceparent)
+        if plan.kv_connector_metadata is not None:
+            self._steps.transfers.add(request, plan.kv_connector_metadata)
         if self._steps.num_stages > 1:
             request.last_token_ids = last_token_ids(plan)
         return await self._send(request, plan, self._deadlines.seconds(plan.num_tokens))

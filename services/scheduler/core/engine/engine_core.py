@@ -173,7 +173,7 @@ class EngineCore:
             if not await self.scheduler.reset_prefix_cache():
                 raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
             if reset_connector and self.scheduler.transfers is not None:
-                self.scheduler.transfers.connector.reset_cache()
+                self.scheduler.transfers.reset_cache()
 
     def standstill(self) -> AbstractAsyncContextManager[None]:
         """Stops the loop between two iterations, with no step in flight. May be cancelled."""

@@ -1,5 +1,7 @@
 """The requests of a replica, and the resources that they hold."""
 
+from collections.abc import Callable
+
 from services.common.pool.operations import BlockCopy
 from services.common.replica.pause_mode import PauseMode
 from services.scheduler.core.config import SchedulerConfig
@@ -7,20 +9,17 @@ from services.scheduler.core.kv.kv_cache_manager import KVCacheManager
 from services.scheduler.core.planning.encoder_cache_manager import EncoderCacheManager
 from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.planning.step_builder import PlannedSteps
+from services.scheduler.core.planning.transfers import Transfers
 from services.scheduler.core.planning.waiting_requests import WaitingRequests
 from services.scheduler.core.policies import find_policy
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.core.kv_connector import KVConnector
-from services.scheduler.options.transfers.core.kv_transfers import KVTransfers
 
 
 class ReplicaState:
     """The state that the parts of the scheduler share. It makes no decisions."""
 
-    def __init__(
-        self, config: SchedulerConfig, pool: KVPool, connector: KVConnector | None
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, pool: KVPool, connect: "Connect | None") -> None:
         self.config = config
         self.policy = find_policy(config.policy)
         self.queues = WaitingRequests(self.policy)
@@ -29,15 +28,13 @@ class ReplicaState:
         self.rows = BatchRows(config.max_num_seqs)
         self.kv_cache_manager = KVCacheManager(config, pool)
         self.encoder_cache = EncoderCacheManager(config.encoder_cache_size)
-        self.transfers: KVTransfers | None = None
-        if connector is not None:
-            self.transfers = KVTransfers(config, connector, self.kv_cache_manager)
         self.pause_mode: PauseMode | None = None
         """The mode of the present pause. None if the engine is not paused."""
         self.num_preemptions = 0
         """Number of preemptions since the process started."""
         self.failed: dict[Request, str] = {}
         """Maps waiting requests that can never run to the errors with which they will end."""
+        self.transfers = None if connect is None else connect(self)
 
     @property
     def num_free_places(self) -> int:
@@ -52,9 +49,7 @@ class ReplicaState:
         """
         copies = sorted(self.kv_cache_manager.copies, key=lambda copy: copy.group)
         self.kv_cache_manager.copies = []
-        if self.transfers is not None and self.config.fences_frees:
-            self.transfers.deferred_frees.add_copies(copies, step)
-        else:
+        if self.transfers is None or not self.transfers.defer_copies(copies, step):
             await self.kv_cache_manager.release_copies(len(copies), traceparent)
         return copies
 
@@ -84,6 +79,10 @@ class ReplicaState:
         """
         self.take_out(request)
         self.free(request)
+
+
+Connect = Callable[[ReplicaState], Transfers]
+"""Makes the transfers of a scheduler with a connector."""
 
 
 class BatchRows:

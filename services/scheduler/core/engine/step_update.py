@@ -7,6 +7,7 @@ from services.common.request.structured_outputs import FIELD
 from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.planning.transfers import Transfers
 from services.scheduler.core.request import Request, TurnEnd
 
 _FAILURES = {FinishReason.NAN_IN_LOGITS, FinishReason.ERROR, *CLIENT_ERRORS}
@@ -25,7 +26,8 @@ class StepUpdate:
         """Applies the output of a step, as described in `Scheduler.update_from_output`."""
         state = self._state
         state.steps.updated(plan)
-        failed = [] if state.transfers is None else self._failed_loads(plan, output)
+        transfers = state.transfers
+        failed = [] if transfers is None else self._failed_loads(transfers, plan, output)
         if state.pause_mode is not None or output.nan_requests or output.refused_tokens:
             self._take_off_fast_path(plan, output)
         for request in plan.dropped:
@@ -42,8 +44,8 @@ class StepUpdate:
         for request in failed:
             request.finish(FinishReason.KV_LOAD_FAILED)
             state.remove(request)
-        if state.transfers is not None:
-            state.transfers.finished(output.kv_transfers, state.steps.in_flight)
+        if transfers is not None:
+            transfers.finished(output.kv_transfers, state.steps.in_flight)
         unable = self.end_failed() if state.failed else []
         return EngineCoreOutputs(
             plan,
@@ -121,18 +123,18 @@ class StepUpdate:
             self._state.remove(request)
         return failed
 
-    def _failed_loads(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
+    def _failed_loads(
+        self, transfers: Transfers, plan: SchedulerOutput, output: ModelRunnerOutput
+    ) -> list[Request]:
         """Drops the tokens that this step and the steps in flight computed from keys and values
         whose load failed. Returns the requests that end because of the failed load, in the order of
         arrival. If the policy is to recompute, no request ends.
         """
-        transfers, steps = self._state.transfers, self._state.steps
-        if transfers is None:
-            raise AssertionError("there is no connector")
-        transfers.processed(plan, output.kv_transfers)
+        steps = self._state.steps
         affected = transfers.take_failures(
+            plan,
             output.kv_transfers,
-            [plan, *steps.in_flight],
+            steps.in_flight,
             self._state.queues.kv_waiting,
             self._running,
         )

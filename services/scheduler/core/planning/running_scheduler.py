@@ -244,10 +244,9 @@ class RunningScheduler:
     def _waits_for_blocks(self) -> bool:
         """Whether blocks are about to be freed, so that no preemption is needed."""
         transfers, in_flight = self._state.transfers, self._state.steps.in_flight
-        return transfers is not None and (
-            transfers.connector.has_pending_block_frees()
-            or transfers.is_written(self._state.policy.victim(self._running), in_flight)
-        )
+        if transfers is None:
+            return False
+        return transfers.defer_frees(self._state.policy.victim(self._running), in_flight)
 
     async def _end(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
         """Ends the plan before a request: nothing is scheduled for it and for later requests."""

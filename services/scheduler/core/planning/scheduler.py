@@ -6,7 +6,7 @@ from itertools import islice
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish_reason import FinishReason
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.replica_state import ReplicaState
+from services.scheduler.core.engine.replica_state import Connect, ReplicaState
 from services.scheduler.core.engine.step_update import StepUpdate
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
@@ -23,7 +23,6 @@ from services.scheduler.core.planning.step_encoder import StepEncoder
 from services.scheduler.core.planning.waiting_scheduler import LOOKUP_BATCH, WaitingScheduler
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.options.transfers.core.kv_connector import KVConnector
 
 
 class Scheduler(ReplicaState):
@@ -33,12 +32,12 @@ class Scheduler(ReplicaState):
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: KVPool, connector: KVConnector | None = None
+        self, config: SchedulerConfig, pool: KVPool, connect: Connect | None = None
     ) -> None:
-        """`connector` must be set if the configuration has a `kv_role`, and only then."""
-        if (connector is None) != (config.kv_role is None):
+        """`connect` must be set if the configuration has a `kv_role`, and only then."""
+        if (connect is None) != (config.kv_role is None):
             raise ValueError("a connector and its kv_role go together")
-        super().__init__(config, pool, connector)
+        super().__init__(config, pool, connect)
         self._waiting_scheduler = WaitingScheduler(self)
         self._running_scheduler = RunningScheduler(self, self._waiting_scheduler)
         self._update = StepUpdate(self)

@@ -11,7 +11,6 @@ from services.scheduler.core.planning import admission
 from services.scheduler.core.planning.admission import AdmissionPlan, PassedOver
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.options.transfers.core.external_hits import ExternalHits
 
 LOOKUP_BATCH = 32
 """Limit on the number of waiting requests whose prefixes one transaction looks up."""
@@ -26,15 +25,14 @@ class WaitingScheduler:
         self._queues = state.queues
         self._kv_cache_manager = state.kv_cache_manager
         self._planner = admission.AdmissionPlanner(state.config)
-        transfers = state.transfers
-        self._external_hits = None if transfers is None else ExternalHits(state, transfers)
+        self._transfers = state.transfers
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
         """Admits requests from the head of the queue. Returns why others wait, or None."""
         if not self._queues.has_queued:
             return WaitReason.HELD_BACK if self._queues.held_back else None
         reason = await self._admit_candidates(builder, traceparent)
-        if self._external_hits is not None:
+        if self._transfers is not None:
             self._queues.requeue_without_blocks()
             await self._kv_cache_manager.flush()
         return reason
@@ -42,9 +40,9 @@ class WaitingScheduler:
     async def _admit_candidates(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
         for candidates in self._batches(builder):
             planned = None
-            if self._external_hits is not None:
+            if self._transfers is not None:
                 (request,) = candidates
-                planned = await self._external_hits.plan(builder, request, traceparent)
+                planned = await self._transfers.plan(builder, request, traceparent)
             elif unknown := self.not_looked_up(builder, candidates):
                 await self._kv_cache_manager.look_up(builder, unknown, traceparent)
             planned = planned or self._planner.plan(
@@ -64,7 +62,7 @@ class WaitingScheduler:
         request is planned alone and only once, because earlier admissions change how many of its
         tokens the connector can load.
         """
-        if self._external_hits is None:
+        if self._transfers is None:
             while candidates := self.candidates(builder):
                 yield candidates
             return
@@ -86,7 +84,7 @@ class WaitingScheduler:
         admitted, stop = outcome.admitted, outcome.stop
         self._decide(builder, planned, admitted)
         if stop is None:
-            if planned.has_old_hits or self._external_hits is not None:
+            if planned.has_old_hits or self._transfers is not None:
                 builder.prefixes.forget_hits()
             return None
         stopped = planned.admissions[len(admitted)]

@@ -67,9 +67,9 @@ from services.common.request.encoder_input import EncoderInput
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.kv_transfer import KVTransferResults
 from services.scheduler.core.output import SchedulerOutput, WaitReason
 from services.scheduler.core.request import Request, TurnEnd
-from services.scheduler.options.transfers.core.kv_connector import KVTransferResults
 
 SCHEMA = "stepwell.step_log"
 VERSION = 4

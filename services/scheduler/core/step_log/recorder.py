@@ -8,6 +8,7 @@ from services.common.pool.operations import Operation, Outcome
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish_reason import FinishReason
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine.replica_state import Connect
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
@@ -27,8 +28,6 @@ from services.scheduler.core.step_log.log_entry import (
     transfers_entry,
     without_empty,
 )
-from services.scheduler.options.transfers.core.connector_answers import RecordedConnector
-from services.scheduler.options.transfers.core.kv_connector import KVConnector
 
 
 class RecordingScheduler(Scheduler):
@@ -45,15 +44,16 @@ class RecordingScheduler(Scheduler):
         config: SchedulerConfig,
         pool: KVPool,
         record: Callable[[Entry], None],
-        connector: KVConnector | None = None,
+        connect: Connect | None = None,
     ) -> None:
         self._answers = _CountedAnswers(pool)
-        self._asked = None if connector is None else RecordedConnector(connector)
-        super().__init__(config, self._answers, self._asked)
+        super().__init__(config, self._answers, connect)
+        if self.transfers is not None:
+            self.transfers.record_answers()
         self._pass_entry = record
 
     def _record(self, entry: Entry) -> None:
-        if self._asked is not None and (answers := self._asked.take_answers()):
+        if self.transfers is not None and (answers := self.transfers.take_answers()):
             entry["connector"] = answers
         self._pass_entry(entry)
 

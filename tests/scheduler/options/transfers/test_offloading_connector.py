@@ -9,12 +9,12 @@ from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
+from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole, KVTransferResults
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput, WaitReason
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.core.kv_connector import KVTransferResults
 from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
+from services.scheduler.options.transfers.option import connected
 
 CONFIG = SchedulerConfig(
     max_num_seqs=4,
@@ -51,7 +51,7 @@ class Story:
     def __init__(self, config: SchedulerConfig = CONFIG, num_tier_blocks: int = 20) -> None:
         self.connector = OffloadingConnector(config, num_tier_blocks)
         self.pool = InProcessPool(config)
-        self.scheduler = Scheduler(config, self.pool, self.connector)
+        self.scheduler = Scheduler(config, self.pool, connected(self.connector))
         self.loading: list[RequestKey] = []
         self.invalid: list[BlockId] = []
         self.ended: list[RequestKey] = []

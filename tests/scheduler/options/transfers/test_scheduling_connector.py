@@ -13,6 +13,7 @@ from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.request import Request
+from services.scheduler.options.transfers.option import connected
 from tests.scenarios.run import run_scenario
 from tests.scenarios.scenario import read_scenario
 from tests.scenarios.stand_in_connector import ExternalTokens, StandInConnector
@@ -345,7 +346,7 @@ async def test_a_pool_that_is_lost_while_a_failed_load_is_looked_at_costs_comput
     source = ExternalTokens(8, is_async=True, fails_whole=True, max_loads=2)
     connector = StandInConnector(4, {RequestKey(1): source}, {})
     pool = InProcessPool(config)
-    scheduler = Scheduler(config, pool, connector)
+    scheduler = Scheduler(config, pool, connected(connector))
     waiting = Request("a", RequestKey(1), list(range(9)), 9, SamplingParams(max_tokens=2))
     scheduler.add(waiting)
     plan = await scheduler.schedule()

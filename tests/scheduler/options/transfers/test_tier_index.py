@@ -3,7 +3,8 @@
 import random
 
 from services.common.pool.block_hash import BlockHash
-from services.scheduler.options.transfers.core.tier_index import TierBlockId, TierIndex, tier_key
+from services.scheduler.core.kv_transfer import TierBlockId
+from services.scheduler.options.transfers.core.tier_index import TierIndex, tier_key
 
 
 def key(number: int) -> bytes:

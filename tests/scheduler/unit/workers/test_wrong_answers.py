@@ -15,13 +15,9 @@ from services.common.request.sampling import SamplingParams
 from services.scheduler.adapters.workers.answer_check import ModelFacts, WrongAnswer
 from services.scheduler.adapters.workers.steps_in_flight import SentStep, StepsInFlight
 from services.scheduler.core.engine.deadlines import Deadlines
+from services.scheduler.core.kv_transfer import BlockTransfer, ConnectorLoad, KVConnectorMetadata
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.core.kv_connector import (
-    BlockTransfer,
-    ConnectorLoad,
-    KVConnectorMetadata,
-)
 
 Answer = worker_pb2.ExecuteResponse
 Change = dict[str, Any]

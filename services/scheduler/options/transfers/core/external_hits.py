@@ -1,6 +1,7 @@
 """Prefix hits in another tier or replica, which a connector loads for waiting requests."""
 
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from services.common.pool.kv_cache_groups import AttentionType, hit_block_size
 from services.common.pool.operations import Admission
@@ -10,7 +11,9 @@ from services.scheduler.core.planning.admission import AdmissionPlan, PassedOver
 from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.options.transfers.core.kv_connector import ExternalMatch
-from services.scheduler.options.transfers.core.kv_transfers import KVTransfers
+
+if TYPE_CHECKING:
+    from services.scheduler.options.transfers.core.kv_transfers import KVTransfers
 
 LOOKUP_BATCH = 8
 """Number of further waiting requests whose prefixes are looked up in the same transaction. It is
@@ -26,7 +29,7 @@ class ExternalHits:
     without using budget or a row of the batch. After the load it is admitted like other requests.
     """
 
-    def __init__(self, state: ReplicaState, transfers: KVTransfers) -> None:
+    def __init__(self, state: ReplicaState, transfers: "KVTransfers") -> None:
         self._config = state.config
         self._queues = state.queues
         self._running = state.running
@@ -41,10 +44,7 @@ class ExternalHits:
     async def plan(
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> AdmissionPlan | None:
-        """Passes over (skips) a request, or begins its asynchronous load. Returns None if the
-        request may be admitted now. In that case `prefixes.external` has the number of tokens to
-        load within the step.
-        """
+        """Implements `Transfers.plan`."""
         plan = AdmissionPlan()
         reason = self._own_reason(builder, request)
         if reason is not None:
@@ -84,7 +84,7 @@ class ExternalHits:
         prefixes = builder.prefixes
         num_local = prefixes.divergent_hits.get(request, prefixes.hits[request])
         num_tail = num_local % self._hit_block_size
-        match = self._transfers.connector.get_num_new_matched_tokens(request, num_local - num_tail)
+        match = self._transfers.match(request, num_local - num_tail)
         if match is None and request.reads_prefix_cache:
             return None
         if match is None or match.num_tokens <= num_tail or not request.reads_prefix_cache:

@@ -1,19 +1,14 @@
 """The port for loading keys and values from another tier or replica, and for storing them there.
-Names and rules follow the scheduler's side of vLLM's KVConnectorBase_V1.
-
-The workers' side of a connector moves the data. Each step's plan lists what to load
-(`SchedulerOutput.loads`), and each step's output reports the completed transfers
-(`KVTransferResults`).
+Names and rules follow the scheduler's side of vLLM's KVConnectorBase_V1. The workers' side of a
+connector moves the data.
 """
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.operations import BlockTables
+from services.scheduler.core.kv_transfer import KVConnectorMetadata, KVTransferResults
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.core.tier_index import TierBlockId
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,64 +19,6 @@ class ExternalMatch:
 
     num_tokens: int
     is_async: bool
-
-
-@dataclass(frozen=True, slots=True)
-class KVLoad:
-    """A load of keys and values, for the last `num_tokens` of a request's computed tokens, into the
-    request's blocks.
-    """
-
-    request: Request
-    num_tokens: int
-    is_async: bool
-    blocks: BlockTables
-    """The full block table of the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVTransferResults:
-    """Results of transfers, which the workers report with the output of each step.
-
-    The end of each transfer is reported once. `finished_recving` includes the requests in
-    `failed_recving`, because a failed load has ended too. Blocks are invalid if their load failed.
-    """
-
-    finished_recving: Sequence[RequestKey] = ()
-    finished_sending: Sequence[RequestKey] = ()
-    failed_recving: Collection[RequestKey] = ()
-    """Requests whose load filled no block with valid data."""
-    invalid_block_ids: Collection[BlockId] = ()
-
-
-NO_RESULTS = KVTransferResults()
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class BlockTransfer:
-    """A block of the KV cache, a block of the workers' tier, and the key of their contents."""
-
-    block: BlockId
-    tier_block: TierBlockId
-    key: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorLoad:
-    """The blocks that one request loads."""
-
-    request: RequestKey
-    blocks: Sequence[BlockTransfer]
-
-
-@dataclass(frozen=True, slots=True)
-class KVConnectorMetadata:
-    """Transfers that begin with a step. Stores (copies out of the KV cache) are complete before the
-    step writes anything. Loads begin after the stores, and may continue while later steps run.
-    """
-
-    stores: Sequence[BlockTransfer]
-    loads: Sequence[ConnectorLoad]
 
 
 class KVConnector(Protocol):

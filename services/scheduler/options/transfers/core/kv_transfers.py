@@ -4,24 +4,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from services.common.pool.ids import NULL_BLOCK, BlockId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType
-from services.common.pool.operations import BlockTables
-from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.kv.kv_cache_manager import KVCacheManager
-from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
+from services.common.pool.operations import BlockCopy, BlockTables
+from services.scheduler.core.engine.replica_state import ReplicaState
+from services.scheduler.core.kv_transfer import KVLoad, KVLoadFailurePolicy, KVTransferResults
 from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.planning.transfers import Answer
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.options.transfers.core.deferred_frees import DeferredFrees
+from services.scheduler.options.transfers.core.external_hits import ExternalHits
 from services.scheduler.options.transfers.core.failed_loads import scheduled_tokens, set_back
-from services.scheduler.options.transfers.core.kv_connector import (
-    KVConnector,
-    KVLoad,
-    KVTransferResults,
-)
+from services.scheduler.options.transfers.core.kv_connector import ExternalMatch, KVConnector
 from services.scheduler.options.transfers.core.reserved_blocks import ReservedBlocks
 
 
 class KVTransfers:
-    """The state of all transfers through a connector to another tier or replica.
+    """The state of all transfers through a connector. Implements the interface Transfers.
 
     A request whose tokens are loaded between steps keeps its blocks while it waits. The blocks of
     an ended request are freed only when no transfer uses them. If loads are not ordered with the
@@ -30,10 +27,12 @@ class KVTransfers:
     overwrite the block.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, connector: KVConnector, kv_cache_manager: KVCacheManager
-    ) -> None:
+    def __init__(self, connector: KVConnector, state: ReplicaState) -> None:
+        config, kv_cache_manager = state.config, state.kv_cache_manager
         self.connector = connector
+        self._answers: list[Answer] | None = None
+        """The connector's answers that were not taken. None if answers are not recorded."""
+        self.plan = ExternalHits(state, self).plan
         self._reserved = ReservedBlocks(config)
         self.loads: list[KVLoad] = []
         """Loads that begin in the step that is planned."""
@@ -68,33 +67,19 @@ class KVTransfers:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer is in progress. Steps must continue then, because their outputs report
-        the end of the transfer.
-        """
         return bool(self._loading or self._leaving)
 
     @property
-    def holds_ended(self) -> bool:
-        """Whether a transfer uses blocks of an ended request."""
-        return bool(self._leaving)
-
-    @property
     def is_moving(self) -> bool:
-        """Whether a transfer is in progress, or blocks are to be freed at the end of a step."""
         loading = self._loading.values()
         is_giving_back = bool(self._leaving or self.deferred_frees)
         return is_giving_back or not self._finished_recving.issuperset(loading)
 
-    def tables(self, request: Request) -> BlockTables:
-        """The block table of a request that holds blocks."""
-        return self._block_tables[request]
-
     # While a step is planned
 
     def begin_step(self) -> None:
-        """Called before a step is planned. Calls the connector with the blocks that earlier steps
-        filled. If some tokens of a block are not known yet, the connector is called with the block
-        before a later step.
+        """Calls the connector with the blocks that earlier steps filled. If some tokens of a block
+        are not known yet, the connector is called with the block before a later step.
         """
         filled, self._filled = self._filled, []
         size = self._config.block_size
@@ -107,6 +92,12 @@ class KVTransfers:
     def _offer(self, request: Request) -> None:
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         self.connector.blocks_filled(request, self._block_tables[request], num_tokens)
+
+    def match(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
+        """As `KVConnector.get_num_new_matched_tokens`."""
+        match = self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        self._note(None if match is None else [match.num_tokens, match.is_async])
+        return match
 
     def num_reserved_blocks(
         self, appended_blocks: Mapping[Request, BlockTables], *, is_alone: bool
@@ -133,9 +124,6 @@ class KVTransfers:
     def admitted(
         self, request: Request, blocks: BlockTables, num_new_tokens: int, num_external_tokens: int
     ) -> None:
-        """Records an admitted request. The planned step computes `num_new_tokens` and loads
-        `num_external_tokens` of its tokens.
-        """
         self._note_table(request, blocks)
         if request.num_computed_tokens + num_new_tokens < request.num_tokens:
             self._prefills.add(request)
@@ -201,14 +189,23 @@ class KVTransfers:
         scheduled = self._prefills.intersection(plan.requests)
         self._prefills -= {request for request in scheduled if not request.is_prefill_chunk}
 
-    def is_written(self, request: Request, in_flight: Iterable[SchedulerOutput]) -> bool:
+    def defer_frees(self, victim: Request, in_flight: Iterable[SchedulerOutput]) -> bool:
+        are_pending = self.connector.has_pending_block_frees()
+        self._note(are_pending)
+        return are_pending or self._is_written(victim, in_flight)
+
+    def defer_copies(self, copies: Sequence[BlockCopy], step: int) -> bool:
+        if self._config.fences_frees:
+            self.deferred_frees.add_copies(copies, step)
+        return self._config.fences_frees
+
+    def _is_written(self, request: Request, in_flight: Iterable[SchedulerOutput]) -> bool:
         """Whether a request's blocks must not be freed yet because steps in flight write them."""
         return self._config.fences_frees and any(request in plan.requests for plan in in_flight)
 
     # When the blocks of a request are freed
 
     def preempted(self, request: Request) -> None:
-        """Records that the blocks of a request are freed because it was preempted."""
         if request in self._block_tables and request.key not in self._loading:
             self._offer(request)
             self._evict_invalid(request)
@@ -216,9 +213,6 @@ class KVTransfers:
         self._prefills.discard(request)
 
     def ended(self, request: Request, in_flight: Sequence[SchedulerOutput]) -> None:
-        """Frees the blocks of an ended request as soon as no transfer and no step in flight uses
-        them.
-        """
         if request in self._block_tables and request.key not in self._loading:
             self._offer(request)
             self._evict_invalid(request)
@@ -239,34 +233,26 @@ class KVTransfers:
             for group, table in zip(self._config.all_groups, blocks, strict=True)
         )
         is_sent = self.connector.request_finished(request, computed)
+        self._note(is_sent)
         if is_loading or is_sent:
             self._leaving[request.key] = request, blocks
-        elif blocks[0] and self.is_written(request, in_flight):
+        elif blocks[0] and self._is_written(request, in_flight):
             self.deferred_frees.add_request(request.key, blocks, in_flight[-1].step)
         else:
             self._kv_cache_manager.release(request)
 
     # When the output of a step has arrived
 
-    def processed(self, plan: SchedulerOutput, results: KVTransferResults) -> None:
-        """Forwards the results to the connector, and frees blocks that waited for this output."""
-        self.connector.update_connector_output(plan.step, results)
-        self.deferred_frees.give_back(plan.step)
-
     def take_failures(
         self,
+        plan: SchedulerOutput,
         results: KVTransferResults,
-        plans: Iterable[SchedulerOutput],
+        in_flight: Sequence[SchedulerOutput],
         waiting: Iterable[Request],
         running: Iterable[Request],
     ) -> set[Request]:
-        """Resets the computed tokens of requests to the start of the first block whose load failed.
-
-        `plans` are the step whose output has arrived and the steps in flight. They were planned as
-        if all loads had succeeded. With the policy RECOMPUTE, returns the requests whose output of
-        these steps is invalid. With the policy FAIL, returns all requests that have a block whose
-        load failed.
-        """
+        self.connector.update_connector_output(plan.step, results)
+        self.deferred_frees.give_back(plan.step)
         recomputes = self._config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE
         failed: set[Request] = set()
         invalid = frozenset(results.invalid_block_ids)
@@ -285,7 +271,9 @@ class KVTransfers:
         loading = [request for request in waiting if request.key in self._loading]
         (group,), tables = self._config.all_groups, self._block_tables
         failed_loads, _ = set_back(loading, tables, group, invalid, {})
-        failed_running, stale = set_back(running, tables, group, invalid, scheduled_tokens(plans))
+        failed_running, stale = set_back(
+            running, tables, group, invalid, scheduled_tokens([plan, *in_flight])
+        )
         if recomputes:
             for request in failed_running:
                 self._first_invalid[request] = request.num_computed_tokens // group.block_size
@@ -295,9 +283,6 @@ class KVTransfers:
         return failed | failed_loads | failed_running
 
     def finished(self, results: KVTransferResults, in_flight: Sequence[SchedulerOutput]) -> None:
-        """Records which transfers have ended. Frees the blocks of ended requests that no transfer
-        uses any more. If steps in flight write the blocks, frees them after these steps.
-        """
         for key in results.finished_recving:
             if (request := self._loading.get(key)) is not None:
                 self._finished_recving.add(request)
@@ -307,7 +292,6 @@ class KVTransfers:
             self._release_leaving(key, in_flight)
 
     def forget(self) -> None:
-        """Resets the state, because pool and workers, and so all transfers, are lost."""
         for request in self._loading.values():
             request.stop_loading()
         self.connector.forget()
@@ -318,6 +302,20 @@ class KVTransfers:
         self._finished_recving.clear()
         self._prefills.clear()
         self.deferred_frees.forget()
+
+    def reset_cache(self) -> None:
+        self.connector.reset_cache()
+
+    def record_answers(self) -> None:
+        self._answers = []
+
+    def take_answers(self) -> list[Answer]:
+        answers, self._answers = self._answers or [], []
+        return answers
+
+    def _note(self, answer: Answer) -> None:
+        if self._answers is not None:
+            self._answers.append(answer)
 
     def _loading_into(self, invalid: Collection[BlockId]) -> list[RequestKey]:
         """Requests whose pending load includes one of these blocks."""
@@ -372,7 +370,7 @@ class KVTransfers:
         if key not in self._leaving:
             return
         request, blocks = self._leaving.pop(key)
-        if self.is_written(request, in_flight):
+        if self._is_written(request, in_flight):
             self.deferred_frees.add_request(key, blocks, in_flight[-1].step)
         else:
             self._kv_cache_manager.pending.release(key)

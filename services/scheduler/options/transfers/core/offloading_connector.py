@@ -16,15 +16,16 @@ from services.common.pool.ids import NULL_BLOCK, BlockId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.core.kv_connector import (
+from services.scheduler.core.kv_transfer import (
     BlockTransfer,
     ConnectorLoad,
-    ExternalMatch,
     KVConnectorMetadata,
     KVTransferResults,
+    TierBlockId,
 )
-from services.scheduler.options.transfers.core.tier_index import TierBlockId, TierIndex, tier_key
+from services.scheduler.core.request import Request
+from services.scheduler.options.transfers.core.kv_connector import ExternalMatch
+from services.scheduler.options.transfers.core.tier_index import TierIndex, tier_key
 
 
 @dataclass(slots=True)

@@ -3,12 +3,9 @@ least-recently-used eviction.
 """
 
 from collections import OrderedDict
-from typing import NewType
 
 from services.common.pool.block_hash import BlockHash
-
-TierBlockId = NewType("TierBlockId", int)
-"""Number of a block of the tier, from 0."""
+from services.scheduler.core.kv_transfer import TierBlockId
 
 
 def tier_key(block_hash: BlockHash, group: int) -> bytes:

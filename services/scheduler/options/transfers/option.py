@@ -1,0 +1,60 @@
+"""The option that stores blocks in the workers' tier, and loads them again."""
+
+from functools import partial
+
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine.replica_state import Connect
+from services.scheduler.core.kv_transfer import KVRole
+from services.scheduler.core.planning.transfers import LoggedAnswers
+from services.scheduler.options.transfer_option import TransferOption
+from services.scheduler.options.transfers.core.kv_connector import KVConnector
+from services.scheduler.options.transfers.core.kv_transfers import KVTransfers
+from services.scheduler.options.transfers.core.logged_connector import LoggedConnector
+from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
+from services.scheduler.options.transfers.metrics import TierCollector
+from services.scheduler.options.transfers.worker_messages import TierLoads
+
+
+class OffloadedBlocks(TransferOption):
+    """Transfers to and from the workers' tier. Without a tier there are none."""
+
+    messages = TierLoads
+
+    def __init__(self, config: SchedulerConfig, num_tier_blocks: int) -> None:
+        connector = OffloadingConnector(config, num_tier_blocks) if num_tier_blocks else None
+        self._connector = connector
+        self.connect = connected(connector)
+        self.collectors = (TierCollector(connector),)
+
+    @staticmethod
+    def role(num_tier_blocks: int) -> KVRole | None:
+        return KVRole.BOTH if num_tier_blocks else None
+
+    @staticmethod
+    def conflict(config: SchedulerConfig) -> str | None:
+        if config.kv_role is None:
+            return None
+        if not config.enable_prefix_caching:
+            return (
+                "the workers keep offloaded blocks (kv_offloading_size), which are found as cached "
+                "prefixes are: set enable_prefix_caching"
+            )
+        if any(group.block_size != config.hash_block_size for group in config.groups):
+            return (
+                "the workers keep offloaded blocks (kv_offloading_size), which are found by the "
+                "hash at their end: leave prefix_match_unit unset, and blocks must have one size"
+            )
+        return None
+
+    @staticmethod
+    def replaying(answers: LoggedAnswers) -> Connect | None:
+        return connected(LoggedConnector(answers))
+
+    def on_new_workers(self) -> None:
+        if self._connector is not None:
+            self._connector.reset_cache()
+
+
+def connected(connector: KVConnector | None) -> Connect | None:
+    """What makes the transfers through a connector. None without a connector."""
+    return None if connector is None else partial(KVTransfers, connector)
