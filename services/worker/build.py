@@ -19,6 +19,7 @@ from services.worker.core.worker import Worker
 from services.worker.models.files.checkpoint import Checkpoint, open_checkpoint
 from services.worker.models.pooling_config import PoolingConfig, read_pooling
 from services.worker.models.suitability.check import takes_whole_prompts
+from services.worker.options.tier.parts import with_tier
 from services.worker.parallel.group import Group
 from services.worker.parts.adapters import make_adapters
 from services.worker.parts.description import describe
@@ -28,7 +29,6 @@ from services.worker.parts.kv_cache import size_rank_kv_cache
 from services.worker.parts.model import load_parts
 from services.worker.parts.rank_setup import RankSetup, set_up_rank
 from services.worker.parts.refusals import refuse_for_whole_prompts
-from services.worker.parts.tier import with_tier
 from services.worker.platform_choice import num_local_workers
 from services.worker.platforms.interface import RunnerParts
 from services.worker.platforms.machine import usable_processors

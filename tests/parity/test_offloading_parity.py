@@ -16,9 +16,9 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common.pool.kv_cache_groups import MambaCacheMode
 from services.worker.build import build_worker
 from services.worker.core.errors import NoTier
-from services.worker.core.kv.kv_tier import KVTier
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.worker import Worker
+from services.worker.options.tier.kv_tier import KVTier
 from services.worker.parallel.group import Group
 from services.worker.parallel.membership import Membership
 from services.worker.settings import WorkerSettings

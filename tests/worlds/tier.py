@@ -1,5 +1,5 @@
 """The tier of a world's workers, over their paged cache. It stores blocks of steps and loads them
-again, by the rules of `services.worker.core.kv.kv_tier.KVTier`.
+again, by the rules of `services.worker.options.tier.kv_tier.KVTier`.
 """
 
 from collections.abc import Sequence

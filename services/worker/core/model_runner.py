@@ -29,7 +29,6 @@ from services.worker.core.batch.step_difference import apply_step
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.errors import InvalidStep
-from services.worker.core.kv.kv_tier import KVTier
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
@@ -37,6 +36,7 @@ from services.worker.core.sampled import PendingOutput, Sampled
 from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.core.step_sampler import StepSampler
 from services.worker.models.model import Model, wanted_rows
+from services.worker.options.tier.kv_tier import KVTier
 from services.worker.sampling.grammar import Grammars
 
 _WITHOUT_ADAPTER = -1

@@ -10,11 +10,11 @@ from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.drafts.draft_model import DraftModel
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.kv.kv_cache import FreeMemory
-from services.worker.core.kv.kv_tier import KVTier
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import StagedModel
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
+from services.worker.options.tier.kv_tier import KVTier
 from services.worker.platforms.interface import RunnerParts
 from services.worker.platforms.machine import available_memory_bytes
 from services.worker.platforms.prompt_shapes import PromptShape, first_shapes

@@ -11,13 +11,13 @@ from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.batch.lora_adapters import LoraAdapters
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.kv.kv_cache import FreeMemory
-from services.worker.core.kv.kv_tier import Bytes
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
+from services.worker.options.tier.kv_tier import Bytes
 from services.worker.platforms.prompt_shapes import PromptShape
 from services.worker.sampling.grammar import Grammars
 

@@ -9,8 +9,8 @@ import torch
 from services.worker.backends.attention import AttentionLayer, AttentionShape, PagedAttention
 from services.worker.backends.choices import KVCacheDtype
 from services.worker.backends.torch.paged_attention import TorchPagedAttention
-from services.worker.core.kv.kv_tier import KVTier, tier_memory
 from services.worker.core.step import EndedTierLoad, TierBlocks, TierLoad
+from services.worker.options.tier.kv_tier import KVTier, tier_memory
 from tests.worker.conftest import Native
 from tests.worker.runner_driver import ints
 

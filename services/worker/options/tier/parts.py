@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from services.worker.backends.out_of_memory import NotEnoughMemory, memory_for
 from services.worker.core.errors import NoTier
-from services.worker.core.kv.kv_tier import tier_memory
+from services.worker.options.tier.kv_tier import tier_memory
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.parts.refusals import refuse_tier
 from services.worker.platforms.interface import RunnerParts
