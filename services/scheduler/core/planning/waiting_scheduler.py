@@ -161,8 +161,10 @@ class WaitingScheduler:
         self._queues.pass_over(request, reason)
         if passed.num_asked:
             builder.encoder.decide(request, passed.num_computed_tokens, passed.num_asked)
-        if error := request.error if request.grammar is GrammarStatus.FAILED else passed.error:
-            builder.failed[request] = error
+        if request.grammar is GrammarStatus.FAILED:  # also with an empty error
+            builder.failed[request] = request.error
+        elif passed.error:
+            builder.failed[request] = passed.error
 
     def _refuse(self, builder: StepBuilder, refused: admission.PlannedAdmission | None) -> None:
         """Evicts the cached encoder items that a request that lacks blocks would have evicted. vLLM
