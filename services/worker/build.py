@@ -19,7 +19,7 @@ from services.worker.core.worker import Worker
 from services.worker.models.files.checkpoint import Checkpoint, open_checkpoint
 from services.worker.models.pooling_config import PoolingConfig, read_pooling
 from services.worker.models.suitability.check import takes_whole_prompts
-from services.worker.options.tier.parts import with_tier
+from services.worker.options.listed import TIER
 from services.worker.parallel.group import Group
 from services.worker.parts.adapters import make_adapters
 from services.worker.parts.description import describe
@@ -97,7 +97,7 @@ def _build_cached(
         b"" if parts.draft_model is None else parts.draft_model.fingerprint,
         settings.kv_cache_dtype,
     )
-    parts = with_tier(setup, with_group(setup, parts, fingerprint))
+    parts = TIER(setup, with_group(setup, parts, fingerprint))
     adapters = make_adapters(setup, loaded)
     parts = replace(parts, grammars=make_grammars(settings.model, parts), adapters=adapters)
     sizing = size_rank_kv_cache(setup, parts, groups)

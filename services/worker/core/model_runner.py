@@ -29,6 +29,7 @@ from services.worker.core.batch.step_difference import apply_step
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.errors import InvalidStep
+from services.worker.core.kv.tier import Tier
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
@@ -36,7 +37,6 @@ from services.worker.core.sampled import PendingOutput, Sampled
 from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.core.step_sampler import StepSampler
 from services.worker.models.model import Model, wanted_rows
-from services.worker.options.tier.kv_tier import KVTier
 from services.worker.sampling.grammar import Grammars
 
 _WITHOUT_ADAPTER = -1
@@ -65,7 +65,7 @@ class ModelRunner:
     """The attention of a model with recurrent layers. It copies states between blocks."""
     stage: PipelineStage | None = None
     """Set if `model` is a StagedModel, one pipeline stage of a larger model."""
-    tier: KVTier | None = None
+    tier: Tier | None = None
     """Stores offloaded blocks."""
     grammars: Grammars | None = None
     """Compiles the grammars that constrain outputs."""
@@ -126,7 +126,7 @@ class ModelRunner:
 
     def _begin_with(
         self,
-        tier: KVTier,
+        tier: Tier,
         begin: Callable[[StepInput], StepOutput | PendingOutput],
         step: StepInput,
     ) -> StepOutput | PendingOutput:

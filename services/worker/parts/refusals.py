@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from services.common.pool.kv_cache_groups import MambaCacheMode
 from services.worker.backends.choices import KVCacheDtype
 from services.worker.core.errors import NoSpeculation, NoTier
 from services.worker.models.config import read_architecture, read_model_config
@@ -71,13 +70,8 @@ def refuse_draft_model(setup: RankSetup, parts: RunnerParts, draft: Path) -> Non
     check_configuration(draft, setup.ranks.size)
 
 
-def refuse_tier(setup: RankSetup, parts: RunnerParts) -> None:
-    """Raises NoTier if the device or the model does not support offloaded blocks."""
-    if not setup.platform.has_tier:
-        raise NoTier("kv_offloading_size: only workers on the CPU keep offloaded blocks")
-    overwrites = setup.settings.mamba_cache_mode is MambaCacheMode.NONE
-    if parts.limits.state_block_sizes and overwrites:
-        raise NoTier(
-            "kv_offloading_size: states that each step overwrites are not offloaded: set "
-            "mamba_cache_mode align"
-        )
+def without_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
+    """`parts` without a tier of offloaded blocks. Raises NoTier if the settings ask for one."""
+    if setup.settings.kv_offloading_size is not None:
+        raise NoTier("kv_offloading_size: this worker keeps no offloaded blocks")
+    return parts

@@ -10,11 +10,11 @@ from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.drafts.draft_model import DraftModel
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.kv.kv_cache import FreeMemory
+from services.worker.core.kv.tier import Tier
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import StagedModel
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
-from services.worker.options.tier.kv_tier import KVTier
 from services.worker.platforms.interface import RunnerParts
 from services.worker.platforms.machine import available_memory_bytes
 from services.worker.platforms.prompt_shapes import PromptShape, first_shapes
@@ -115,9 +115,9 @@ def _bytes_per_token(loaded: LoadedModel) -> int:
     return width * loaded.dtype.itemsize
 
 
-def _tier(parts: RunnerParts, caches: Sequence[PagedAttention]) -> KVTier | None:
+def _tier(parts: RunnerParts, caches: Sequence[PagedAttention]) -> Tier | None:
     """The tier of offloaded blocks, with their pages in all caches, if there is memory for it."""
-    if parts.tier_memory is None:
+    if parts.make_tier is None:
         return None
     pages = [page for cache in caches for page in cast(PagesOfKeys, cache).pages]
-    return KVTier(parts.tier_memory, pages)
+    return parts.make_tier(pages)

@@ -1,5 +1,6 @@
 """The interface of platforms. A platform is the code for one kind of device."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -11,13 +12,13 @@ from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.batch.lora_adapters import LoraAdapters
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.kv.kv_cache import FreeMemory
+from services.worker.core.kv.tier import Tier
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
-from services.worker.options.tier.kv_tier import Bytes
 from services.worker.platforms.prompt_shapes import PromptShape
 from services.worker.sampling.grammar import Grammars
 
@@ -49,8 +50,8 @@ class RunnerParts:
     """Pools prompts. It is None if the model generates."""
     stage: PipelineStage | None = None
     """This rank's pipeline stage, or None if the model is not divided into stages."""
-    tier_memory: Bytes | None = None
-    """Memory of the offload tier. It is None without a tier."""
+    make_tier: Callable[[Sequence[torch.Tensor]], Tier] | None = None
+    """Makes the tier of offloaded blocks, given the pages of all caches. None without a tier."""
     grammars: Grammars | None = None
     """Compiles grammars. It is None if the rank does not sample."""
     adapters: LoraAdapters | None = None

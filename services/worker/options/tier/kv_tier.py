@@ -82,7 +82,6 @@ class KVTier:
         threading.Thread(target=self._load_all, name="KV tier", daemon=True).start()
 
     def store(self, blocks: TierBlocks) -> None:
-        """Copies blocks of the cache to the tier."""
         theirs = blocks.tier_block_ids
         for cache, tier, count in _runs(blocks.block_ids, theirs):
             for tier_pages, cache_pages in self._views:
@@ -92,16 +91,13 @@ class KVTier:
             self._held[number] = _Held(key, xxh3_64_intdigest(self.memory[number]))
 
     def begin_loads(self, loads: Sequence[TierLoad]) -> None:
-        """Queues copies of tier blocks to the cache. Loads run one after the other."""
         with self._changed:
             self._num_loading += len(loads)
         for load in loads:
             self._loads.put(load)
 
     def take_ended(self, *, is_idle: bool) -> tuple[EndedTierLoad, ...]:
-        """Returns the loads that ended since the last call. If the step computes nothing
-        (`is_idle`) and no load has ended, waits up to _IDLE_WAIT_SECONDS for a running load.
-        """
+        """If the step is idle and no load has ended, waits up to _IDLE_WAIT_SECONDS for one."""
         if not self._num_loading and not self._ended:
             return ()
         with self._changed:
@@ -111,7 +107,6 @@ class KVTier:
         return ended
 
     def reset(self) -> None:
-        """Waits until no load is running, and drops the results of ended loads."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_loading)
             self._ended = []

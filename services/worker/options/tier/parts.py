@@ -2,12 +2,13 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
+from services.common.pool.kv_cache_groups import MambaCacheMode
 from services.worker.backends.out_of_memory import NotEnoughMemory, memory_for
 from services.worker.core.errors import NoTier
-from services.worker.options.tier.kv_tier import tier_memory
+from services.worker.options.tier.kv_tier import KVTier, tier_memory
 from services.worker.parts.rank_setup import RankSetup
-from services.worker.parts.refusals import refuse_tier
 from services.worker.platforms.interface import RunnerParts
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ def with_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
     size = setup.settings.kv_offloading_size
     if size is None:
         return parts
-    refuse_tier(setup, parts)
+    _check(setup, parts)
     num_ranks, block = setup.membership.size, parts.bytes_per_block
     num_bytes = int(size * 2**30) // num_ranks
     num_blocks = num_bytes // block
@@ -44,4 +45,16 @@ def with_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
         "KV tier: %d blocks, %.1f MiB: kv_offloading_size", num_blocks, memory.nbytes / 2**20
     )
     limits = replace(parts.limits, num_tier_blocks=num_blocks)
-    return replace(parts, limits=limits, tier_memory=memory)
+    return replace(parts, limits=limits, make_tier=partial(KVTier, memory))
+
+
+def _check(setup: RankSetup, parts: RunnerParts) -> None:
+    """Raises NoTier if the device or the model does not support offloaded blocks."""
+    if not setup.platform.has_tier:
+        raise NoTier("kv_offloading_size: only workers on the CPU keep offloaded blocks")
+    overwrites = setup.settings.mamba_cache_mode is MambaCacheMode.NONE
+    if parts.limits.state_block_sizes and overwrites:
+        raise NoTier(
+            "kv_offloading_size: states that each step overwrites are not offloaded: set "
+            "mamba_cache_mode align"
+        )

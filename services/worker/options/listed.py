@@ -1,0 +1,11 @@
+"""The options of the worker. To remove an option, delete its folder and its lines here."""
+
+from collections.abc import Callable
+
+from services.worker.options.tier import with_tier
+from services.worker.parts.rank_setup import RankSetup
+from services.worker.parts.refusals import without_tier
+from services.worker.platforms.interface import RunnerParts
+
+TIER: Callable[[RankSetup, RunnerParts], RunnerParts] = without_tier
+TIER = with_tier
