@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from prometheus_client.registry import Collector
 from stepwell.worker.v1 import worker_pb2
 
+from services.common.errors import FailedPrecondition
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine.replica_state import Connect
 from services.scheduler.core.kv_transfer import (
@@ -63,9 +64,11 @@ class TransferOption:
         return None
 
     @staticmethod
-    def replaying(answers: LoggedAnswers) -> Connect | None:  # noqa: ARG004
-        """Makes the transfers of a replay, whose connector returns the logged answers."""
-        return None
+    def replaying(answers: LoggedAnswers) -> Connect:  # noqa: ARG004
+        """Makes the transfers of a replay, whose connector returns the logged answers. Raises
+        FailedPrecondition if the scheduler has no transfers.
+        """
+        raise FailedPrecondition("the log is of a scheduler with a connector, which is not here")
 
     def on_new_workers(self) -> None:
         """Called when the workers are new processes."""

@@ -47,8 +47,8 @@ class OffloadedBlocks(TransferOption):
         return None
 
     @staticmethod
-    def replaying(answers: LoggedAnswers) -> Connect | None:
-        return connected(LoggedConnector(answers))
+    def replaying(answers: LoggedAnswers) -> Connect:
+        return partial(KVTransfers, LoggedConnector(answers))
 
     def on_new_workers(self) -> None:
         if self._connector is not None:

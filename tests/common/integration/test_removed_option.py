@@ -1,0 +1,84 @@
+"""Each option of a service is removed from a copy of the tree, and the rest still works."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+COPIED = ("services", "gen", "pyproject.toml")
+COPIED_TESTS = {
+    "gateway": ("gateway",),
+    "scheduler": ("scheduler", "scenarios"),
+    "worker": (),
+}
+"""For each service, the folders of tests that its tests use."""
+OTHER_TESTS = {
+    "gateway": ["tests/gateway/integration/grpc/test_gateway_grpc_limits.py"],
+    "scheduler": ["tests/scheduler/unit/test_scheduling_budget.py"],
+    "worker": [],
+}
+OPTIONS = sorted(
+    (path.parts[-4], path.parts[-2]) for path in REPOSITORY.glob("services/*/options/*/__init__.py")
+)
+"""Services, and folders of their options. Each option's tests have a module `without.py`: the tests
+of a service without the option.
+"""
+BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
+"""Bytecode of another process that has not been renamed yet."""
+
+
+@pytest.mark.parametrize(("service", "option"), OPTIONS)
+def test_the_rest_works_without_an_option(service: str, option: str, tmp_path: Path) -> None:
+    copy_tree(service, tmp_path)
+    own_tests = f"tests/{service}/options/{option}"
+    (tmp_path / own_tests).parent.mkdir(parents=True, exist_ok=True)
+    without = shutil.copy(REPOSITORY / own_tests / "without.py", (tmp_path / own_tests).parent)
+    remove(service, option, tmp_path)
+    name = re.compile(rf"\b{service}\.options\.{option}\b|\boptions import .*\b{option}\b")
+    importers = [
+        path for path in (tmp_path / "services").rglob("*.py") if name.search(path.read_text())
+    ]
+    assert importers == []
+    tests = [without, *OTHER_TESTS[service]]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *tests],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def copy_tree(service: str, root: Path) -> None:
+    """Copies the files that the tests of a service need."""
+    for name in (*COPIED, *(f"tests/{folder}" for folder in COPIED_TESTS[service])):
+        source, target = REPOSITORY / name, root / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=BEING_WRITTEN)
+        else:
+            shutil.copy(source, target)
+    (root / "tests").mkdir(exist_ok=True)
+    for source in (REPOSITORY / "tests").glob("*.py"):
+        shutil.copy(source, root / "tests")
+
+
+def remove(service: str, option: str, root: Path) -> None:
+    """Removes an option as a person would: its folder, its tests, and its lines of the list, which
+    have a name that is imported from it.
+    """
+    options = f"services/{service}/options"
+    shutil.rmtree(root / options / option)
+    shutil.rmtree(root / "tests" / service / "options" / option, ignore_errors=True)
+    listed = root / options / "listed.py"
+    text, package = listed.read_text(), rf"services\.{service}\.options\.{option}"
+    [imported] = re.findall(rf"^from {package} import (.+)$", text, re.M)
+    its = re.compile(rf"\b({imported.replace(', ', '|')})\b")
+    lines = text.splitlines(keepends=True)
+    listed.write_text("".join(line for line in lines if not its.search(line)))
