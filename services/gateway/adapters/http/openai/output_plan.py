@@ -2,13 +2,12 @@
 and the reasoning format.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from services.common.errors import InvalidArgument
-from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.common.request.structured_outputs import StructuredOutputs
 from services.common.request.thinking_budget import MAX_TOKENS, ThinkingBudget
 from services.gateway.adapters.grammars.after_reasoning import after_reasoning
 from services.gateway.adapters.grammars.refused import check_schemas, check_written
@@ -19,7 +18,9 @@ from services.gateway.adapters.grammars.tool_calls import (
     forced_calls,
     strict_calls,
 )
+from services.gateway.adapters.http.openai.formats import json_form
 from services.gateway.adapters.http.openai.tool_bodies import CHAT_TOOLS, ToolFields
+from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
 from services.gateway.core.text.parsing.formats.harmony import HARMONY_MARKS, open_message
@@ -223,19 +224,29 @@ async def _grammar(
     inference: Inference,
 ) -> StructuredOutputs | None:
     """Returns the constraint on the whole answer, or None if it is unconstrained. Raises
-    InvalidArgument. If the schema of a tool is the cause, the error names its field.
+    InvalidArgument. If the schema of a tool is the cause, the error names its field. In a tool
+    format without an envelope, a grammar cannot constrain the arguments of calls.
     """
     tokenizer, tools = inference.tokenizer, use.held_tools
+    formats = inference.output_formats.tools
+    envelope = None if formats is None else formats.envelope
     check_schemas(tools)
+    grammar: StructuredOutputs | None
     if use.named is not None:
         [named] = tools.values()
-        grammar: StructuredOutputs | None = await _arguments(named, inference, reasoning)
+        grammar = await _after(json_form(bare(named.schema)), reasoning, tokenizer)
     elif use.choice == REQUIRED:
         grammar = await forced_calls(use.tools, tokenizer, reasoning, parallel=use.parallel)
+    elif wanted is not None and use.choice == AUTO and envelope is not None:
+        grammar = await calls_or_form(
+            use.tools, envelope, wanted, tokenizer, reasoning, parallel=use.parallel
+        )
     elif wanted is not None:
-        grammar = await _form(use, wanted, reasoning, inference)
-    elif tools:
-        grammar = await _strict(use, reasoning, inference)
+        grammar = await _after(wanted, reasoning, tokenizer)
+    elif tools and envelope is not None:
+        grammar = await strict_calls(
+            use.tools, envelope, tokenizer, reasoning, parallel=use.parallel
+        )
     else:
         grammar = None
     if grammar is not None and grammar is not wanted:
@@ -243,55 +254,8 @@ async def _grammar(
     return grammar
 
 
-async def _form(
-    use: ToolUse,
-    wanted: StructuredOutputs,
-    reasoning: PromptedReasoning | None,
-    inference: Inference,
+async def _after(
+    form: StructuredOutputs, reasoning: PromptedReasoning | None, tokenizer: Tokenizer
 ) -> StructuredOutputs:
-    """Returns a constraint that allows content that conforms to `wanted`. If the model may call
-    tools, it also allows calls instead of content.
-    """
-    formats, tokenizer = inference.output_formats, inference.tokenizer
-    envelope = None if formats.tools is None else formats.tools.envelope
-    if use.choice == AUTO and envelope is not None:
-        return await calls_or_form(
-            use.tools,
-            envelope,
-            wanted,
-            tokenizer,
-            reasoning,
-            parallel=use.parallel,
-        )
-    if reasoning is None:
-        return wanted
-    return await after_reasoning(wanted, reasoning, tokenizer)
-
-
-async def _arguments(
-    tool: CallableTool, inference: Inference, reasoning: PromptedReasoning | None
-) -> StructuredOutputs:
-    """Returns the constraint that the answer is the arguments of one tool."""
-    schema = StructuredOutputs(StructuredOutputsKind.JSON, json.dumps(bare(tool.schema)))
-    if reasoning is None:
-        return schema
-    return await after_reasoning(schema, reasoning, inference.tokenizer)
-
-
-async def _strict(
-    use: ToolUse, reasoning: PromptedReasoning | None, inference: Inference
-) -> StructuredOutputs | None:
-    """Returns a constraint that allows text and calls. Calls of strict tools must conform to their
-    schemas. Returns None if the tool format has no envelope, since a grammar cannot constrain the
-    arguments of its calls.
-    """
-    formats = inference.output_formats
-    if formats.tools is None or formats.tools.envelope is None:
-        return None
-    return await strict_calls(
-        use.tools,
-        formats.tools.envelope,
-        inference.tokenizer,
-        reasoning,
-        parallel=use.parallel,
-    )
+    """Returns the constraint `form` on the text after the reasoning."""
+    return form if reasoning is None else await after_reasoning(form, reasoning, tokenizer)
