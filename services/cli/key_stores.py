@@ -28,9 +28,8 @@ class Store(Protocol):
     def write(
         self, before: KeyRecord | None, after: KeyRecord, tenant: TenantRecord | None, version: str
     ) -> None:
-        """Replaces the record of a key. `before` is None for a new key. If `tenant` is set,
-        replaces the record of the key's tenant, too. `version` must be a text that was never used
-        before.
+        """Replaces the record of a key. `before` is None for a new key. If given, replaces the
+        tenant's record too. `version` must be a text that was never used before.
         """
         ...
 

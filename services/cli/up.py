@@ -208,9 +208,8 @@ def ready_text(
     has_tls: bool = False,
     needs_certificate: bool = False,
 ) -> str:
-    """The line `ready`, followed by a command to try. If the address is not the default one, a
-    further line is a shell command that sets the variable from which other commands read the
-    server's address.
+    """The line `ready`, followed by a command to try. For another address than the default, a
+    further line sets the variable from which commands read it.
     """
     body = json.dumps({"model": model, "prompt": _PROMPT, "max_tokens": 64, "stream": True})
     url = f"{'https' if has_tls else 'http'}://{addresses.http}"

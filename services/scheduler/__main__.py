@@ -250,10 +250,9 @@ class SchedulerService:
         )
 
     async def _drain(self) -> None:
-        """Refuses new requests, waits up to the drain time until running requests have ended, and
-        waits for the last step. If no step can run any more, for example because the whole replica
-        stops, ends the gateways' sessions at once. The gateways then send their requests to other
-        replicas.
+        """Refuses new requests, waits up to the drain time for running requests, and waits for the
+        last step. If no step can run any more, for example because the whole replica stops, ends
+        the gateways' sessions at once. The gateways then send their requests to other replicas.
         """
         self.parts.readiness.drain()
         self.parts.submitter.drain()

@@ -31,15 +31,13 @@ VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 
 
 class Ecosystem:
-    """The interfaces for other projects. Must be created before the pool is opened, because
-    `recorder` must receive all changes of the prefix index. `recorder` is None if no interface
-    needs these changes.
+    """The interfaces for other projects, created before the pool is opened, because `recorder` must
+    receive all changes of the prefix index. `recorder` is None if no interface needs these changes.
     """
 
     def __init__(self, settings: SchedulerSettings, tls: "Tls | None" = None) -> None:
         """`tls` secures vllm.grpc.engine too, because its clients are services. Raises
-        InvalidArgument if a required package is not installed, or if a setting needs another
-        setting that is not set.
+        InvalidArgument if a required package is not installed, or a setting needs another one.
         """
         self._settings = settings
         self._tls = tls

@@ -39,9 +39,8 @@ class ChildSpec:
     prepare: Callable[[], object] = lambda: None
     """Called before each start."""
     until_drained: Callable[[], Awaitable[None]] | None = None
-    """Returns once the program has finished its own work. None for most programs. It is set for a
-    program that finishes its own work at the first SIGTERM, but serves children of later stages
-    until the second SIGTERM.
+    """Returns once the program has finished its own work. Only set for a program that does so at
+    the first SIGTERM, but serves children of later stages until the second SIGTERM.
     """
 
 

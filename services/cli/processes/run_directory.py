@@ -31,9 +31,8 @@ def ensure_directory(path: Path) -> None:
 
 @contextmanager
 def run_directory() -> Iterator[Path]:
-    """Yields a new directory that only this user can enter, and removes it at the end. It is
-    created in the directory for temporary files, or in /tmp if that path is too long for a socket
-    address.
+    """Yields a new directory that only this user can enter, and removes it at the end. It is in the
+    directory for temporary files, or in /tmp if socket addresses would be too long.
     """
     path = Path(tempfile.mkdtemp(prefix="stepwell-"))
     if len(os.fsencode(path / _LONGEST_NAME)) > _LONGEST_PATH_BYTES:

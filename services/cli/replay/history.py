@@ -62,8 +62,7 @@ class History:
         """All requests. Their token ids are complete once the whole log has been read."""
         self.accepted: dict[RequestKey, dict[int, int]] = defaultdict(dict)
         """For each request, maps its number of tokens before a verifying step to the number of
-        draft tokens accepted by that step. For sessions the key is the number of output tokens
-        before that step.
+        draft tokens accepted by that step. For sessions, output tokens are counted.
         """
         self.num_drafts: dict[RequestKey, dict[int, int]] = defaultdict(dict)
         """For each request, maps a number of tokens to the number of draft tokens that were

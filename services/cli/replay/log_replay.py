@@ -71,9 +71,8 @@ class LogReplay(SchedulerRun):
         """Whether the log's entry `end` was read."""
 
     async def replay_entry(self, entry: Field) -> list[Difference]:
-        """Makes the call of an entry. Returns the fields whose values differ. After a difference no
-        further entry can be replayed. Raises FieldError for an entry that is impossible at its
-        position.
+        """Makes the call of an entry. Returns the fields whose values differ. No entry can follow a
+        difference. Raises FieldError for an entry that is impossible at its position.
         """
         if self.is_complete:
             raise entry["call"].wrong("must not follow the end")

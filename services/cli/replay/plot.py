@@ -16,9 +16,8 @@ MAX_COLUMNS = 600
 
 
 class Columns:
-    """Samples of a run in at most MAX_COLUMNS columns. If a run has more steps, a column combines
-    several of them. `edges` has the first step of each column, followed by the end of the last
-    column.
+    """Samples of a run in at most MAX_COLUMNS columns. In longer runs a column combines steps.
+    `edges` has the first step of each column, followed by the end of the last column.
     """
 
     def __init__(self, samples: Sequence[StepSample]) -> None:

@@ -144,9 +144,8 @@ def _why(name: HubName, error: Exception, with_weights: bool) -> str:
 
 
 def _cached(name: HubName) -> Path | None:
-    """Returns the directory of a model's snapshot in the cache, or None if there is none. The
-    package's own look-up is not used, because it finds only complete copies. Some of their files
-    are not needed here.
+    """Returns the directory of a model's snapshot in the cache, or None. The package's own look-up
+    is not used, because it finds only complete copies. Some of their files are not needed here.
     """
     try:
         from huggingface_hub import constants  # noqa: PLC0415 - not in every image

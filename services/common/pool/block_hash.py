@@ -46,8 +46,7 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
     """The extra keys of a sequence's first block. A salt adds a tag, the salt's length, and the
-    salt. An adapter adds a tag and the 32-byte digest of its files. Without both the result is
-    empty.
+    salt. An adapter adds a tag and the 32-byte digest of its files. Otherwise empty.
     """
     extra_keys = b""
     if cache_salt:

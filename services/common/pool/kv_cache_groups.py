@@ -97,10 +97,9 @@ class KVCacheGroup:
                 return min(1 + num_steps_in_flight, num_blocks) + self.num_speculative_blocks
 
     def max_admission_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """An admission requires free blocks for the whole sequence, but at most this number of
-        blocks. None means no limit. A window frees blocks only after a step has been processed. The
-        limit therefore includes the tokens of all steps in flight. As in vLLM, the limit does not
-        depend on the request.
+        """Limit on the free blocks that an admission requires for the whole sequence, or None. A
+        window frees blocks only after a step has been processed. The limit therefore includes the
+        tokens of all steps in flight. As in vLLM, the limit does not depend on the request.
         """
         match self.attention_type:
             case AttentionType.SLIDING_WINDOW:
@@ -122,8 +121,7 @@ def hit_block_size(groups: Sequence[KVCacheGroup]) -> int:
 
 def chain_block_size(groups: Sequence[KVCacheGroup]) -> int:
     """Number of tokens in a block of the hash chains with which a prompt's cached prefix is
-    measured. This is the greatest common divisor of the block sizes of all groups with prefix
-    caching.
+    measured. The greatest common divisor of the block sizes of all groups with prefix caching.
     """
     sizes = [group.block_size for group in groups if not group.overwrites_states]
     return math.gcd(*sizes) or hit_block_size(groups)

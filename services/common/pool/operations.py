@@ -79,8 +79,7 @@ class Grow:
     num_slots: Sequence[int]
     num_tokens: Sequence[int] = ()
     """For each request, the number of tokens that are computed at the end of the step, draft tokens
-    included. If the sequence is empty, these numbers equal `num_slots`, as is the case without
-    lookahead.
+    included. Empty if these numbers equal `num_slots`, as without lookahead.
     """
 
 

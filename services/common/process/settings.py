@@ -65,8 +65,7 @@ def setting(
 ) -> Any:
     """Defines a field of a settings class. A setting without a default is required. `check` returns
     the problem of a value ("must be at least 1"), or None. A secret can be read from a file. `read`
-    parses the text of a flag or variable, and raises ValueError with a sentence. By default the
-    field's type parses it.
+    parses a text, in place of the field's type, and raises ValueError with a sentence.
     """
     metadata = {"doc": doc, "check": check, "is_secret": is_secret, "read": read}
     return dataclasses.field(default=default, metadata=metadata)

@@ -50,9 +50,8 @@ class RedisConnection:
     """Calls Redis and connects when necessary. Calls may overlap."""
 
     def __init__(self, url: str, *, blocking: bool = False) -> None:
-        """`blocking` permits commands that wait at the server. Then only whole calls have a time
-        limit, and single socket operations have none. Raises SettingError if a file that the URL
-        names is missing.
+        """`blocking` permits commands that wait at the server: only whole calls have a time limit.
+        Raises SettingError if a file that the URL names is missing.
         """
         self.name = without_secrets(url)
         if (complaint := missing_file(url)) is not None:

@@ -75,8 +75,7 @@ class QueueState:
         self, longest: float | None, num_waiting: int | None = None
     ) -> ResourceExhausted | None:
         """Returns the error that rejects a request that may wait for at most `longest` seconds.
-        None if the request may be queued. `longest` is a result of the method `longest_wait`. None
-        means no limit.
+        None if it may be queued. `longest` is a result of `longest_wait`, or None for no limit.
         """
         if num_waiting is None:
             num_waiting = self.num_waiting

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
     """An item that occupies `length` prompt tokens from position `offset` on. `embeds` lists the
-    positions within the item, counted from 0, at which an embedding replaces the token. None means
-    all positions of the item.
+    positions in the item at which an embedding replaces the token. None means all.
     """
 
     identifier: str

@@ -65,9 +65,8 @@ class SamplingParams:
         )
 
     def validate(self, vocab_size: int) -> None:
-        """Raises InvalidArgument, which names the first invalid field. Values out of range, NaN,
-        token ids outside the vocabulary, and combinations that leave no token to sample are
-        invalid.
+        """Raises InvalidArgument, which names the first invalid field. Invalid are values out of
+        range, NaN, unknown token ids, and combinations that leave no token to sample.
         """
         if self.max_tokens is not None and self.max_tokens < 1:
             raise _invalid("max_tokens", f"must be at least 1, not {self.max_tokens}")

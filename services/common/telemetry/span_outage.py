@@ -22,8 +22,7 @@ class DropReason(Enum):
 
 class SpanOutage:
     """Detects outages from the numbers of dropped spans before and after each export. An outage may
-    span many exports. Its cause is logged at the first drop, and the number of dropped spans at its
-    end.
+    span many exports. Its cause is logged at the first drop, its dropped spans at the end.
     """
 
     def __init__(self) -> None:

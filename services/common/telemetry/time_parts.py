@@ -99,8 +99,7 @@ def added_up(parts: Sequence[TimePart]) -> tuple[TimePart, ...]:
 
 def time_line(parts: Sequence[TimePart]) -> str:
     """Formats parts as a line like "12.6 s = slots 4.9 · prefill 0.9 · decode 6.0 · gateway 0.8".
-    The numbers are rounded so that their sum is the rounded total. Parts that round to zero are
-    omitted.
+    The numbers are rounded so that their sum is the rounded total. Parts of zero are omitted.
     """
     whole = sum(part.nanos for part in parts)
     unit, name, digits = _unit(whole)

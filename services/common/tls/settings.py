@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFields:
     """The names of the settings for one use of TLS. `purpose` names the certificate in logs and
-    metrics. If `is_ca_needed` is False, the setting `ca` is optional. Without it peers need no
-    certificate.
+    metrics. Without `is_ca_needed`, `ca` is optional, and without it peers need no certificate.
     """
 
     purpose: str

@@ -260,8 +260,7 @@ class NodeWriter:
 
     def _entry(self, batch: KeyBatch) -> Command:
         """Returns the command that appends a batch to the log. The log keeps the entries of two
-        snapshot periods. The ages of entries follow from their ids, which contain the time of the
-        server's clock.
+        snapshot periods. The ids of entries contain the server's time, and so their age.
         """
         kept_millis = int(2_000 * self._times.snapshot_seconds)
         oldest = max(0, int(self._log_id.partition("-")[0]) - kept_millis)

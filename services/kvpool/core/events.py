@@ -36,8 +36,7 @@ Event = BlocksStored | BlocksRemoved | AllBlocksCleared
 @dataclass(frozen=True, slots=True)
 class EventBatch:
     """Consecutive changes in one generation of a pool. `sequence` grows by one with each batch of a
-    generation. A snapshot replaces all earlier batches, and its `sequence` is the number of the
-    last of them.
+    generation. A snapshot replaces all batches up to its own `sequence`.
     """
 
     generation: int

@@ -18,8 +18,7 @@ class PrefixIndex:
     hashes, not blocks.
 
     If prefixes may end inside a block, a block can have several hashes: one for each prefix that
-    ends in the block. The index then also stores the length, in tokens, of the prefix of the
-    block's first hash.
+    ends in the block. The index then also stores the length of the first hash's prefix.
     """
 
     __slots__ = ("_block_of", "_duplicates", "_end_of", "_further", "_hash_of", "num_changes")

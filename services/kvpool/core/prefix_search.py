@@ -117,8 +117,7 @@ class FullSearch(PrefixSearch):
 
 class WindowSearch(PrefixSearch):
     """The search for sliding windows, which runs from the end of the chain to its beginning. Only
-    the blocks in the last window of a hit must be cached. If a hit is shorter than a window, these
-    are all its blocks.
+    the blocks in the last window of a hit must be cached. In a short hit, these are all blocks.
     """
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:

@@ -162,9 +162,8 @@ class SchedulerConfig:
 
     @cached_property
     def aligns_states(self) -> bool:
-        """Whether state-space layers cache states at block boundaries, so that prefixes can be hit.
-        Such layers store one state in each step, so the steps of a prompt must end at block
-        boundaries.
+        """Whether state-space layers cache states at block boundaries, for prefix hits. Such layers
+        store one state in each step, so the steps of a prompt must end at block boundaries.
         """
         return any(group.aligns_states for group in self.groups)
 

@@ -18,10 +18,9 @@ from services.scheduler.core.request import Request, TurnEnd
 
 
 class WaitReason(Enum):
-    """Why a waiting request was not admitted in a step. Most reasons stop admission at the first
-    ready request, so all requests behind it wait for the same reason. A reason in `OWN_REASONS`
-    concerns a single request. Such a request is passed over (skipped), and requests behind it may
-    be admitted.
+    """Why a waiting request was not admitted in a step. Most reasons stop admission, so all
+    requests behind wait for the same reason. A reason in `OWN_REASONS` concerns a single request.
+    Such a request is passed over (skipped), and requests behind it may be admitted.
     """
 
     BUDGET = "budget"

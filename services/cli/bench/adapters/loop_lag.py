@@ -13,9 +13,8 @@ MAX_PROCESSOR_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class GeneratorUsage:
-    """The load generator's resource use in one run. `processor_share` is the fraction of one
-    processor that this process used. `loop_lag_ms` is the delay of its event loop's timers, in
-    milliseconds.
+    """The load generator's resource use in one run. `processor_share` is a fraction of one
+    processor. `loop_lag_ms` is the delay of its event loop's timers, in milliseconds.
     """
 
     processor_share: float

@@ -23,8 +23,7 @@ class LoadRun:
 
     async def closed_loop(self, runs: Iterable[Run], num_clients: int) -> None:
         """Runs `num_clients` clients, each of which starts a new run when its last one ends. After
-        a failure a client waits for 0.1 s, so that it does not flood a server that rejects
-        requests.
+        a failure a client waits for 0.1 s, to spare a server that rejects requests.
         """
         source = iter(runs)
         async with asyncio.TaskGroup() as clients:

@@ -49,9 +49,8 @@ def watch_self() -> Callable[[float], Reading]:
 
 
 def processor_times(pid: int) -> ProcessTimes:
-    """The times of a process's threads. The result is empty if the process has ended or the system
-    is not Linux. The thread that makes the reading is reported as sleeping, because it runs only to
-    read.
+    """The times of a process's threads. Empty if the process has ended or the system is not Linux.
+    The thread that makes the reading is reported as sleeping, because it runs only to read.
     """
     threads: dict[int, ThreadTimes] = {}
     with suppress(OSError):

@@ -15,9 +15,8 @@ class Kind(enum.Enum):
 
 
 class Source(enum.Enum):
-    """The service that measures a metric. Metrics of a replica's scheduler, pool and workers are
-    served by the scheduler. The gateway serves them for all replicas, with the labels of
-    `added_labels`.
+    """The service that measures a metric. The scheduler also serves the metrics of its pool and
+    workers. The gateway serves them for all replicas, with the labels of `added_labels`.
     """
 
     SCHEDULER = "scheduler"

@@ -66,9 +66,8 @@ class Outbox:
         token_ids: Sequence[Sequence[int] | None],
         num_output: Sequence[int],
     ) -> None:
-        """Adds the new tokens of the requests of a step. All lists are parallel to `handles`.
-        `num_output` counts output tokens, including the new ones. Requests without new tokens are
-        skipped.
+        """Adds the new tokens of a step. All lists are parallel to `handles`. `num_output` counts
+        output tokens, including the new ones. Requests without new tokens are skipped.
         """
         new = [tokens for tokens in token_ids if tokens]
         if len(new) < len(handles):

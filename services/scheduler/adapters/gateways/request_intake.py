@@ -129,8 +129,7 @@ class RequestIntake:
 
     def _pooling(self, message: scheduler_pb2.AddRequest, num_tokens: int) -> PoolingParams | None:
         """How a vector is computed from the prompt. None if the model generates tokens. Raises
-        InvalidArgument if the request asks for a vector and the model generates tokens, or the
-        other way round.
+        InvalidArgument if the request asks for the other kind of answer.
         """
         if message.HasField("pooling") != (self.pooler is not None):
             raise InvalidArgument(
@@ -155,9 +154,8 @@ class RequestIntake:
         return params
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
-        """The latest time at which the request may be scheduled for the first time. None if there
-        is no limit. Raises ResourceExhausted if the queue is full, or if the request is expected to
-        start after that time.
+        """The latest time of the request's first scheduling, or None. Raises ResourceExhausted if
+        the queue is full, or if the request is expected to start after that time.
         """
         queue, has_output = self.queue_at_arrival(), bool(message.output_token_ids)
         timeout = message.timeout_millis / 1000 if message.timeout_millis else None

@@ -150,8 +150,7 @@ def requests_to_proto(
     engine: EngineCore, reason: WaitReason | None
 ) -> Iterator[scheduler_pb2.RequestActivity]:
     """Converts the first running requests, and the first waiting requests with their wait reasons.
-    A request that was passed over (skipped) has its own reason. `reason` is the reason of all other
-    waiting requests.
+    `reason` is the reason of all requests that were not passed over (skipped).
     """
     scheduler = engine.scheduler
     for request in islice(scheduler.running, MAX_REQUESTS):

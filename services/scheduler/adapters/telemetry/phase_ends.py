@@ -1,7 +1,6 @@
-"""Completes the open phase of a timeline when the phase ends. For a phase that continues, completes
-the phase in a copy of the timeline. A waiting phase gets wait reasons, a prefill gets the chunk
-that was cut short, and a decode phase gets the sums over its steps. Only the given timeline is
-changed.
+"""Completes the open phase of a timeline, or of its copy if the phase continues. A waiting phase
+gets wait reasons, a prefill gets the chunk that was cut short, and a decode phase gets the sums
+over its steps. Only the given timeline is changed.
 """
 
 from collections.abc import Sequence
@@ -34,9 +33,8 @@ class PhaseEnds:
     reasons: WaitReasons
 
     def fill_in(self, tracked: Tracked, end: int, now: int, own: Sequence[OwnWait]) -> None:
-        """Completes the open phase of a timeline, which ended at time `end`. If `end` is before
-        `now`, adds a pause from `end` on. `own` are the waits in which the request was passed over
-        (skipped).
+        """Completes the open phase, which ended at time `end`. If `end` is before `now`, adds a
+        pause from `end` on. `own` are the waits in which the request was passed over (skipped).
         """
         timeline = tracked.timeline
         match timeline.current.kind:

@@ -185,8 +185,7 @@ class StepTracer:
 
     def so_far(self, request_id: str, traceparent: str, tracing: Tracing) -> None:
         """Records the spans of an unfinished request up to now with `tracing`. Their parent is the
-        span of `traceparent`. Does nothing if there is no such request or if `traceparent` is
-        invalid.
+        span of `traceparent`. Does nothing for an unknown request or an invalid `traceparent`.
         """
         parent = sampled_parent(traceparent)
         if parent is None:

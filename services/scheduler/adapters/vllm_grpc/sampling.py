@@ -59,8 +59,7 @@ def vllm_sampling_from_proto(
 ) -> VllmSampling:
     """Converts the parameters of a message. Raises InvalidArgument with the name of a field that is
     out of range or not supported. Grammars and unknown fields of later versions are not supported.
-    If `client_stops` is true, stop strings are accepted, because the client ends the answer at them
-    itself.
+    If `client_stops` is true, stop strings are accepted, because the client applies them itself.
     """
     given: dict[str, Any] = {}
     for field, value in message.ListFields():

@@ -32,9 +32,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(eq=False)
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Serves each Generate call with a separate session, which ends with the call. If the client
-    disconnects, the call's requests are aborted. If the client reads slowly, a chunk contains the
-    tokens of several steps.
+    """Serves each Generate call with a session. If the client disconnects, the call's requests are
+    aborted. If the client reads slowly, a chunk contains the tokens of several steps.
     """
 
     engine: EngineCore

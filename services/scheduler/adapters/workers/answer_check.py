@@ -78,8 +78,7 @@ class ExpectedAnswer:
 
     def _check_counts(self, num_tokens: Sequence[int], num_drafts: Sequence[int]) -> None:
         """Raises WrongAnswer if a request has a wrong number of tokens. A request whose prompt is
-        complete must have at least one token and at most one for each draft in addition. Other
-        requests must have none.
+        complete has at least one token, and at most one more for each draft. Others have none.
         """
         plan = self._plan
         given = num_drafts or [0] * len(num_tokens)

@@ -48,9 +48,8 @@ def scheduler_output_to_proto(
 
 
 def last_token_ids(plan: SchedulerOutput) -> bytes:
-    """The last scheduled token of each request, packed. Only used with several pipeline stages. In
-    that case all these tokens are known, because no request is scheduled while its last token is in
-    flight.
+    """The last scheduled token of each request, packed. Only used with several pipeline stages. All
+    these tokens are known then, because a request waits for its last token.
     """
     counts = zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
     return pack_token_ids(

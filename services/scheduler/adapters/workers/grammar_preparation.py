@@ -74,9 +74,8 @@ class GrammarPreparation:
         self.compiled(request, error, reason)
 
     async def _error(self, wanted: StructuredOutputs) -> str:
-        """Makes the workers compile a grammar. Returns an error if they refuse the grammar,
-        otherwise an empty string. If a worker was lost or slow, the grammar is compiled when its
-        request runs.
+        """Makes the workers compile a grammar. Returns an error if they refuse it, otherwise "". If
+        a worker was lost or slow, the grammar is compiled when its request runs.
         """
         try:
             await self.workers.prepare_grammar(wanted)

@@ -24,9 +24,8 @@ from services.scheduler.options.listed import TRANSFERS
 
 class SentStep:
     """A step that was sent to all ranks. When every rank has answered, the answer of the last rank
-    becomes the result of the future `output`. The last rank is in the last pipeline stage, whose
-    ranks must sample equal tokens. If a rank is lost or late, or if an answer is wrong, `output`
-    raises WorkersLost.
+    becomes the result of the future `output`. The ranks of the last pipeline stage must sample
+    equal tokens. If a rank is lost or late, or if an answer is wrong, `output` raises WorkersLost.
     """
 
     __slots__ = (

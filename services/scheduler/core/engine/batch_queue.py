@@ -74,8 +74,7 @@ class BatchQueue:
 
     async def is_answered(self, wake: asyncio.Event, is_interrupted: Callable[[], bool]) -> bool:
         """Waits for the answer of the oldest step. Returns True when it has arrived, and False as
-        soon as `is_interrupted()` is true. `is_interrupted` is called before the wait and each time
-        that `wake` is set.
+        soon as `is_interrupted()` is true. It is called at first and each time that `wake` is set.
         """
         _, answer = self._steps[0]
         self.awaits_answer = True

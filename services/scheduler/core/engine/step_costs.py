@@ -13,10 +13,9 @@ MIN_COMPUTED_TOKENS = 128
 
 
 class StepCosts:
-    """Fits three costs, in seconds, to the times of recent steps: the cost of a step, of a decoding
-    request, and of a prompt token. The first two costs are fitted to decode-only steps by least
-    squares. The cost of a prompt token is the remaining time of steps with prompts, divided by
-    their prompt tokens.
+    """Fits the costs, in seconds, of a step, of a decoding request and of a prompt token to recent
+    steps. The first two costs are fitted to decode-only steps by least squares. The cost of a
+    prompt token is the remaining time of steps with prompts, divided by their prompt tokens.
     """
 
     def __init__(self) -> None:
@@ -68,9 +67,8 @@ class StepCosts:
         return num_tokens * (seconds_per_token + seconds_beside / token_budget)
 
     def slowdown(self, num_requests: int, more_requests: int) -> float:
-        """Ratio of the time of a step with `more_requests` requests to the time of a step with
-        `num_requests` requests. 1 while unknown. The ratio does not exceed `more_requests /
-        num_requests`.
+        """Ratio of the times of a step with `more_requests` and with `num_requests` requests. 1
+        while unknown. The ratio does not exceed `more_requests / num_requests`.
         """
         each_step, each_decode = self._fit()
         seconds = each_step + each_decode * num_requests

@@ -145,9 +145,8 @@ class StepUpdate:
         return sorted(affected, key=lambda request: request.key)
 
     def _take_off_fast_path(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Removes requests with NaN logits or refused tokens from the fast path. In a pause, also
-        removes requests whose number of steps on the fast path has passed, because no planning
-        removes them.
+        """Removes requests with NaN logits or refused tokens from the fast path. In a pause, when
+        no planning does so, also removes requests whose steps on it have passed.
         """
         if self._state.pause_mode is not None:
             self._running.take_due_off_fast_path()

@@ -72,8 +72,7 @@ class KVCacheManager:
         steps.
 
         Returns None if all blocks were allocated, otherwise the stop at the request that lacks
-        blocks. In that case the requests before it have their blocks, and nothing was published or
-        looked up.
+        blocks. Requests before it then have their blocks, and nothing was published or looked up.
         """
         operations: list[Operation] = []
         growth = self._grow(builder, growing, steps) if growing else None

@@ -15,9 +15,8 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class RunningScheduler:
-    """Divides the token budget of a step among the running requests, and preempts requests if
-    blocks are missing. On the fast path, a request gets one token in each step without being
-    examined.
+    """Divides a step's token budget among the running requests, and preempts if blocks are missing.
+    On the fast path, a request gets one token in each step without being examined.
     """
 
     def __init__(self, state: ReplicaState, waiting_scheduler: WaitingScheduler) -> None:
@@ -37,9 +36,8 @@ class RunningScheduler:
         """
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> None:
-        """Divides the budget among the running requests and allocates their blocks. If the blocks
-        of a request do not fit, a victim is preempted, and planning resumes at the request that
-        lacks blocks.
+        """Divides the budget among the running requests and allocates blocks. If blocks do not fit,
+        a victim is preempted, and planning resumes at the request that lacks blocks.
         """
         begin, num_decided = 0, None
         while True:

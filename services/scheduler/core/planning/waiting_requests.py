@@ -149,9 +149,8 @@ class WaitingRequests:
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
         """Allows only these requests to be admitted. All others are held back, including requests
-        that arrive later. None allows all requests again. The requests in `waiting` are queued
-        again in the order of arrival. Requests in `kv_waiting`, whose blocks are being loaded, stay
-        there.
+        that arrive later. None allows all requests again. Requests in `waiting` are queued again in
+        the order of arrival. Requests in `kv_waiting` stay there.
         """
         queued = sorted(chain(self.waiting, self.held_back), key=lambda request: request.key)
         self.admitted_only = requests

@@ -38,9 +38,8 @@ class DeferredFrees:
 
     @property
     def blocks(self) -> list[list[BlockId]]:
-        """One list of blocks for each ended request, and one for the copies of each step. The
-        blocks of a request are listed one KV-cache group after another. The blocks of copies are
-        listed in reverse order.
+        """One list of blocks for each ended request, and one for the copies of each step. A
+        request's blocks are listed by KV-cache group, the blocks of copies in reverse order.
         """
         return [list(free.blocks) for free in self._waiting]
 
