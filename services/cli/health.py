@@ -58,7 +58,7 @@ async def why_not_live(channel: grpc.aio.Channel, address: str) -> str:
 
 
 def why_unreachable(address: str) -> str:
-    """Returns why nothing can connect to a removed Unix socket, otherwise an empty text."""
+    """Returns an error for a Unix socket that was removed, otherwise an empty text."""
     socket = Path(address.removeprefix(_UNIX))
     is_removed = address.startswith(_UNIX) and not socket.exists()
     return f"its socket {socket} was removed" if is_removed else ""

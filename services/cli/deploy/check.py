@@ -139,7 +139,7 @@ def until_healthy(deployment: Deployment, seconds: float) -> Sequence[Container]
 
 
 def _victim(containers: Sequence[Container], role: str, running: dict[str, int]) -> Container:
-    """A container of the role, in a role of replicas of the one that runs most requests."""
+    """A container of the role. For a role of replicas, it is in the busiest replica."""
     candidates = [container for container in containers if container.role == role]
     if not candidates:
         raise CommandError(f"the deployment has no {role}", exit_status=2)

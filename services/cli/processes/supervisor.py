@@ -80,7 +80,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a run: exit status in words, seconds of readiness, and whether it hung."""
+    """The end of a run: exit status in words, seconds of readiness, and whether it was hung."""
 
     status: str
     ready_seconds: float

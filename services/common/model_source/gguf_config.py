@@ -99,7 +99,7 @@ class _Reader:
         self._architecture = architecture
 
     def optional(self, key: str) -> Any:
-        """Returns a key's value, a list's if all layers have the same, or None."""
+        """Returns a key's value, or None. A list of equal values counts as one value."""
         value = self._metadata.get(f"{self._architecture}.{key}")
         if isinstance(value, list) and len(set(value)) == 1:
             return value[0]

@@ -155,7 +155,7 @@ class Admission:
     or 0. If this length differs now, the hit counts as changed, except if `diverges` is set.
     """
     diverges: bool = False
-    """Whether the hit is of full-attention groups alone. Others load their blocks."""
+    """Whether only full-attention groups count for the hit. Other groups load their blocks."""
     num_stored_tokens: int | None = None
     """Blocks that no query after this number of tokens can see are freed. None if it equals the
     number of computed tokens. It is less if the remaining tokens are computed again, or if steps in

@@ -67,7 +67,7 @@ class RedisConnection:
         self._connecting = asyncio.Lock()
 
     async def call(self, use: Callable[[Client], Awaitable[T]], seconds: float = CALL_SECONDS) -> T:
-        """Returns `use(client)`. Raises RedisUnavailable on failure or after `seconds`."""
+        """Returns the result of `use(client)`. Raises RedisUnavailable, also after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 answer = await use(await self._connected())

@@ -16,7 +16,7 @@ class Budget:
         self._num_taken = 0
 
     def take(self, intended: float) -> int | None:
-        """Returns the next request's number, to be sent at `intended` seconds, or None."""
+        """Returns the next request's number, to be sent at `intended` seconds. None at a limit."""
         if self._num_taken == self._num_warmups:
             self._end = intended + self._seconds
         if self._num_taken >= self._limit or intended >= self._end:

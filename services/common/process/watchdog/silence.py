@@ -102,7 +102,7 @@ class Silence:
         self._last: Reading | None = None
         self._began = began
         self._unjudged = 0.0
-        """Seconds from `began` to the first reading, until the second one weighs them."""
+        """Seconds from `began` to the first reading. 0 after the second reading."""
 
     def look(self, reading: Reading) -> float:
         """Adds the time since the last reading. Returns `seconds`."""

@@ -66,7 +66,7 @@ class PlanningClock:
         self.seconds_put_off += put_off
 
     def answered(self, step: int, slack_seconds: float | None) -> None:
-        """Records the slack of a step, if it was measured and another step was running."""
+        """Records a step's slack if it was measured while another step ran."""
         planned = self._planned.pop(step, None)
         if planned is None or slack_seconds is None:
             return

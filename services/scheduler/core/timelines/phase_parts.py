@@ -35,7 +35,7 @@ class Wait:
     """Maps reasons to nanoseconds. There are several reasons if waits were merged."""
     step: int | None = None
     holder: str = ""
-    """`step` and `holder` are as in ReasonStart. Of merged waits, they are the longest's."""
+    """`step` and `holder` are as in ReasonStart. If waits were merged, they are of the longest."""
 
     @property
     def reason(self) -> str:
