@@ -171,9 +171,7 @@ class GrpcServer:
 
 
 class _StreamHandlers:
-    """Replaces a server, and receives the handlers that a generated `register` adds to it. It
-    stores the handlers of bidirectional streams.
-    """
+    """Stores the bidirectional streams among the handlers that a `register` adds to a server."""
 
     def __init__(self, local: LocalServer, tls: "Tls | None") -> None:
         self._local = local
@@ -269,17 +267,16 @@ def _allow(_: Context) -> None:
 
 def _with_statuses(handler: Any, method: str, check: Check) -> Any:
     """Wraps a handler (a grpc named tuple) so that StepwellErrors become statuses."""
-    if _is_health_watch(handler, method):
-        return handler
+    watch = handler.unary_stream if method.startswith(f"/{health.SERVICE_NAME}/") else None
+    if watch is not None and not isasyncgenfunction(watch):
+        return handler  # grpc's own handler, which raises no StepwellError
     if handler.request_deserializer is not None:
         read = _raising if handler.request_streaming else _returning
         handler = handler._replace(request_deserializer=read(handler.request_deserializer, method))
-    if handler.unary_unary is not None:
-        return handler._replace(unary_unary=_answering(handler.unary_unary, method, check))
-    if handler.unary_stream is not None:
-        return handler._replace(unary_stream=_streaming(handler.unary_stream, method, check))
-    if handler.stream_stream is not None:
-        return handler._replace(stream_stream=_streaming(handler.stream_stream, method, check))
+    wraps = {"unary_unary": _answering, "unary_stream": _streaming, "stream_stream": _streaming}
+    for kind, wrap in wraps.items():
+        if (behavior := getattr(handler, kind)) is not None:
+            return handler._replace(**{kind: wrap(behavior, method, check)})
     return handler
 
 
@@ -297,9 +294,7 @@ def _raising(deserialize: Any, method: str) -> Any:
 
 
 def _returning(deserialize: Any, method: str) -> Any:
-    """A deserializer for calls with one request message, which returns an error as the message.
-    grpc deserializes such a message before it calls the handler.
-    """
+    """A deserializer for a single request, which grpc reads before it calls the handler."""
     read = _raising(deserialize, method)
 
     def read_or_error(data: bytes) -> Any:
@@ -309,13 +304,6 @@ def _returning(deserialize: Any, method: str) -> Any:
             return error
 
     return read_or_error
-
-
-def _is_health_watch(handler: Any, method: str) -> bool:
-    """Whether this is grpc's own health handler, which raises no StepwellError."""
-    if handler.unary_stream is None or not method.startswith(f"/{health.SERVICE_NAME}/"):
-        return False
-    return not isasyncgenfunction(handler.unary_stream)
 
 
 def _decoded(request: Any) -> Any:
