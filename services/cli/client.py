@@ -26,9 +26,7 @@ class ServerAway(CommandError):
 
 
 class Client:
-    """A client of one server. Every failure is raised as CommandError with one sentence. Closing a
-    stream's iterator early aborts the request.
-    """
+    """A client of one server. Failures are CommandErrors. Closing a stream aborts its request."""
 
     def __init__(
         self,

@@ -193,9 +193,7 @@ async def _announce_ready(
 
 
 def _of_gateway(name: str, settings: UpSettings) -> Any:
-    """The value of a setting that is forwarded to the gateway. If it is not set, the value of the
-    gateway's own variable, which may name a secret file.
-    """
+    """The value of a forwarded setting, or of the gateway's own variable, perhaps in a file."""
     variable = variable_name("gateway", name)
     return getattr(settings, name) or os.environ.get(variable) or os.environ.get(f"{variable}_FILE")
 

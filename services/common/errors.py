@@ -119,9 +119,7 @@ class QuotaExceeded(ResourceExhausted):
 
 
 class FailedPrecondition(StepwellError):
-    """The current state forbids the call, for example because the caller's generation of the pool
-    is stale, a step is out of sequence, or blocks are in use.
-    """
+    """The state forbids the call: a stale generation, a step out of sequence, blocks in use."""
 
     reason = "FAILED_PRECONDITION"
 

@@ -100,9 +100,7 @@ class PoolService:
         serve_collect(self._server, collect_in_thread(self.exposition))
 
     async def start(self) -> str:
-        """Starts serving and returns the bound address. Raises Unavailable if the address is in
-        use, and SettingError if Redis rejects the password.
-        """
+        """Starts serving and returns the address. Raises Unavailable or SettingError."""
         if self._shared is not None:
             await self._shared.require_usable()
         own = self._settings

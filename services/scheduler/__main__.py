@@ -52,9 +52,7 @@ if TYPE_CHECKING:
 
 SERVICE = "scheduler"
 LAST_STEP_SECONDS = 1.0
-"""Limit on the time that the process waits, after the drain, for the end of the last step. Without
-this wait the step's trace would be incomplete.
-"""
+"""Limit on the wait, after the drain, for the last step, which completes the step's trace."""
 
 logger = logging.getLogger(__name__)
 

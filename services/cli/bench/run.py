@@ -58,9 +58,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class BenchRun:
-    """Sends the load of `settings` to the server. If `vocabulary` is None, the number of tokens per
-    word is estimated from the server's `usage`.
-    """
+    """Sends the load of `settings`. Without `vocabulary`, tokens per word are estimated."""
 
     settings: BenchSettings
     address: Address

@@ -32,9 +32,7 @@ _LOOPBACK = "127.0.0.1"
 _EXPORT_DELAY, _EXPORT_DELAY_MILLISECONDS = "OTEL_BSP_SCHEDULE_DELAY", "500"
 
 _RESTART_SECONDS = 600.0
-"""Limit on the time for which requests wait for a replica. A service that ended is restarted, and
-its loading may take minutes.
-"""
+"""Limit on the wait for a replica. A service that ended is restarted, which may take minutes."""
 _GATEWAY_PATIENCE = 5
 """Multiplies the gateway's liveness timeout, because killing it breaks its clients' streams."""
 

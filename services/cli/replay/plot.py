@@ -36,9 +36,7 @@ class Columns:
 
 
 def draw(run: RunStatistics, title: str, path: Path) -> None:
-    """Draws the plot and writes it to `path`, in the format of the file's suffix. Raises
-    CommandError if the plot cannot be drawn or written.
-    """
+    """Writes the plot in the format of the file's suffix. Raises CommandError if that fails."""
     if not run.samples:
         raise CommandError("there is no step to draw")
     columns = Columns(run.samples)

@@ -78,9 +78,7 @@ class TenantRecord:
 
 
 def new_key(draw: Callable[[int], bytes] = secrets.token_bytes) -> tuple[str, str, str]:
-    """Creates a key. Returns the key, its id, and its SHA-256 in hexadecimal. `draw(n)` must return
-    n random bytes.
-    """
+    """Returns a new key, its id, and its SHA-256 in hexadecimal. `draw(n)` draws n bytes."""
     key_id = base64.b32encode(draw(8)).decode().lower()[:12]
     secret = base64.urlsafe_b64encode(draw(32)).decode().rstrip("=")
     key = f"sk-{key_id}-{secret}"

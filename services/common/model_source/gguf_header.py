@@ -39,9 +39,7 @@ class GgufHeader:
 
 
 def read_gguf_header(file: Path, *, with_arrays: bool = False) -> GgufHeader:
-    """Reads a header. Raises GgufError. If `with_arrays` is set, the metadata contains arrays, such
-    as a vocabulary. Otherwise arrays are replaced by None.
-    """
+    """Reads a header. Without `with_arrays`, arrays are replaced by None. Raises GgufError."""
     try:
         with file.open("rb") as stream:
             return _read(file, stream, with_arrays)

@@ -35,9 +35,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
     "tekken": (_TEKKEN,),
 }
-"""Maps a value of tokenizer.ggml.pre, which names a splitting rule, to the rule's regular
-expressions. They are applied in this order.
-"""
+"""Maps a value of tokenizer.ggml.pre, a splitting rule, to its regular expressions, in order."""
 _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
 """Splitting rules that first normalize texts to Unicode's composed form (NFC)."""
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
@@ -48,9 +46,7 @@ _SPACE = "▁"
 
 
 def gguf_tokenizer(file: Path, header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the contents of tokenizer.json and tokenizer_config.json. `header` must include
-    arrays. Raises GgufError for an unsupported kind of vocabulary.
-    """
+    """Returns tokenizer.json and tokenizer_config.json. `header` has arrays. Raises GgufError."""
     metadata = header.metadata
     tokens, kind = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")
     if not isinstance(tokens, list) or kind not in ("gpt2", "llama"):

@@ -18,9 +18,7 @@ _GROUP_MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 def group_salt(group: int) -> int:
-    """The value with which a group's keys are XORed, so that groups have different keys. It is 0
-    for the first group.
-    """
+    """The value with which a group's keys are XORed. It is 0 for the first group."""
     return group * _GROUP_MULTIPLIER & _KEY_MASK
 
 
@@ -79,9 +77,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class NodeLease:
-    """Shows that a node runs. Must be renewed before it expires. `digest` is the digest of the
-    node's keys after entry `sequence`.
-    """
+    """Shows, until it expires, that a node runs. `digest` is of its keys after entry `sequence`."""
 
     epoch: int
     sequence: int

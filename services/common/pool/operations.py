@@ -56,9 +56,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class RemoveSkippedBlocks:
-    """Frees blocks that no query from `num_computed_tokens` on can see. Always fits. Requests
-    without blocks are skipped. Grow frees these blocks too.
-    """
+    """Frees blocks that no query from `num_computed_tokens` on can see. Always fits."""
 
     requests: Sequence[RequestKey]
     num_computed_tokens: Sequence[int]
@@ -110,9 +108,7 @@ class Lookup:
 
 @dataclass(slots=True)
 class Admission:
-    """The conditions for admitting one waiting request. The admission fits if the prefix hit is
-    still the planned one and enough blocks are free.
-    """
+    """The conditions for admitting a request: an unchanged prefix hit, and enough free blocks."""
 
     request: RequestKey
     max_hit_tokens: int
@@ -139,9 +135,7 @@ class Admission:
     not be zeroed.
     """
     num_blocks_kept_free: int = 0
-    """Number of blocks that must stay free after the blocks for `num_slots` are allocated. The
-    check of `num_reserve_slots` does not include them.
-    """
+    """Number of blocks that must stay free after the blocks for `num_slots` are allocated."""
     holds_blocks: bool = False
     """Whether the request already has blocks, because it waited for a load from elsewhere. Then it
     keeps its tables, nothing is looked up, and its first `num_hit_tokens` tokens count as computed.
@@ -182,9 +176,7 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class EvictBlocks:
-    """Removes the hashes of blocks in use whose contents do not match their hash. Always fits. Free
-    blocks and blocks without a hash are skipped.
-    """
+    """Removes the hashes of blocks in use whose contents do not match. Always fits."""
 
     block_ids: Sequence[BlockId]
 

@@ -55,9 +55,7 @@ def unpack_keys(packed: bytes) -> "array[int]":
 
 
 def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
-    """Packs distinct keys and returns the bytes. The generator yields periodically, so that other
-    tasks can run while a large set is packed.
-    """
+    """Packs distinct keys. Yields periodically, so that other tasks can run meanwhile."""
     by_top: list[list[int]] = [[] for _ in range(_NUM_TOPS)]
     for at in range(0, len(keys), _KEYS_PER_TURN):
         for key in keys[at : at + _KEYS_PER_TURN]:

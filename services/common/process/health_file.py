@@ -74,9 +74,7 @@ class HealthFile:
 
 
 def _main_thread_nanos() -> tuple[int, int]:
-    """Nanoseconds for which the main thread has run and has waited for a processor. Both are 0 if
-    the kernel does not count them.
-    """
+    """Nanoseconds for which the main thread ran and waited for a processor. 0 if not counted."""
     try:
         ran, waited, _ = _SCHEDSTAT.read_text().split()
     except OSError:

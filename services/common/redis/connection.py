@@ -131,9 +131,7 @@ class RedisConnection:
 
 
 def why_unusable(error: BaseException) -> str | None:
-    """Infers, from the error of a call, what is wrong with the URL, the password or the
-    certificate. Returns None if a later retry may succeed.
-    """
+    """Returns what is wrong with URL, password or certificate, or None if a retry may help."""
     for cause in _causes(error):
         if isinstance(cause, _REFUSED):
             return f"Redis refuses user or password ({cause})"

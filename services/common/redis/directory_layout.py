@@ -136,9 +136,7 @@ def snapshot_to_bytes(snapshot: NodeSnapshot, keys: Sequence[int]) -> Generator[
 
 
 def snapshot_from_bytes(value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]]:
-    """The inverse of `snapshot_to_bytes`. Returns the header and an iterator over parts of the
-    keys. Raises DamagedValue before the iteration begins.
-    """
+    """The inverse of `snapshot_to_bytes`, with the keys in parts. Raises DamagedValue at once."""
     body = _unseal(value, _SNAPSHOT.size)
     version, epoch, sequence, id_length = _SNAPSHOT.unpack_from(body)
     _require(version == _VERSION, "a version that is not known")

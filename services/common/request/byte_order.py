@@ -5,9 +5,7 @@ from array import array
 
 
 def little_endian(numbers: "array[int]") -> "array[int]":
-    """Returns the same array with little-endian bytes. On big-endian machines the bytes are swapped
-    in place, and a second call swaps them back.
-    """
+    """Returns the array with little-endian bytes. Big-endian machines swap them in place."""
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers

@@ -46,9 +46,7 @@ class RepetitionDetection:
             raise _invalid("min_count", f"is {self.min_count}, not in [2, {MAX_COUNT}]")
 
     def found_at_end(self, token_ids: Sequence[int], start: int) -> bool:
-        """Whether the tokens from `start` on end with a repetition that this rule detects. A
-        comparison of the last token alone excludes most pattern sizes.
-        """
+        """Whether the tokens from `start` on end with a repetition that this rule detects."""
         num_output = len(token_ids) - start
         longest = min(self.max_pattern_size, num_output // self.min_count)
         return any(

@@ -33,9 +33,7 @@ def find_ref(root: object, ref: str) -> tuple[object, list[str]] | None:
 
 
 def with_encoded_refs(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema with references to its own parts encoded as URIs. Names in the original
-    references may contain any characters.
-    """
+    """Returns the schema with references to its own parts encoded as URIs."""
     changed = _encoded(schema, schema)
     assert isinstance(changed, Mapping)
     return changed

@@ -12,9 +12,7 @@ MAX_MARK_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """Limits an answer to `num_tokens` reasoning tokens. After them, the end mark is forced.
-    stepwell.common.v1.ThinkingBudget specifies the fields.
-    """
+    """Limits an answer to `num_tokens` reasoning tokens, after which the end mark is forced."""
 
     num_tokens: int
     start_token_ids: tuple[int, ...]

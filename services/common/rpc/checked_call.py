@@ -27,9 +27,7 @@ def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
 
 
 class UndecodableAnswer(grpc.aio.AioRpcError):
-    """The error of a call whose answer cannot be decoded. The error's status is INTERNAL, as in
-    grpc for other languages.
-    """
+    """The error, with status INTERNAL, of a call whose answer cannot be decoded."""
 
     def __init__(self, method: str) -> None:
         details = f"a message of {method} cannot be decoded"
@@ -38,9 +36,7 @@ class UndecodableAnswer(grpc.aio.AioRpcError):
 
 
 class CheckedCall:
-    """Wraps a grpc call. An undecodable message cancels the call and raises AioRpcError. All other
-    behaviour is unchanged.
-    """
+    """Wraps a grpc call. An undecodable message cancels it and raises AioRpcError."""
 
     def __init__(self, call: Any, method: str, on_end: Callable[[grpc.StatusCode], None]) -> None:
         """`on_end` is called with the status of a call that has a single answer."""

@@ -151,9 +151,7 @@ class _Call:
         self._stream.close()
 
     async def write(self, response: Any) -> None:
-        """Sends a response, and waits while the client does not read. A response that is too large
-        ends the call and raises AbortError.
-        """
+        """Sends a response, and waits while the client does not read. Raises AbortError."""
         message = self._handler.response_serializer(response)
         if len(message) > MAX_MESSAGE_BYTES:
             self._status = TOO_LARGE

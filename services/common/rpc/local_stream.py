@@ -43,9 +43,7 @@ def streams_path(path: str) -> str:
 
 
 def opening(method: str, lookahead_bytes: int) -> bytes:
-    """The payload of OPEN. It has the method, such as /package.Service/Method, and the number of
-    bytes that the server may send before the client reads them.
-    """
+    """The payload of OPEN: a method such as /package.Service/Method, and bytes to read ahead."""
     return _LOOKAHEAD.pack(lookahead_bytes) + method.encode()
 
 
@@ -108,9 +106,7 @@ class LocalStream:
         return bool(ends.poll(0))
 
     def limit_sending(self, num_bytes: int) -> None:
-        """Limits the unread bytes that the kernel buffers for the peer to about `num_bytes`. The
-        kernel buffers at least a few messages.
-        """
+        """Limits the unread bytes in the kernel to about `num_bytes`, at least a few messages."""
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
 
     def send(self, kind: FrameKind, payload: bytes = b"") -> None:

@@ -34,9 +34,7 @@ def own_release() -> common_pb2.Release:
 
 
 def require_same_protocol(peer: str, theirs: common_pb2.Release, service: str) -> None:
-    """Raises OtherProtocol if the protocols differ. `peer` and `service` are names for the message,
-    such as "the scheduler" and "worker".
-    """
+    """Raises OtherProtocol, which names `peer` and `service`, if the protocols differ."""
     if theirs.protocol != PROTOCOL:
         raise OtherProtocol(
             f"this {service} has {_shown(own_release())}, {peer} {_shown(theirs)}: "

@@ -144,9 +144,7 @@ class GrpcServer:
         await self._health.set(LIVENESS, _status(live))
 
     def begin_drain(self, grace_seconds: float) -> None:
-        """Rejects new calls and asks clients to reconnect elsewhere. Call `drain` afterwards. The
-        health address stays available.
-        """
+        """Rejects new calls, except for health. Call `drain` afterwards."""
         self._stopping = asyncio.create_task(self._stop(grace_seconds))
 
     async def end_calls(self, grace_seconds: float) -> None:

@@ -1,6 +1,4 @@
-"""Maps errors to gRPC statuses and back. Details follow google.rpc: ErrorInfo (reason, domain),
-BadRequest (field), RetryInfo (delay), QuotaFailure (tenant).
-"""
+"""Maps errors to gRPC statuses with details of google.rpc (ErrorInfo and others), and back."""
 
 import re
 from datetime import timedelta

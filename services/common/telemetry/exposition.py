@@ -97,9 +97,7 @@ def is_exposition(text: bytes) -> bool:
 
 
 def merged(texts: Iterable[bytes]) -> bytes:
-    """Merges the metrics of several texts into one text. A metric is omitted from a text if an
-    earlier text has it with another type.
-    """
+    """Merges texts of metrics. A metric of another type than in an earlier text is left out."""
     families: dict[bytes, tuple[bytes, list[bytes]]] = {}
     for text in texts:
         for family in (b"\n" + text).split(b"\n" + _HEADER)[1:]:

@@ -13,9 +13,7 @@ from services.common.telemetry.metric_specs import SPECS
 
 
 class Histogram:
-    """Counts observations by size, for one set of label values. One thread may observe while
-    another reads.
-    """
+    """Counts observations by size. One thread may observe while another reads."""
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "sum")
 

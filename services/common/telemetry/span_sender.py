@@ -42,9 +42,7 @@ class SpanSender(SpanProcessor):
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """`exporter` must raise NotTaken for spans that are not accepted. Raises SettingError for a
-        variable that is not a whole number above 0.
-        """
+        """`exporter` raises NotTaken for rejected spans. Raises SettingError."""
         self.num_sent = 0
         self.num_dropped: Counter[DropReason] = Counter()
         self._exporter = exporter

@@ -30,9 +30,7 @@ def traceparent_text(trace_id: int, span_id: int) -> str:
 
 
 def numbered_span_id(span_id: int, number: int) -> int:
-    """The id of a span's child number `number`, counted from 1. Sender and receiver compute the
-    same id, so it need not be sent.
-    """
+    """The id of a span's child `number`, from 1, which sender and receiver compute alike."""
     return (span_id + number) % 2**64 or 1
 
 
@@ -58,9 +56,7 @@ def sampled_parent(traceparent: str, tracestate: str = "") -> SpanContext | None
 
 
 def parse_traceparent(traceparent: str, tracestate: str = "") -> SpanContext | None:
-    """Parses a `traceparent` and its `tracestate` into the context of a remote span. Returns None
-    if `traceparent` is empty or malformed.
-    """
+    """Parses `traceparent` and `tracestate`, or returns None if `traceparent` is malformed."""
     if not traceparent:
         return None
     match = _TRACEPARENT.fullmatch(traceparent.strip())

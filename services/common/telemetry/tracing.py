@@ -99,9 +99,7 @@ class Tracing:
         attributes: Attributes | None = None,
         start_unix_nanos: int | None = None,
     ) -> Span:
-        """Starts a span, which the caller must end. Its parent is the span of `traceparent`.
-        Without a valid `traceparent` the span begins a new trace.
-        """
+        """Starts a span of `traceparent` or of a new trace. The caller must end it."""
         if self.provider is None:
             return INVALID_SPAN
         parent = parse_traceparent(traceparent)
@@ -113,9 +111,7 @@ class Tracing:
         )
 
     def draw_root(self, *, is_sampled: bool = False) -> SpanContext | None:
-        """Returns the context of the first span of a new trace, or None if it is not sampled.
-        `is_sampled` forces sampling.
-        """
+        """Returns the first span's context of a new trace, or None if it is not sampled."""
         if self.processor is None or not (is_sampled or self._is_drawn()):
             return None
         return SpanContext(new_trace_id(), new_span_id(), False, TraceFlags(TraceFlags.SAMPLED))

@@ -38,9 +38,7 @@ class PemFile:
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """The files of a certificate chain, its key, and the authorities (CA) for peers' certificates.
-    Without authorities no peer is asked for a certificate.
-    """
+    """The files of a certificate chain, its key, and perhaps authorities (CA) for peers."""
 
     cert: PemFile
     key: PemFile
@@ -53,9 +51,7 @@ class CertificateFiles:
         )
 
     def check(self, contents: "PemContents") -> "Certificate":
-        """Parses the certificate in the files. Raises CertificateError if it is damaged or expired,
-        or if the key does not match.
-        """
+        """Parses a certificate. Raises CertificateError for damage, expiry or another key."""
         own = self._first_certificate(self.cert, contents.chain)
         self._check_key(own, contents.key)
         if self.ca is not None and contents.ca is not None:

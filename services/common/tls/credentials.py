@@ -60,9 +60,7 @@ class Tls:
         )
 
     def check_caller(self, context: "grpc.aio.ServicerContext[object, object]") -> None:
-        """Raises PermissionDenied for a caller whose certificate has no allowed name. Callers over
-        a Unix socket have no certificate and are not checked.
-        """
+        """Raises PermissionDenied for a caller over the network without an allowed name."""
         if self.allowed_names and not is_unix_address(context.peer()):
             subject = context.auth_context().get(_SUBJECT_NAMES, ())
             names = {name.decode(errors="replace") for name in subject}

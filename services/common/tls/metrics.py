@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 class TlsCollector(Collector):
-    """Exports the certificates of a service, read at each scrape. An argument is None if that
-    certificate is not used, and no metrics are exported for it.
-    """
+    """Exports the certificates of a service at each scrape. An argument None exports nothing."""
 
     def __init__(self, *each: "Tls | None") -> None:
         self._watches = [tls.watch for tls in each if tls is not None]

@@ -43,9 +43,7 @@ services, and the setting of `server_name` if it calls others.
 
 @contextmanager
 def tls_of(settings: Any, fields: TlsFields = INTERNAL) -> "Iterator[Tls | None]":
-    """Yields the Tls of these settings, with a certificate that is kept up to date. Yields None if
-    none of the settings is given. Raises SettingError.
-    """
+    """Yields the Tls of these settings, kept up to date, or None. Raises SettingError."""
     values = {
         name: getattr(settings, name, None) or None
         for name in (fields.cert, fields.key, fields.ca, fields.allowed_names, fields.server_name)

@@ -1,6 +1,4 @@
-"""The streams of WatchEvents, each with a bounded queue. Without Redis, gateways use these streams
-to track which prefixes a pool has cached.
-"""
+"""The streams of WatchEvents, with bounded queues, by which gateways track caches without Redis."""
 
 import asyncio
 from collections import deque

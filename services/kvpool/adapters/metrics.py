@@ -46,9 +46,7 @@ _COUNTS_AND_SUMS: dict[str, tuple[Read, Read]] = {
 
 
 class PoolCollector(Collector, Generic[Answer]):
-    """Exports the counts of every pool, with its name as the label `engine`. Counters restart at 0
-    when a pool is reopened.
-    """
+    """Exports the counts of every pool since it was opened, labelled `engine` with its name."""
 
     def __init__(self, host: PoolHost[Answer]) -> None:
         self._host = host

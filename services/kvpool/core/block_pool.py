@@ -137,9 +137,7 @@ class BlockPool:
         self.free_as_one_list(ends)
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
-        """Adds blocks in use to the prefix index: `blocks[i]` under `hashes[i]`. The blocks must
-        not have a hash yet.
-        """
+        """Publishes blocks in use that have no hash yet: `blocks[i]` under `hashes[i]`."""
         new = self.indexes[group].insert(hashes, blocks)
         self.ages.published(blocks)
         self._events.add(BlocksStored, group, new)
@@ -188,9 +186,7 @@ class BlockPool:
         return evicted
 
     def reset(self) -> bool:
-        """Removes every hash and returns True. If any block is in use, returns False instead. The
-        order of the free queue does not change.
-        """
+        """Removes every hash and returns True. Returns False if any block is in use."""
         if len(self._free) < self.num_blocks - 1:
             return False
         for index in self.indexes:

@@ -229,9 +229,7 @@ class GroupManager:
         return blocks
 
     def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:  # noqa: ARG002
-        """The number of a table's leading blocks that are in the tables of all requests. The value
-        is 0 for groups that free blocks early.
-        """
+        """The number of leading blocks that all requests share. 0 in groups that free early."""
         return 0
 
     def check(self, table: BlockTable, chain: Chain) -> None:  # noqa: ARG002

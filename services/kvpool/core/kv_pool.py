@@ -136,9 +136,7 @@ class KVPool:
         )
 
     def block_map(self, max_cells: int) -> BlockMap:
-        """Returns a map of the blocks and their requests, in at most `max_cells` cells. The call
-        takes time proportional to the number of blocks of the pool.
-        """
+        """Returns a map of the blocks in at most `max_cells` cells. Takes time for each block."""
         tables = (
             (request, table.blocks) for request, tables in self._tables.items() for table in tables
         )

@@ -140,9 +140,7 @@ class PoolHost(Generic[Answer]):
         return sorted(self._pools.values(), key=lambda hosted: hosted.pool_id)
 
     def publish_events(self, hosted: HostedPool[Answer]) -> tuple[Event, ...]:
-        """Publishes and returns the changes of a pool's prefix index since the last call. Without
-        changes nothing is published.
-        """
+        """Publishes and returns the changes of a pool's prefix index since the last call."""
         events = hosted.pool.take_events()
         if not events:
             return ()

@@ -74,9 +74,7 @@ class PrefixIndex:
         ]
 
     def insert_at(self, block_hash: BlockHash, block: BlockId, end: int) -> bool:
-        """Adds the hash of a sequence's first `end` tokens to a block, which may have other hashes.
-        Returns whether the hash is new in the index.
-        """
+        """Adds the hash of the first `end` tokens to a block. Returns whether it is new."""
         first = self._hash_of.get(block)
         if first == block_hash or block_hash in self._further.get(block, ()):
             return False

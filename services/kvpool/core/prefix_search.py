@@ -101,9 +101,7 @@ class FullSearch(PrefixSearch):
         tables: list[list[BlockId]],
         num_tokens: int,
     ) -> int:
-        """Appends the block after the whole blocks if a prefix that ends inside it is cached.
-        Returns the number of hit tokens.
-        """
+        """Appends a block in which a cached prefix ends. Returns the number of hit tokens."""
         unit = self._alignment
         longest = min(num_tokens + self._block_size - unit, max_tokens, len(chain) * unit)
         for end in range(longest // unit * unit, num_tokens, -unit):

@@ -23,9 +23,7 @@ class _KnownHit:
 
 
 class RequestBlocks:
-    """Block tables and hashes of a pool's requests. The methods execute the operations of a
-    transaction, which must have been validated.
-    """
+    """Block tables and hashes of a pool's requests. Executes validated operations."""
 
     def __init__(self, config: PoolConfig, blocks: BlockPool) -> None:
         self.coordinator = Coordinator(config, blocks)

@@ -193,9 +193,7 @@ class AlignedStateManager(GroupManager):
             self._published_in_step.add(moved)
 
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
-        """Publishes the state at which an equal or a longer prompt will continue. Does nothing if
-        the step does not end at that token.
-        """
+        """Publishes the state at which a later prompt continues, if the step ends there."""
         unit = self._hash_block_size
         if num_tokens <= 0 or num_tokens != last_state_position(
             chain.num_prompt_tokens, unit, drops_last=self._drops_last_hit_block

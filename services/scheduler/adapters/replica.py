@@ -42,9 +42,7 @@ class ReplicaShape:
 
     @property
     def block_size(self) -> int:
-        """Number of tokens in a block. In KV-cache groups whose states each step overwrites, blocks
-        have another size.
-        """
+        """Number of tokens in a block, except in groups whose states each step overwrites."""
         return self.description.groups[0].block_size
 
     @property

@@ -15,9 +15,7 @@ _SHORT_WORDS, _LONG_WORDS = 32, 160
 
 
 async def fit_form(server: OpenAIServer) -> list[str]:
-    """Drops optional fields that the server rejects, and returns their names. Raises CommandError
-    if a request without optional fields fails too.
-    """
+    """Returns the optional fields that the server rejects. Raises CommandError."""
     left = [name for name in OPTIONAL_FIELDS if getattr(server.form, name)]
     given_up: list[str] = []
     while True:
@@ -31,9 +29,7 @@ async def fit_form(server: OpenAIServer) -> list[str]:
 
 
 async def vocabulary_by_usage(server: OpenAIServer) -> Vocabulary:
-    """Estimates the tokens per word from the `usage` of a short and a longer prompt. Raises
-    CommandError if the server reports no `usage`.
-    """
+    """Estimates the tokens per word from the `usage` of two prompts. Raises CommandError."""
     short = (await _ask(server, _SHORT_WORDS)).num_input_tokens
     long = (await _ask(server, _LONG_WORDS)).num_input_tokens
     if short is None or long is None or long <= short:

@@ -34,9 +34,7 @@ def distribution_document(values: Distribution | None) -> dict[str, float] | Non
 
 
 def request_rows(records: Iterable[RequestRecord]) -> list[dict[str, Any]]:
-    """One row for each request, ordered by number. Times are in seconds after the start of the
-    load, latencies in milliseconds. Unknown values are None.
-    """
+    """One row for each request, in order. Times are seconds after the start, latencies ms."""
     return [_row(record) for record in sorted(records, key=lambda record: record.number)]
 
 

@@ -41,9 +41,7 @@ class SessionRun:
         self._request = self._encode(0)
 
     async def run(self, number: int, intended: float) -> bool:
-        """Sends the first request at once with the given number, then the other requests in order.
-        Returns False if a request failed.
-        """
+        """Sends the requests of a session in order, the first at once. Returns False on failure."""
         for index, turn in enumerate(self._session.turns):
             if index:
                 intended += turn.think_seconds

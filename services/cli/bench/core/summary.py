@@ -28,9 +28,7 @@ _MILLIS = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Throughput per second, and distributions in milliseconds. None means no measurement. Warm-up
-    requests are excluded from all figures.
-    """
+    """Throughput per second, and distributions in ms, without warm-up. None: not measured."""
 
     completed: int
     failed: int

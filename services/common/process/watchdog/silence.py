@@ -76,9 +76,7 @@ class MachineTimes:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The counters of the watcher, the watched processes and the machine, read at one time.
-    `watched` is empty if the watched processes are unknown.
-    """
+    """The counters of the watcher, of the watched processes, if known, and of the machine."""
 
     now: float
     watcher: ProcessTimes = ProcessTimes()

@@ -23,9 +23,7 @@ class OwnWait:
 
 
 class OwnWaits:
-    """Records for each step which requests were passed over. Takes almost no time if no request was
-    passed over in this step and in the step before.
-    """
+    """Records which requests each step passed over. Takes almost no time if there are none."""
 
     def __init__(self) -> None:
         self._last: dict[Request, WaitReason] = {}

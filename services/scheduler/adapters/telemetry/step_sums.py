@@ -1,6 +1,4 @@
-"""Totals over all completed steps. The sums of a decode phase are differences of these totals.
-Adding a step takes the same time for any number of requests.
-"""
+"""Totals over all completed steps, whose differences are the sums of decode phases."""
 
 from bisect import bisect_left
 

@@ -94,9 +94,7 @@ def _truncation(message: vllm_engine_pb2.SamplingParams) -> int | None:
 
 
 def _with_valid_seed(params: SamplingParams) -> SamplingParams:
-    """Removes the seed, because validation would reject negative seeds. These are valid here, since
-    the seeds of the answers are computed modulo 2**64.
-    """
+    """Removes the seed, because validation would reject negative seeds, which are valid here."""
     return replace(params, seed=None)
 
 

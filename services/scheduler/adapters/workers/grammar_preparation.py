@@ -1,6 +1,4 @@
-"""Prepares new requests on the workers, which compile grammars and load adapters. A request waits
-until it is prepared, and other requests may overtake it.
-"""
+"""Prepares waiting requests on the workers, which compile grammars and load adapters."""
 
 import asyncio
 import logging
@@ -27,9 +25,7 @@ class GrammarWorkers(Protocol):
         """Whether every worker is known to have compiled a grammar."""
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
-        """Makes every worker compile a grammar. Raises InvalidArgument if it cannot be compiled,
-        and another StepwellError if a worker fails.
-        """
+        """Makes every worker compile a grammar. Raises InvalidArgument or StepwellError."""
 
 
 @dataclass(eq=False)

@@ -88,9 +88,7 @@ class _Rooms:
 
     def __init__(self) -> None:
         self.usable = 0.0
-        """The room that nearly all steps had, minus its distance from the median room, in seconds.
-        0 while there are fewer than MIN_STEPS rooms.
-        """
+        """The room in seconds that nearly all steps had, less a margin. 0 before MIN_STEPS."""
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []
 

@@ -44,9 +44,7 @@ class KVCacheManager:
         return min(num_tokens + self._num_lookahead_tokens, self._config.max_model_len)
 
     def needs_slots(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request lacks slots for its first `num_tokens` tokens. Always True if
-        KV-cache groups free blocks while a request runs.
-        """
+        """Whether a running request may lack slots for its first `num_tokens` tokens."""
         config, num_slots = self._config, request.num_slots
         if not config.only_grows:
             return True

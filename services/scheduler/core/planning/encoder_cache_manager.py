@@ -118,9 +118,7 @@ class EncoderCacheManager:
         return [identifier for identifier in evicted if identifier not in self._users]
 
     def _free_input(self, request: Request, index: int) -> None:
-        """Ends a request's use of one item. If a prompt contains the same item twice, the output
-        stays in use until both occurrences are freed.
-        """
+        """Ends a request's use of one item. An item that occurs twice is freed twice."""
         inputs = self.used_inputs[request]
         inputs.remove(index)
         items: Sequence[EncoderInput] = request.encoder_inputs

@@ -212,9 +212,7 @@ class Scheduler(ReplicaState):
         return self._update.update(plan, output)
 
     def end_failed(self) -> list[Request]:
-        """Ends the waiting requests that can never run, and returns them in the order of arrival.
-        If a step is in flight, `update_from_output` ends them.
-        """
+        """Ends and returns, in order of arrival, the requests that can never run."""
         return self._update.end_failed()
 
     def preempt_all(self) -> list[Request]:

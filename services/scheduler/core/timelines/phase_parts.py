@@ -1,6 +1,4 @@
-"""The parts of a phase of a request's timeline. A part is a wait with its reason, or a prefill
-chunk. Times are nanoseconds since the epoch.
-"""
+"""The parts of a phase: waits with their reasons, and prefill chunks, in Unix nanoseconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
