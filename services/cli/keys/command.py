@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.errors import CommandError, CommandParser
-from services.cli.key_stores import FileStore, RedisStore, Store
-from services.cli.views.key_table import as_json, key_rows, show
+from services.cli.keys.stores import FileStore, RedisStore, Store
+from services.cli.keys.table import as_json, key_rows, show
 from services.common.keys.api_keys import (
     KeyRecord,
     TenantRecord,

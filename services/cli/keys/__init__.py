@@ -1,0 +1,5 @@
+"""`stepwell keys`: makes, lists and revokes the API keys of tenants."""
+
+from services.cli.keys.command import main
+
+__all__ = ["main"]
