@@ -107,11 +107,12 @@ class Option:
         self,
         record: RequestRecord,  # noqa: ARG002
         context: CallContext | None,  # noqa: ARG002
-    ) -> AbstractAsyncContextManager[None]:
+    ) -> AbstractAsyncContextManager[None] | None:
         """A context for each gRPC call that a model computes, entered before the message is read,
-        and for each turn of a session. `context` is None for a turn.
+        and for each turn of a session. `context` is None for a turn. The result is None if no
+        context is needed.
         """
-        return nullcontext()
+        return None
 
     def needs_room(self, headers: Mapping[str, str], caller: Caller) -> bool:  # noqa: ARG002
         """Whether a request needs a free place at an engine. Header names are in lower case. Raises
@@ -177,14 +178,12 @@ class Options:
             app = option.guarded(app, paths)
         return app
 
-    @asynccontextmanager
-    async def admitted(
+    def admitted(
         self, record: RequestRecord, context: CallContext | None = None
-    ) -> AsyncIterator[None]:
-        async with AsyncExitStack() as entered:
-            for option in self._options:
-                await entered.enter_async_context(option.admitted(record, context))
-            yield
+    ) -> AbstractAsyncContextManager[None]:
+        contexts = (option.admitted(record, context) for option in self._options)
+        needed = [one for one in contexts if one is not None]
+        return _all_of(needed) if needed else nullcontext()
 
     def needs_room(self, headers: Mapping[str, str], caller: Caller) -> bool:
         return all(option.needs_room(headers, caller) for option in self._options)
@@ -195,3 +194,11 @@ class Options:
         for option in self._options:
             generation = await option.before_queue(generation, record, api)
         return generation
+
+
+@asynccontextmanager
+async def _all_of(contexts: Sequence[AbstractAsyncContextManager[None]]) -> AsyncIterator[None]:
+    async with AsyncExitStack() as entered:
+        for context in contexts:
+            await entered.enter_async_context(context)
+        yield

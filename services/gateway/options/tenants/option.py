@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
@@ -81,8 +81,13 @@ class Tenants(Option):
             app, paths, self._keys, self._limits, self._observer, self._max_body_bytes
         )
 
+    def admitted(
+        self, record: RequestRecord, context: CallContext | None
+    ) -> AbstractAsyncContextManager[None] | None:
+        return self._limited(record, context) if self._keys.needs_key else None
+
     @asynccontextmanager
-    async def admitted(
+    async def _limited(
         self, record: RequestRecord, context: CallContext | None
     ) -> AsyncIterator[None]:
         """Takes the call from its tenant's limits. The trailing metadata of a successful call
