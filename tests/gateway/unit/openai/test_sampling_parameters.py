@@ -25,7 +25,6 @@ from services.gateway.adapters.http.openai.bodies import (
 )
 from services.gateway.adapters.http.openai.sampling import sampling_from_body, written_parameters
 from services.gateway.adapters.http.openai.vllm_fields import UnservedSamplingFields
-from services.gateway.options.vllm_routes.tokens.bodies import TokenSamplingBody
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "sampling.md"
 NAMES = {field.name for field in fields(SamplingParams)}
@@ -177,9 +176,9 @@ async def test_render_writes_a_parameter_so_that_it_is_read_again(name: str) -> 
     read = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, "prompt_logprobs": None}
     params = await sampling_from_body(body, INFERENCE, **read)
     assert getattr(params, name) != default(name)
-    again = TokenSamplingBody.model_validate_json(json.dumps(written_parameters(params)))
-    as_completion = CompletionBody.model_construct(prompt="a", **dict(again))
-    assert await sampling_from_body(as_completion, INFERENCE, **read) == params
+    again = json.dumps({"prompt": "a", **written_parameters(params)})
+    body = CompletionBody.model_validate_json(again)
+    assert await sampling_from_body(body, INFERENCE, **read) == params
 
 
 def test_the_terminal_has_a_flag_for_each_number() -> None:

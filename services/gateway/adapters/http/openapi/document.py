@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from http import HTTPStatus
@@ -12,11 +12,13 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from services.common.request.sampling import RANGES
+from services.common.request.sampling_limits import MAX_LOGPROBS
 from services.gateway.adapters.http.exchange.fields import Body
 from services.gateway.adapters.http.exchange.ignored_fields import HEADER as IGNORED_FIELDS
 from services.gateway.adapters.http.exchange.route import RequestHeader, Route
+from services.gateway.adapters.http.openai.sampling_fields import CommonSamplingFields
 from services.gateway.adapters.http.openapi.answers import Error
-from services.gateway.adapters.http.openapi.body_ranges import add_ranges, generates
 from services.gateway.adapters.http.openapi.errors import (
     ERRORS,
     EVERYWHERE,
@@ -24,11 +26,41 @@ from services.gateway.adapters.http.openapi.errors import (
     LIMIT_HEADER,
     ErrorAnswer,
 )
+from services.gateway.core.request.request_check import MAX_STOP_STRINGS
 
 _SCHEMAS = "#/components/schemas/"
 _KEY, _KEY_IN_HEADER = "apiKey", "apiKeyInHeader"
 _JSON = "application/json"
 _EVENT_STREAM = "text/event-stream"
+_OTHER_THAN_CLIENTS = {"seed", "top_k"}
+"""Parameters whose range is wider in bodies than in the core, because clients may send negative
+numbers.
+"""
+
+_LOGPROBS = {"minimum": 0, "maximum": MAX_LOGPROBS}
+
+_LIMITS: dict[str, Mapping[str, float]] = {
+    **{
+        name: {"minimum": low, "maximum": high}
+        for name, (low, high) in RANGES.items()
+        if name not in _OTHER_THAN_CLIENTS
+    },
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": RANGES["top_k"][1]},
+    "n": {"minimum": 1},
+    "best_of": {"minimum": 1},
+    "max_tokens": {"minimum": 0},
+    "max_completion_tokens": {"minimum": 1},
+    "max_output_tokens": {"minimum": 1},
+    "logprobs": _LOGPROBS,
+    "top_logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "stop": {"maxItems": MAX_STOP_STRINGS},
+    "stop_sequences": {"maxItems": MAX_STOP_STRINGS},
+}
+"""Maps fields to keywords of JSON Schema. Each keyword applies only to values of its type, so null
+and booleans are not restricted.
+"""
 
 
 def openapi_document(
@@ -238,9 +270,18 @@ def _schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
         # them.
         if name.rpartition("__")[2] in bodies and definition.get("additionalProperties") is False:
             del definition["additionalProperties"]
-    for model in filter(generates, models):
-        add_ranges(definitions[model.__name__])
+    for model in models:
+        if issubclass(model, CommonSamplingFields):
+            _add_ranges(definitions[model.__name__])
     return definitions
+
+
+def _add_ranges(schema: dict[str, Any]) -> None:
+    """Adds the ranges of fields to the schema of a request for generation."""
+    for name, limits in _LIMITS.items():
+        if name in schema["properties"]:
+            known = schema["properties"][name]
+            known.update({key: value for key, value in limits.items() if key not in known})
 
 
 def _subclasses(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
