@@ -46,7 +46,7 @@ def test_products_have_torchs_bits_in_any_batch(bias: bool) -> None:
     [
         Case(16, 4, 2, 32, dtype=torch.float32),
         Case(64, 4, 1, 16),
-        Case(16, 4, 2, 32, window=20, dtype=torch.float32),
+        Case(16, 2, 1, 32, window=20, dtype=torch.float32),
     ],
     ids=str,
 )
