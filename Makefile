@@ -19,11 +19,11 @@ help: ## Show this list
 run: $(VENV)/.run gen/.built ## Install, start all four services and serve MODEL (models/demo)
 	@exec $(BIN)/stepwell up --model $(MODEL) $(ARGS)
 
-# Six processes divide the tests (tests/conftest.py); those of the files that ARGS names run in one.
+# Five processes divide the tests (tests/conftest.py); those of the files that ARGS names run in one.
 # Bytecode is kept whatever the environment says: hundreds of processes import the services.
 test: $(VENV)/.dev gen/.built ## Run every test, on the CPU
 	@CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
-	    $(if $(filter tests%,$(ARGS)),,--numprocesses 6) $(ARGS)
+	    $(if $(filter tests%,$(ARGS)),,--numprocesses 5) $(ARGS)
 
 check: $(VENV)/.dev gen/.built ## Format, lint, types, layering, contracts, generated code
 	$(BIN)/ruff format --check .

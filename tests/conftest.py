@@ -1,11 +1,11 @@
-"""How `make test` divides the tests between six processes of pytest-xdist.
+"""How `make test` divides the tests between five processes of pytest-xdist.
 
 Tests that start servers or measure time run in two processes, one test after another, from the
-start: they mostly wait. Tests that only compute run in the other four processes, file by file, each
-with one thread and at low priority. Two processors are then busy even if some of the four processes
-wait, and the servers are hardly delayed. Each process imports and collects only the tests that it
-may run, as collecting takes seconds of processor time. Without pytest-xdist all tests run in one
-process, in the order of collection.
+start: they mostly wait. Tests that only compute run in the other three processes, file by file,
+each with one thread and at low priority. Two processors are then busy even if one of the three
+processes waits, and the servers are hardly delayed. Each process imports and collects only the
+tests that it may run, as collecting takes 14 seconds of processor time. Without pytest-xdist all
+tests run in one process, in the order of collection.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 import services.worker  # noqa: F401 - says how torch's threads wait, before a test imports torch
 from services.cli.processes.ports import claim_port
 
-NUM_PROCESSES = 6
+NUM_PROCESSES = 5
 SERVERS = {
     "stacks": ("tests/e2e/", "tests/scheduler/integration/"),
     "services": (
@@ -38,12 +38,12 @@ SERVERS = {
 """The tests of each of the first two processes. The two sets take about the same time."""
 LONG_FILES = (
     "tests/parity/parallel/test_services_parity.py",
-    "tests/parity/test_exact_logits.py",
-    "tests/parity/test_random_schedules.py",
-    "tests/parity/test_greedy_parity.py",
     "tests/worker/unit/test_xformers_kernels.py",
-    "tests/parity/parallel/test_pipeline_parity.py",
+    "tests/parity/test_exact_logits.py",
+    "tests/parity/test_greedy_parity.py",
     "tests/conformance/test_recordings.py",
+    "tests/parity/test_random_schedules.py",
+    "tests/parity/parallel/test_pipeline_parity.py",
     "tests/parity/test_offloading_parity.py",
     "tests/parity/test_speculation_parity.py",
     "tests/parity/test_draft_model_parity.py",
@@ -82,8 +82,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Limits each of the six processes of pytest-xdist to its own tests. A process that replaces a
-    crashed one collects all tests, and so does each process if there are not six.
+    """Limits each of the five processes of pytest-xdist to its own tests. A process that replaces a
+    crashed one collects all tests, and so does each process if there are not five.
     """
     worker: dict[str, Any] = getattr(config, "workerinput", {"workercount": 1})
     if worker["workercount"] != NUM_PROCESSES:
