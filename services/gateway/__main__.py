@@ -21,15 +21,13 @@ from services.common.errors import StepwellError, Unavailable
 from services.common.process.lifecycle import run_service
 from services.common.telemetry.metrics import serving_metrics
 from services.common.telemetry.otlp_metrics import service_meter
-from services.common.telemetry.tracing import Tracing
+from services.common.telemetry.tracing import Tracing, service_tracing
 from services.common.tls.settings import TlsFields, tls_of
 from services.gateway.adapters.process_limits import connections_within_limit, give_memory_back
 from services.gateway.adapters.tokenizer.chat_template_options import ChatTemplateOptions
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
-from services.gateway.adapters.traces.tracing import gateway_tracing, make_trace_store
-from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.parts import Parts
-from services.gateway.servers import admin_server, grpc_server, http_server, trace_server
+from services.gateway.servers import admin_server, grpc_server, http_server
 from services.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -69,9 +67,8 @@ def main() -> None:
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     """Serves until `stop` is set, then drains."""
     give_memory_back()
-    traces = make_trace_store(settings)
     with (
-        gateway_tracing(SERVICE, settings, traces) as tracing,
+        service_tracing(SERVICE, settings) as tracing,
         service_meter(SERVICE, settings) as meter,
         tls_of(settings) as internal_tls,
         tls_of(settings, PUBLIC_TLS) as tls,
@@ -82,7 +79,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             settings.chat_template_content_format,
         )
         tokenizer = load_tokenizer(settings.model, chat_template)
-        gateway = Gateway(settings, tokenizer, tracing, tls, internal_tls, meter, traces)
+        gateway = Gateway(settings, tokenizer, tracing, tls, internal_tls, meter)
         addresses = await gateway.start()
         # A full collection over all objects would block the event loop. Objects loaded so far live
         # until the process ends, so they are frozen. Requests form no reference cycles, so they
@@ -100,8 +97,6 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             logger.info("no key is needed: every client that reaches these addresses is served")
         if addresses.admin is not None:
             logger.info("operators' calls on %s", addresses.admin)
-        if addresses.traces is not None:
-            logger.info("traces are kept here; spans of other services on %s", addresses.traces)
         await gateway.serve_until(stop)
 
 
@@ -113,8 +108,6 @@ class Addresses:
     grpc: str
     admin: str | None
     """The address for operators' calls. It is None if they are not served."""
-    traces: str | None
-    """The address that receives spans of the other services. It is None if traces are not kept."""
     metrics: str | None
     """The address of Prometheus' metrics, which is separate from the clients' API. It is None if no
     such address is set.
@@ -132,13 +125,12 @@ class Gateway:
         tls: "Tls | None" = None,
         internal_tls: "Tls | None" = None,
         meter: Meter | None = None,
-        traces: TraceStore | None = None,
     ) -> None:
         """The arguments are those of Parts."""
         settings.require_admin_key()
         settings.require_tool_call_parser()
         self._settings = settings
-        self.parts = Parts(settings, tokenizer, tracing, tls, internal_tls, meter, traces)
+        self.parts = Parts(settings, tokenizer, tracing, tls, internal_tls, meter)
         self.fleet = self.parts.fleet
         self.membership = self.parts.membership
         self.gate = self.parts.gate
@@ -146,7 +138,6 @@ class Gateway:
         self._http = http_server(self.parts, max_connections)
         self._admin = admin_server(self.parts)
         self._grpc = grpc_server(self.parts, max_connections)
-        self._otlp = trace_server(self.parts)
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.get_running_loop()
         self._metrics = contextlib.ExitStack()
@@ -168,14 +159,15 @@ class Gateway:
                 self._settings.health_file,
             )
             admin_address = await self._start_admin()
-            trace_address = await self._start_otlp()
+            for option in self.parts.options:
+                await option.start()
             metrics_address = self._metrics.enter_context(
                 serving_metrics(self._render_metrics, self._settings.metrics_address)
             )
         except StepwellError:
             await self._stop_servers(0)
             await self._grpc.drain(0)
-            await self._stop_otlp(0)
+            await self._stop_options(None)
             raise
         self._tasks = [
             asyncio.create_task(self.parts.links.run()),
@@ -183,9 +175,8 @@ class Gateway:
             asyncio.create_task(self._follow_readiness()),
             asyncio.create_task(self.parts.follower.run()),
             *(asyncio.create_task(option.run()) for option in self.parts.options),
-            asyncio.create_task(self.parts.history.run()),
         ]
-        return Addresses(http_address, grpc_address, admin_address, trace_address, metrics_address)
+        return Addresses(http_address, grpc_address, admin_address, metrics_address)
 
     def _render_metrics(self, exemplars: bool) -> bytes:
         """Returns the metrics of the gateway and its replicas. Blocks until the event loop has
@@ -199,30 +190,22 @@ class Gateway:
             return None
         return await self._admin.start(self._settings.admin_address)
 
-    async def _start_otlp(self) -> str | None:
-        if self._otlp is None or self._settings.trace_address is None:
-            return None
-        address = await self._otlp.start(self._settings.trace_address)
-        await self._otlp.set_ready(True)
-        return address
-
     async def _stop_servers(self, grace_seconds: float) -> None:
         http = [server for server in (self._http, self._admin) if server is not None]
         await asyncio.gather(
             self._grpc.end_calls(grace_seconds), *(server.stop(grace_seconds) for server in http)
         )
 
-    async def _stop_otlp(self, grace_seconds: float) -> None:
-        if self._otlp is not None:
-            await self._otlp.drain(grace_seconds)
+    async def _stop_options(self, second_stop: asyncio.Event | None) -> None:
+        for option in self.parts.options:
+            await option.stop(second_stop)
 
     async def drain(self, stop: asyncio.Event | None = None) -> None:
         """Waits for requests for at most `drain_seconds`, then ends the remaining ones.
 
         At once, gRPC health reports that the gateway is not ready, new HTTP requests are refused as
         unavailable, and each connection closes when it has no request. The health service ends
-        after the last request. Afterwards the gateway still receives spans of other services for
-        `trace_linger_seconds`, or until `stop` is set.
+        after the last request. Afterwards options may serve until `stop` is set.
         """
         self.gate.close()
         shutting_down = Unavailable("the server is shutting down", retry_after_seconds=1.0)
@@ -243,11 +226,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._grpc.drain(0)
         await asyncio.to_thread(self._metrics.close)
-        if self._otlp is not None and stop is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.trace_linger_seconds):
-                    await stop.wait()
-        await self._stop_otlp(_LAST_ANSWERS_SECONDS)
+        await self._stop_options(stop)
 
     async def serve_until(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set or a background task fails, then drains.

@@ -14,8 +14,6 @@ from services.common.telemetry.exposition import Exposition
 from services.common.telemetry.tracing import Tracing
 from services.common.telemetry.tracing_metrics import TracingCollector
 from services.common.tls.metrics import TlsCollector
-from services.gateway.adapters.activity.feed import ActivityFeed
-from services.gateway.adapters.activity.history import HistoryKeeper
 from services.gateway.adapters.directory.follower import make_follower
 from services.gateway.adapters.directory.metrics import IndexCollector
 from services.gateway.adapters.discovery.discovery import Discovery
@@ -27,10 +25,10 @@ from services.gateway.adapters.telemetry.fleet_metrics import FleetCollector, Fl
 from services.gateway.adapters.telemetry.genai_metrics import GenAiMetrics
 from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.observation import Observer
+from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.adapters.telemetry.request_recorder import RecorderSettings, RequestRecorder
 from services.gateway.adapters.tokenizer.generation_config import read_sampling_defaults
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer
-from services.gateway.adapters.traces.running import RunningTraces
 from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing import make_policy
@@ -39,8 +37,6 @@ from services.gateway.core.gate import Gate
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.text.parsing.output_formats import OutputFormats
-from services.gateway.core.traces.history import History
-from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.options.listed import OPTIONS
 from services.gateway.options.option import OptionParts, Options
 from services.gateway.settings import GatewaySettings
@@ -60,7 +56,6 @@ class Parts:
         tls: "Tls | None" = None,
         internal_tls: "Tls | None" = None,
         meter: Meter | None = None,
-        traces: TraceStore | None = None,
     ) -> None:
         """`tls` is used with clients and operators, and `internal_tls` with the other services.
         Raises FailedPrecondition if generation_config.json is invalid. Raises SettingError if a
@@ -69,7 +64,6 @@ class Parts:
         self.settings = settings
         self.tls = tls
         self.internal_tls = internal_tls
-        self.traces = traces
         gateway_id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
         loop = asyncio.get_running_loop()
         self.links = SchedulerLinks(gateway_id, settings.session_timeout_seconds, internal_tls)
@@ -84,41 +78,44 @@ class Parts:
         )
         self.inference = _make_inference(settings, tokenizer, self.fleet)
         self.gate = Gate(settings.max_concurrent_requests)
-        self.activity = ActivityFeed(self.membership, self.links, self.prefix_index)
         self.follower = make_follower(
             self.prefix_index, settings.redis_url, self._replicas, internal_tls
         )
         self.metrics = Metrics(settings.model_name)
         genai = GenAiMetrics(meter or NoOpMeter("stepwell"), settings.model_name)
-        history = History()
-        self.observer = Observer(self.metrics, genai, self.prefix_index, history)
+        self.observer = Observer(self.metrics, genai, self.prefix_index)
+        running: dict[int, RequestRecord] = {}
         parts = OptionParts(
             settings,
             self.inference,
             self.fleet,
+            self.links,
             self.prefix_index,
+            self.gate,
+            running,
             self.observer,
             loop,
             gateway_id,
             settings.redis_url,
+            internal_tls,
         )
         self.options = Options([option(settings, parts) for option in OPTIONS])
+        for option in self.options:
+            tracing = option.traced(tracing)
         fleet_collector = FleetCollector(
             self.fleet, settings.model_name, settings.expected_replicas
         )
         own = self._own_metrics(fleet_collector, tracing)
         self.fleet_metrics = FleetMetrics(own, fleet_collector, self.links)
-        self.history = HistoryKeeper(
-            history, self.membership, self.links, lambda: self.fleet.num_waiting
-        )
         recording = RecorderSettings(
             settings.model_name,
             settings.trace_slow_seconds,
             settings.trace_slowest_per_minute,
             settings.access_log,
         )
-        self.recorder = RequestRecorder(recording, tracing, self.metrics, self.links.keep_trace)
-        self.running_traces = RunningTraces(self.recorder.running, self.links, settings.model_name)
+        self.recorder = RequestRecorder(
+            recording, tracing, self.metrics, self.links.keep_trace, running
+        )
         self.server_routes = ServerRoutes(
             self.inference,
             self.fleet,

@@ -1,8 +1,5 @@
 """The servers of a gateway: HTTP and gRPC for clients, and HTTP for operators."""
 
-from collections.abc import Sequence
-
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from stepwell.gateway.v1 import gateway_pb2_grpc
 
 from services.common.rpc.addresses import is_on_this_machine
@@ -21,16 +18,12 @@ from services.gateway.adapters.grpc.message_stream import AnswerStreams
 from services.gateway.adapters.grpc.request_interceptor import RequestInterceptor
 from services.gateway.adapters.http.exchange.app import guarded, make_app
 from services.gateway.adapters.http.exchange.parse import BodyReader
-from services.gateway.adapters.http.exchange.route import Route
 from services.gateway.adapters.http.openai.client_routes import HEADERS, client_routes
 from services.gateway.adapters.http.openai.generation_routes import OPERATIONS as GENERATING
 from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
 from services.gateway.adapters.http.openai.tokenizer_routes import TokenizerRoutes
-from services.gateway.adapters.http.operators.activity_routes import ActivityRoutes
 from services.gateway.adapters.http.operators.admin_routes import AdminRoutes, refuse_web_pages
 from services.gateway.adapters.http.operators.lora_routes import LoraRoutes
-from services.gateway.adapters.http.operators.trace_routes import TraceRoutes
-from services.gateway.adapters.http.operators.ui_pages import UiPages, UiRole
 from services.gateway.adapters.http.transport.body_budget import BodyBudget
 from services.gateway.adapters.http.transport.connections import ConnectionLimits, Connections
 from services.gateway.adapters.http.transport.early_refusals import EarlyRefusals
@@ -38,18 +31,14 @@ from services.gateway.adapters.http.transport.hosts import HostNames, hosts_for
 from services.gateway.adapters.http.transport.http_counts import HttpCounts
 from services.gateway.adapters.http.transport.quick_refusals import QuickRefusals
 from services.gateway.adapters.http.transport.server import HttpServer
-from services.gateway.adapters.traces.keeping import TraceServicer
 from services.gateway.core.caller import ANYONE
 from services.gateway.core.fleet.administration import Administration
 from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
 from services.gateway.parts import Parts
 
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
-OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 _ADMIN_CONNECTIONS = 64
 """Limit on the number of open connections of operators."""
-_MAX_EXPORTS = 64
-"""Limit on the number of concurrent exports of spans."""
 _OTHER_RPCS = 256
 """Number of concurrent calls, such as health checks, that are allowed in addition to calls that
 generate.
@@ -76,19 +65,11 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
     )
     headers = (*HEADERS, *options.request_headers)
     route_parts = RouteParts(generation, inference, gate, bodies, settings.model, HEADERS, headers)
-    views = _view_routes(parts, sees_all=False) if settings.ui else ()
     routes = client_routes(
         generation,
         TokenizerRoutes(inference, parts.membership, gate, bodies),
         parts.server_routes,
-        (
-            *(
-                route
-                for option in parts.options
-                for route in option.routes(route_parts, parts.options)
-            ),
-            *views,
-        ),
+        [route for option in options for route in option.routes(route_parts, options)],
         headers,
         has_metrics=settings.metrics_address is None,
         has_tokenizer_info=settings.enable_tokenizer_info_endpoint,
@@ -106,10 +87,10 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
     generating = tuple(operations)
     early = EarlyRefusals(app, generating, gate, inference, options, parts.observer)
     checked = options.guarded(early, generating)
-    pages = UiPages(checked, UiRole.CLIENT) if settings.ui else checked
+    wrapped = options.wrap(checked, for_operators=False)
     hosts = HostNames(hosts_for(settings.http_address, settings.allowed_hosts))
     outer = guarded(
-        pages,
+        wrapped,
         hosts,
         settings.allowed_origins,
         parts.recorder,
@@ -155,34 +136,16 @@ def admin_server(parts: Parts) -> HttpServer | None:
             *LoraRoutes(
                 parts.inference.adapters, administration, bodies, settings.lora_dir
             ).routes(),
-            *_view_routes(parts, sees_all=True),
+            *(route for option in parts.options for route in option.operator_routes()),
         ),
         Access({settings.admin_key: ANYONE} if settings.admin_key else {}),
         checks=(refuse_web_pages,),
     )
-    pages = UiPages(app, UiRole.OPERATOR)
+    wrapped = parts.options.wrap(app, for_operators=True)
     hosts = HostNames(hosts_for(settings.admin_address, ()))
-    outer = guarded(pages, hosts, (), parts.recorder, {})
+    outer = guarded(wrapped, hosts, (), parts.recorder, {})
     tls = None if is_on_this_machine(settings.admin_address) else parts.tls
     return HttpServer(outer, _connections(parts, _ADMIN_CONNECTIONS), tls)
-
-
-def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
-    """Returns the routes whose data displays such as `/ui` show. With `sees_all`, they show the
-    data of all callers.
-    """
-    activity = ActivityRoutes(
-        parts.activity,
-        parts.history.history,
-        parts.inference,
-        parts.fleet,
-        parts.gate,
-        sees_all=sees_all,
-    )
-    return (
-        *activity.routes(),
-        *TraceRoutes(parts.traces, parts.running_traces, sees_all=sees_all).routes(),
-    )
 
 
 def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
@@ -250,18 +213,6 @@ def _request_interceptor(parts: Parts, servicer: InferenceServicer) -> RequestIn
         max_items=parts.settings.max_items_per_request,
         message_timeout_seconds=parts.settings.receive_timeout_seconds,
     )
-
-
-def trace_server(parts: Parts) -> GrpcServer | None:
-    """Makes the OTLP server, which receives the spans of the other services. Returns None if traces
-    are not stored.
-    """
-    if parts.traces is None:
-        return None
-    server = GrpcServer(max_concurrent_rpcs=_MAX_EXPORTS, tls=parts.internal_tls)
-    register = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
-    server.add(register, TraceServicer(parts.traces), OTLP_SERVICE_NAME)
-    return server
 
 
 def _connections(

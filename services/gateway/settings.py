@@ -182,29 +182,6 @@ class GatewaySettings(ClientSettings, OptionSettings):
         " tenants' metrics if keys are required)",
         check=is_host_port,
     )
-    ui: bool = setting(
-        True,
-        doc="serve the page /ui, /activity and /traces at http_address too; admin_address always "
-        "serves them",
-    )
-    trace_address: str | None = setting(
-        None,
-        doc="host:port or unix:PATH that receives the other services' spans over OTLP (their "
-        "--otlp-endpoint), for `stepwell trace` and /ui (default: no traces are stored)",
-        check=is_listen_address,
-    )
-    trace_store_max_per_minute: int = setting(
-        12,
-        doc="requests per minute that are traced for the store, as many at once after a quiet "
-        "minute; 0: by --trace-sample-ratio",
-        check=at_least(0),
-    )
-    trace_linger_seconds: float = setting(
-        0.0,
-        doc="time after the drain in which spans of services that stop later are accepted, until "
-        "another SIGTERM",
-        check=at_least(0),
-    )
     tls_cert_file: Path | None = setting(
         None,
         doc="certificate chain (PEM) for clients over HTTP and gRPC (default: no TLS)",

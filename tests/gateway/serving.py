@@ -18,7 +18,6 @@ from services.common.rpc.channel import open_channel
 from services.common.telemetry.tracing import Tracing, configure_tracing
 from services.gateway.__main__ import Gateway
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
-from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.waiting import until
@@ -42,7 +41,6 @@ class Serving:
     base_url: str
     grpc_address: str
     admin_address: str
-    trace_address: str
     metrics_address: str
     channel: grpc.aio.Channel
     tokenizer: Any
@@ -102,7 +100,6 @@ async def serving(
     tls: "Tls | None" = None,
     internal_tls: "Tls | None" = None,
     http_verify: ssl.SSLContext | bool = False,
-    traces: TraceStore | None = None,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     """Starts the schedulers, a gateway and clients, and stops all of them at the end. The block
@@ -121,10 +118,10 @@ async def serving(
     } | settings
     num_wanted = len(fakes) if num_ready is None else num_ready
     tokenizer = tokenizer_of(model)
-    tracing = tracing or configure_tracing("gateway", "", 0.0)
     try:
         known = GatewaySettings(**values)
-        gateway = Gateway(known, tokenizer, tracing, tls, internal_tls, traces=traces)
+        tracing = tracing or configure_tracing("gateway", "", known.trace_sample_ratio)
+        gateway = Gateway(known, tokenizer, tracing, tls, internal_tls)
         bound = await gateway.start()
     except (StepwellError, SettingError):
         for fake in fakes:
@@ -142,7 +139,6 @@ async def serving(
             base_url,
             bound.grpc,
             bound.admin or "",
-            bound.traces or "",
             bound.metrics or "",
             channel,
             tokenizer,

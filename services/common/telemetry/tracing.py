@@ -193,7 +193,7 @@ def configure_tracing(
     # This logger would log every invalid `tracestate` of a client.
     logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
     if not endpoint and exporter is None:
-        return Tracing(trace.NoOpTracer(), None)
+        return Tracing(trace.NoOpTracer(), None, sample_ratio=sample_ratio)
     processor = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
     if exporter is not None:
         processor.add_span_processor(SimpleSpanProcessor(exporter))

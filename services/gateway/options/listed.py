@@ -6,11 +6,13 @@ from services.gateway.options.idempotency import Idempotency, IdempotencySetting
 from services.gateway.options.option import Option
 from services.gateway.options.sessions import Sessions, SessionSettings
 from services.gateway.options.tenants import Tenants, TenantSettings
+from services.gateway.options.viewer import Viewer, ViewerSettings
 from services.gateway.options.vllm_routes import VllmRoutes
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionSettings(
+    ViewerSettings,
     IdempotencySettings,
     SessionSettings,
     TenantSettings,
@@ -23,4 +25,5 @@ OPTIONS: tuple[type[Option], ...] = (
     Idempotency,
     Sessions,
     VllmRoutes,
+    Viewer,
 )

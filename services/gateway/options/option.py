@@ -13,13 +13,16 @@ from starlette.types import ASGIApp
 
 from services.common.errors import StepwellError
 from services.common.telemetry.metric_specs.spec import MetricSpec
+from services.common.telemetry.tracing import Tracing
 from services.gateway.adapters.access import Access
 from services.gateway.adapters.http.exchange.route import RequestHeader, Route
+from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.adapters.telemetry.observation import Observer
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.client_settings import ClientSettings
 from services.gateway.core.caller import Caller
 from services.gateway.core.fleet.fleet import Fleet
+from services.gateway.core.gate import Gate
 from services.gateway.core.ports import Clock
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.generation import Generation
@@ -28,6 +31,7 @@ from services.gateway.core.request.inference import Inference
 CallContext = grpc.aio.ServicerContext[Any, Any]
 
 if TYPE_CHECKING:
+    from services.common.tls.credentials import Tls
     from services.gateway.options.server_parts import CallParts, RouteParts, StreamCall
 
 
@@ -39,12 +43,17 @@ class OptionParts:
     inference: Inference
     engine: Fleet
     """Its `admission` may be replaced."""
+    links: SchedulerLinks
     prefix_index: PrefixIndex
+    gate: Gate
+    running: Mapping[int, RequestRecord]
+    """The records of calls that have not ended, the oldest first."""
     observer: Observer
     """Its `listeners` may be extended."""
     clock: Clock
     gateway_id: str
     redis_url: str | None
+    internal_tls: "Tls | None"
 
 
 class Option:
@@ -89,6 +98,10 @@ class Option:
         """
         return ()
 
+    def operator_routes(self) -> Sequence[Route]:
+        """Routes of the operators' HTTP API."""
+        return ()
+
     def calls(
         self,
         parts: "CallParts",  # noqa: ARG002
@@ -102,6 +115,16 @@ class Option:
         computes. The checks run before the body is read.
         """
         return app
+
+    def wrap(self, app: ASGIApp, *, for_operators: bool) -> ASGIApp:  # noqa: ARG002
+        """Wraps the clients' or the operators' HTTP application. The wrapper receives requests
+        before API keys are checked.
+        """
+        return app
+
+    def traced(self, tracing: Tracing) -> Tracing:
+        """Called once, at the start. Returns the tracing of requests."""
+        return tracing
 
     def admitted(
         self,
@@ -136,6 +159,9 @@ class Option:
     async def require_usable(self) -> None:
         """Called before the gateway listens. Raises SettingError if a setting is wrong."""
 
+    async def start(self) -> None:
+        """Starts the option's own servers. Raises Unavailable if an address cannot be bound."""
+
     async def run(self) -> None:
         """Runs until cancelled, from the start of the gateway."""
         await asyncio.Event().wait()
@@ -145,6 +171,11 @@ class Option:
 
     async def close(self, error: StepwellError) -> None:
         """Ends the option's remaining requests with an error after the gateway has drained."""
+
+    async def stop(self, second_stop: asyncio.Event | None) -> None:
+        """Stops the option's own servers, after the gateway's servers. They may serve for longer,
+        until `second_stop` is set. None means that they stop at once.
+        """
 
 
 class Options:
@@ -176,6 +207,11 @@ class Options:
     def guarded(self, app: ASGIApp, paths: Collection[str]) -> ASGIApp:
         for option in self._options:
             app = option.guarded(app, paths)
+        return app
+
+    def wrap(self, app: ASGIApp, *, for_operators: bool) -> ASGIApp:
+        for option in self._options:
+            app = option.wrap(app, for_operators=for_operators)
         return app
 
     def admitted(

@@ -1,4 +1,4 @@
-"""Each option of a service is removed from a copy of the tree, and the rest still works."""
+"""The options of a service are removed from a copy of the tree, and the rest still works."""
 
 import os
 import re
@@ -22,29 +22,30 @@ OTHER_TESTS = {
     "scheduler": ["tests/scheduler/unit/test_scheduling_budget.py"],
     "worker": [],
 }
-OPTIONS = sorted(
-    (path.parts[-4], path.parts[-2]) for path in REPOSITORY.glob("services/*/options/*/__init__.py")
-)
-"""Services, and folders of their options. Each option's tests have a module `without.py`: the tests
-of a service without the option.
-"""
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
 """Bytecode of another process that has not been renamed yet."""
 
 
-@pytest.mark.parametrize(("service", "option"), OPTIONS)
-def test_the_rest_works_without_an_option(service: str, option: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("service", OTHER_TESTS)
+def test_the_rest_works_without_the_options(service: str, tmp_path: Path) -> None:
+    """One option after another is removed. After each removal no module imports the removed one.
+    Each option's tests have a module `without.py`: the tests of a service without the option.
+    """
     copy_tree(service, tmp_path)
-    own_tests = f"tests/{service}/options/{option}"
-    (tmp_path / own_tests).parent.mkdir(parents=True, exist_ok=True)
-    without = shutil.copy(REPOSITORY / own_tests / "without.py", (tmp_path / own_tests).parent)
-    remove(service, option, tmp_path)
-    name = re.compile(rf"\b{service}\.options\.{option}\b|\boptions import .*\b{option}\b")
-    importers = [
-        path for path in (tmp_path / "services").rglob("*.py") if name.search(path.read_text())
-    ]
-    assert importers == []
-    tests = [without, *OTHER_TESTS[service]]
+    tests = [*OTHER_TESTS[service]]
+    own_tests = Path("tests", service, "options")
+    (tmp_path / own_tests).mkdir(parents=True, exist_ok=True)
+    for path in sorted(REPOSITORY.glob(f"services/{service}/options/*/__init__.py")):
+        option = path.parent.name
+        without = REPOSITORY / own_tests / option / "without.py"
+        tests.append(shutil.copy(without, tmp_path / own_tests / f"without_{option}.py"))
+        remove(service, option, tmp_path)
+        name = re.compile(rf"\b{service}\.options\.{option}\b|\boptions import .*\b{option}\b")
+        importers = [
+            one for one in (tmp_path / "services").rglob("*.py") if name.search(one.read_text())
+        ]
+        assert importers == []
+    assert len(tests) > len(OTHER_TESTS[service])
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *tests],
         cwd=tmp_path,

@@ -20,15 +20,14 @@ from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.delivery import Sink
 from services.gateway.core.request.generation import Generation, Usage
 from services.gateway.core.request.wait import Wait
-from services.gateway.core.traces.history import History
 from services.gateway.core.traces.timeline import Part
 
 
 class Listener(Protocol):
     """Counts requests in a further way."""
 
-    def answered(self, caller: Caller, usage: Usage) -> None:
-        """Called at the end of a request that was answered."""
+    def answered(self, record: RequestRecord, usage: Usage) -> None:
+        """Called at the end of a request that an engine had scheduled."""
 
     def refused(self, caller: Caller, reason: str) -> None:
         """Called for a refused request. `reason` is the code of its error."""
@@ -42,10 +41,8 @@ class Observation:
         record: RequestRecord,
         metrics: Metrics,
         genai: GenAiMetrics,
-        history: History,
         listeners: Sequence[Listener],
     ) -> None:
-        self._history = history
         self._listeners = listeners
         self._record = record
         self._metrics = metrics
@@ -125,15 +122,8 @@ class Observation:
             usage,
             self._record.error_type or None,
         )
-        self._history.answered(
-            time.time(),
-            seconds,
-            self._first_token_seconds,
-            usage.num_generated_tokens,
-            failed=self._record.is_failure,
-        )
         for listener in self._listeners:
-            listener.answered(self._record.caller, usage)
+            listener.answered(self._record, usage)
 
     def _exemplar(self) -> dict[str, str] | None:
         """Returns the trace id of this request as an exemplar. Returns None if the trace is not
@@ -153,7 +143,6 @@ class Observation:
             if self._generation is None or not self._generation.was_taken:
                 self._is_refused = True
                 _count_refusal(self._metrics, self._listeners, self._record, error_type)
-                self._history.refused(time.time(), error_type)
 
 
 class WatchedSink:
@@ -185,10 +174,7 @@ def _saw_nothing(_piece: Piece) -> None:
 class Observer:
     """Observes requests, and counts requests that are refused before they are observed."""
 
-    def __init__(
-        self, metrics: Metrics, genai: GenAiMetrics, index: PrefixIndex, history: History
-    ) -> None:
-        self._history = history
+    def __init__(self, metrics: Metrics, genai: GenAiMetrics, index: PrefixIndex) -> None:
         self._index = index
         self._metrics = metrics
         self._genai = genai
@@ -207,7 +193,6 @@ class Observer:
         """Counts the refusal of a request that is not observed yet."""
         reason = error.metric_reason
         _count_refusal(self._metrics, self.listeners, record, reason)
-        self._history.refused(time.time(), reason)
         record.failed(reason, error.message, is_failure=isinstance(error, InternalError))
 
     @contextmanager
@@ -217,7 +202,7 @@ class Observer:
         """A context that observes a request. Errors are counted and raised again."""
         record.operation, record.caller = operation, caller
         record.directory_state = self._index.state.value
-        observation = Observation(record, self._metrics, self._genai, self._history, self.listeners)
+        observation = Observation(record, self._metrics, self._genai, self.listeners)
         self._metrics.requests_in_flight.inc()
         try:
             yield observation

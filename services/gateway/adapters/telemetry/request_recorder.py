@@ -54,17 +54,22 @@ class RequestRecorder:
     """
 
     def __init__(
-        self, settings: RecorderSettings, tracing: Tracing, metrics: Metrics, keep: KeepTrace
+        self,
+        settings: RecorderSettings,
+        tracing: Tracing,
+        metrics: Metrics,
+        keep: KeepTrace,
+        running: dict[int, RequestRecord],
     ) -> None:
+        """`running` maps the ids of root spans to the records of calls that have not ended. The
+        oldest call is first.
+        """
         self._settings = settings
         self._tracing = tracing
         self._metrics = metrics
         self._keep = keep
         self._slowest = SlowestRequests(settings.num_slowest)
-        self.running: dict[int, RequestRecord] = {}
-        """Maps the ids of root spans to the records of calls that have not ended. The oldest call
-        is first.
-        """
+        self._running = running
 
     def begin(
         self, call: Call, operation: str, headers: Mapping[str, str], arrived: int | None = None
@@ -87,7 +92,7 @@ class RequestRecorder:
             arrived = time.perf_counter_ns()
         record = new_record(call, headers, request_id, origin, baggage, arrived)
         record.operation = operation
-        self.running[record.root_span_id] = record
+        self._running[record.root_span_id] = record
         return record
 
     def end_soon(self, record: RequestRecord) -> None:
@@ -99,7 +104,7 @@ class RequestRecorder:
 
     def end(self, record: RequestRecord) -> None:
         """Ends the record of a call. Makes spans if the call is traced, and logs the call."""
-        self.running.pop(record.root_span_id, None)
+        self._running.pop(record.root_span_id, None)
         record.timeline.end()
         if record.operation and self._tracing.enabled and (reason := self._kept_for(record)):
             self._metrics.trace_kept(reason)

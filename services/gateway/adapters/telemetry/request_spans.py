@@ -50,8 +50,11 @@ class RequestSpans:
         tracing: Tracing,
         model_name: str,
         so_far: EngineParts | None = None,
+        now: int | None = None,
     ) -> None:
-        """`so_far` has the parts of the time of sequences that are still at a replica."""
+        """`so_far` has the parts of the time of sequences that are still at a replica. `now` is the
+        end of the parts that have not ended. None means the current time.
+        """
         self._record = record
         self._so_far = so_far
         self._tracing = tracing
@@ -59,7 +62,7 @@ class RequestSpans:
         self._root = record.origin.context(record.root_span_id)
         self._num_left = MAX_SPANS - len(record.timeline.stretches) - 1
         self._is_running = record.timeline.ended is None
-        self._end = record.timeline.ended or record.timeline.now()
+        self._end = record.timeline.ended or now or record.timeline.now()
         self.num_dropped = record.timeline.num_dropped
         """Number of spans that were dropped."""
 

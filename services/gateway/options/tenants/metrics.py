@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from services.common.telemetry.metric_specs import value_family
 from services.common.telemetry.metric_specs.spec import counter, gauge
+from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.request.generation import Usage
 from services.gateway.options.tenants.core.queues.tenant_queues import TenantQueues
@@ -68,11 +69,11 @@ class TenantMetrics(Collector):
         """Returns one family for each metric."""
         return self._registry.collect()
 
-    def answered(self, tenant: Caller, usage: Usage) -> None:
+    def answered(self, record: RequestRecord, usage: Usage) -> None:
         """Counts a request that was answered."""
-        if tenant == ANYONE:
+        if record.caller == ANYONE:
             return
-        label = self._label(tenant)
+        label = self._label(record.caller)
         self._requests.labels(self._model, label).inc()
         for kind, count in (
             ("prompt", usage.num_prompt_tokens),

@@ -8,9 +8,6 @@ import httpx
 import pytest
 
 from services.common.keys.api_keys import TenantRecord
-from services.common.telemetry.tracing import configure_tracing
-from services.gateway.adapters.traces.keeping import StoreExporter
-from services.gateway.core.traces.trace_store import TraceStore
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.options.tenants.keyring import FileKeyring, bearer
 from tests.gateway.serving import serving, until
@@ -43,11 +40,10 @@ async def test_a_tenant_sees_its_own_requests_and_an_operator_all(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    store, scheduler = TraceStore(100, 2**20), FakeScheduler(permits=0)
-    tracing = configure_tracing("gateway", "", 1.0, exporter=StoreExporter(store))
-    settings = {"api_keys": KEYS, "trace_address": "127.0.0.1:0", **OPERATOR}
+    scheduler = FakeScheduler(permits=0)
+    settings = {"api_keys": KEYS, "trace_address": "127.0.0.1:0", "trace_sample_ratio": 1.0}
     async with (
-        serving(model, scheduler, tracing=tracing, traces=store, **settings) as served,
+        serving(model, scheduler, **settings, **OPERATOR) as served,
         async_http_client(base_url=f"http://{served.admin_address}") as admin,
     ):
         streams = [Stream(served, headers=bearer(key) | {"X-Request-Id": key}) for key in KEYS]

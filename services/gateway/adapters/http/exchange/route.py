@@ -63,6 +63,8 @@ class Route:
     OpenAI's schema.
     """
     headers: tuple[RequestHeader, ...] = ()
+    is_polled: bool = False
+    """Whether programs poll the route. Its requests are not counted in metrics, as in vLLM."""
     is_limited: bool = False
     """Whether requests count towards their caller's limits. If true, headers of the answer contain
     the remaining amounts.

@@ -76,9 +76,10 @@ def client_routes(
     has_metrics: bool,
     has_tokenizer_info: bool,
 ) -> Sequence[Route]:
-    """Returns all routes for clients. `further` are the routes of options and displays. Each of
-    them replaces a route with the same path. `headers` are those of requests that generate tokens.
+    """Returns all routes for clients. `further` are the routes of options. Each of them
+    replaces a route with the same path. `headers` are those of requests that generate tokens.
     """
+    metrics = Route(METRICS, server.metrics, CONTENT_TYPE, needs_key=False, is_polled=True)
     info = Route(
         "/tokenizer_info", tokenizer.tokenizer_info, server_answers.TokenizerInfo, tag="tokenizer"
     )
@@ -88,7 +89,7 @@ def client_routes(
         *_tokenizing(tokenizer),
         *((info,) if has_tokenizer_info else ()),
         *_about_the_server(server),
-        *((Route(METRICS, server.metrics, CONTENT_TYPE, needs_key=False),) if has_metrics else ()),
+        *((metrics,) if has_metrics else ()),
         *further,
     )
     return tuple({route.path: route for route in routes}.values())
@@ -170,15 +171,16 @@ def _about_the_server(server: ServerRoutes) -> Sequence[Route]:
         Route,
         answer=server_answers.Healthy,
         needs_key=False,
+        is_polled=True,
         other_answers={503: server_answers.Unhealthy},
     )
     model, card = f"{MODELS}/{{name:path}}", server_answers.ModelCard
     return (
         Route(MODELS, server.models, server_answers.ModelList, tag="openai"),
         Route(model, server.model, card, tag="openai", errors=(404,)),
-        Route("/status", server.status, server_answers.Status),
+        Route("/status", server.status, server_answers.Status, is_polled=True),
         probe("/health", server.health),
         probe("/ping", server.ping, methods=(*READ, "POST")),
-        Route("/version", server.version, server_answers.Version, needs_key=False),
-        Route("/load", server.load, server_answers.Load, needs_key=False),
+        Route("/version", server.version, server_answers.Version, needs_key=False, is_polled=True),
+        Route("/load", server.load, server_answers.Load, needs_key=False, is_polled=True),
     )

@@ -7,8 +7,10 @@ from importlib.metadata import version
 from typing import Any
 
 import grpc
+from google.protobuf.json_format import MessageToDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.telemetry.exposition import (
     CONTENT_TYPE,
@@ -16,7 +18,6 @@ from services.common.telemetry.exposition import (
     open_metrics,
     wants_open_metrics,
 )
-from services.gateway.adapters.activity.activity_document import stats_document
 from services.gateway.adapters.schedulers.scheduler_link import SchedulerLink
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.adapters.telemetry.fleet_metrics import FleetMetrics
@@ -149,3 +150,16 @@ async def _status(replica: Replica, link: SchedulerLink) -> dict[str, Any]:
         return status
     status["stats"] = stats_document(stats)
     return status
+
+
+def stats_document(stats: scheduler_pb2.GetStatsResponse) -> dict[str, Any]:
+    """Returns a scheduler's statistics. The keys are the names of the fields in the .proto."""
+    numbers = MessageToDict(
+        stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    # The JSON mapping of protobuf writes 64-bit numbers as strings.
+    return {
+        name: int(value) if isinstance(value, str) and value.isdigit() else value
+        for name, value in numbers.items()
+        if name != "incarnation"
+    } | {"incarnation": stats.incarnation}

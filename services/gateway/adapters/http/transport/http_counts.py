@@ -10,8 +10,6 @@ from services.gateway.adapters.http.exchange.route import Route
 from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 
-UNCOUNTED = frozenset({"/metrics", "/health", "/ping", "/load", "/version", "/status", "/activity"})
-"""Paths that programs poll. Their requests are not counted, as in vLLM."""
 OTHER = "none"
 """The label for requests with unknown paths."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
@@ -25,6 +23,7 @@ class HttpCounts:
     def __init__(self, app: ASGIApp, routes: Sequence[Route], metrics: Metrics) -> None:
         self._app = app
         self._exact = {route.path for route in routes if "{" not in route.path}
+        self._polled = {route.path for route in routes if route.is_polled}
         self._templates = [
             (re.compile(re.sub(r"\{.*\}", ".*", route.path)), route.path)
             for route in routes
@@ -33,7 +32,7 @@ class HttpCounts:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in UNCOUNTED:
+        if scope["type"] != "http" or scope["path"] in self._polled:
             await self._app(scope, receive, send)
             return
         began = time.perf_counter()

@@ -8,16 +8,16 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from services.gateway.adapters.activity.activity_document import Document
-from services.gateway.adapters.activity.feed import ActivityFeed, ReplicaSample
-from services.gateway.adapters.activity.history import history_document
 from services.gateway.adapters.http.exchange.query import Query, read_query
 from services.gateway.adapters.http.exchange.route import Route
-from services.gateway.adapters.http.openapi import view_answers as answers
 from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.gate import Gate
 from services.gateway.core.request.inference import Inference
-from services.gateway.core.traces.history import History
+from services.gateway.options.viewer import answers
+from services.gateway.options.viewer.activity.activity_document import Document
+from services.gateway.options.viewer.activity.feed import ActivityFeed, ReplicaSample
+from services.gateway.options.viewer.activity.history import history_document
+from services.gateway.options.viewer.core.history import History
 
 ACTIVITY = "/activity"
 HISTORY = "/activity/history"
@@ -64,6 +64,7 @@ class ActivityRoutes:
                 answers.Activity,
                 query=ActivityQuery,
                 errors=(400,),
+                is_polled=True,
             ),
             Route(HISTORY, self.history, answers.History),
         )

@@ -4,6 +4,7 @@ sequences at the schedulers.
 
 import asyncio
 import enum
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
@@ -21,11 +22,11 @@ from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.adapters.telemetry.request_spans import RequestSpans
 from services.gateway.adapters.telemetry.request_times import traces_of
-from services.gateway.adapters.traces.keeping import stored_spans
-from services.gateway.adapters.traces.trace_document import attributes_of
 from services.gateway.core.traces.time_parts import EngineParts
 from services.gateway.core.traces.timeline import Part
-from services.gateway.core.traces.trace_store import SpanRole, StoredTrace, is_called
+from services.gateway.options.viewer.core.trace_store import SpanRole, StoredTrace, is_called
+from services.gateway.options.viewer.traces.keeping import stored_spans
+from services.gateway.options.viewer.traces.trace_document import attributes_of
 
 MAX_SEQUENCES = 64
 """Limit on the number of a request's sequences that are queried at one scheduler."""
@@ -64,7 +65,8 @@ class RunningTraces:
         listed = records[:limit]
         for record in listed:
             record.is_watched = True
-        return [self._made(record, is_whole=False) for record in listed]
+        now = time.perf_counter_ns()
+        return [self._made(record, is_whole=False, now=now) for record in listed]
 
     async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
         """The trace with this id, or the newest trace of the request with this id, by the rules of
@@ -83,12 +85,17 @@ class RunningTraces:
         return [record for record in self._records.values() if record.operation]
 
     def _made(
-        self, record: RequestRecord, *, is_whole: bool, so_far: EngineParts | None = None
+        self,
+        record: RequestRecord,
+        *,
+        is_whole: bool,
+        so_far: EngineParts | None = None,
+        now: int | None = None,
     ) -> StoredTrace:
         """Makes a trace of the gateway's own spans. If `is_whole` is false, it has only the root
         span.
         """
-        spans = RequestSpans(record, self._spans.tracing, self._model_name, so_far)
+        spans = RequestSpans(record, self._spans.tracing, self._model_name, so_far, now)
         (spans.make if is_whole else spans.make_root)(None)
         trace = StoredTrace(record.trace_id, is_running=True)
         _add(trace, encoded_spans(self._spans.take()), is_own=True)

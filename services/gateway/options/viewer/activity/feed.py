@@ -10,18 +10,18 @@ from dataclasses import dataclass, field, replace
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.gateway.adapters.activity.activity_document import (
-    Document,
-    blocks_document,
-    request_document,
-    stats_document,
-    step_documents,
-)
-from services.gateway.adapters.activity.history import name_of
+from services.gateway.adapters.http.operators.server_routes import stats_document
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.core.fleet.membership import Membership
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
+from services.gateway.options.viewer.activity.activity_document import (
+    Document,
+    blocks_document,
+    request_document,
+    step_documents,
+)
+from services.gateway.options.viewer.activity.history import name_of
 
 SAMPLE_SECONDS = 0.2
 """Minimum number of seconds between two samples."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,8 @@ import httpx
 import pytest
 
 from services.common.telemetry.tracing import Tracing, configure_tracing
-from services.gateway.adapters.traces.keeping import StoreExporter
-from services.gateway.adapters.traces.tracing import gateway_tracing, make_trace_store
-from services.gateway.core.traces.trace_store import TraceStore
-from services.gateway.settings import GatewaySettings
+from services.gateway.options.viewer.core.trace_store import TraceStore
+from services.gateway.options.viewer.option import Viewer
 from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
@@ -25,18 +24,32 @@ SAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
 BODY = {"prompt": "the", "max_tokens": 3, "stop": ["a secret"]}
 
 
+@dataclass
+class Kept:
+    """The traces that a gateway keeps."""
+
+    store: TraceStore
+    address: str
+    """The address that receives spans of other services."""
+
+
 @asynccontextmanager
 async def keeping(
     model: Path, *schedulers: FakeScheduler, **settings: Any
-) -> AsyncIterator[tuple[Serving, TraceStore]]:
+) -> AsyncIterator[tuple[Serving, Kept]]:
     """A gateway that keeps the traces of all requests, unless a client's trace context is
     unsampled.
     """
-    store = TraceStore(100, 2**20)
-    tracing = configure_tracing("gateway", "", 1.0, exporter=StoreExporter(store))
-    given = {"trace_address": "127.0.0.1:0"} | settings
-    async with serving(model, *schedulers, tracing=tracing, traces=store, **given) as served:
-        yield served, store
+    given = {
+        "trace_address": "127.0.0.1:0",
+        "trace_sample_ratio": 1.0,
+        "trace_store_max_per_minute": 0,
+    } | settings
+    async with serving(model, *schedulers, **given) as served:
+        (viewer,) = (one for one in served.gateway.parts.options if isinstance(one, Viewer))
+        assert viewer.store is not None
+        assert viewer.address is not None
+        yield served, Kept(viewer.store, viewer.address)
 
 
 @asynccontextmanager
@@ -51,10 +64,10 @@ async def other_service(address: str) -> AsyncIterator[Tracing]:
 
 async def test_spans_of_all_services_are_one_tree(model: Path) -> None:
     scheduler = FakeScheduler()
-    async with keeping(model, scheduler) as (served, _):
+    async with keeping(model, scheduler) as (served, kept):
         answer = await served.http.post("/v1/completions", json=BODY, headers=SAMPLED)
         parent = scheduler.adds[0].traceparent
-        async with other_service(served.trace_address) as tracing:
+        async with other_service(kept.address) as tracing:
             queue = tracing.start("first", parent, start_unix_nanos=1)
             tracing.start("inside", traceparent_of(queue)).end()
             queue.end()
@@ -80,32 +93,32 @@ async def test_spans_of_all_services_are_one_tree(model: Path) -> None:
 
 
 async def test_spans_are_taken_after_the_drain_until_a_second_stop(model: Path) -> None:
-    async with keeping(model, trace_linger_seconds=60.0) as (served, store):
+    async with keeping(model, trace_linger_seconds=60.0) as (served, kept):
         stop = asyncio.Event()
         stop.set()
         serving_on = asyncio.create_task(served.gateway.serve_until(stop))
         await until(lambda: served.gateway.membership.num_ready == 0)
         with pytest.raises(httpx.ConnectError):
             await served.http.get("/health")
-        async with other_service(served.trace_address) as tracing:
+        async with other_service(kept.address) as tracing:
             tracing.start("a step").end()
-        assert len(store) == 1
+        assert len(kept.store) == 1
         stop.set()
         await asyncio.wait_for(serving_on, DEADLINE_SECONDS)
         with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection(*served.trace_address.split(":"))
+            await asyncio.open_connection(*kept.address.split(":"))
 
 
 async def test_requests_are_listed_and_steps_are_not(model: Path) -> None:
     failing = FakeScheduler()
-    async with keeping(model, failing) as (served, store):
+    async with keeping(model, failing) as (served, kept):
         document = Documented((await served.http.get("/openapi.json")).json())
         first = await served.http.post("/v1/completions", json=BODY)
         failing.engine_error = "STEP_FAILED"
         await served.http.post("/v1/completions", json=BODY)
-        async with other_service(served.trace_address) as tracing:
+        async with other_service(kept.address) as tracing:
             tracing.start("a step").end()
-        await until(lambda: len(store) == 3)
+        await until(lambda: len(kept.store) == 3)
         listed = await served.http.get("/traces")
         document.check("/traces", listed)
         assert listed.json()["num_kept"] == 2
@@ -122,13 +135,13 @@ async def test_requests_are_listed_and_steps_are_not(model: Path) -> None:
 
 
 async def test_a_request_that_was_not_sampled_leaves_no_trace(model: Path) -> None:
-    async with keeping(model) as (served, store):
+    async with keeping(model) as (served, kept):
         unsampled = {"traceparent": SAMPLED["traceparent"][:-1] + "0"}
         answer = await served.http.post("/v1/completions", json=BODY, headers=unsampled)
         missing = await served.http.get(f"/traces/{answer.json()['id']}")
         assert missing.status_code == 404
         assert "was not sampled" in missing.json()["error"]["message"]
-        assert len(store) == 0
+        assert len(kept.store) == 0
 
 
 async def test_without_a_store_there_are_no_traces(served: Serving) -> None:
@@ -149,62 +162,42 @@ async def test_clients_without_the_page_have_no_traces_either(model: Path) -> No
 
 
 async def test_a_store_and_a_collector_both_get_every_span(model: Path) -> None:
-    async with keeping(model) as (collector, collected):
-        endpoint = f"http://{collector.trace_address}"
-        settings = GatewaySettings(model=model, trace_address="127.0.0.1:0", otlp_endpoint=endpoint)
-        store = make_trace_store(settings)
-        with gateway_tracing("gateway", settings, store) as tracing:
-            async with serving(model, tracing=tracing, traces=store) as served:
-                await served.http.post("/v1/completions", json=BODY)
-            await asyncio.to_thread(tracing.shutdown)
-        (kept,) = store.requests()
-        sent = collected.find(kept.trace_id)
+    async with keeping(model) as (_, collector):
+        tracing = configure_tracing("gateway", f"http://{collector.address}", 1.0)
+        async with keeping(model, tracing=tracing) as (served, kept):
+            await served.http.post("/v1/completions", json=BODY)
+        await asyncio.to_thread(tracing.shutdown)
+        (trace,) = kept.store.requests()
+        sent = collector.store.find(trace.trace_id)
         assert sent is not None
-        assert len(sent.spans) == len(kept.spans) > 5
-    assert make_trace_store(GatewaySettings(model=model)) is None
+        assert len(sent.spans) == len(trace.spans) > 5
 
 
 async def test_the_slowest_and_what_a_list_showed_are_kept_though_they_are_not_sampled(
     model: Path,
 ) -> None:
-    settings = GatewaySettings(model=model, trace_address="127.0.0.1:0", trace_sample_ratio=0.0)
-    store, scheduler = make_trace_store(settings), FakeScheduler(permits=1)
-    with gateway_tracing("gateway", settings, store) as tracing:
-        async with serving(
-            model, scheduler, tracing=tracing, traces=store, trace_slowest_per_minute=1
-        ) as served:
-            stream = Stream(served)
-            await until(lambda: len(stream.token_ids) == 1)
-            (running,) = (await served.http.get("/traces")).json()["traces"]
-            scheduler.run_freely()
-            await stream.task
-            fast = [await served.http.post("/v1/completions", json=BODY) for _ in range(3)]
-            whole = (await served.http.get(f"/traces/{running['trace_id']}")).json()
-            assert whole["is_complete"]
-            assert whole["spans"][0]["attributes"]["stepwell.kept_for"] == "slowest"
-            assert whole["time"]["line"].startswith(
-                whole["spans"][0]["attributes"]["stepwell.time"]
-            )
-            missing = await served.http.get(f"/traces/{fast[-1].json()['id']}")
-            assert missing.status_code == 404
+    scheduler = FakeScheduler(permits=1)
+    ratios = {"trace_sample_ratio": 0.0, "trace_slowest_per_minute": 1}
+    async with keeping(model, scheduler, **ratios) as (served, _):
+        stream = Stream(served)
+        await until(lambda: len(stream.token_ids) == 1)
+        (running,) = (await served.http.get("/traces")).json()["traces"]
+        scheduler.run_freely()
+        await stream.task
+        fast = [await served.http.post("/v1/completions", json=BODY) for _ in range(3)]
+        whole = (await served.http.get(f"/traces/{running['trace_id']}")).json()
+        assert whole["is_complete"]
+        assert whole["spans"][0]["attributes"]["stepwell.kept_for"] == "slowest"
+        assert whole["time"]["line"].startswith(whole["spans"][0]["attributes"]["stepwell.time"])
+        missing = await served.http.get(f"/traces/{fast[-1].json()['id']}")
+        assert missing.status_code == 404
 
 
 async def test_calls_that_are_never_traced_take_no_place_of_those_that_are(model: Path) -> None:
     """The page /ui, for example, requests the activity several times a second."""
-    settings = GatewaySettings(
-        model=model,
-        schedulers=("127.0.0.1:1",),
-        trace_address="127.0.0.1:0",
-        trace_sample_ratio=1.0,
-        trace_store_max_per_minute=2,
-    )
-    store = make_trace_store(settings)
-    with gateway_tracing("gateway", settings, store) as tracing:
-        async with serving(
-            model, tracing=tracing, traces=store, trace_address="127.0.0.1:0"
-        ) as served:
-            for path in ("/activity", "/metrics", "/traces"):
-                assert (await served.http.get(path)).is_success
-            answer = await served.http.post("/v1/completions", json=BODY)
-            read = await served.http.get(f"/traces/{answer.json()['id']}")
-            assert read.json()["spans"][0]["attributes"]["stepwell.kept_for"] == "sampled"
+    async with keeping(model, trace_store_max_per_minute=2) as (served, _):
+        for path in ("/activity", "/metrics", "/traces"):
+            assert (await served.http.get(path)).is_success
+        answer = await served.http.post("/v1/completions", json=BODY)
+        read = await served.http.get(f"/traces/{answer.json()['id']}")
+        assert read.json()["spans"][0]["attributes"]["stepwell.kept_for"] == "sampled"

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from services.common.telemetry import names
 from services.gateway.adapters.telemetry.request_record import KeptFor
-from services.gateway.core.traces.trace_store import SpanRole, StoredSpan, TraceStore
+from services.gateway.options.viewer.core.trace_store import SpanRole, StoredSpan, TraceStore
 
 _SERVICE_NAME = "service.name"
 _WANTED = {KeptFor.FAILED.value, KeptFor.SLOW.value, KeptFor.SLOWEST.value}

@@ -8,7 +8,7 @@ import httpx
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.gateway.adapters.activity.feed import SAMPLE_SECONDS
+from services.gateway.options.viewer.activity.feed import SAMPLE_SECONDS
 from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import serving

@@ -8,7 +8,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from services.common.telemetry import names
 from services.common.telemetry.time_parts import EXPLANATIONS, parts_of_attributes, time_line
-from services.gateway.core.traces.trace_store import StoredSpan, StoredTrace
+from services.gateway.options.viewer.core.trace_store import StoredSpan, StoredTrace
 
 _WITH_CLIENTS_TEXT = {names.GENAI_REQUEST_STOP_SEQUENCES}
 """Attributes that contain clients' text."""

@@ -5,7 +5,6 @@ seconds.
 from collections.abc import Iterable
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -14,19 +13,6 @@ Document = dict[str, Any]
 _REQUEST_STATE = "REQUEST_STATE_"
 _WAIT_REASON = "WAIT_REASON_"
 _UNSPECIFIED = "unspecified"
-
-
-def stats_document(stats: scheduler_pb2.GetStatsResponse) -> Document:
-    """Returns a scheduler's statistics. The keys are the names of the fields in the .proto."""
-    numbers = MessageToDict(
-        stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    # The JSON mapping of protobuf writes 64-bit numbers as strings.
-    return {
-        name: int(value) if isinstance(value, str) and value.isdigit() else value
-        for name, value in numbers.items()
-        if name != "incarnation"
-    } | {"incarnation": stats.incarnation}
 
 
 def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) -> Document:

@@ -14,10 +14,10 @@ from starlette.responses import JSONResponse, Response
 from services.common.errors import NotFound
 from services.gateway.adapters.http.exchange.query import Query, read_query
 from services.gateway.adapters.http.exchange.route import Route
-from services.gateway.adapters.http.openapi import view_answers as answers
-from services.gateway.adapters.traces.running import Order, RunningTraces
-from services.gateway.adapters.traces.trace_document import Document, document, summary
-from services.gateway.core.traces.trace_store import TraceStore
+from services.gateway.options.viewer import answers
+from services.gateway.options.viewer.core.trace_store import TraceStore
+from services.gateway.options.viewer.traces.running import Order, RunningTraces
+from services.gateway.options.viewer.traces.trace_document import Document, document, summary
 
 TRACES = "/traces"
 _MAX_LISTED = 200

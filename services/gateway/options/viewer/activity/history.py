@@ -12,7 +12,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.core.fleet.membership import Membership
 from services.gateway.core.fleet.replica import Replica
-from services.gateway.core.traces.history import (
+from services.gateway.options.viewer.core.history import (
     BIN_SECONDS,
     History,
     ReplicaStatus,

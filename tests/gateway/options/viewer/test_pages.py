@@ -7,9 +7,7 @@ from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import Serving, serving
 from tests.plain_http import async_http_client
 
-FOLDER = (
-    Path(__file__).parents[4] / "services" / "gateway" / "adapters" / "http" / "operators" / "ui"
-)
+FOLDER = Path(__file__).parents[4] / "services" / "gateway" / "options" / "viewer" / "ui"
 
 
 async def test_the_page_and_its_files_are_served_with_a_policy(served: Serving) -> None:

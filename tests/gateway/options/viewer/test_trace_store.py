@@ -4,9 +4,8 @@ import itertools
 
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
-from services.gateway.adapters.traces.tracing import AtMostPerMinute
-from services.gateway.core.traces.slowest_requests import SlowestRequests
-from services.gateway.core.traces.trace_store import SpanRole, StoredSpan, TraceStore
+from services.gateway.options.viewer.core.trace_store import SpanRole, StoredSpan, TraceStore
+from services.gateway.options.viewer.traces.sampler import AtMostPerMinute
 
 NUMBERS = itertools.count()
 
@@ -152,12 +151,3 @@ def test_what_a_list_has_shown_can_be_read_though_many_come_after_it() -> None:
         store.add(str(number), request(size=50))
     assert store.find("shown") is not None
     assert store.num_bytes <= 800
-
-
-def test_the_slowest_of_each_minute_are_among_those_selected() -> None:
-    slowest = SlowestRequests(2)
-    minute = [3.0, 9.0, 1.0, 4.0, 2.0, 9.5, 5.0]
-    selected = [seconds for seconds in minute if slowest.is_among(seconds, 59.0)]
-    assert selected == [3.0, 9.0, 4.0, 9.5]
-    assert slowest.is_among(0.1, 60.0)
-    assert not SlowestRequests(0).is_among(100.0, 0.0)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.gateway.core.traces.history import (
+from services.gateway.options.viewer.core.history import (
     BIN_SECONDS,
     MAX_BINS,
     MAX_EVENTS,

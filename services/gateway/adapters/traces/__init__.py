@@ -1,1 +1,0 @@
-"""The trace store. Spans are received over OTLP and returned as JSON."""

@@ -1,0 +1,143 @@
+"""The option that shows what the replicas do."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+from starlette.types import ASGIApp
+
+from services.common.rpc.server import GrpcServer
+from services.common.telemetry.tracing import Tracing, configure_tracing
+from services.gateway.adapters.http.exchange.route import Route
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.caller import Caller
+from services.gateway.core.request.generation import Usage
+from services.gateway.options.option import Option, OptionParts, Options
+from services.gateway.options.server_parts import RouteParts
+from services.gateway.options.viewer.activity.feed import ActivityFeed
+from services.gateway.options.viewer.activity.history import HistoryKeeper
+from services.gateway.options.viewer.activity.routes import ActivityRoutes
+from services.gateway.options.viewer.core.history import History
+from services.gateway.options.viewer.core.trace_store import TraceStore
+from services.gateway.options.viewer.pages import UiPages, UiRole
+from services.gateway.options.viewer.settings import ViewerSettings
+from services.gateway.options.viewer.traces.keeping import StoreExporter, TraceServicer
+from services.gateway.options.viewer.traces.routes import TraceRoutes
+from services.gateway.options.viewer.traces.running import RunningTraces
+from services.gateway.options.viewer.traces.sampler import AtMostPerMinute
+
+OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
+_MAX_STORED_BYTES = 16 * 2**20
+"""Limit on the total bytes of the spans in the store. The store keeps at most one trace for each 32
+KiB of this limit.
+"""
+_MAX_EXPORTS = 64
+"""Limit on the number of concurrent exports of spans."""
+_LAST_EXPORTS_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class Viewer(Option):
+    """Serves /activity, /traces and /ui. Stores traces if an address for spans is set."""
+
+    def __init__(self, settings: ViewerSettings, parts: OptionParts) -> None:
+        self._settings = settings
+        self._parts = parts
+        fleet, links = parts.engine, parts.links
+        self._history = History()
+        self._keeper = HistoryKeeper(
+            self._history, fleet.membership, links, lambda: fleet.num_waiting
+        )
+        self._feed = ActivityFeed(fleet.membership, links, parts.prefix_index)
+        self._running = RunningTraces(parts.running, links, parts.inference.model_name)
+        self.store: TraceStore | None = None
+        """The stored traces. It is None if traces are not stored."""
+        self.address: str | None = None
+        """The address that receives spans of the other services. It is None before the start, and
+        if traces are not stored.
+        """
+        self._server: GrpcServer | None = None
+        parts.observer.listeners.append(self)
+        if settings.trace_address is not None:
+            self.store = TraceStore(_MAX_STORED_BYTES // 2**15, _MAX_STORED_BYTES)
+
+    def routes(self, parts: RouteParts, options: Options) -> Sequence[Route]:  # noqa: ARG002
+        return self._routes(sees_all=False) if self._settings.ui else ()
+
+    def operator_routes(self) -> Sequence[Route]:
+        return self._routes(sees_all=True)
+
+    def wrap(self, app: ASGIApp, *, for_operators: bool) -> ASGIApp:
+        if for_operators:
+            return UiPages(app, UiRole.OPERATOR)
+        return UiPages(app, UiRole.CLIENT) if self._settings.ui else app
+
+    def traced(self, tracing: Tracing) -> Tracing:
+        """Adds the store to the receivers of spans. The limit on traces per minute applies only if
+        there is no collector.
+        """
+        if self.store is None:
+            return tracing
+        exporter = StoreExporter(self.store)
+        if tracing.processor is not None:
+            tracing.processor.add_span_processor(SimpleSpanProcessor(exporter))
+            return tracing
+        ratio = tracing.sample_ratio
+        sampler = AtMostPerMinute(
+            TraceIdRatioBased(ratio), self._settings.trace_store_max_per_minute
+        )
+        return configure_tracing("gateway", "", ratio, exporter=exporter, root_sampler=sampler)
+
+    # Methods of the observer's interface Listener.
+
+    def answered(self, record: RequestRecord, usage: Usage) -> None:
+        first = None if record.first_token is None else record.first_token - record.timeline.began
+        self._history.answered(
+            time.time(),
+            record.seconds,
+            None if first is None else first / 1e9,
+            usage.num_generated_tokens,
+            failed=record.is_failure,
+        )
+
+    def refused(self, caller: Caller, reason: str) -> None:  # noqa: ARG002
+        self._history.refused(time.time(), reason)
+
+    async def start(self) -> None:
+        """Starts the OTLP server, which receives the spans of the other services."""
+        if self.store is None or self._settings.trace_address is None:
+            return
+        self._server = GrpcServer(max_concurrent_rpcs=_MAX_EXPORTS, tls=self._parts.internal_tls)
+        register = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+        self._server.add(register, TraceServicer(self.store), OTLP_SERVICE_NAME)
+        self.address = await self._server.start(self._settings.trace_address)
+        await self._server.set_ready(True)
+        logger.info("traces are kept here; spans of other services on %s", self.address)
+
+    async def run(self) -> None:
+        await self._keeper.run()
+
+    async def stop(self, second_stop: asyncio.Event | None) -> None:
+        """Receives spans of services that stop later for `trace_linger_seconds` at most."""
+        if self._server is None:
+            return
+        if second_stop is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.trace_linger_seconds):
+                    await second_stop.wait()
+        await self._server.drain(_LAST_EXPORTS_SECONDS)
+
+    def _routes(self, *, sees_all: bool) -> Sequence[Route]:
+        """The routes of data that displays show. With `sees_all`, they show all callers' data."""
+        parts = self._parts
+        activity = ActivityRoutes(
+            self._feed, self._history, parts.inference, parts.engine, parts.gate, sees_all=sees_all
+        )
+        traces = TraceRoutes(self.store, self._running, sees_all=sees_all)
+        return (*activity.routes(), *traces.routes())
