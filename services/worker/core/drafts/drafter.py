@@ -87,7 +87,8 @@ class Drafter:
             own, begin = token_ids[begin : begin + count], begin + count
             if PROPOSED_HERE in own:
                 own = ()
-                length = self._lengths.setdefault(row, DraftLength(self.most))
+                if (length := self._lengths.get(row)) is None:
+                    length = self._lengths[row] = DraftLength(self.most)
                 if most := min(length.next(), count):
                     wanted.append(WantedDrafts(len(drafts), row, most, list(forced(row))[:most]))
             drafts.append(own)
