@@ -82,7 +82,7 @@ class BusyPools:
     def equal(self, index: PrefixIndex) -> bool:
         """Whether an index has exactly the contents of the pools."""
         return index.state is DirectoryState.EXACT and all(
-            index.keys_of(name) == set(block_keys(held)) for name, held in self.held.items()
+            keys_of(index, name) == set(block_keys(held)) for name, held in self.held.items()
         )
 
     async def _run(self) -> None:
@@ -130,3 +130,11 @@ class LoopWatch:
             began = own_time()
             await asyncio.sleep(0.005)
             self.longest_seconds = max(self.longest_seconds, own_time() - began - 0.005)
+
+
+def keys_of(index: PrefixIndex, node: str) -> set[int]:
+    """All keys of a node in an index."""
+    view = index.view(node)
+    if view is None:
+        return set()
+    return {key for shard in index._shards for key, held in shard.items() if held & view.bit}

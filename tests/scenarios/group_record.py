@@ -2,15 +2,40 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from services.common.pool.ids import BlockId
+from services.kvpool.core.free_queue import FreeQueue
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 
 _Tables = tuple[tuple[BlockId, ...], ...]
+
+
+class ObservedFreeQueue(FreeQueue):
+    """A queue that calls an observer with added blocks, in the order in which they are freed."""
+
+    __slots__ = ("_observer",)
+
+    def __init__(self, queue: FreeQueue, observer: Callable[[Sequence[BlockId]], None]) -> None:
+        """Takes over the blocks of another queue."""
+        self._blank, self._cached = queue._blank, queue._cached
+        self._observer = observer
+
+    def push_blank(self, blocks: Sequence[BlockId]) -> None:
+        super().push_blank(blocks)
+        self._observer(blocks[::-1])
+
+    def push_cached(self, blocks: Iterable[BlockId], now: int) -> None:
+        entering = list(blocks)
+        super().push_cached(entering, now)
+        self._observer(entering)
+
+    def push_mixed(self, blocks: Sequence[BlockId], has_hash: Sequence[bool], now: int) -> None:
+        super().push_mixed(blocks, has_hash, now)
+        self._observer(blocks)
 
 
 class GroupRecord:
@@ -24,7 +49,8 @@ class GroupRecord:
         self._before: dict[Request, _Tables] = {}
         self._groups_to_zero: list[int] = []
         """The group of each block that the next plan zeroes, in the plan's order."""
-        core.observe_frees(self._freed.extend)
+        blocks = core._blocks
+        blocks._free = ObservedFreeQueue(blocks._free, self._freed.extend)
         core.observe_blocks_to_zero(self._note_blocks_to_zero)
 
     def before_plan(self, running: Iterable[Request]) -> None:

@@ -1,7 +1,7 @@
 """The blocks of a pool: free, in use, or cached."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import takewhile
 
 from services.common.pool.block_hash import BlockHash
@@ -9,7 +9,7 @@ from services.common.pool.ids import NULL_BLOCK, BlockId
 from services.common.pool.operations import BlockCopy
 from services.kvpool.core.block_ages import BlockAges
 from services.kvpool.core.events import BlocksRemoved, BlocksStored, Event, EventLog
-from services.kvpool.core.free_queue import FreeQueue, ObservedFreeQueue
+from services.kvpool.core.free_queue import FreeQueue
 from services.kvpool.core.prefix_index import PrefixIndex
 
 
@@ -207,10 +207,6 @@ class BlockPool:
             for group, index in enumerate(self.indexes)
             if len(index)
         )
-
-    def observe_frees(self, observer: Callable[[Sequence[BlockId]], None]) -> None:
-        """Calls the observer with blocks whenever they enter the free queue."""
-        self._free = ObservedFreeQueue(self._free, observer)
 
     def free_block_ids(self) -> list[BlockId]:
         """The blocks of the free queue. The block that is allocated next comes first."""

@@ -8,7 +8,7 @@ block. The stack adds and removes several blocks as one slice.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress, islice
 
 from services.common.pool.ids import BlockId
@@ -93,27 +93,3 @@ class FreeQueue:
     def cached(self) -> list[BlockId]:
         """The free blocks with a hash. The block that is reused next comes first."""
         return list(self._cached)
-
-
-class ObservedFreeQueue(FreeQueue):
-    """A queue that calls an observer with added blocks, in the order in which they are freed."""
-
-    __slots__ = ("_observer",)
-
-    def __init__(self, queue: FreeQueue, observer: Callable[[Sequence[BlockId]], None]) -> None:
-        """Takes over the blocks of another queue."""
-        self._blank, self._cached = queue._blank, queue._cached
-        self._observer = observer
-
-    def push_blank(self, blocks: Sequence[BlockId]) -> None:
-        super().push_blank(blocks)
-        self._observer(blocks[::-1])
-
-    def push_cached(self, blocks: Iterable[BlockId], now: int) -> None:
-        entering = list(blocks)
-        super().push_cached(entering, now)
-        self._observer(entering)
-
-    def push_mixed(self, blocks: Sequence[BlockId], has_hash: Sequence[bool], now: int) -> None:
-        super().push_mixed(blocks, has_hash, now)
-        self._observer(blocks)

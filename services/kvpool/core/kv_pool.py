@@ -77,10 +77,6 @@ class KVPool:
         """The blocks of the free queue. The block that is allocated next comes first."""
         return self._blocks.free_block_ids()
 
-    def observe_frees(self, observer: Callable[[Sequence[BlockId]], None]) -> None:
-        """Registers an observer that is called with blocks when they are freed, in queue order."""
-        self._blocks.observe_frees(observer)
-
     def observe_blocks_to_zero(
         self, observer: Callable[[Sequence[Sequence[BlockId]]], object]
     ) -> None:

@@ -15,7 +15,7 @@ from services.common.redis.directory_layout import DirectoryKeys, batch_to_bytes
 from services.gateway.core.prefix_index.directory_state import DirectoryState
 from services.kvpool.adapters.redis_directory import RedisDirectory
 from services.kvpool.core.pool_config import PoolConfig
-from tests.directory.busy_pools import FULL, BusyPools, LoopWatch, right_again
+from tests.directory.busy_pools import FULL, BusyPools, LoopWatch, keys_of, right_again
 from tests.directory.followed import WRITER, Gateway
 from tests.kvpool.directory_conformance import FINGERPRINT
 from tests.redis_servers import RedisServer, needs_redis, until
@@ -138,7 +138,7 @@ async def test_a_view_that_drifted_is_loaded_again_alone(pools, gateway, redis):
     loads = gateway.reader.counts.loads
     forged = batch_to_bytes(KeyBatch(view.epoch, view.sequence + 1, [12345]))
     await redis.call(lambda client: client.xadd(KEYS.log, {b"b": forged}))
-    await until(lambda: 12345 in gateway.index.keys_of("b"))
+    await until(lambda: 12345 in keys_of(gateway.index, "b"))
     pools.change("b")  # its entry has the number of the forged one
     await until(lambda: gateway.reader.counts.drifts + gateway.reader.counts.gaps > 0)
     pools.resume()

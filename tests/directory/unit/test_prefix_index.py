@@ -19,6 +19,7 @@ from services.common.pool.prefix_depth import prefix_depth
 from services.gateway.core.prefix_index.directory_state import DirectoryState
 from services.gateway.core.prefix_index.node_view import Applied
 from services.gateway.core.prefix_index.prefix_index import JUMP, PrefixIndex
+from tests.directory.busy_pools import keys_of
 
 BLOCK_SIZE = 4
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
@@ -61,7 +62,7 @@ def test_a_batch_is_applied_once_and_in_order(index):
     assert index.apply(KeyBatch(7, 1, keys)) is Applied.KNOWN
     assert index.apply(KeyBatch(6, 2, keys)) is Applied.OTHER_EPOCH
     assert index.apply(KeyBatch(7, 2, keys[2:], keys[1:2])) is Applied.DONE
-    assert index.keys_of("a") == {keys[0], keys[2], keys[3]}
+    assert keys_of(index, "a") == {keys[0], keys[2], keys[3]}
     assert index.state is DirectoryState.EXACT
 
 
@@ -227,7 +228,7 @@ def test_random_prefixes_of_full_attention_are_matched_as_by_brute_force(
     for _ in range(sweeps):
         index.sweep()
     for node in range(5):
-        assert index.keys_of(str(node)) == held[node]
+        assert keys_of(index, str(node)) == held[node]
     for keys in CHAINS:
         expected = {str(node): brute_depth(keys, held[node]) for node in range(5)}
         assert index.match(keys) == {node: found for node, found in expected.items() if found}

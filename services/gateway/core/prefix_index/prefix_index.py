@@ -109,13 +109,6 @@ class PrefixIndex:
         """Number of keys in the table."""
         return sum(map(len, self._shards))
 
-    def keys_of(self, node: str) -> set[int]:
-        """Returns all keys of a node. Reads the whole table."""
-        view = self._views.get(node)
-        if view is None:
-            return set()
-        return {key for shard in self._shards for key, held in shard.items() if held & view.bit}
-
     # Changes that the source of the views reports.
 
     def begin(self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...]) -> NodeView:
