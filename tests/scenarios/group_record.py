@@ -47,11 +47,8 @@ class GroupRecord:
         self._core = core
         self._freed: list[BlockId] = []
         self._before: dict[Request, _Tables] = {}
-        self._groups_to_zero: list[int] = []
-        """The group of each block that the next plan zeroes, in the plan's order."""
         blocks = core._blocks
         blocks._free = ObservedFreeQueue(blocks._free, self._freed.extend)
-        core.observe_blocks_to_zero(self._note_blocks_to_zero)
 
     def before_plan(self, running: Iterable[Request]) -> None:
         """Must be called before a step is planned."""
@@ -91,17 +88,17 @@ class GroupRecord:
     def _tables(self, requests: Iterable[Request]) -> dict[Request, _Tables]:
         return {request: self._core.block_tables(request.key) for request in requests}
 
-    def _note_blocks_to_zero(self, blocks: Sequence[Sequence[BlockId]]) -> None:
-        for group, of_group in enumerate(blocks):
-            self._groups_to_zero += [group] * len(of_group)
-
     def _by_group(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
         """The blocks that a step zeroes, sorted by group as in vLLM. In the pool's reports they are
         ordered by transaction.
         """
-        groups, self._groups_to_zero = self._groups_to_zero, []
-        pairs = zip(groups, block_ids, strict=True)
-        return [block_id for _, block_id in sorted(pairs, key=lambda pair: pair[0])]
+        group_of = {
+            block_id: group
+            for key in self._core._tables
+            for group, table in enumerate(self._core.block_tables(key))
+            for block_id in table
+        }
+        return sorted(block_ids, key=lambda block_id: group_of[block_id])
 
     def _take_freed(self) -> list[BlockId]:
         freed = list(self._freed)

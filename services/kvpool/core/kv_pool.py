@@ -1,6 +1,6 @@
 """A pool of blocks. Transactions change the block tables of requests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
@@ -33,7 +33,6 @@ class KVPool:
             spec.attention_type is AttentionType.STATE_SPACE for spec in config.groups
         )
         self._tables = self._requests.tables
-        self._observe_blocks_to_zero: Callable[[Sequence[Sequence[BlockId]]], object] | None = None
 
     def transact(self, operations: Sequence[ops.Operation]) -> ops.Outcome:
         """Executes operations in order and stops at the first item for which blocks are missing.
@@ -54,10 +53,7 @@ class KVPool:
                 break
         if not self._holds_states:
             return ops.Outcome(self._blocks.num_free_blocks, tuple(results), stop)
-        new_blocks = [group.take_blocks_to_zero() for group in self._groups]
-        if self._observe_blocks_to_zero is not None:
-            self._observe_blocks_to_zero(new_blocks)
-        to_zero = [block for blocks in new_blocks for block in blocks]
+        to_zero = [block for group in self._groups for block in group.take_blocks_to_zero()]
         copies = self._blocks.take_copies()
         return ops.Outcome(
             self._blocks.num_free_blocks, tuple(results), stop, tuple(to_zero), copies
@@ -76,14 +72,6 @@ class KVPool:
     def free_block_ids(self) -> list[BlockId]:
         """The blocks of the free queue. The block that is allocated next comes first."""
         return self._blocks.free_block_ids()
-
-    def observe_blocks_to_zero(
-        self, observer: Callable[[Sequence[Sequence[BlockId]]], object]
-    ) -> None:
-        """Registers an observer. After each transaction it is called with the blocks of each group
-        that must be zeroed. It is called only if the pool has state-space groups.
-        """
-        self._observe_blocks_to_zero = observer
 
     def block_tables(self, request: RequestKey) -> tuple[tuple[BlockId, ...], ...]:
         """The blocks of a request in each group. A request without blocks has empty tables."""
