@@ -127,12 +127,17 @@ def test_pods_stop_gracefully_and_take_nothing_that_they_do_not_need(release: Re
             assert spec.get("terminationGracePeriodSeconds", 30) > _stop_seconds(container)
 
 
-def test_pool_and_worker_outlive_the_scheduler_of_their_pod(release: Rendered) -> None:
+def test_pool_and_workers_outlive_the_scheduler_of_their_group(release: Rendered) -> None:
     replica = release.pod("replica")
     sidecars = replica.spec["initContainers"]
     assert [one["name"] for one in sidecars] == ["kvpool", "worker"]
     assert all(one["restartPolicy"] == "Always" for one in sidecars)
     assert [one["name"] for one in replica.spec["containers"]] == ["scheduler"]
+    for rank in (pod for pod in release.pods() if pod.component == "rank"):
+        (worker,), (scheduler,) = rank.containers(), replica.containers()[-1:]
+        # The pods of two StatefulSets are deleted together; those of a LeaderWorkerSet are not.
+        is_deleted_with_scheduler = rank.owner["kind"] == "StatefulSet"
+        assert (_stop_seconds(worker) > _stop_seconds(scheduler)) == is_deleted_with_scheduler
 
 
 def _stop_seconds(container: Container) -> float:

@@ -194,7 +194,8 @@ spec:
   {{- include "stepwell.replicaVolumes" $root | nindent 2 }}
 {{- end -}}
 
-{{- /* The pod of a further rank: dict of root, rank, master, and index as above. */ -}}
+{{- /* The pod of a further rank: dict of root, rank, master, and index as above; serveSeconds, for which it
+serves after its deletion, so that the scheduler can drain. */ -}}
 {{- define "stepwell.rankPod" -}}
 {{- $root := .root -}}
 {{- $ports := include "stepwell.ports" $root | fromYaml -}}
@@ -203,9 +204,14 @@ metadata:
 spec:
   {{- include "stepwell.podSpec" (list $root $root.Values.replicas) | nindent 2 }}
   {{- include "stepwell.spread" (list $root "rank" $root.Values.replicas) | nindent 2 }}
-  terminationGracePeriodSeconds: 15
+  terminationGracePeriodSeconds: {{ add .serveSeconds 15 }}
   containers:
     - name: worker
+      {{- if .serveSeconds }}
+      lifecycle:
+        preStop:
+          sleep: {seconds: {{ .serveSeconds }}}
+      {{- end }}
       {{- include "stepwell.workerContainer" (dict "root" $root "address" (include "stepwell.listen" (list $root $ports.worker)) "rank" .rank "master" .master) | nindent 6 }}
   {{- include "stepwell.replicaVolumes" $root | nindent 2 }}
 {{- end -}}
