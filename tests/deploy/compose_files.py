@@ -37,13 +37,13 @@ def _extended(service: dict[str, Any], variables: dict[str, str]) -> dict[str, A
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Merges mappings, joins lists, and replaces other values."""
+    """Merges mappings, joins lists except for commands, and replaces other values."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
             merged[key] = _merge(old, value)
-        elif isinstance(old, list) and isinstance(value, list):
+        elif isinstance(old, list) and isinstance(value, list) and key != "command":
             merged[key] = [*old, *value]
         else:
             merged[key] = value

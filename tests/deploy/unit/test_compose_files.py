@@ -24,12 +24,15 @@ SETTINGS = {
 VARIANTS = {
     "compose": ("compose.yaml",),
     "two gateways": ("compose.yaml", "two-gateways.yaml"),
+    "secrets": ("compose.yaml", "secrets.yaml"),
     "small": ("small.yaml",),
     "replica": ("replica.yaml",),
     "gpu": ("compose.yaml", "gpu.yaml"),
     "small on a GPU": ("small.yaml", "gpu-small.yaml"),
     "replica on a GPU": ("replica.yaml", "gpu-small.yaml"),
 }
+MOUNTED_SECRETS = "/run/secrets/"
+SECRETS = {"api-keys": "sk-ann", "redis-url": "redis://:secret@redis:6379"}
 OWN = [
     pytest.param(variant, name, id=f"{variant}: {name}")
     for variant, files in VARIANTS.items()
@@ -58,6 +61,10 @@ def settings_of(service: dict[str, Any]) -> Any:
     environ = environment_of(image_of(service)) | {
         name: str(value) for name, value in service["environment"].items() if value is not None
     }
+    for name in [name for name, value in environ.items() if value.startswith(MOUNTED_SECRETS)]:
+        secret = environ.pop(name).removeprefix(MOUNTED_SECRETS)
+        assert secret in service["secrets"]
+        environ[name.removesuffix("_FILE")] = SECRETS[secret]
     model = f"{env_prefix(role)}MODEL"
     if model in environ:
         (mounted,) = [text for text in service["volumes"] if f":{environ[model]}:ro" in text]
@@ -190,6 +197,19 @@ def test_a_scheduler_is_stopped_before_its_pool_and_worker(variant: str) -> None
             and one["labels"].get("stepwell.replica") == number
         ]
         assert sorted(scheduler["depends_on"]) == sorted(parts)
+
+
+def test_a_file_has_every_secret() -> None:
+    """No service has the address of the Redis without its password, and none is without a file."""
+    services = services_of("compose.yaml", "secrets.yaml")
+    text = yaml.safe_load((DIRECTORY / "secrets.yaml").read_text())["secrets"]
+    assert {name for one in services.values() for name in one.get("secrets", ())} == set(text)
+    for service in services.values():
+        if "STEPWELL" in str(service.get("environment")):
+            settings = settings_of(service)
+            urls = [settings.redis_url] if hasattr(settings, "redis_url") else []
+            assert urls in ([], [SECRETS["redis-url"]])
+    assert settings_of(services["gateway"]).api_keys == (SECRETS["api-keys"],)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
