@@ -26,6 +26,7 @@ STANDINS = {
     "otel-collector": ("COLLECTOR_IMAGE", "page"),
     "jaeger": ("JAEGER_IMAGE", "page"),
     "grafana": ("GRAFANA_IMAGE", "page"),
+    "proxy": ("HAPROXY_IMAGE", "haproxy"),
 }
 """For each service of another project, the variable with its image and the stage of its
 stand-in.
@@ -88,9 +89,9 @@ def published(images: None, request: pytest.FixtureRequest) -> Iterator[pytest.M
     may set further variables.
     """
     replaced = request.config.stash.setdefault(_REPLACED, [])
-    services = services_of("compose.yaml")
+    services = services_of("compose.yaml", "two-gateways.yaml")
     with pytest.MonkeyPatch.context() as patch:
-        for name in PORTS:
+        for name in (*PORTS, "PROXY_HTTP_PORT", "PROXY_GRPC_PORT"):
             patch.setenv(name, "0")
         for name, (variable, stage) in STANDINS.items():
             image = os.environ.get(variable, services[name]["image"])

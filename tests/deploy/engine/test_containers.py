@@ -3,17 +3,24 @@
 make test ARGS="tests/deploy -m engine"
 """
 
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import yaml
 
+from services.cli.deploy.check import until_healthy
+from services.cli.deploy.compose import compose_program
 from services.cli.deploy.fleet import GatewayFleet
 from tests.deploy.compose_files import DIRECTORY, ROOT, services_of
 from tests.deploy.engine.conftest import Up, docker_client
@@ -32,10 +39,10 @@ PROMPT = "class Point:"
 
 
 @contextmanager
-def client_of(up: Up) -> "Iterator[OpenAI]":
+def client_of(up: Up, api_key: str = "none", max_retries: int = 0) -> "Iterator[OpenAI]":
     from openai import OpenAI  # noqa: PLC0415 - every collection of the tests imports this module
 
-    with OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as client:
+    with OpenAI(base_url=f"{up.url}/v1", api_key=api_key, max_retries=max_retries) as client:
         yield client
 
 
@@ -203,3 +210,68 @@ def test_the_small_variant_serves(up: Callable[..., Up]) -> None:
     assert answer.usage is not None
     assert answer.usage.completion_tokens <= 8
     assert num_ready(small) == 1
+
+
+def test_inspected_containers_show_no_secret(up: Callable[..., Up], tmp_path: Path) -> None:
+    password = "hidden-password"
+    (tmp_path / "api-keys").write_text("sk-hidden")
+    (tmp_path / "redis.conf").write_text(f"requirepass {password}\n")
+    (tmp_path / "redis-url").write_text(f"redis://:{password}@redis:6379")
+    running = up("stepwell-test-secrets", "compose.yaml", "secrets.yaml", SECRETS=str(tmp_path))
+    with client_of(running, "sk-hidden", max_retries=5) as client:
+        # The gateway finds its replicas in the Redis that has the password.
+        assert client.completions.create(model="demo", prompt=PROMPT, max_tokens=4).choices
+    assert http_get(f"{running.url}/v1/models").status_code == 401
+    assert "hidden" not in json.dumps([one.attrs for one in running.containers()])
+
+
+def upgrade_commands() -> tuple[str, list[list[str]]]:
+    """The new tag, and the arguments of each command, as docs/deploying.md has them."""
+    page = (ROOT / "docs" / "deploying.md").read_text()
+    block = re.findall(r"With compose:\n\n((?:    .*\n)+)", page)[0]
+    (tag,), (files,) = re.findall(r"TAG=(\S+) \\", block), re.findall(r'FILES="(.*)"', block)
+    lines = re.findall(r"docker compose \$FILES (?!pull)([^#\n]+)", block)
+    return tag, [[*files.split(), *line.split()] for line in lines]
+
+
+def test_every_service_is_replaced_while_clients_stream(
+    up: Callable[..., Up], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the page on deploying describes it: each stream of each client gets the whole text."""
+    both = up("stepwell-test", "compose.yaml", "two-gateways.yaml")
+    proxy = replace(both, url=both.url_of("proxy", 8000))
+    tag, commands = upgrade_commands()
+    subprocess.run(["make", "images", f"TAG={tag}"], cwd=ROOT, check=True)
+    monkeypatch.setenv("TAG", tag)
+    over, texts = threading.Event(), []
+
+    def stream() -> None:
+        with client_of(proxy, max_retries=5) as client:
+            while not over.is_set():
+                parts = client.completions.create(
+                    model="demo", prompt=PROMPT, max_tokens=41, temperature=0, stream=True
+                )
+                texts.append("".join(part.choices[0].text for part in parts))
+
+    with ThreadPoolExecutor(3) as pool:
+        clients = [pool.submit(stream) for _ in range(3)]
+        try:
+            for arguments in commands:
+                subprocess.run(
+                    [*compose_program(), "--project-name", "stepwell-test", *arguments],
+                    cwd=ROOT,
+                    check=True,
+                )
+                if "stop" not in arguments:
+                    until_healthy(both.project, 600)
+                    wait_for(lambda: num_ready(proxy) == 2, 60)
+                done = len(texts)
+                wait_for(lambda: len(texts) > done + 3, 60)  # noqa: B023 - called at once
+        finally:
+            over.set()
+        for client in clients:
+            client.result()
+    assert len(set(texts)) == 1
+    ours = [one for one in both.containers() if one.labels["stepwell.role"] in LIMITS]
+    assert len(ours) == 8
+    assert {one.attrs["Config"]["Image"].partition(":")[2] for one in ours} == {tag}

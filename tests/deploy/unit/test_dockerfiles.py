@@ -81,6 +81,13 @@ def test_an_image_exposes_the_ports_that_it_listens_on(image: str) -> None:
     assert exposed == {value.rpartition(":")[2] for value in values}
 
 
+def test_make_tags_every_image_as_it_is_told() -> None:
+    command = ["make", "--dry-run", "images", "TAG=next"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "for image in gateway scheduler kvpool;" in told
+    assert re.findall(r"--tag (\S+)", told) == ["stepwell/$image:next", "stepwell/worker:next"]
+
+
 def test_images_have_what_their_services_import_and_no_more() -> None:
     packages = {image: packages_in(image) for image in TARGETS}
     assert packages == {
