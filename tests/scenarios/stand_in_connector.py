@@ -8,8 +8,7 @@ from services.common.pool.operations import BlockTables
 from services.common.request.finish_reason import FinishReason
 from services.scheduler.core.kv_transfer import KVTransferResults
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.core.kv_connector import ExternalMatch
-from services.scheduler.options.transfers.core.logged_connector import StorelessConnector
+from services.scheduler.options.transfers.core.kv_connector import ExternalMatch, KVConnector
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class _Load:
 
 
 @dataclass(slots=True)
-class StandInConnector(StorelessConnector):
+class StandInConnector(KVConnector):
     """Scheduler and worker side of a connector, following the scenario. The run sets `step`."""
 
     block_size: int

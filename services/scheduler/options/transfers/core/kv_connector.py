@@ -1,10 +1,9 @@
-"""The port for loading keys and values from another tier or replica, and for storing them there.
+"""Connectors load keys and values from another tier or replica, and store them there.
 Names and rules follow the scheduler's side of vLLM's KVConnectorBase_V1. The workers' side of a
 connector moves the data.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.kv_transfer import KVConnectorMetadata, KVTransferResults
@@ -21,16 +20,21 @@ class ExternalMatch:
     is_async: bool
 
 
-class KVConnector(Protocol):
-    """Tracks the keys and values that are stored in another tier or replica. Never blocks."""
+class KVConnector:
+    """Tracks the keys and values that are stored in another tier or replica. Never blocks. The base
+    class has nothing stored, and a subclass overrides the methods that it uses.
+    """
 
     def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
+        self,
+        request: Request,  # noqa: ARG002
+        num_computed_tokens: int,  # noqa: ARG002
     ) -> ExternalMatch | None:
         """Returns how many tokens, in whole blocks, can be loaded after a local hit of
         `num_computed_tokens` tokens. None if the number is not known yet. Called at every attempt
         to admit the request. Has no side effect.
         """
+        return ExternalMatch(0, is_async=False)
 
     def update_state_after_alloc(
         self, request: Request, blocks: BlockTables, num_external_tokens: int
@@ -51,8 +55,9 @@ class KVConnector(Protocol):
     def blocks_released(self, request: Request) -> None:
         """Called when a request no longer holds blocks, because it was preempted or has ended."""
 
-    def build_connector_meta(self, step: int) -> KVConnectorMetadata | None:
+    def build_connector_meta(self, step: int) -> KVConnectorMetadata | None:  # noqa: ARG002
         """Returns the transfers that begin with the planned step. None if there are none."""
+        return None
 
     def update_connector_output(self, step: int, results: KVTransferResults) -> None:
         """Called with the transfer results in the output of each step."""
@@ -65,13 +70,15 @@ class KVConnector(Protocol):
         progress, and steps in flight may not have run.
         """
 
-    def request_finished(self, request: Request, blocks: BlockTables) -> bool:
+    def request_finished(self, request: Request, blocks: BlockTables) -> bool:  # noqa: ARG002
         """Called when a request has ended. `blocks` contain its computed keys and values. Returns
         True if a transfer still reads the blocks. In that case they are freed only after the output
         of a step has listed the request in `finished_sending`.
         """
+        return False
 
     def has_pending_block_frees(self) -> bool:
         """Whether the end of a transfer will free blocks. If so, a running request that lacks
         blocks waits for them instead of preempting another request.
         """
+        return False

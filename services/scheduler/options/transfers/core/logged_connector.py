@@ -1,40 +1,15 @@
 """A connector that returns the answers recorded in a step log."""
 
 from services.common.pool.operations import BlockTables
-from services.scheduler.core.kv_transfer import KVTransferResults
 from services.scheduler.core.planning.transfers import LoggedAnswers
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.core.kv_connector import ExternalMatch
+from services.scheduler.options.transfers.core.kv_connector import ExternalMatch, KVConnector
 
 
-class StorelessConnector:
-    """A part of KVConnector: the methods that do nothing without storage, as in a replay.
-    Subclasses add the methods that return answers to the scheduler.
+class LoggedConnector(KVConnector):
+    """Returns logged answers in the order of calls. A replay has no storage, so the methods without
+    an answer do nothing.
     """
-
-    __slots__ = ()
-
-    def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
-        """Does nothing, because there is no storage."""
-
-    def blocks_released(self, request: Request) -> None:
-        """Does nothing, because no state is kept for a request."""
-
-    def build_connector_meta(self, step: int) -> None:
-        """Returns None, because no message is sent to workers."""
-
-    def update_connector_output(self, step: int, results: KVTransferResults) -> None:
-        """Does nothing."""
-
-    def reset_cache(self) -> None:
-        """Does nothing, because there is no storage."""
-
-    def forget(self) -> None:
-        """Does nothing, because there is no state."""
-
-
-class LoggedConnector(StorelessConnector):
-    """Returns logged answers in the order of calls."""
 
     def __init__(self, answers: LoggedAnswers) -> None:
         self._answers = answers
@@ -46,11 +21,6 @@ class LoggedConnector(StorelessConnector):
     ) -> ExternalMatch | None:
         match = self._answers.match()
         return None if match is None else ExternalMatch(*match)
-
-    def update_state_after_alloc(
-        self, request: Request, blocks: BlockTables, num_external_tokens: int
-    ) -> None:
-        """Does nothing, because a replay loads no blocks."""
 
     def request_finished(
         self,

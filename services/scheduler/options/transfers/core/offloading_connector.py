@@ -24,7 +24,7 @@ from services.scheduler.core.kv_transfer import (
     TierBlockId,
 )
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.core.kv_connector import ExternalMatch
+from services.scheduler.options.transfers.core.kv_connector import ExternalMatch, KVConnector
 from services.scheduler.options.transfers.core.tier_index import TierIndex, tier_key
 
 
@@ -52,9 +52,9 @@ class _Stores:
     blocks: tuple[BlockTransfer, ...]
 
 
-class OffloadingConnector:
-    """A KVConnector for the workers' tier. All groups have the same block size, which is also the
-    number of tokens in a block hash.
+class OffloadingConnector(KVConnector):
+    """A connector to the workers' tier. Stores are made before blocks get another owner. All groups
+    have the same block size, which is also the number of tokens in a block hash.
     """
 
     def __init__(self, config: SchedulerConfig, num_tier_blocks: int) -> None:
@@ -129,16 +129,6 @@ class OffloadingConnector:
     def blocks_released(self, request: Request) -> None:
         self._num_stored.pop(request, None)
         self._num_asked.pop(request, None)
-
-    def request_finished(
-        self,
-        request: Request,  # noqa: ARG002
-        blocks: BlockTables,  # noqa: ARG002 - stores are made before blocks get another owner
-    ) -> bool:
-        return False
-
-    def has_pending_block_frees(self) -> bool:
-        return False
 
     def build_connector_meta(self, step: int) -> KVConnectorMetadata | None:
         if not (self._stores or self._loads):
