@@ -6,26 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.cli.client import Client, ServerAway
+from services.common.telemetry.time_parts import WAITS_FOR
 
 Document = Mapping[str, Any]
 
 _STATE_PREFIX = "ENGINE_STATE_"
 _WAIT_PREFIX = "WAIT_REASON_"
-_WAITS_FOR = {
-    "BUDGET": "tokens of a step",
-    "MAX_SEQS": "max_num_seqs",
-    "NO_BLOCKS": "blocks",
-    "PAUSED": "the end of a pause",
-    "HELD_BACK": "a search for a request that breaks its steps",
-    "ADAPTERS": "a place for its adapter",
-    "GRAMMAR": "its grammar to be compiled",
-    "ENCODER": "the encoder",
-    "RECOVERY": "pool and workers",
-    "NO_PLACE": "a place at a replica",
-    "SHARE": "its tenant's share",
-    "TURN": "others of its tenant",
-    "NO_REPLICA": "a replica that is ready",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,4 +91,4 @@ def waiting_text(stats: Document) -> str:
 
 def waits_for(name: str) -> str:
     """The explanation of a wait reason such as NO_BLOCKS, or an unknown one in lower case."""
-    return _WAITS_FOR.get(name.upper(), name.lower().replace("_", " "))
+    return WAITS_FOR.get(name.lower(), name.lower().replace("_", " "))

@@ -60,6 +60,28 @@ _OF_REASONS: Mapping[str, str] = {
 }
 """Maps a wait reason to the name of its part, if the two names differ."""
 
+WAITS_FOR: Mapping[str, str] = {
+    "budget": "tokens of a step",
+    "max_seqs": "max_num_seqs",
+    "no_blocks": "blocks",
+    "prefill_interval": "a step in which prompts are computed",
+    "held_back": "a search for a request that breaks its steps",
+    "paused": "the end of a pause",
+    "recovery": "pool and workers",
+    "adapters": "a place for its adapter",
+    "session": "its next input",
+    "remote_kv": "keys and values from elsewhere",
+    "grammar": "its grammar to be compiled",
+    "encoder": "the encoder",
+    "output_in_flight": "its last token before a preemption",
+    "no_place": "a place at a replica",
+    "share": "its tenant's share",
+    "turn": "others of its tenant",
+    "preempted": "another place, since it gave back its own",
+    "no_replica": "a replica that is ready",
+}
+"""Maps a wait reason to what the request waits for, in displays."""
+
 
 @dataclass(frozen=True, slots=True)
 class TimePart:

@@ -4,6 +4,7 @@ fetches such data from the server, with an API key if the server requires one.
 
 import enum
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.common.telemetry.time_parts import WAITS_FOR
+
 UI = "/ui"
 _FOLDER = Path(__file__).parent / "ui"
 _PAGE = "index.html"
-_ROLE = "$ROLE"
 _MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -80,9 +82,8 @@ def _path_of(path: Path) -> str:
 
 
 def _read(path: Path, role: UiRole) -> _File:
-    content = path.read_bytes()
-    if path.name == _PAGE:
-        content = content.replace(_ROLE.encode(), role.value.encode())
+    content = path.read_bytes().replace(b"$ROLE", role.value.encode())
+    content = content.replace(b"$WAITS_FOR", json.dumps(WAITS_FOR).encode())
     etag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
     return _File(content, _MEDIA_TYPES[path.suffix], etag)
 

@@ -37,27 +37,7 @@ export function count(value) {
 
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
 
-const REASONS = {
-  budget: "tokens of a step",
-  max_seqs: "max_num_seqs",
-  no_blocks: "blocks",
-  paused: "the end of a pause",
-  held_back: "a search for a request that breaks its steps",
-  adapters: "a place for its adapter",
-  session: "its next input",
-  remote_kv: "keys and values from elsewhere",
-  grammar: "its grammar to be compiled",
-  encoder: "the encoder",
-  output_in_flight: "its last token before a preemption",
-  prefill_interval: "a step in which prompts are computed",
-  recovery: "pool and workers",
-  no_place: "a place at a replica",
-  share: "its tenant's share",
-  turn: "others of its tenant",
-  preempted: "another place, since it gave back its own",
-  no_replica: "a replica that is ready",
-};
-
+const REASONS = $WAITS_FOR; // the server's table
 export const waitsFor = (reason) => REASONS[reason] ?? reason.replaceAll("_", " ");
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
