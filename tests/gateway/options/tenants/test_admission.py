@@ -4,7 +4,7 @@ from services.common.replica.load import ReplicaLoad
 from services.common.replica.queue_state import QueueState
 from services.gateway.core.caller import ANYONE
 from services.gateway.core.request.inflight import Mailbox
-from services.gateway.options.tenants.core.queues.wait_reason import WaitReason
+from services.gateway.options.tenants.core.queues.waiter import WaitReason
 from tests.gateway.fake_fleet import FakeFleet, error_of
 from tests.gateway.options.tenants.tenant_fleet import (
     BOUNDS,

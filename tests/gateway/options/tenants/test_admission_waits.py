@@ -12,7 +12,7 @@ from services.gateway.core.caller import ANYONE
 from services.gateway.options.tenants.core.queues.capacity import Capacity
 from services.gateway.options.tenants.core.queues.places import TenantUsage
 from services.gateway.options.tenants.core.queues.queue_bounds import TenantQueueFull, expected_wait
-from services.gateway.options.tenants.core.queues.wait_reason import WaitReason
+from services.gateway.options.tenants.core.queues.waiter import WaitReason
 from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_fleet import RESUBMIT_TIMEOUT_SECONDS, FakeFleet, error_of
 from tests.gateway.options.tenants.tenant_fleet import (

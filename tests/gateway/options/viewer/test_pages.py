@@ -7,7 +7,7 @@ from pathlib import Path
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.cli.views.samples import waits_for
-from services.gateway.options.tenants.core.queues.wait_reason import WaitReason
+from services.gateway.options.tenants.core.queues.waiter import WaitReason
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import Serving, serving
 from tests.plain_http import async_http_client

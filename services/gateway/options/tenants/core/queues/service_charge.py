@@ -1,9 +1,10 @@
-"""The number of tokens that a sequence charges to its tenant."""
+"""The tokens that a sequence charges to its tenant, and the time for which it ran."""
 
 from dataclasses import dataclass
 
 from services.gateway.core.fleet.routing_decision import RoutingDecision
-from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.request.inflight import Inflight, ended
+from services.gateway.options.tenants.core.queues.service_time import ServiceTime
 
 OUTPUT_WEIGHT = 2.0
 """A generated token is charged as this number of prompt tokens (Sheng et al., 2024)."""
@@ -49,3 +50,17 @@ def charge_for(
     num_prompt = 0 if num_output else len(request.prompt_token_ids) - route.num_cached_tokens
     most = (request.sampling.max_tokens or 0) - num_output
     return ServiceCharge(num_prompt, num_output, min(mean_output_tokens, most), now)
+
+
+def measure(times: ServiceTime, inflight: Inflight, charge: ServiceCharge, now: float) -> None:
+    """Adds the running time of a sequence to the tenant's service time.
+
+    A sequence that already had output when it was sent is not measured. A sequence that was lost
+    before its end is measured only if it ran longer than usual.
+    """
+    if charge.num_output_tokens_before:
+        return
+    seconds = now - charge.sent_at
+    has_ended = inflight.was_stopped or ended(inflight) is not None
+    if has_ended or seconds > times.longest_usual > 0:
+        times.add(seconds)

@@ -3,7 +3,6 @@ sequence. Each tenant gets its fair share of the places.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from services.common.telemetry import names
 from services.gateway.core.caller import Caller
@@ -13,7 +12,7 @@ from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.arrivals import Arrivals
-from services.gateway.core.request.inflight import Inflight, ended
+from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.wait import Wait
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.tenants.core.queues.capacity import Capacity
@@ -25,9 +24,12 @@ from services.gateway.options.tenants.core.queues.queue_bounds import (
     expected_wait,
     too_late,
 )
-from services.gateway.options.tenants.core.queues.service_charge import ServiceCharge, charge_for
-from services.gateway.options.tenants.core.queues.service_time import ServiceTime
-from services.gateway.options.tenants.core.queues.wait_reason import WaitReason, wait_reason
+from services.gateway.options.tenants.core.queues.service_charge import (
+    ServiceCharge,
+    charge_for,
+    measure,
+)
+from services.gateway.options.tenants.core.queues.waiter import Waiter, WaitReason, wait_reason
 from services.gateway.options.tenants.core.tenant import Tenant
 
 _SHARE_OF_NEWEST = 0.1
@@ -38,24 +40,6 @@ _ENDED_AT_A_TIME = 2
 """Limit on the number of sequences that time out in one iteration of the event loop. All sequences
 of a burst time out at the same time, and writing an error to each client takes time.
 """
-
-
-@dataclass(slots=True)
-class _Waiter:
-    """A sequence that waits for a place."""
-
-    inflight: Inflight
-    reason: WaitReason
-    num_ahead: int
-    """Number of the tenant's sequences that were already waiting when this sequence arrived."""
-    began: float
-    """Time when the wait began, in seconds on the event loop's clock."""
-    was_preempted: bool = False
-    """Whether the sequence was running and lost its place. If true, the queue's time limit does not
-    apply.
-    """
-    has_to_wait: bool = False
-    """Whether the sequence was not sent at once. If so, its wait is recorded when it is sent."""
 
 
 class TenantQueues(Admission):
@@ -93,8 +77,8 @@ class TenantQueues(Admission):
         self._arrivals = arrivals
         self._capacity = capacity
         self._send = send
-        self._queue: FairQueue[_Waiter] = FairQueue()
-        self._waiters: dict[Inflight, _Waiter] = {}
+        self._queue: FairQueue[Waiter] = FairQueue()
+        self._waiters: dict[Inflight, Waiter] = {}
         self._charges: dict[Inflight, ServiceCharge] = {}
         self._starting: set[Inflight] = set()
         """Sequences that were sent, but that their replica has not yet reported as scheduled."""
@@ -148,16 +132,13 @@ class TenantQueues(Admission):
             return
         usage, capacity, now = self.places.usage(tenant), self._capacity(), self._clock.time()
         usage.asked_at = now
-        waiter = _Waiter(inflight, wait_reason(num_ahead, capacity), num_ahead, now)
+        waiter = Waiter(inflight, wait_reason(num_ahead, capacity), num_ahead, now)
         self._enqueue(waiter, self._credit(usage, capacity))
         self.admit()
         waiter.has_to_wait = inflight in self._waiters
         if waiter.has_to_wait:
-            timeline = inflight.trace.timeline
-            timeline.enter(
-                Part.WAIT,
-                {names.ATTR_WAIT_REASON: waiter.reason, names.ATTR_NUM_AHEAD: num_ahead},
-            )
+            wait = {names.ATTR_WAIT_REASON: waiter.reason.value, names.ATTR_NUM_AHEAD: num_ahead}
+            inflight.trace.timeline.enter(Part.WAIT, wait)
         self._sweep_later()
 
     def discard(self, inflight: Inflight) -> None:
@@ -229,15 +210,13 @@ class TenantQueues(Admission):
         if charge is not None:
             self._free_place(inflight)
             usage = self.places.usage(_tenant(inflight))
-            _measure(usage.service_time, inflight, charge, self._clock.time())
+            measure(usage.service_time, inflight, charge, self._clock.time())
             num_output = len(inflight.output_token_ids)
             usage.mean_output_tokens += _SHARE_OF_NEWEST * (num_output - usage.mean_output_tokens)
             self.admit()
 
     def _end_start(self, inflight: Inflight) -> bool:
-        """Stops counting a sequence as starting. Returns whether the sequence was counted
-        before.
-        """
+        """Stops counting a sequence as starting. Returns whether it was counted before."""
         if inflight not in self._starting:
             return False
         self._starting.discard(inflight)
@@ -288,21 +267,21 @@ class TenantQueues(Admission):
         inflight.taken_back(ResubmitCause.PREEMPTED)
         now = self._clock.time()
         reason = WaitReason.PREEMPTED
-        waiter = _Waiter(inflight, reason, 0, now, was_preempted=True, has_to_wait=True)
+        waiter = Waiter(inflight, reason, 0, now, was_preempted=True, has_to_wait=True)
         self._enqueue(waiter, 0.0)
 
-    def _enqueue(self, waiter: _Waiter, credit_tokens: float) -> None:
+    def _enqueue(self, waiter: Waiter, credit_tokens: float) -> None:
         inflight, tenant = waiter.inflight, _tenant(waiter.inflight)
         self._waiters[inflight] = waiter
         self.places.usage(tenant).num_waiting += 1
         self._queue.add(tenant, _order(inflight), waiter, credit_tokens)
 
-    def _remove(self, waiter: _Waiter) -> None:
+    def _remove(self, waiter: Waiter) -> None:
         """Updates the counts after a waiter was removed from its queue."""
         del self._waiters[waiter.inflight]
         self.places.usage(_tenant(waiter.inflight)).num_waiting -= 1
 
-    def _send_waiter(self, waiter: _Waiter) -> None:
+    def _send_waiter(self, waiter: Waiter) -> None:
         inflight = waiter.inflight
         if waiter.has_to_wait:
             now = self._clock.time()
@@ -339,7 +318,7 @@ class TenantQueues(Admission):
         self.admit()
         self._sweep_later(0.0 if len(late) > _ENDED_AT_A_TIME else _SWEEP_SECONDS)
 
-    def _is_too_late(self, waiter: _Waiter, capacity: Capacity | None) -> bool:
+    def _is_too_late(self, waiter: Waiter, capacity: Capacity | None) -> bool:
         """Whether a sequence can no longer start in time. This is never true of preempted
         sequences.
         """
@@ -367,17 +346,3 @@ def _tenant(inflight: Inflight) -> Tenant:
 
 def _order(inflight: Inflight) -> Order:
     return inflight.request.priority, inflight.number
-
-
-def _measure(times: ServiceTime, inflight: Inflight, charge: ServiceCharge, now: float) -> None:
-    """Adds the running time of a sequence to the tenant's service time.
-
-    A sequence that already had output when it was sent is not measured. A sequence that was lost
-    before its end is measured only if it ran longer than usual.
-    """
-    if charge.num_output_tokens_before:
-        return
-    seconds = now - charge.sent_at
-    has_ended = inflight.was_stopped or ended(inflight) is not None
-    if has_ended or seconds > times.longest_usual > 0:
-        times.add(seconds)
