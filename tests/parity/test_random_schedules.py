@@ -140,7 +140,7 @@ def test_any_schedule_gives_the_tokens_of_transformers(
 
 
 @settings(
-    max_examples=10,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
