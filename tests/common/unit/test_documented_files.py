@@ -1,6 +1,7 @@
 """Files, modules and links that the documentation names exist."""
 
 import re
+import subprocess
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +42,20 @@ def test_programs_named_in_the_documentation_exist(page: Path) -> None:
     named = {name.rstrip(".") for name in _MODULE.findall(page.read_text())}
     for name in named - {"services"}:  # services.<name>
         assert find_spec(name) is not None, name
+
+
+def test_installing_is_not_silent_and_the_command_is_found_afterwards(tmp_path: Path) -> None:
+    """`make run` shows the progress of each installation, plots included. The README says how the
+    shell finds the command.
+    """
+    run = ["make", "--dry-run", "--always-make", f"VENV={tmp_path}", "run"]
+    recipe = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    installations = re.findall(r"-m pip .*install .*", recipe)
+    assert len(installations) == 2
+    assert all("--progress-bar on" in one and "--quiet" not in one for one in installations)
+    assert re.search(r"\[[\w,]*\bplot\b[\w,]*\]", installations[1])
+    assert recipe.index("Installing what serving needs") < recipe.index(installations[0])
+    assert "`source .venv/bin/activate` the command `stepwell`" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
