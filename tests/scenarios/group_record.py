@@ -7,6 +7,7 @@ from typing import Any
 
 from services.common.pool.ids import BlockId
 from services.kvpool.core.free_queue import FreeQueue
+from services.kvpool.core.group_manager import GroupManager
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
@@ -38,6 +39,21 @@ class ObservedFreeQueue(FreeQueue):
         self._observer(blocks)
 
 
+class ObservedGroup:
+    """A group of a pool that adds its number to a list for each block that must be zeroed."""
+
+    def __init__(self, manager: GroupManager, group: int, noted: list[int]) -> None:
+        self._manager, self._group, self._noted = manager, group, noted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def take_blocks_to_zero(self) -> list[BlockId]:
+        blocks = self._manager.take_blocks_to_zero()
+        self._noted += [self._group] * len(blocks)
+        return blocks
+
+
 class GroupRecord:
     """Compares the block tables of running requests before and after each plan. Block ids are lists
     for each group, as in records of scenarios that name their groups.
@@ -47,8 +63,14 @@ class GroupRecord:
         self._core = core
         self._freed: list[BlockId] = []
         self._before: dict[Request, _Tables] = {}
+        self._groups_to_zero: list[int] = []
+        """The group of each block that the next plan zeroes, in the plan's order."""
         blocks = core._blocks
         blocks._free = ObservedFreeQueue(blocks._free, self._freed.extend)
+        core._groups = [
+            ObservedGroup(manager, group, self._groups_to_zero)
+            for group, manager in enumerate(core._groups)
+        ]
 
     def before_plan(self, running: Iterable[Request]) -> None:
         """Must be called before a step is planned."""
@@ -92,13 +114,10 @@ class GroupRecord:
         """The blocks that a step zeroes, sorted by group as in vLLM. In the pool's reports they are
         ordered by transaction.
         """
-        group_of = {
-            block_id: group
-            for key in self._core._tables
-            for group, table in enumerate(self._core.block_tables(key))
-            for block_id in table
-        }
-        return sorted(block_ids, key=lambda block_id: group_of[block_id])
+        pairs = zip(self._groups_to_zero, block_ids, strict=True)
+        ordered = [block_id for _, block_id in sorted(pairs, key=lambda pair: pair[0])]
+        self._groups_to_zero.clear()
+        return ordered
 
     def _take_freed(self) -> list[BlockId]:
         freed = list(self._freed)
