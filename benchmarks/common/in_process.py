@@ -4,8 +4,10 @@
 
 The real cores of all four services call each other directly: the gateway's inference and
 detokenizing, the scheduler's policy and engine loop, the pool, and the worker's runner in its one
-compute thread. There are no gRPC calls, messages or sockets. The program reads loads from standard
-input and writes the results to standard output. Each load and each result is one line of JSON.
+compute thread. There are no gRPC calls, messages or sockets. When the program can run loads, it
+writes the line `ready` to standard output. Then it reads loads (`Load`) from standard input, runs
+them one after another, and writes the times of each load's requests (`RequestTimes`) to standard
+output. Each load and each result is one line of JSON.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Compares the routing policies with four replicas, and times a decision.
+"""Compares the routing policies on four replicas, and measures the time of a routing decision.
 
     python -m benchmarks.routing [--quick] [--model DIR] [--policies NAME,NAME] [--loads 4,24]
                                  [--pool-shares 0.25,0.5] [--rounds 1] [--json FILE]

@@ -69,7 +69,7 @@ def _is_json_object(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings(ClientSettings, OptionSettings):
-    """The edge: OpenAI-compatible HTTP and gRPC in front of one or more schedulers."""
+    """The gateway: OpenAI-compatible HTTP and gRPC in front of one or more schedulers."""
 
     model: Path = setting(
         doc="directory of the model, GGUF file, or name on the hub; tokenizer files are read",

@@ -10,7 +10,7 @@ from services.common.rpc.addresses import is_host_port
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPoolSettings(ServiceSettings):
-    """Serves pools of KV-cache blocks with their prefix indexes."""
+    """The kvpool: pools of KV-cache blocks with their prefix indexes."""
 
     address: str = with_default(ServiceSettings, "address", "127.0.0.1:9002")
     internal_tls_allowed_names: tuple[str, ...] = allowed_names()

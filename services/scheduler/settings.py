@@ -20,7 +20,7 @@ from services.scheduler.core.policies import POLICIES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings(ServiceSettings):
-    """Schedules one replica: queues, token budget, policy, engine loop."""
+    """The scheduler of one replica: queues, token budget, policy, engine loop."""
 
     kvpool: str = setting(doc="address of the kvpool: host:port or unix:PATH")
     workers: tuple[str, ...] = setting(

@@ -16,7 +16,7 @@ from services.worker.speculation.config import speculative_config_problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings(ServiceSettings):
-    """Runs one model: weights, KV cache, attention and sampling."""
+    """A worker of one model: weights, KV cache, attention and sampling."""
 
     model: Path = setting(
         doc="directory of the model in Hugging Face format, GGUF file, or name on the hub",

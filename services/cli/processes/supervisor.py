@@ -143,9 +143,10 @@ class Supervisor:
         return [name for name, event in self._was_ready.items() if not event.is_set()]
 
     async def run(self) -> None:
-        """Returns after `stop` was set and every child has ended. Raises StartFailed after all
-        children have ended. Sets `all_ready` once each child has been ready. During the stop,
-        `kill_now` kills the remaining children.
+        """Returns after `stop` was set and every child has ended. If a child ends before it was
+        first ready, stops all other children, and raises StartFailed after they have ended. Sets
+        `all_ready` once each child has been ready. During the stop, `kill_now` kills the remaining
+        children.
         """
         specs = [spec for stage in self._stages for spec in stage.specs]
         self._was_ready = {spec.name: asyncio.Event() for spec in specs}
@@ -176,7 +177,9 @@ class Supervisor:
         self.all_ready.set()
 
     async def _keep_running(self, team: Sequence[ChildSpec]) -> None:
-        """Runs a team repeatedly until it is cancelled. Raises StartFailed."""
+        """Runs a team repeatedly until it is cancelled. Raises StartFailed if a child ends before
+        it was first ready.
+        """
         num_restarts, deaths = 0, Deaths(self._restarts.steady_seconds)
         while True:
             children = [await self._start(spec) for spec in team]

@@ -16,8 +16,9 @@ MAX_COLUMNS = 600
 
 
 class Columns:
-    """Samples of a run in at most MAX_COLUMNS columns. In longer runs a column combines steps.
-    `edges` has the first step of each column, followed by the end of the last column.
+    """Samples of a run in at most MAX_COLUMNS columns. If the run has more steps, each column
+    combines up to `steps_per_column` consecutive steps. `edges` has the first step of each column,
+    followed by the end of the last column.
     """
 
     def __init__(self, samples: Sequence[StepSample]) -> None:

@@ -16,8 +16,9 @@ _TRANSIENT_FAILURE = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 class LocalChannel(ForwardingChannel):
     """A channel to unix:PATH.
 
-    A method with streams in both directions uses a connection to PATH.streams (`LocalStream`) if a
-    server listens there and the call has no arguments, such as a timeout or metadata. All other
+    A call with streams in both directions has its own connection to PATH.streams, which carries
+    the messages without gRPC (see `LocalStream`). This requires that a server listens there, and
+    that the call itself has no arguments: no request iterator, timeout or metadata. All other
     calls use gRPC. If a server listens at PATH.streams, gRPC calls wait until gRPC has connected.
     Without this wait they would fail for up to a quarter of a second after a server's restart,
     while streams already work.

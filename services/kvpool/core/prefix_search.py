@@ -1,9 +1,9 @@
-"""Searches for prefix hits. There is one search for each set of groups with equal attention.
+"""Searches the KV-cache groups of a pool for prefix hits.
 
-Groups with equal attention and parameters are searched together. A block counts as cached only if
-each of these groups has a block with its hash. A search returns a table for each group and the
-number of hit tokens. Table entries that the request does not need to read are the null block. The
-rules are those of vLLM's managers.
+Groups with the same attention type and parameters form a set, which is searched by one
+`PrefixSearch`. A block counts as cached only if each group of the set has a block with its hash. A
+search returns a table for each group and the number of hit tokens. Table entries that the request
+does not need to read are the null block. The rules are those of vLLM's managers.
 
 A chain has a hash at every multiple of the hash block size. Each hash covers all tokens before its
 position. If a group's blocks are larger than a hash block, the hash of a block is therefore the
@@ -22,7 +22,9 @@ GroupHits = tuple[list[list[BlockId]], int]
 
 
 class PrefixSearch:
-    """Finds the longest hit of groups with equal attention. Each attention type has a subclass."""
+    """Finds the longest hit of groups with the same attention type and parameters. Each attention
+    type has a subclass.
+    """
 
     def __init__(
         self,

@@ -193,7 +193,9 @@ class AlignedStateManager(GroupManager):
             self._published_in_step.add(moved)
 
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
-        """Publishes the state at which a later prompt continues, if the step ends there."""
+        """Publishes the state at the end of a step, if a later prompt is expected to continue there
+        (see `last_state_position`). The state's block need not be full.
+        """
         unit = self._hash_block_size
         if num_tokens <= 0 or num_tokens != last_state_position(
             chain.num_prompt_tokens, unit, drops_last=self._drops_last_hit_block

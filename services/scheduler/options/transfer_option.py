@@ -71,4 +71,6 @@ class TransferOption:
         raise FailedPrecondition("the log is of a scheduler with a connector, which is not here")
 
     def on_new_workers(self) -> None:
-        """Called when the workers are new processes."""
+        """Called after the workers were opened for the first time, and after any of them was
+        replaced by a new process.
+        """

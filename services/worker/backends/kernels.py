@@ -104,7 +104,9 @@ class DecoderWeights:
     head: Linear | None
     """The projection to the vocabulary."""
     ranks: Ranks = ALONE
-    """The ranks that layers are divided over. They sum the outputs of attention and MLPs."""
+    """The ranks that layers are divided over. The outputs of attention and of MLPs are summed over
+    these ranks.
+    """
     head_ranks: Ranks = ALONE
     """The ranks that the head is divided over, with equally many columns on each."""
 
@@ -202,9 +204,9 @@ class Kernels(Protocol):
     def pack_lora(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
     ) -> PackedLora:
-        """Packs an adapter for these kernels. Its tensors have the model's data type and are on the
-        model's device. `shapes` maps names of LoraLayer's fields to the projections' shapes in each
-        layer.
+        """Packs an adapter for these kernels. The tensors in `layers` have the data type `dtype`
+        and are on the model's device. `shapes` maps names of LoraLayer's fields to the projections'
+        shapes in each layer.
         """
 
     def lora_step(self, rows: LoraRows) -> LoraStep:

@@ -1,6 +1,6 @@
-"""The model runner: applies a step's difference to the batch and computes its tokens.
+"""The model runner: applies a step's changes to the batch, and computes the step's tokens.
 
-1. The difference is applied to the persistent batch.
+1. The changes that a step contains are applied to the batch, which is kept from step to step.
 2. Requests are put in the order that attention needs: single tokens by length, then chunks.
 3. The model runs once over all scheduled tokens.
 4. Logits are computed only for positions that are sampled or that need prompt log-probabilities.
@@ -198,7 +198,7 @@ class ModelRunner:
             self.tier.begin_loads(step.tier_loads)
 
     def _update_batch(self, step: StepInput) -> Int32Array:
-        """Applies the step's difference, and returns the numbers that `apply_step` returns."""
+        """Applies the step's changes, and returns the numbers that `apply_step` returns."""
         if self.pooler is not None:
             self.pooler.check(step)
         if not (len(step.removed_rows) or step.new_requests):

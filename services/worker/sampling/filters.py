@@ -52,7 +52,9 @@ def filter_values(params: SamplingParams) -> tuple[float, ...]:
 
 
 def best_token_ids(logits: Float32Array, count: int) -> Int64Array:
-    """The `count` best tokens of a row of logits [V], by ascending id. NaN is above all numbers."""
+    """The ids of the `count` tokens with the largest logits of a row [V], in ascending order. Of
+    equal logits, those with the smallest ids are chosen. NaN is above all numbers.
+    """
     surplus = len(logits) - count
     if surplus <= 0:
         return np.arange(len(logits))
@@ -76,7 +78,7 @@ def keep_only(logits: Float32Array, token_ids: Int64Array) -> None:
 def kept_token_ids(
     logits: Float32Array, largest: np.float32, temperature: np.float32, filters: Filters
 ) -> Int64Array | None:
-    """The tokens that min-p, then top-k, then top-p keep, by ascending id. None means all are kept.
+    """The ids, ascending, of the tokens that min-p, then top-k, then top-p keep. None means all.
 
     `largest`: the largest of the logits [V], finite. `temperature`: above 0. At least one token is
     kept. Top-p is a fraction of the mass that min-p and top-k keep, and also keeps the token that

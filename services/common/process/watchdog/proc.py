@@ -32,8 +32,9 @@ def watch_pids(pids: Sequence[int]) -> Callable[[float], Reading]:
 
 
 def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float], Reading]:
-    """Returns a function that reads the processes listening at host:port or unix:PATH. If any of
-    the addresses is not a Unix socket of this machine, readings contain no process.
+    """Returns a function that reads the processes that listen at these addresses. The process of an
+    address can be found only if the address is a Unix socket of this machine (unix:PATH). If one
+    cannot be found, readings contain no process.
     """
 
     def read(now: float) -> Reading:

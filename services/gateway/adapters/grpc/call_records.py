@@ -34,8 +34,8 @@ class CallRecords:
     def recording(
         self, method: str, operation: str, context: Context, *, in_trailer: bool = True
     ) -> Iterator[RequestRecord]:
-        """A context that records a call, or one turn of a session call. Within the context,
-        CALL_RECORD is the record. If `in_trailer` is true, the request id and trace id are sent in
+        """A context that records a call, or one turn of a session call. Sets the context variable
+        CALL_RECORD to the record. If `in_trailer` is true, the request id and trace id are sent in
         the trailing metadata. It is false for calls with several records.
         """
         call = Call("grpc", "POST", method, client_of(context))

@@ -299,8 +299,8 @@ class SchedulerLink:
 
     @property
     def _heard_at(self) -> float:
-        """Returns the time of the last received message, or the time since which sent messages are
-        unacknowledged, if it is earlier.
+        """Returns the time of the last received message. If sent messages have been unacknowledged
+        since an earlier time, returns that time.
         """
         if not self._numbering.has_untaken:
             return self._received_at

@@ -1,9 +1,9 @@
 """Imports modules of transformers without its list of all models.
 
-AutoTokenizer is needed, because the classes of some models rebuild their tokenizers, so a
-tokenizer.json alone does not determine the tokens. But when the package and `transformers.models`
-are imported, they read the source files of every model to list their names. That takes twice as
-long as importing only the modules that a tokenizer needs.
+A tokenizer.json alone does not determine the tokens, because the tokenizer classes of some models
+construct the tokenizer anew. Therefore AutoTokenizer is needed, which chooses the class. But when
+the package and `transformers.models` are imported, they read the source files of every model to
+list their names. That takes twice as long as importing only the modules that a tokenizer needs.
 """
 
 import sys

@@ -96,7 +96,9 @@ class Fleet:
         )
         self.arrivals = Arrivals()
         self.admission = Admission()
-        """An option may replace it before the first request."""
+        """Decides which sequences are queued before they are sent. By default none is queued. An
+        option (a folder of gateway/options) may replace this object before the first request.
+        """
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> None:
         """Updates the scheduler addresses known to `source` (see Membership)."""

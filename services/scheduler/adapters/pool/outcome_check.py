@@ -33,7 +33,7 @@ def requests_of(operations: Iterable[ops.Operation]) -> list[RequestKey]:
 
 
 class OutcomeCheck:
-    """Checks the answers of a pool, from one opening of the pool to the next."""
+    """Checks the answers of a pool. A new object is created each time the pool is opened."""
 
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup]) -> None:
         self._last_block = num_blocks - 1

@@ -1,4 +1,4 @@
-"""When and why single requests were passed over (skipped at admission), in Unix nanoseconds."""
+"""When and why single requests were skipped at admission. Times are in Unix nanoseconds."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ MAX_WAITS = 256
 
 @dataclass(frozen=True, slots=True)
 class OwnWait:
-    """A time from `begin` to `end` in which a request was passed over."""
+    """A time from `begin` to `end` in which a request was skipped at admission."""
 
     begin: int
     end: int
@@ -23,17 +23,17 @@ class OwnWait:
 
 
 class OwnWaits:
-    """Records which requests each step passed over. Takes almost no time if there are none."""
+    """Records which requests each step skipped. Takes almost no time if there are none."""
 
     def __init__(self) -> None:
         self._last: dict[Request, WaitReason] = {}
-        """Requests that were passed over in the last step, each with its reason."""
+        """Requests that the last step skipped, each with its reason."""
         self._begins: dict[Request, int] = {}
         self._waits: dict[Request, deque[OwnWait]] = {}
 
     @property
     def has_any(self) -> bool:
-        """Whether any request was passed over in the last step."""
+        """Whether the last step skipped any request."""
         return bool(self._last)
 
     def arrived(self, request: Request, now: int) -> None:
@@ -43,7 +43,9 @@ class OwnWaits:
             self._begins[request] = now
 
     def planned(self, passed_over: Mapping[Request, WaitReason], now: int) -> None:
-        """Records which requests a step passed over. The others wait for the queue's reason."""
+        """Records which requests a step skipped. The other waiting requests wait for the reason of
+        the whole queue.
+        """
         if passed_over == self._last:
             return
         for request, reason in self._last.items():
@@ -81,9 +83,11 @@ class OwnWaits:
 
 
 def overlay(starts: Sequence[ReasonStart], own: Sequence[OwnWait]) -> Sequence[ReasonStart]:
-    """The reasons for which a request waited, each with its start. `starts` are the reasons of the
-    whole queue, `own` the waits in which the request was passed over. During such a wait, its
-    reason replaces the reasons of the queue. Both arguments are in order of time.
+    """The reasons for which a request waited, each with its start time.
+
+    `starts`: the reasons for which the queue as a whole waited, each with its start time. `own`:
+    the waits during which this request was skipped. During such a wait, its reason replaces the
+    reasons of the queue. Both arguments are in order of time.
     """
     if not own:
         return starts

@@ -94,8 +94,7 @@ class StepUpdate:
     ) -> Sequence[int] | None:
         """Appends the tokens of a request that may end or is not on the fast path. Returns the
         appended tokens. Returns None if the request had ended or its tokens are dropped. As in
-        vLLM, drafts are kept even if the tokens are dropped, because the drafts follow the
-        request's present tokens.
+        vLLM, the drafts that the step proposed are stored even if the step's tokens are dropped.
         """
         request, tokens = plan.requests[index], output.token_ids[index]
         if request.finish_reason is not None:

@@ -118,7 +118,9 @@ class PagedOps:
         bias: Bias,
         operator: Operator,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `attend`, in float32, with the logarithms of the normalizers [n, num_heads]."""
+        """Like `attend`, but returns the output in float32, and also the log-sum-exp of each
+        query's scores, float32 [n, num_heads].
+        """
         output, normalizers = fmha.memory_efficient_attention_partial(
             *self._grouped(query, keys, values),
             attn_bias=bias,

@@ -26,7 +26,9 @@ class NativeRanks(GatheringRanks):
         self._reference = ctypes.byref(self.structure)
         self._memory: mmap.mmap | None = None
         self._cell_bytes = -(-size * _CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
-        """Bytes of all cells, rounded up to whole pages. The slots follow the cells in memory."""
+        """Size of all cells in bytes, rounded up to whole pages. Each rank has one cell, which has
+        the last round at which the rank arrived. The slots follow the cells in memory.
+        """
         self.num_bytes = self._cell_bytes + _ROUNDS * size * _SLOT_BYTES
 
     def use(self, memory: mmap.mmap) -> None:

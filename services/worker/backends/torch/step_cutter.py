@@ -114,7 +114,9 @@ class StepCutter:
         return score_mask(self.device.upload(hidden), self.shape.dtype)[:, None, None, :]
 
     def chunks(self, layout: StepLayout, windows: set[int | None]) -> list[Chunk]:
-        """The chunks, each with its runs of queries."""
+        """Returns one chunk for each request after the decodes. `ranges.of_chunk` divides its
+        queries into runs. The queries of a run share one range of keys.
+        """
         size, widest = layout.block_size, _widest(windows)
         chunks = []
         for row in range(layout.num_decodes, len(layout.seq_lens)):

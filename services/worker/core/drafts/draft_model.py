@@ -148,7 +148,9 @@ class DraftModel(DraftSource):
         num_drafts: Int32Array,
         tokens: Int32Array,
     ) -> None:
-        """Writes drafts from position `ends` on: these tokens, then drafts that continue them."""
+        """Writes `num_drafts` drafts of each request from position `ends` on. The first drafts are
+        `tokens`. The model computes the further drafts one after another.
+        """
         while len(rows):
             batch.token_ids[rows, ends] = tokens
             more = num_drafts > 1

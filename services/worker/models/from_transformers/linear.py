@@ -56,9 +56,9 @@ class GatheredTiedLinear(DividedLinear):
 
 
 class SummedLinear(DividedLinear):
-    """Some columns of a whole layer. The products are summed over the ranks. The input is this
-    rank's part of the whole input, or with `takes_part` the whole input, from which this layer
-    selects the part.
+    """Some columns of a whole layer. The products are summed over the ranks. By default the input
+    is this rank's part of the whole input. With `takes_part` it is the whole input, and the layer
+    selects this rank's part.
     """
 
     def __init__(

@@ -22,7 +22,8 @@ _CHOICES = {"auto": AUTO, "any": REQUIRED, "tool": NONE, "none": NONE}
 async def messages_request(
     body: MessagesBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """Converts a body to a request. Raises InvalidArgument for contradictions.
+    """Converts a body to a request. Raises InvalidArgument if fields contradict each other, such as
+    a required tool call without tools, or if a field is invalid or unsupported.
 
     As at Anthropic, `max_tokens` may exceed the context length. The answer then ends when the
     context is full.

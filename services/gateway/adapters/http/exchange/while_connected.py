@@ -11,8 +11,8 @@ class Client:
     __slots__ = ("_has_gone", "_on_gone", "_read_on")
 
     def __init__(self, read_on: Callable[[], None]) -> None:
-        """`read_on` resumes reading on the connection. Only a connection that is read notices that
-        its client disconnects.
+        """`read_on` resumes reading on the connection. A disconnect is noticed only while the
+        connection is being read.
         """
         self._read_on = read_on
         self._has_gone = False

@@ -12,7 +12,8 @@ class ReaderTimeout:
     not read.
 
     In each period of `timeout_seconds` the client must read 16 KiB, or the rest of the buffer.
-    Otherwise `on_timeout` is called, even if the connection has no request.
+    Otherwise `on_timeout` is called, even if the request has ended and only the rest of its answer
+    is unsent.
     """
 
     def __init__(

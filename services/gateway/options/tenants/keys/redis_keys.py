@@ -4,7 +4,8 @@
 2. Every REFRESH_SECONDS, the version number of the keys in Redis is read. If it has changed, the
    keys in memory are read again. So a revoked key is refused after at most this time.
 3. While Redis cannot be reached, or has lost its data, keys in memory are accepted for
-   `cache_seconds`. Other keys are refused as Unavailable, since they may exist.
+   `cache_seconds`. With any other key, a request fails with Unavailable and not with
+   Unauthenticated, because the key may exist in Redis.
 """
 
 import asyncio

@@ -44,13 +44,13 @@ class ReplicaSample:
     reason: str = ""
     num_unfinished_here: int = 0
     cached_tokens: int | None = None
-    """Number of tokens in the pool's cached blocks, according to the directory. If the pool is not
-    in the directory, only free cached blocks are counted, because the block map has only their
-    number.
+    """Number of tokens in the pool's cached blocks, according to the gateway's prefix index. If the
+    pool is not in the index, only free cached blocks are counted, because the block map has only
+    their number.
     """
     directory: str = ""
-    """State of the directory's view of this pool. It is empty if the pool is not in the
-    directory.
+    """State of this pool in the gateway's prefix index, a value of DirectoryState. It is empty if
+    the pool is not in the index.
     """
     stats: Document | None = None
     requests: list[Document] = field(default_factory=list)
