@@ -246,7 +246,7 @@ def require_redis(url: str) -> None:
             why_unusable,
         )
     except ModuleNotFoundError as error:
-        raise CommandError(NEEDS_REDIS.replace("--redis-url", "--redis")) from error
+        raise CommandError(NEEDS_REDIS) from error
 
     if (complaint := missing_file(url)) is not None:
         raise CommandError(f"--redis-url {without_secrets(url)}: {complaint}", exit_status=2)
