@@ -85,7 +85,7 @@ class RedisStore:
             from services.common.keys import book_redis as key_redis  # noqa: PLC0415 - an extra
             from services.common.redis import connection as redis_connection  # noqa: PLC0415 - an extra
         except ModuleNotFoundError as error:
-            raise CommandError(NEEDS_REDIS.replace("--redis-url", "--redis")) from error
+            raise CommandError(NEEDS_REDIS) from error
         self._records = key_redis
         self._redis = redis_connection
         self._runner = asyncio.Runner()
