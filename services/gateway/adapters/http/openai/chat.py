@@ -30,7 +30,7 @@ from services.gateway.core.request.request import ClientRequest, Prompt
 async def chat_request(
     body: ChatCompletionBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """Converts a body to a request. Raises InvalidArgument for contradictions."""
+    """Converts a body to a request. Raises InvalidArgument if fields contradict each other."""
     check_stream_options(body)
     use = tool_use(body)
     use.check(inference)

@@ -31,7 +31,7 @@ DEFAULT_MAX_TOKENS = 16
 async def completion_request(
     body: CompletionBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """Converts a body to a request. Raises InvalidArgument for contradictions."""
+    """Converts a body to a request. Raises InvalidArgument if fields contradict each other."""
     check_stream_options(body)
     if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
         raise InvalidArgument(

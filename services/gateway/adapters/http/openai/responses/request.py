@@ -20,7 +20,7 @@ _TOOLS = ToolFields("tools[{}].name", "tools[{}].parameters", "tools[{}].strict"
 async def responses_request(
     body: ResponsesBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """Converts a body to a request. Raises InvalidArgument for contradictions."""
+    """Converts a body to a request. Raises InvalidArgument if fields contradict each other."""
     use = _tool_use(body)
     use.check(inference)
     text = await _render(body, inference)
