@@ -77,7 +77,7 @@ void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::in
   const auto plans = layer_plans(decoder, layouts, threads);
   const std::vector<int> positions = positions_of(layouts[0]);
   std::vector<std::atomic<int>> next(decoder.num_layers);
-  in_team(threads, [&](Team team) {
+  in_team<ComputeScope<T>>(threads, [&](Team team) {
     StepThread<T> thread(decoder, buffers, rows, lora, team);
     thread.begin(token_ids, embedded, positions.data());
     const Projection<T>* head = num_wanted > 0 ? &decoder.head : nullptr;

@@ -13,7 +13,7 @@ template <class T>
 void norm_rows(T* input, std::int64_t group, std::int64_t stride, const T* update,
                const float* weight, T* output, std::int64_t rows, std::int64_t width,
                float epsilon) {
-  in_team(threads_for(double(rows) * double(width)), [&](Team team) {
+  in_team<ComputeScope<T>>(threads_for(double(rows) * double(width)), [&](Team team) {
     const Range own = team.part(rows);
     for (std::int64_t row = own.begin; row < own.end; ++row) {
       T* target = input + row / group * stride + row % group * width;
@@ -29,7 +29,8 @@ void attend_in_team(const AttentionLayer& layer, const Layout& layout, const Hea
   const int threads = threads_for(attention_work(layer, layout));
   AttentionPlan plan(layer, layout, pages.block_size, threads);
   std::atomic<int> next{0};
-  in_team(threads, [&](Team team) { attend(plan, heads, pages, output, next, team); });
+  in_team<ComputeScope<T>>(threads,
+                           [&](Team team) { attend(plan, heads, pages, output, next, team); });
 }
 
 // The size of a panel of the weight in bytes.
@@ -44,14 +45,15 @@ void project_in_team(const Projection<T>& projection, const T* input, Out* outpu
                      std::int64_t rows, const LoraDelta<T>* lora) {
   const int threads = threads_for(projection_work(projection, rows));
   if (lora == nullptr) {
-    in_team(threads, [&](Team team) { project(projection, input, output, rows, team); });
+    in_team<ComputeScope<T>>(threads,
+                             [&](Team team) { project(projection, input, output, rows, team); });
     return;
   }
   static thread_local Scratch scratch;
   const std::int64_t needed = rows * lora->step->width;
   scratch.reserve(needed * sizeof(T));
   const LoraDelta<T> delta{lora->step, lora->layer, lora->part, scratch.take<T>(needed)};
-  in_team(threads, [&](Team team) {
+  in_team<ComputeScope<T>>(threads, [&](Team team) {
     shrink(delta, input, projection.depth, team);
     team.wait();
     project_and_add(projection, input, output, rows, team, delta);

@@ -86,12 +86,16 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
   const bool one_pass = rows.count <= MAX_TILE_ROWS;
   constexpr std::int64_t DEPTH = PanelOps<Element>::DEPTH;
   constexpr std::int64_t STEP_BYTES = PANEL_WIDTH * DEPTH * sizeof(Element);
+  constexpr std::int64_t SUMMED = SUM_STEPS<Element>;
   const std::int64_t steps = factors.depth / DEPTH;
   const std::int64_t chunks =
       one_pass ? 1 : divide_up<std::int64_t>(steps * STEP_BYTES, CHUNK_BYTES);
   LoraTiles<T> lora_tiles(lora, rows.count, int(chunks));
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const Range part{steps * chunk / chunks * DEPTH, steps * (chunk + 1) / chunks * DEPTH};
+    const auto begin_of = [=](std::int64_t chunk) {
+      return std::min(divide_up(steps, SUMMED) * chunk / chunks * SUMMED, steps);
+    };
+    const Range part{begin_of(chunk) * DEPTH, begin_of(chunk + 1) * DEPTH};
     const std::int64_t depth = part.end - part.begin;
     const Element* packed = factors.packed + part.begin * PANEL_WIDTH;
     for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {

@@ -63,6 +63,7 @@ __attribute__((noinline)) void add_panels(const ExpandTile<T>& tile, const T* ro
 #pragma GCC unroll 8
     for (int v = 0; v < PANELS * PANEL_VECTORS; ++v) total[row][v] = load(place(row, v));
   }
+  DepthSums<T, ROWS, PANELS * PANEL_VECTORS> sums;
   for (int step = 0; step < steps; ++step, rows += Ops::DEPTH, panel += STEP) {
     Vector left[ROWS], right[ROWS];
 #pragma GCC unroll 4
@@ -80,12 +81,13 @@ __attribute__((noinline)) void add_panels(const ExpandTile<T>& tile, const T* ro
       }
 #pragma GCC unroll 4
       for (int row = 0; row < ROWS; ++row) {
-        Vector(&sums)[PANELS * PANEL_VECTORS] = total[row];
-        sums[2 * i] = Ops::multiply_add(sums[2 * i], left[row], left_columns);
-        sums[2 * i + 1] = Ops::multiply_add(sums[2 * i + 1], right[row], right_columns);
+        sums.add(total, row, 2 * i, left[row], left_columns);
+        sums.add(total, row, 2 * i + 1, right[row], right_columns);
       }
     }
+    sums.end_step(total);
   }
+  sums.finish(total);
 #pragma GCC unroll 4
   for (int row = 0; row < ROWS; ++row) {
 #pragma GCC unroll 8

@@ -60,7 +60,8 @@ __attribute__((noinline)) void multiply_tiles(const ShrinkTile<T>* tiles, int st
   using Ops = PanelOps<T>;
   if (steps < 1) __builtin_unreachable();
   const std::int64_t panel_size = std::int64_t{steps} * LANES * Ops::DEPTH;
-  Vector total[TILES][ROWS][PANELS] = {};
+  Vector total[TILES * ROWS][PANELS] = {};
+  DepthSums<T, TILES * ROWS, PANELS> sums;
   const T *rows[TILES], *panels[TILES];
   std::int64_t strides[TILES];
 #pragma GCC unroll 4
@@ -83,20 +84,22 @@ __attribute__((noinline)) void multiply_tiles(const ShrinkTile<T>* tiles, int st
         __builtin_prefetch(panels[i] + panel * panel_size + A_PREFETCH_AHEAD);
 #pragma GCC unroll 4
         for (int row = 0; row < ROWS; ++row) {
-          total[i][row][panel] = Ops::multiply_add(total[i][row][panel], values[row], columns);
+          sums.add(total, i * ROWS + row, panel, values[row], columns);
         }
       }
       rows[i] += Ops::DEPTH;
       panels[i] += LANES * Ops::DEPTH;
     }
+    sums.end_step(total);
   }
+  sums.finish(total);
 #pragma GCC unroll 4
   for (int i = 0; i < TILES; ++i) {
 #pragma GCC unroll 4
     for (int row = 0; row < ROWS; ++row) {
 #pragma GCC unroll 4
       for (int panel = 0; panel < PANELS; ++panel) {
-        store(tiles[i].to + row * to_stride + panel * LANES, total[i][row][panel]);
+        store(tiles[i].to + row * to_stride + panel * LANES, total[i * ROWS + row][panel]);
       }
     }
   }

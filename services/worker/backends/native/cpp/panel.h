@@ -7,6 +7,10 @@
 
 #pragma once
 
+#include <type_traits>
+
+#include "rounding.h"
+#include "tiles.h"
 #include "vector.h"
 
 namespace stepwell {
@@ -104,13 +108,17 @@ struct PanelOps<BFloat16> {
   }
   static void to_interleaved_order(Vector (&)[PANEL_VECTORS]) {}
   static void to_element_order(Vector (&)[PANEL_VECTORS]) {}
+  static Vector first_of(Vector pairs) { return {first_of(pairs.low), first_of(pairs.high)}; }
+  static Vector second_of(Vector pairs) { return {second_of(pairs.low), second_of(pairs.high)}; }
 #endif
+
+  // The first and the second elements of pairs, as floats.
+  static Register first_of(Register pairs) { return (Register)((IntRegister)pairs << 16); }
+  static Register second_of(Register pairs) { return (Register)((IntRegister)pairs & -0x10000); }
 
  private:
   static Register add_pairs(Register total, Register a, Register b) {
-    const auto second = [](Register pair) { return (Register)((IntRegister)pair & -0x10000); };
-    const auto first = [](Register pair) { return (Register)((IntRegister)pair << 16); };
-    return fmadd(first(a), first(b), fmadd(second(a), second(b), total));
+    return fmadd(first_of(a), first_of(b), fmadd(second_of(a), second_of(b), total));
   }
 #ifdef __AVX512F__
   static Vector to_vector(IntRegister part) { return (Vector)part; }
@@ -124,6 +132,75 @@ struct PanelOps<BFloat16> {
             (Register)_mm256_permute2x128_si256(low, high, 0x31)};
   }
 #endif
+};
+
+// Whether products of T are added in the order of the processor's products of tiles. It is one
+// order for all numbers of rows, and for all ways to multiply.
+template <class T>
+constexpr bool SUMS_LIKE_TILES = false;
+#ifdef STEPWELL_TILES
+template <>
+inline constexpr bool SUMS_LIKE_TILES<BFloat16> = true;
+#endif
+
+// The rounding and the state of a thread that computes with elements of T.
+template <class T>
+using ComputeScope = std::conditional_t<SUMS_LIKE_TILES<T>, TileScope, StandardMode>;
+
+// Steps of depth that belong together in a sum. A sum may be interrupted only at a multiple of
+// them.
+template <class T>
+constexpr int SUM_STEPS = SUMS_LIKE_TILES<T> ? TILE_ROWS : 1;
+
+// Adds products to totals [ROWS][VECTORS] in order of depth. `end_step` must be called after each
+// step of depth, and `finish` after the last one.
+template <class T, int ROWS, int VECTORS>
+struct DepthSums {
+  using Totals = Vector[ROWS][VECTORS];
+
+  __attribute__((always_inline)) void add(Totals& total, int row, int v, Vector a, Vector b) {
+    total[row][v] = PanelOps<T>::multiply_add(total[row][v], a, b);
+  }
+  void end_step(Totals&) {}
+  void finish(Totals&) {}
+};
+
+// The order of tiles (tile_model.h): the first and the second elements of SUM_STEPS pairs are
+// summed apart, each from +0, then added, then added to the total. The last pairs may be fewer.
+template <class T, int ROWS, int VECTORS>
+  requires SUMS_LIKE_TILES<T>
+struct DepthSums<T, ROWS, VECTORS> {
+  using Totals = Vector[ROWS][VECTORS];
+
+  __attribute__((always_inline)) void add(Totals&, int row, int v, Vector a, Vector b) {
+    using Ops = PanelOps<T>;
+    first[row][v] = fmadd(Ops::first_of(a), Ops::first_of(b), first[row][v]);
+    second[row][v] = fmadd(Ops::second_of(a), Ops::second_of(b), second[row][v]);
+  }
+
+  __attribute__((always_inline)) void end_step(Totals& total) {
+    if (++steps == SUM_STEPS<T>) add_to(total);
+  }
+
+  __attribute__((always_inline)) void finish(Totals& total) {
+    if (steps > 0) add_to(total);
+  }
+
+  __attribute__((always_inline)) void add_to(Totals& total) {
+#pragma GCC unroll 16
+    for (int row = 0; row < ROWS; ++row) {
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; ++v) {
+        total[row][v] = total[row][v] + (first[row][v] + second[row][v]);
+        first[row][v] = second[row][v] = Vector{};
+      }
+    }
+    steps = 0;
+  }
+
+  Totals first = {};
+  Totals second = {};
+  int steps = 0;
 };
 
 // The memory to prefetch during a multiplication: from `first` on, `step_bytes` in each step of
@@ -175,16 +252,16 @@ class RowPointers {
 // total[ROWS][VECTORS] += a step of `rows`, which advance, times the columns of that step.
 template <class T, int ROWS, int VECTORS>
 inline __attribute__((always_inline)) void add_step(Vector (&total)[ROWS][VECTORS],
+                                                    DepthSums<T, ROWS, VECTORS>& sums,
                                                     RowPointers<T, ROWS>& rows,
                                                     const Vector (&columns)[VECTORS]) {
 #pragma GCC unroll 16
   for (int row = 0; row < ROWS; ++row) {
     const Vector value = rows.at(row);
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; ++v) {
-      total[row][v] = PanelOps<T>::multiply_add(total[row][v], value, columns[v]);
-    }
+    for (int v = 0; v < VECTORS; ++v) sums.add(total, row, v, value, columns[v]);
   }
+  sums.end_step(total);
   rows.advance();
 }
 
@@ -202,6 +279,7 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
   const char* fetched = static_cast<const char*>(prefetch.first);
   const std::int64_t vector_bytes = prefetch.step_bytes / VECTORS;
   RowPointers<T, ROWS> rows(a, stride);
+  DepthSums<T, ROWS, VECTORS> sums;
   for (int step = 0; step < steps; ++step) {
     Vector columns[VECTORS];
 #pragma GCC unroll 4
@@ -210,9 +288,10 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
       if (PREFETCH) __builtin_prefetch(fetched + v * vector_bytes, 0, 2);
     }
     fetched += prefetch.step_bytes;
-    add_step(total, rows, columns);
+    add_step(total, sums, rows, columns);
     panel += WIDTH * Ops::DEPTH;
   }
+  sums.finish(total);
 }
 
 // Rows of a tile that precedes a tile of few rows.

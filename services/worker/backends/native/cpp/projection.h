@@ -202,7 +202,8 @@ __attribute__((noinline)) void add_product_of_list(const float* from, std::int64
   Vector total[ROWS][PANEL_VECTORS];
   load_totals(total, from, from_stride);
   for (int piece = 0, done = 0; piece < list.count(); ++piece) {
-    const int end = list.end_of(piece, steps);
+    const int end =
+        piece + 1 < list.count() ? round_down(list.end_of(piece, steps), SUM_STEPS<T>) : steps;
     if (end == done) continue;
     multiply<T, ROWS, PANEL_VECTORS, true>(total, a + done * DEPTH, stride,
                                            panel + done * DEPTH * PANEL_WIDTH, end - done,

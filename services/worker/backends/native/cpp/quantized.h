@@ -348,6 +348,7 @@ inline __attribute__((always_inline)) void multiply_codes(
     std::int64_t stride, const PanelCodes panels, int steps) {
   using Block = Unpacker<T, FORMAT>;
   RowPointers<T, ROWS> rows(a, stride);
+  DepthSums<T, ROWS, PANELS * PANEL_VECTORS> sums;
   const char* codes = panels.first;
   for (int done = 0; done < steps; done += Block::STEPS, codes += Block::BYTES) {
     Vector columns[Block::STEPS][PANELS * PANEL_VECTORS];
@@ -365,8 +366,9 @@ inline __attribute__((always_inline)) void multiply_codes(
       __builtin_prefetch(ahead + panel * panels.panel_bytes, 0, PANELS > 1 ? 3 : 2);
     }
 #pragma GCC unroll 4
-    for (int step = 0; step < Block::STEPS; ++step) add_step(total, rows, columns[step]);
+    for (int step = 0; step < Block::STEPS; ++step) add_step(total, sums, rows, columns[step]);
   }
+  sums.finish(total);
 }
 
 // The position of an element's code in a panel of byte codes. In bfloat16 the low and the high

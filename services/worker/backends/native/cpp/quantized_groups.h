@@ -219,6 +219,7 @@ __attribute__((noinline, aligned(64))) void add_groups(const PieceGroups& groups
       for_vectors_of_rows<ROWS, 1>(
           [&](int row, int v, int place) { sums[row][v] = load(groups.to.sums + place); });
     }
+    DepthSums<T, ROWS, PANEL_VECTORS> depth_sums;
     const auto add_steps = [&]<int STEPS>() __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int step = 0; step < STEPS; ++step) {
@@ -229,7 +230,7 @@ __attribute__((noinline, aligned(64))) void add_groups(const PieceGroups& groups
           __builtin_prefetch(fetched + prefetch.step_bytes / PANEL_VECTORS, 0, 2);
           fetched += prefetch.step_bytes;
         }
-        add_step(sums, rows, own);
+        add_step(sums, depth_sums, rows, own);
       }
       columns.advance(STEPS);
     };
@@ -240,6 +241,7 @@ __attribute__((noinline, aligned(64))) void add_groups(const PieceGroups& groups
     if constexpr (Columns::STEPS > 1) {
       for (; step < groups.steps; ++step) add_steps.template operator()<1>();
     }
+    depth_sums.finish(sums);
     columns.end_group();
     if (!groups.ends_group) {
       for_vectors_of_rows<ROWS, 1>(

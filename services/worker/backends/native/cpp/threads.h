@@ -24,6 +24,7 @@
 #include <ctime>
 #include <vector>
 
+#include "float_mode.h"
 #include "rounding.h"
 
 namespace stepwell {
@@ -223,26 +224,11 @@ inline int threads_for(double work, double enough = PARALLEL_WORK) {
   return work < enough ? 1 : omp_get_max_threads();
 }
 
-// In its scope the thread rounds to nearest and does not flush small numbers to zero, whatever the
-// mode of the process: the threads of a team may have been started before the caller changed its
-// own mode.
-class StandardRounding {
- public:
-  StandardRounding() : before_(_mm_getcsr()) { _mm_setcsr(STANDARD); }
-  ~StandardRounding() { _mm_setcsr(before_); }
-  StandardRounding(const StandardRounding&) = delete;
-  StandardRounding& operator=(const StandardRounding&) = delete;
-
- private:
-  static constexpr unsigned STANDARD = 0x1f80;
-  unsigned before_;
-};
-
-// Calls work(team) in each of `threads` threads.
-template <class Work>
+// Calls work(team) in each of `threads` threads, in the scope of a `Scope`.
+template <class Scope = StandardMode, class Work>
 inline void in_team(int threads, Work&& work) {
   if (threads == 1) {
-    const StandardRounding rounding;
+    const Scope scope;
     work(Team{});
     return;
   }
@@ -253,7 +239,7 @@ inline void in_team(int threads, Work&& work) {
   {
     const int index = omp_get_thread_num();
     pins.pin(index);
-    const StandardRounding rounding;
+    const Scope scope;
     work(Team{index, omp_get_num_threads(), &barrier, remaining.data()});
   }
   pins.unpin();

@@ -1,0 +1,29 @@
+"""The processor's tile registers (Intel AMX), which multiply matrices: see cpp/tiles.h.
+
+A process needs the operating system's permission to use them. Linux grants it to all threads of a
+process at once. Linux refuses it if a thread has a small stack for signals, as do Linux before 5.16
+and some sandboxes.
+"""
+
+import ctypes
+import os
+from functools import cache
+
+FEATURES = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
+"""Linux's names of the processor's features that the kernels need for tiles."""
+FLAGS = ("-DSTEPWELL_TILES",)
+"""Compiler flags for kernels with tiles. They add products of bfloat16 in the order of tiles."""
+EMULATED_FLAGS = (*FLAGS, "-DSTEPWELL_EMULATED_TILES")
+"""Compiler flags for kernels that compute with emulated tiles, on any processor."""
+
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18
+"""A system call of Linux on x86-64, its request for permission, and the number of the registers."""
+
+
+@cache
+def refusal() -> str | None:
+    """Asks for permission to use tiles. Returns None if it is granted, or the system's reason."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(*map(ctypes.c_long, (_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA))) == 0:
+        return None
+    return os.strerror(ctypes.get_errno())
