@@ -28,6 +28,7 @@ import uvloop
 from benchmarks.common.conversions import to_output, to_request, to_step
 from benchmarks.common.load import Arrived, Load, run_load
 from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.process.processors import usable_processors
 from services.common.process.settings import parse_settings
 from services.common.request.finish import Finish
 from services.common.request.sampling import SamplingParams
@@ -60,7 +61,6 @@ from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.converters import description_to_proto
 from services.worker.build import build_worker
 from services.worker.core.worker import StepRunner, Worker, WorkerDescription
-from services.worker.platforms.machine import usable_processors
 from services.worker.platforms.threads import choose_threads
 from services.worker.settings import WorkerSettings
 

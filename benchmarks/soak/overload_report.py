@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.common.figures import percentile, percentile_interval, percentile_ratio_interval
 from benchmarks.soak.load_generator import Sent
 from benchmarks.soak.overload_tenants import Result, TenantOptions
-from services.worker.platforms.machine import usable_processors
+from services.common.process.processors import usable_processors
 
 LEAST_GOODPUT = 0.9
 MOST_TTFT, MOST_RECOVERED_TTFT = 2.0, 1.25

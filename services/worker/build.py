@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from services.common.process.processors import usable_processors
 from services.worker.backends.device import dtype_name
 from services.worker.backends.out_of_memory import memory_for
 from services.worker.core.fingerprint import model_fingerprint
@@ -31,7 +32,6 @@ from services.worker.parts.rank_setup import RankSetup, set_up_rank
 from services.worker.parts.refusals import refuse_for_whole_prompts
 from services.worker.platform_choice import num_local_workers
 from services.worker.platforms.interface import RunnerParts
-from services.worker.platforms.machine import usable_processors
 from services.worker.platforms.prompt_shapes import run_prompts
 from services.worker.platforms.threads import choose_threads
 from services.worker.sampling.grammar import Grammars, model_compiler

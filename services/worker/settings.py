@@ -81,8 +81,8 @@ class WorkerSettings(ServiceSettings):
     )
     num_threads: int | None = setting(
         None,
-        doc="threads on the CPU (default: one per available core; from 8 on one less; a part of "
-        "them if workers share the machine)",
+        doc="threads on the CPU (default: one per available core, within the quota of processors, "
+        "which is rounded up; from 8 on one less; a part of them if workers share the machine)",
         check=at_least(1),
     )
     enable_lora: bool = setting(

@@ -17,18 +17,9 @@ and 32 requests at once:
 
 from dataclasses import dataclass
 
+from services.common.process.processors import Processors
+
 ENOUGH_TO_SPARE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Processors:
-    """The processors that a process may use, and their cores. `quota`: limit on processor time, in
-    seconds per second, or None.
-    """
-
-    num_allowed: int
-    num_cores: int
-    quota: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +36,7 @@ class ThreadChoice:
 def choose_threads(
     processors: Processors, num_sharers: int = 1, asked: int | None = None
 ) -> ThreadChoice:
-    """The number of threads, at least one, for one of `num_sharers` workers on these processors.
-
-    A quota is rounded down. If threads used up the quota before its period ends, all threads of the
-    process, also the one that answers the scheduler, would be suspended for the rest of the period.
-    """
+    """The number of threads, at least one, for one of `num_sharers` workers on these processors."""
     cores, reasons = _cores(processors)
     if cores >= ENOUGH_TO_SPARE and processors.num_allowed == processors.num_cores:
         cores -= 1
@@ -68,7 +55,7 @@ def _cores(processors: Processors) -> tuple[int, list[str]]:
     cores, allowed = processors.num_cores, processors.num_allowed
     text = f"{cores} core{'s' if cores > 1 else ''}"
     reasons = [text if cores == allowed else f"{allowed} processors on {text}"]
-    if processors.quota is not None and processors.quota < cores:
-        cores = int(processors.quota)
+    within = processors.within_quota(cores)
+    if within < cores:
         reasons.append(f"a quota of {processors.quota:g}")
-    return cores, reasons
+    return within, reasons

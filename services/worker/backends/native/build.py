@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from services.common.process.processors import usable_processors
+
 NAME = "stepwell_kernels"
 SOURCES = Path(__file__).parent / "cpp"
 FLAGS = (
@@ -46,18 +48,26 @@ def built(
 
 
 def _run(commands: Sequence[Sequence[str]], checkpoint_reached: Callable[[], None]) -> None:
-    """Runs commands in parallel. If this function raises, running commands are killed."""
+    """Runs commands, as many at once as there are usable processors. If this function raises,
+    running commands are killed.
+    """
+    processors = usable_processors()
+    most = processors.within_quota(processors.num_allowed)
+    waiting, running = list(reversed(commands)), list[subprocess.Popen[str]]()
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with ExitStack() as scope:
-        running = []
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        for command in commands:
-            running.append(scope.enter_context(subprocess.Popen(command, text=True, **pipes)))
-            scope.callback(running[-1].kill)
-        for process in running:
-            while (output := _output_within(_POLL_SECONDS, process)) is None:
-                checkpoint_reached()
-            if process.returncode:
-                raise BuildFailed(_reason(output))
+        while waiting or running:
+            while waiting and len(running) < most:
+                command = waiting.pop()
+                running.append(scope.enter_context(subprocess.Popen(command, text=True, **pipes)))
+                scope.callback(running[-1].kill)
+            for process in tuple(running):
+                if (output := _output_within(_POLL_SECONDS, process)) is None:
+                    checkpoint_reached()
+                elif process.returncode:
+                    raise BuildFailed(_reason(output))
+                else:
+                    running.remove(process)
 
 
 def _output_within(seconds: float, process: subprocess.Popen[str]) -> str | None:
