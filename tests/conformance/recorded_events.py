@@ -26,7 +26,7 @@ from services.scheduler.adapters.pool.kv_events.recorder import KVEventRecorder
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.option import connected
+from tests.scenarios.connector import connected
 from tests.scenarios.record import Record
 from tests.scenarios.run import ScenarioRun
 from tests.scenarios.scenario import Scenario

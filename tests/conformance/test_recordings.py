@@ -19,7 +19,6 @@ from services.kvpool.adapters.servicer import KVPoolServicer
 from services.kvpool.core.pool_host import PoolHost
 from services.scheduler.adapters.pool.pool_client import PoolClient
 from services.scheduler.core.planning.scheduler import Scheduler
-from services.scheduler.options.transfers.option import connected
 from tests.conformance.differences import FIELDS, differences
 from tests.conformance.recording import (
     DIRECTORY,
@@ -29,6 +28,7 @@ from tests.conformance.recording import (
     Recording,
     load_recordings,
 )
+from tests.scenarios.connector import connected
 from tests.scenarios.run import ScenarioRun, run_scenario
 from tests.scenarios.scenario import read_scenario
 

@@ -13,8 +13,8 @@ from services.cli.replay.table import ROWS
 from services.cli.replay.what_if import what_if
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
-from services.scheduler.options.transfers.option import connected
 from tests.conformance.recording import RECORDINGS, Recording
+from tests.scenarios.connector import connected
 from tests.scenarios.run import ScenarioRun
 from tests.scenarios.scenario import read_scenario
 

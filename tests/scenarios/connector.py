@@ -1,11 +1,53 @@
 """The connector of a scenario, with its settings and its data about each request."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from services.common.pool.ids import RequestKey
+from services.scheduler.core.engine.replica_state import Connect
 from services.scheduler.core.kv_transfer import KVRole
-from tests.scenarios.stand_in_connector import ExternalTokens, StandInConnector
+
+if TYPE_CHECKING:
+    from services.scheduler.options.transfers.core.kv_connector import KVConnector
+    from tests.scenarios.stand_in_connector import StandInConnector
+
+HAS_TRANSFERS = find_spec("services.scheduler.options.transfers") is not None
+"""Whether the scheduler has the option of transfers, which may be removed."""
+
+
+def connected(connector: "KVConnector | None") -> Connect | None:
+    """What makes the transfers through a connector. None without a connector."""
+    if connector is None:
+        return None
+    from services.scheduler.options.transfers.core.kv_transfers import (  # noqa: PLC0415
+        KVTransfers,
+    )
+
+    return partial(KVTransfers, connector)
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalTokens:
+    """The externally stored tokens of one request, and the behaviour of loads."""
+
+    num_tokens: int
+    is_async: bool = False
+    num_steps: int = 1
+    """The duration of an asynchronous load, in steps."""
+    num_undecided: int = 0
+    """The first `num_undecided` queries are answered with None, which means "not known yet"."""
+    max_loads: int | None = None
+    """The number of loads after which no stored tokens are left. None means no limit."""
+    failing_blocks: tuple[int, ...] = ()
+    """The indices of blocks that a load reports as not loaded, among the blocks that it fills."""
+    fails_whole: bool = False
+    """Whether a failed load is reported without naming blocks."""
+    num_failing_loads: int = 1
+    """The first `num_failing_loads` loads fail."""
 
 
 @dataclass(slots=True)
@@ -16,8 +58,14 @@ class ConnectorScript:
     sources: dict[RequestKey, ExternalTokens] = field(default_factory=dict)
     send_steps: dict[RequestKey, int] = field(default_factory=dict)
 
-    def make(self, block_size: int) -> StandInConnector:
-        """Builds a connector in its state before the first step."""
+    def make(self, block_size: int) -> "StandInConnector":
+        """Builds a connector in its state before the first step. Skips the test if the option of
+        transfers was removed.
+        """
+        if not HAS_TRANSFERS:
+            pytest.skip("the scheduler has no transfers")
+        from tests.scenarios.stand_in_connector import StandInConnector  # noqa: PLC0415
+
         return StandInConnector(block_size, self.sources, self.send_steps, self.frees_are_awaited)
 
     def read_request(self, add: dict[str, Any], key: RequestKey) -> None:

@@ -6,7 +6,7 @@ The record has the format of vLLM's recorded decisions. The conformance tests co
 from collections import deque
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scheduler_run import as_added
@@ -18,7 +18,7 @@ from services.scheduler.core.kv_transfer import NO_RESULTS
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.options.transfers.option import connected
+from tests.scenarios.connector import connected
 from tests.scenarios.control import ScenarioControl
 from tests.scenarios.record import Record, request_ids
 from tests.scenarios.recorded_request import RecordedRequest, recorded_reason
@@ -31,11 +31,13 @@ from tests.scenarios.scenario import (
     Scenario,
     Signal,
 )
-from tests.scenarios.stand_in_connector import StandInConnector
 from tests.scenarios.stand_in_grammar import COMPILE_ERROR
 from tests.scenarios.stand_in_model import StandInModel
 from tests.scenarios.step_recorder import StepRecorder
 from tests.scenarios.transfer_record import reported_transfers, transfers_after_step
+
+if TYPE_CHECKING:
+    from tests.scenarios.stand_in_connector import StandInConnector
 
 _CHANGES = ("scheduled", "preempted", "outputs", "finished_recving", "finished_sending")
 """Fields of a step's record. If one of them is not empty, a waiting request may have become
@@ -62,7 +64,7 @@ class ScenarioRun:
         scenario: Scenario,
         scheduler: Scheduler,
         core: KVPool,
-        connector: StandInConnector | None = None,
+        connector: "StandInConnector | None" = None,
     ) -> None:
         self.scheduler = scheduler
         self._connector = connector

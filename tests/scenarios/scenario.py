@@ -4,7 +4,7 @@ import hashlib
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.cli.replay.fields import Field
 from services.cli.replay.settings import read_config
@@ -18,8 +18,10 @@ from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.request import Request
 from tests.scenarios.connector import ConnectorScript, read_connector
-from tests.scenarios.stand_in_connector import StandInConnector
 from tests.scenarios.stand_in_grammar import COMPILE_ERROR, StandInGrammar
+
+if TYPE_CHECKING:
+    from tests.scenarios.stand_in_connector import StandInConnector
 
 DEFAULTS: dict[str, Any] = {
     "policy": "fcfs",
@@ -133,7 +135,7 @@ class Scenario:
     max_steps: int
     connector: ConnectorScript | None = None
 
-    def make_connector(self) -> StandInConnector | None:
+    def make_connector(self) -> "StandInConnector | None":
         """The connector for one run. None if the scenario has no connector."""
         if self.connector is None:
             return None

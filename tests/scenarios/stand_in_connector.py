@@ -9,26 +9,7 @@ from services.common.request.finish_reason import FinishReason
 from services.scheduler.core.kv_transfer import KVTransferResults
 from services.scheduler.core.request import Request
 from services.scheduler.options.transfers.core.kv_connector import ExternalMatch, KVConnector
-
-
-@dataclass(frozen=True, slots=True)
-class ExternalTokens:
-    """The externally stored tokens of one request, and the behaviour of loads."""
-
-    num_tokens: int
-    is_async: bool = False
-    num_steps: int = 1
-    """The duration of an asynchronous load, in steps."""
-    num_undecided: int = 0
-    """The first `num_undecided` queries are answered with None, which means "not known yet"."""
-    max_loads: int | None = None
-    """The number of loads after which no stored tokens are left. None means no limit."""
-    failing_blocks: tuple[int, ...] = ()
-    """The indices of blocks that a load reports as not loaded, among the blocks that it fills."""
-    fails_whole: bool = False
-    """Whether a failed load is reported without naming blocks."""
-    num_failing_loads: int = 1
-    """The first `num_failing_loads` loads fail."""
+from tests.scenarios.connector import ExternalTokens
 
 
 @dataclass(slots=True)
@@ -126,6 +107,10 @@ class StandInConnector(KVConnector):
 
     def has_pending_block_frees(self) -> bool:
         return self.frees_are_awaited and bool(self._sends)
+
+    def forget(self) -> None:
+        self._loads.clear()
+        self._sends.clear()
 
     def results(self, planned_in: int) -> KVTransferResults:
         """The transfer results that are reported now, with the output of the step `planned_in`."""

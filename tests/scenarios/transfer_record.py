@@ -1,7 +1,7 @@
 """The record of a connector's transfers, in the format of vLLM's recorded decisions."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
@@ -10,7 +10,9 @@ from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request, RequestStatus
 from tests.scenarios.record import Record
-from tests.scenarios.stand_in_connector import StandInConnector
+
+if TYPE_CHECKING:
+    from tests.scenarios.stand_in_connector import StandInConnector
 
 
 def begun_loads(plan: SchedulerOutput, config: SchedulerConfig) -> list[Any]:
@@ -34,7 +36,7 @@ def reported_transfers(results: KVTransferResults, requests: Iterable[Request]) 
     }
 
 
-def transfers_after_step(scheduler: Scheduler, connector: StandInConnector) -> Record:
+def transfers_after_step(scheduler: Scheduler, connector: "StandInConnector") -> Record:
     """The state after a step: requests that load, requests whose blocks are being sent, and blocks
     whose release waits for a step in flight.
     """

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
@@ -11,8 +11,7 @@ from services.scheduler.core.engine.engine_core import LINGER_SECONDS, EngineCor
 from services.scheduler.core.kv_transfer import KVRole
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.option import connected
-from tests.scenarios.stand_in_connector import StandInConnector
+from tests.scenarios.connector import connected
 from tests.scheduler.fakes import (
     SECONDS,
     FakeExecutor,
@@ -24,6 +23,9 @@ from tests.scheduler.fakes import (
 )
 from tests.scheduler.timed_executor import TimedExecutor
 
+if TYPE_CHECKING:
+    from tests.scenarios.stand_in_connector import StandInConnector
+
 BLOCK_SIZE = 4
 
 
@@ -34,7 +36,7 @@ class Bench:
         self,
         *,
         num_blocks: int = 50,
-        connector: StandInConnector | None = None,
+        connector: "StandInConnector | None" = None,
         step_seconds: float = 0.0,
         linger_seconds: float = LINGER_SECONDS,
         **config: Any,

@@ -8,7 +8,7 @@ from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_transfer import KVRole
-from tests.scenarios.stand_in_connector import ExternalTokens
+from tests.scenarios.connector import ExternalTokens
 from tests.scenarios.stand_in_grammar import StandInGrammar
 from tests.worlds.expected import next_tokens
 from tests.worlds.world import Arrival, Turn

@@ -11,6 +11,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
 from services.scheduler.core.policies import POLICIES
+from tests.scenarios.connector import HAS_TRANSFERS
 from tests.worlds.arrivals import (
     LAST_ARRIVAL,
     MAX_ITEM,
@@ -47,6 +48,8 @@ def make_world(number: int) -> World:
     while True:
         families = {name for name, share in FAMILIES.items() if random.random() < share}
         families -= _conflicting(families)
+        if not HAS_TRANSFERS:
+            families -= {"connector", "tier"}
         if "tier" in families and random.random() < 0.7:
             families.add("resets")  # prefixes that remain in the cache are not loaded
         config = _config(random, families)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import NULL_BLOCK
@@ -15,11 +16,13 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
 from tests.scheduler.paged_cache import PagedCache
 from tests.scheduler.policy_orders import VICTIM_ORDERS
 from tests.worlds.tier import WorldTier
 from tests.worlds.workers import stored_tokens
+
+if TYPE_CHECKING:
+    from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,7 @@ class PublishedContents:
                     self._check(block_hash, group, partial(cache.is_held, contents, group))
 
     def check_tier(
-        self, connector: OffloadingConnector, tier: WorldTier, cache: PagedCache
+        self, connector: "OffloadingConnector", tier: WorldTier, cache: PagedCache
     ) -> None:
         """Checks that every block that is certainly stored in the tier has the contents
         of its key.

@@ -7,6 +7,7 @@ step. Nothing else influences the order of events, so a world always runs in the
 import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from services.common.errors import Aborted, FailedPrecondition, Unavailable
 from services.common.replica.pause_mode import PauseMode
@@ -28,15 +29,18 @@ from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
-from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
-from services.scheduler.options.transfers.option import connected
+from tests.scenarios.connector import ConnectorScript, connected
 from tests.scheduler.fakes import Inbox, ReadinessLog
 from tests.worlds.expected import check_answer
 from tests.worlds.invariants import Before, PublishedContents, check_plan
 from tests.worlds.pool import WorldPool
 from tests.worlds.tier import WorldTier
-from tests.worlds.workers import WorldConnector, WorldWorkers
+from tests.worlds.workers import WorldWorkers
 from tests.worlds.world import Arrival, Event, Incident, World
+
+if TYPE_CHECKING:
+    from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
+    from tests.scenarios.stand_in_connector import StandInConnector
 
 TICK = 0.001
 """Length of a tick in virtual seconds."""
@@ -58,9 +62,7 @@ class Life:
         self.inbox = Inbox()
         self.connector = self._new_connector()
         self.tier = WorldTier(world.num_tier_blocks) if world.num_tier_blocks else None
-        self.offloading = (
-            OffloadingConnector(config, world.num_tier_blocks) if world.num_tier_blocks else None
-        )
+        self.offloading = self._new_offloading()
         self.pool = WorldPool(config, happened)
         self.workers = WorldWorkers(world, self.connector, self.tier)
         self.scheduler = RecordingScheduler(
@@ -328,12 +330,21 @@ class Life:
             self.happened["blocks damaged in tiers"] += stats.num_invalid_blocks
             self.happened["blocks replaced in tiers"] += index.num_evictions
 
-    def _new_connector(self) -> WorldConnector | None:
+    def _new_connector(self) -> "StandInConnector | None":
         """The connector for external storage other than the tier."""
         if self.world.config.kv_role is None or self.world.num_tier_blocks:
             return None
-        size = self.world.config.block_size
-        return WorldConnector(size, {}, {}, self.world.frees_are_awaited)
+        return ConnectorScript(self.world.frees_are_awaited).make(self.world.config.block_size)
+
+    def _new_offloading(self) -> "OffloadingConnector | None":
+        """The connector for the tier."""
+        if not self.world.num_tier_blocks:
+            return None
+        from services.scheduler.options.transfers.core.offloading_connector import (  # noqa: PLC0415
+            OffloadingConnector,
+        )
+
+        return OffloadingConnector(self.world.config, self.world.num_tier_blocks)
 
 
 class _Replica:

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from services.cli.replay.what_if import pooled_output
 from services.common.pool.ids import RequestKey
@@ -12,10 +13,12 @@ from services.scheduler.core.kv_transfer import NO_RESULTS
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
 from services.scheduler.core.request import Request
-from tests.scenarios.stand_in_connector import StandInConnector
 from tests.scheduler.paged_model import PagedModel, StepWork, StoredTokens, work_of
 from tests.worlds.tier import WorldTier
 from tests.worlds.world import Arrival, World
+
+if TYPE_CHECKING:
+    from tests.scenarios.stand_in_connector import StandInConnector
 
 _Answer = asyncio.Future[ModelRunnerOutput]
 _LEAST_SECONDS, _MOST_SECONDS = 0.01, 10.0
@@ -23,15 +26,6 @@ _SLACK_SECONDS = 0.005
 """In every other world, workers report this slack for each step. Steps are then delayed, at most
 until the next tick, in which the previous step ends.
 """
-
-
-class WorldConnector(StandInConnector):
-    """A connector whose transfers end on both sides when the workers are lost."""
-
-    def forget(self) -> None:
-        """Drops all transfers under way."""
-        self._loads.clear()
-        self._sends.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +66,7 @@ class WorldWorkers:
     """
 
     def __init__(
-        self, world: World, connector: WorldConnector | None, tier: WorldTier | None
+        self, world: World, connector: "StandInConnector | None", tier: WorldTier | None
     ) -> None:
         self.num_tokens = 0
         self._world = world

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from services.common.request.encoder_input import EncoderInput
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
-from tests.scenarios.stand_in_connector import ExternalTokens
+from tests.scenarios.connector import ExternalTokens
 from tests.scenarios.stand_in_grammar import StandInGrammar
 
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
 _GATEWAY_LINGER_SECONDS = _SCHEDULER_STOP_SECONDS + _CACHES_STOP_SECONDS + 1
 """Seconds for which a stopping gateway that keeps traces still accepts other services' spans."""
 
+_VIEWER = (".viewer", "services.gateway.options")
+"""The option of the gateway that keeps traces. A gateway without its folder refuses its settings.
+The folder is looked for, because the import of the gateway's list of options takes a second.
+"""
 _RESUBMIT = env_prefix("gateway") + "RESUBMIT_TIMEOUT_SECONDS"
 _LOOPBACK = "127.0.0.1"
 
@@ -103,7 +108,7 @@ class _Specs:
         self._settings = settings
         self._addresses = addresses
         self._environ = environ
-        self._keeps_traces = settings.trace_sample_ratio != 0
+        self._keeps_traces = settings.trace_sample_ratio != 0 and find_spec(*_VIEWER) is not None
         if self._keeps_traces:
             self._environ = {_EXPORT_DELAY: _EXPORT_DELAY_MILLISECONDS, **environ}
 
@@ -150,7 +155,6 @@ class _Wiring:
             "schedulers": tuple(addresses.socket(replica.scheduler) for replica in replicas),
             "drain_seconds": _GATEWAY_DRAIN_SECONDS,
             **({} if _RESUBMIT in self.environ else {"resubmit_timeout_seconds": _RESTART_SECONDS}),
-            **({} if settings.trace_sample_ratio is None else {"trace_store_max_per_minute": 0}),
             **({} if addresses.admin is None else {"admin_address": addresses.admin}),
         }
 
@@ -192,9 +196,11 @@ def _kept_traces(
     all steps of traced requests.
     """
     if service == "gateway":
+        by_ratio = given.get("trace_sample_ratio") is not None
         return {
             "trace_address": addresses.socket("traces"),
             "trace_linger_seconds": _GATEWAY_LINGER_SECONDS,
+            **({"trace_store_max_per_minute": 0} if by_ratio else {}),
         }
     prefix = env_prefix(service)
     collector = given.get("otlp_endpoint") or environ.get(f"{prefix}OTLP_ENDPOINT")

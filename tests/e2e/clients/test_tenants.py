@@ -10,7 +10,7 @@ from services.common.keys.api_keys import TenantRecord
 from services.common.keys.book_file import change_book
 from tests.e2e.conftest import TinyModel
 from tests.e2e.stack import Stack
-from tests.gateway.options.tenants.keyring import bearer, make_key
+from tests.gateway.keyring import bearer, make_key
 
 PROMPT = list(range(5, 105))
 

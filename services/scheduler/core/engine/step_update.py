@@ -100,8 +100,6 @@ class StepUpdate:
         if request.finish_reason is not None:
             return None
         if request in plan.dropped:
-            if output.draft_token_ids:
-                self._take_drafts(request, output, index)
             return None
         if index in output.nan_requests:
             request.finish(FinishReason.NAN_IN_LOGITS)

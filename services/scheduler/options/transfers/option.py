@@ -7,7 +7,6 @@ from services.scheduler.core.engine.replica_state import Connect
 from services.scheduler.core.kv_transfer import KVRole
 from services.scheduler.core.planning.transfers import LoggedAnswers
 from services.scheduler.options.transfer_option import TransferOption
-from services.scheduler.options.transfers.core.kv_connector import KVConnector
 from services.scheduler.options.transfers.core.kv_transfers import KVTransfers
 from services.scheduler.options.transfers.core.logged_connector import LoggedConnector
 from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
@@ -23,7 +22,7 @@ class OffloadedBlocks(TransferOption):
     def __init__(self, config: SchedulerConfig, num_tier_blocks: int) -> None:
         connector = OffloadingConnector(config, num_tier_blocks) if num_tier_blocks else None
         self._connector = connector
-        self.connect = connected(connector)
+        self.connect = None if connector is None else partial(KVTransfers, connector)
         self.collectors = (TierCollector(connector),)
 
     @staticmethod
@@ -53,8 +52,3 @@ class OffloadedBlocks(TransferOption):
     def on_new_workers(self) -> None:
         if self._connector is not None:
             self._connector.reset_cache()
-
-
-def connected(connector: KVConnector | None) -> Connect | None:
-    """What makes the transfers through a connector. None without a connector."""
-    return None if connector is None else partial(KVTransfers, connector)

@@ -8,9 +8,8 @@ import httpx
 import pytest
 
 from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.keyring import BODY, bearer, limited, post
 from tests.gateway.options.sessions.test_gateway_sessions import error_of, open_session
-from tests.gateway.options.tenants.keyring import bearer
-from tests.gateway.options.tenants.test_gateway_limits import BODY, limited, post
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.gateway.spans import Tracer, assert_adds_up
 

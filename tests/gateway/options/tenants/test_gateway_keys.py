@@ -17,7 +17,7 @@ from services.common.keys.api_keys import TenantRecord
 from services.common.process.settings import SettingError
 from services.common.rpc.status import from_rpc_error
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.options.tenants.keyring import FileKeyring, Keyring, RedisKeyring, bearer
+from tests.gateway.keyring import FileKeyring, Keyring, RedisKeyring, bearer
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.redis_servers import needs_redis, redis_server
 

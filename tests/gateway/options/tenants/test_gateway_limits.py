@@ -4,8 +4,7 @@ unused quota.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +21,11 @@ from services.common.keys.api_keys import TenantRecord
 from services.gateway.options.tenants import Tenants
 from services.gateway.options.tenants.limits.redis_limits import TAKE_SECONDS, RedisLimits
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.options.tenants.keyring import FileKeyring, RedisKeyring, bearer
+from tests.gateway.keyring import BODY, RedisKeyring, bearer, limited, post
 from tests.gateway.raw_http import post_head
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.redis_servers import needs_redis, redis_server
 from tests.slowness import busy_slowness
-
-BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
-
-
-@asynccontextmanager
-async def limited(
-    model: Path, tmp_path: Path, scheduler: FakeScheduler | None = None, **limits: Any
-) -> AsyncIterator[tuple[Serving, str]]:
-    """A gateway, and the key of a tenant with limits."""
-    ring = FileKeyring(tmp_path / "keys.json")
-    key = await ring.add(TenantRecord("acme", **limits))
-    async with serving(model, scheduler or FakeScheduler(), api_key_file=ring.path) as served:
-        yield served, key
-
-
-async def post(served: Serving, key: str, **fields: Any) -> httpx.Response:
-    return await served.http.post("/v1/completions", json=BODY | fields, headers=bearer(key))
 
 
 def generate(served: Serving, key: str, **fields: Any) -> Any:

@@ -13,7 +13,7 @@ from stepwell.gateway.v1 import gateway_pb2
 from services.gateway.adapters.grpc.inference_servicer import METHOD_PREFIX
 from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.options.tenants.keyring import bearer
+from tests.gateway.keyring import bearer
 from tests.gateway.raw_http import post_head
 from tests.gateway.serving import DEADLINE_SECONDS, serving, until
 

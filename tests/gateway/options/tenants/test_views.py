@@ -9,7 +9,7 @@ import pytest
 
 from services.common.keys.api_keys import TenantRecord
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.options.tenants.keyring import FileKeyring, bearer
+from tests.gateway.keyring import FileKeyring, bearer
 from tests.gateway.serving import serving, until
 from tests.gateway.spans import Tracer, assert_adds_up
 from tests.gateway.streams import Stream

@@ -17,7 +17,7 @@ from services.gateway.options.sessions.core.turn import SessionTurn
 from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.integration.transport.test_gateway_hostility import leave_nothing
-from tests.gateway.options.tenants.keyring import FileKeyring, bearer
+from tests.gateway.keyring import FileKeyring, bearer
 from tests.gateway.options.tenants.tenant_fleet import A, connected, queues_of
 from tests.gateway.serving import serving
 

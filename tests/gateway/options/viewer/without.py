@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.processes.plan import Addresses, stages
+from services.cli.settings import UpSettings
 from services.common.process.settings import SettingError, parse_settings
 from services.gateway.settings import GatewaySettings
 from tests.gateway.serving import serving
@@ -33,3 +35,13 @@ def test_its_settings_are_unknown(model: Path) -> None:
     for flag in ("--ui", "--trace-address", "--trace-linger-seconds"):
         with pytest.raises(SettingError, match=flag.removeprefix("--")):
             parse_settings(GatewaySettings, "gateway", ["--model", str(model), flag, "1"], {})
+
+
+def test_stepwell_up_starts_it(model: Path, tmp_path: Path) -> None:
+    """No service exports spans to the gateway, which does not keep them."""
+    [(gateway,), schedulers, _] = [
+        stage.specs
+        for stage in stages(UpSettings(model), Addresses("127.0.0.1", 8000, 9000, tmp_path), {})
+    ]
+    parse_settings(GatewaySettings, "gateway", [], gateway.environ)
+    assert not [name for name in schedulers[0].environ if "OTLP" in name]

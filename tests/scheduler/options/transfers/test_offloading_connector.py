@@ -14,7 +14,7 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput, W
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
 from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
-from services.scheduler.options.transfers.option import connected
+from tests.scenarios.connector import connected
 
 CONFIG = SchedulerConfig(
     max_num_seqs=4,

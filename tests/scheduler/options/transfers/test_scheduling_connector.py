@@ -1,5 +1,6 @@
 """Scheduling with a KV connector, in scenarios with four tokens in a block."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.request import Request
-from services.scheduler.options.transfers.option import connected
+from services.scheduler.options.transfers.core.kv_connector import ExternalMatch
+from tests.scenarios.connector import ExternalTokens, connected
 from tests.scenarios.run import run_scenario
 from tests.scenarios.scenario import read_scenario
-from tests.scenarios.stand_in_connector import ExternalTokens, StandInConnector
+from tests.scenarios.stand_in_connector import StandInConnector
 from tests.scenarios.stand_in_model import continuation
+from tests.scheduler.engine_bench import Bench, running
+from tests.scheduler.story import prompt
 
 Record = dict[str, Any]
 
@@ -368,3 +372,26 @@ def test_a_connector_and_its_role_go_together():
     config = SchedulerConfig(8, 100, 100, 4, 10, kv_role=KVRole.BOTH)
     with pytest.raises(ValueError, match="a connector and its kv_role go together"):
         Scheduler(config, InProcessPool(config))
+
+
+class Undecided(StandInConnector):
+    """A connector whose answer about external tokens is unknown until the test sets it."""
+
+    answer: ExternalMatch | None = None
+
+    def get_num_new_matched_tokens(
+        self,
+        request: Request,  # noqa: ARG002
+        num_computed_tokens: int,  # noqa: ARG002
+    ) -> ExternalMatch | None:
+        return self.answer
+
+
+async def test_the_loop_lets_others_run_while_no_request_can_be_scheduled() -> None:
+    connector = Undecided(4, {}, {})
+    async with running(Bench(connector=connector, enable_prefix_caching=False)) as bench:
+        bench.add("a", prompt(9), max_tokens=3)
+        await asyncio.sleep(0.01)  # this would not return if the loop did not wait
+        assert bench.inbox.tokens == {}
+        connector.answer = ExternalMatch(0, is_async=False)
+        await bench.until_ended("a")

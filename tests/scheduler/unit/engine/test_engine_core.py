@@ -15,9 +15,7 @@ from services.scheduler.core.engine.engine_core import EngineState
 from services.scheduler.core.engine.fault_search import MAX_FAILURES_ALONE
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.ports import WorkersLost
-from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.options.transfers.core.kv_connector import ExternalMatch
-from tests.scenarios.stand_in_connector import StandInConnector
+from services.scheduler.core.request import RequestStatus
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.fakes import SECONDS
 from tests.scheduler.paged_model import continuation
@@ -240,29 +238,6 @@ async def test_a_pause_ends_between_two_turns(bench: Bench) -> None:
     with pytest.raises(Aborted, match="resumed while requests ran"):
         await pausing
     await bench.until_ended("a")
-
-
-class Undecided(StandInConnector):
-    """A connector whose answer about external tokens is unknown until the test sets it."""
-
-    answer: ExternalMatch | None = None
-
-    def get_num_new_matched_tokens(
-        self,
-        request: Request,  # noqa: ARG002
-        num_computed_tokens: int,  # noqa: ARG002
-    ) -> ExternalMatch | None:
-        return self.answer
-
-
-async def test_the_loop_lets_others_run_while_no_request_can_be_scheduled() -> None:
-    connector = Undecided(4, {}, {})
-    async with running(Bench(connector=connector, enable_prefix_caching=False)) as bench:
-        bench.add("a", prompt(9), max_tokens=3)
-        await asyncio.sleep(0.01)  # this would not return if the loop did not wait
-        assert bench.inbox.tokens == {}
-        connector.answer = ExternalMatch(0, is_async=False)
-        await bench.until_ended("a")
 
 
 async def test_an_abort_while_paused_ends_the_request(bench: Bench) -> None:

@@ -1,15 +1,25 @@
-"""API keys for tests, in a file or in Redis, created with the functions of `stepwell keys`."""
+"""API keys for tests, in a file or in Redis, created with the functions of `stepwell keys`, and a
+gateway with the key of a tenant.
+"""
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import httpx
 
 from services.common.keys.api_keys import KeyRecord, TenantRecord, key_id_of, new_key
 from services.common.keys.book_file import change_book, read_book
 from services.common.keys.book_redis import change_key
 from services.common.keys.book_redis import read_book as read_redis_book
 from services.common.redis.connection import RedisConnection
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.serving import Serving, serving
+
+BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 
 
 class Keyring(Protocol):
@@ -71,3 +81,18 @@ def make_key(tenant: TenantRecord, **fields: Any) -> tuple[str, KeyRecord]:
 def bearer(key: str) -> dict[str, str]:
     """The request header that contains the key."""
     return {"Authorization": f"Bearer {key}"}
+
+
+@asynccontextmanager
+async def limited(
+    model: Path, tmp_path: Path, scheduler: FakeScheduler | None = None, **limits: Any
+) -> AsyncIterator[tuple[Serving, str]]:
+    """A gateway, and the key of a tenant with limits."""
+    ring = FileKeyring(tmp_path / "keys.json")
+    key = await ring.add(TenantRecord("acme", **limits))
+    async with serving(model, scheduler or FakeScheduler(), api_key_file=ring.path) as served:
+        yield served, key
+
+
+async def post(served: Serving, key: str, **fields: Any) -> httpx.Response:
+    return await served.http.post("/v1/completions", json=BODY | fields, headers=bearer(key))
