@@ -45,7 +45,6 @@ class ClientParser(CommandParser):
 
 
 def client_of(arguments: argparse.Namespace) -> Client:
-    """A client of the server named by the flags."""
     return Client(arguments.url, arguments.api_key, TlsFiles.taken_from(vars(arguments)))
 
 

@@ -44,7 +44,6 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The messages that are sent to the model."""
         return [*self._beginning, *self._turns]
 
     def reset(self) -> None:

@@ -65,7 +65,6 @@ class Client:
         self._http.close()
 
     def get(self, path: str) -> Any:
-        """Returns the JSON answer to a GET of a path."""
         return self._answer("GET", path)
 
     def post(self, path: str, query: Mapping[str, Any]) -> Any:
@@ -73,7 +72,6 @@ class Client:
         return self._answer("POST", path, params=query, timeout=_STREAM_TIMEOUT)
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Posts `body` as JSON and returns the JSON answer."""
         return self._answer("POST", path, json=body)
 
     def _answer(self, method: str, path: str, **options: Any) -> Any:

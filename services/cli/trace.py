@@ -115,5 +115,4 @@ def _parser() -> ClientParser:
 
 
 def writes_utf8() -> bool:
-    """Whether standard output is encoded in UTF-8."""
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"

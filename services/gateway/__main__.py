@@ -55,7 +55,6 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Serves until SIGTERM."""
     # The gateway builds no model. This keeps transformers from importing an installed torch, which
     # costs seconds and memory.
     sys.modules["torch"] = None  # type: ignore[assignment]
@@ -102,8 +101,6 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The addresses that a gateway listens on."""
-
     http: str
     grpc: str
     admin: str | None

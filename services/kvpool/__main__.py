@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Serves until SIGTERM."""
     run_service(SERVICE, KVPoolSettings, serve)
 
 

@@ -138,7 +138,6 @@ class Ecosystem:
             await self._publisher.serve_replay()
 
     async def set_ready(self, ready: bool) -> None:
-        """Sets the readiness of the server."""
         if self._server is not None:
             await self._server.set_ready(ready)
 
@@ -148,7 +147,6 @@ class Ecosystem:
             await self._server.drain(grace_seconds)
 
     def close(self) -> None:
-        """Closes the sockets of events."""
         if self._publisher is not None:
             self._publisher.close()
 

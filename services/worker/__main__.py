@@ -28,7 +28,6 @@ logger = logging.getLogger("services.worker")
 
 
 def main() -> None:
-    """Serves until SIGTERM."""
     run_service(SERVICE, WorkerSettings, serve, prepare)
 
 

@@ -62,7 +62,6 @@ class BenchSettings:
 
     @property
     def load_text(self) -> str:
-        """A short description of the load."""
         if not self.is_open:
             clients = self.max_concurrency or 1
             return f"closed loop, {clients} client{'s' * (clients > 1)}"

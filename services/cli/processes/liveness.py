@@ -85,7 +85,6 @@ class _Watch:
         self._has_answered = False
 
     def answered(self) -> None:
-        """Restarts the measurement."""
         self._silence = self._silence_since(self._now())
         self._has_answered = True
 

@@ -97,7 +97,6 @@ class Deaths:
         self._steady_seconds = steady_seconds
 
     def ended(self, ends: Sequence[End]) -> None:
-        """Counts the end of a whole team."""
         if min(end.ready_seconds for end in ends) >= self._steady_seconds:
             self.num_in_a_row = self.num_hangs = 0
         self.num_in_a_row += 1

@@ -14,8 +14,6 @@ from services.scheduler.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """An aborted request."""
-
     key: RequestKey
     reason: FinishReason
 

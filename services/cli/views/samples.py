@@ -76,14 +76,12 @@ def replica_state(replica: Document) -> str:
 
 
 def state_colour(replica: Document) -> str:
-    """The colour in which the state of a replica is shown."""
     if not replica["ready"]:
         return "red"
     return "green" if replica_state(replica) in ("idle", "running") else "yellow"
 
 
 def waiting_text(stats: Document) -> str:
-    """How many requests wait at a replica, and why."""
     reason = stats["wait_reason"].removeprefix(_WAIT_PREFIX)
     why = "" if reason == "UNSPECIFIED" else f" for {waits_for(reason)}"
     return f"{stats['num_waiting']}{why}"

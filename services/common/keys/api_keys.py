@@ -27,8 +27,6 @@ class DamagedRecord(ValueError):
 
 
 class KeyState(Enum):
-    """Whether a key is accepted."""
-
     ACTIVE = "active"
     EXPIRED = "expired"
     REVOKED = "revoked"
@@ -55,7 +53,6 @@ class KeyRecord:
         return hmac.compare_digest(hashlib.sha256(key).hexdigest(), self.sha256)
 
     def state(self, now: float) -> KeyState:
-        """The state of the key at time `now`."""
         if self.revoked is not None:
             return KeyState.REVOKED
         is_over = self.expires is not None and now >= self.expires

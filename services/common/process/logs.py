@@ -31,8 +31,6 @@ _WRITE_FAILED = "ExecuteBatchError"
 
 
 class LogFormat(enum.Enum):
-    """The format of log lines."""
-
     TEXT = "text"
     JSON = "json"
 
@@ -153,7 +151,6 @@ class _TextFormatter(logging.Formatter):
 
 @lru_cache(maxsize=2)
 def _clock(seconds: int) -> str:
-    """Formats the local time of a line."""
     return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 

@@ -107,7 +107,6 @@ class RedisConnection:
             logger.warning("%s; going on without it until it can be reached", error)
 
     async def close(self) -> None:
-        """Closes all connections."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()

@@ -58,12 +58,10 @@ class DirectoryKeys:
 
     @property
     def log(self) -> str:
-        """The name of the log stream."""
         return f"{self.prefix}:log"
 
     @property
     def epoch(self) -> str:
-        """The name of the epoch counter."""
         return f"{self.prefix}:epoch"
 
     @property
@@ -72,7 +70,6 @@ class DirectoryKeys:
         return f"{self.prefix}:nodes"
 
     def lease(self, node: str) -> str:
-        """The name of a node's lease."""
         return f"{self.prefix}:lease:{node}"
 
     def snapshot(self, node: str, epoch: int) -> str:
@@ -81,7 +78,6 @@ class DirectoryKeys:
 
 
 def batch_to_bytes(batch: KeyBatch) -> bytes:
-    """Encodes a batch for the log."""
     digest = batch.digest
     head = _BATCH.pack(
         _VERSION,
@@ -113,7 +109,6 @@ def batch_from_bytes(value: bytes) -> KeyBatch:
 
 
 def lease_to_bytes(lease: NodeLease) -> bytes:
-    """Encodes a lease."""
     digest = lease.digest
     return _seal(_LEASE.pack(_VERSION, lease.epoch, lease.sequence, digest.count, digest.xor))
 

@@ -6,7 +6,6 @@ from services.common.replica.load import ReplicaLoad
 
 
 def replica_load_from_proto(message: scheduler_pb2.ReplicaLoad) -> ReplicaLoad:
-    """Converts a message to a load."""
     return ReplicaLoad(
         num_requests=message.num_requests,
         num_uncomputed_tokens=message.num_uncomputed_tokens,
@@ -17,7 +16,6 @@ def replica_load_from_proto(message: scheduler_pb2.ReplicaLoad) -> ReplicaLoad:
 
 
 def replica_load_to_proto(load: ReplicaLoad) -> scheduler_pb2.ReplicaLoad:
-    """Converts a load to a message."""
     return scheduler_pb2.ReplicaLoad(
         num_requests=load.num_requests,
         num_uncomputed_tokens=load.num_uncomputed_tokens,

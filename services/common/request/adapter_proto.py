@@ -6,12 +6,10 @@ from services.common.request.adapter import Adapter
 
 
 def adapter_to_proto(adapter: Adapter | None) -> common_pb2.Adapter | None:
-    """Converts an adapter to its message. None becomes None."""
     if adapter is None:
         return None
     return common_pb2.Adapter(digest=adapter.digest, name=adapter.name, path=adapter.path)
 
 
 def adapter_from_proto(message: common_pb2.Adapter) -> Adapter:
-    """Converts a message to an adapter."""
     return Adapter(message.digest, message.name, message.path)

@@ -22,7 +22,6 @@ def pooling_from_proto(message: common_pb2.PoolingParams) -> PoolingParams:
 
 
 def pooling_to_proto(params: PoolingParams | None) -> common_pb2.PoolingParams | None:
-    """Converts parameters to their message. None becomes None."""
     if params is None:
         return None
     return common_pb2.PoolingParams(
@@ -48,7 +47,6 @@ def pooler_from_proto(message: common_pb2.Pooler) -> Pooler | None:
 
 
 def pooler_to_proto(pooler: Pooler | None) -> common_pb2.Pooler | None:
-    """Converts a pooler to its message. None becomes None."""
     if pooler is None:
         return None
     return common_pb2.Pooler(

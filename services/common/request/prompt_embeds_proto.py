@@ -18,7 +18,6 @@ def prompt_embeds_from_proto(message: common_pb2.PromptEmbeds) -> PromptEmbeds:
 
 
 def prompt_embeds_to_proto(embeds: PromptEmbeds | None) -> common_pb2.PromptEmbeds | None:
-    """Converts a matrix to its message. None becomes None."""
     if embeds is None:
         return None
     return common_pb2.PromptEmbeds(

@@ -25,5 +25,4 @@ def structured_outputs_from_proto(message: common_pb2.StructuredOutputs) -> Stru
 
 
 def structured_outputs_to_proto(wanted: StructuredOutputs) -> common_pb2.StructuredOutputs:
-    """Converts structured outputs to their message."""
     return common_pb2.StructuredOutputs(kind=_KINDS.to_proto(wanted.kind), text=wanted.text)

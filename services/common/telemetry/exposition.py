@@ -57,7 +57,6 @@ class Exposition:
 
 
 def number_text(value: float) -> str:
-    """Formats a number for the text format."""
     text = repr(float(value))
     return {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}.get(text, text)
 

@@ -23,15 +23,12 @@ class Histogram:
         self._counts = [0] * (len(self._bounds) + 1)
         self._exemplars: dict[int, Exemplar] = {}
         self.sum = 0.0
-        """The sum of all observations."""
 
     @property
     def count(self) -> int:
-        """The number of observations."""
         return sum(self._counts)
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Adds `count` observations of the same value."""
         self._counts[bisect_left(self._bounds, value)] += count
         self.sum += value * count
 

@@ -83,7 +83,6 @@ class Tracing:
 
     @property
     def enabled(self) -> bool:
-        """Whether spans are recorded at all."""
         return self.provider is not None
 
     def of(self, service: str) -> "Tracing":

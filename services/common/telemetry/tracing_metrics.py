@@ -18,7 +18,6 @@ class TracingCollector(Collector):
         self._senders = tracing.senders
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family for each metric."""
         sent = value_family(names.METRIC_SPANS_SENT)
         dropped = value_family(names.METRIC_SPANS_DROPPED)
         sent.add_metric([], sum(sender.num_sent for sender in self._senders))

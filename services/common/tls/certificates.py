@@ -81,8 +81,6 @@ class CertificateFiles:
 
 @dataclass(frozen=True, slots=True)
 class PemContents:
-    """The contents of a certificate's files."""
-
     chain: bytes
     key: bytes
     ca: bytes | None

@@ -20,7 +20,6 @@ class TlsCollector(Collector):
         self._watches = [tls.watch for tls in each if tls is not None]
 
     def collect(self) -> Iterator[Metric]:
-        """Returns one family for each metric."""
         left = value_family(names.METRIC_TLS_SECONDS_LEFT)
         reloads = value_family(names.METRIC_TLS_RELOADS)
         failures = value_family(names.METRIC_TLS_RELOAD_FAILURES)

@@ -11,8 +11,6 @@ TIMER_SLACK_SECONDS = 0.001
 
 
 class Timer(Protocol):
-    """A scheduled callback."""
-
     def cancel(self) -> None:
         """Cancels the callback. Idempotent."""
 

@@ -99,7 +99,6 @@ class Option:
         return ()
 
     def operator_routes(self) -> Sequence[Route]:
-        """Routes of the operators' HTTP API."""
         return ()
 
     def calls(
@@ -179,8 +178,6 @@ class Option:
 
 
 class Options:
-    """All options of a gateway."""
-
     def __init__(self, options: Sequence[Option] = ()) -> None:
         self._options = options
         self.request_headers = tuple(

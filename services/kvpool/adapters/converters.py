@@ -88,7 +88,6 @@ def event_batch_to_proto(
 def pool_stats_to_proto(
     pools: Iterable[HostedPool[kvpool_pb2.TransactResponse]],
 ) -> kvpool_pb2.GetStatsResponse:
-    """Converts the counts of each pool."""
     return kvpool_pb2.GetStatsResponse(
         pools=[
             kvpool_pb2.PoolStats(
@@ -100,7 +99,6 @@ def pool_stats_to_proto(
 
 
 def event_to_proto(event: Event) -> kvpool_pb2.Event:
-    """Converts one change of the prefix index."""
     match event:
         case BlocksStored(group, hashes):
             stored = kvpool_pb2.BlocksStored(hashes=b"".join(hashes), group=group)

@@ -52,7 +52,6 @@ class PoolCollector(Collector, Generic[Answer]):
         self._host = host
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family for each metric."""
         pools = [(hosted.pool_id, hosted.pool.stats()) for hosted in self._host.pools()]
         for name, read in _VALUES.items():
             family = value_family(name)
@@ -73,7 +72,6 @@ class DirectoryCollector(Collector):
         self._directory = directory
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family for each metric."""
         directory, counts = self._directory, self._directory.counts
         for name, value in (
             (names.METRIC_DIRECTORY_ENTRIES, counts.entries),

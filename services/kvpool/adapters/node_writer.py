@@ -65,12 +65,10 @@ class WriterCounts:
     """Counts the writes and failures for all pools since the process started."""
 
     entries: int = 0
-    """Entries appended to the log."""
     keys: int = 0
     """Keys added or removed by these entries."""
     snapshots: int = 0
     num_epochs: int = 0
-    """Epochs that nodes have begun."""
     failures: int = 0
     """Failures of calls to Redis, including timeouts."""
     nodes_connected: set[str] = field(default_factory=set)
@@ -118,7 +116,6 @@ class NodeWriter:
         self._heartbeat_at = 0.0
 
     def start(self) -> None:
-        """Starts the task that writes."""
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(_log_defect)
 

@@ -51,7 +51,6 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def OpenPool(
         self, request: kvpool_pb2.OpenPoolRequest, _context: Context
     ) -> kvpool_pb2.OpenPoolResponse:
-        """Opens a new generation of a pool."""
         require_same_protocol("the scheduler", request.release, "kvpool")
         pool_id, holder = PoolId(request.pool_id), holder_from_proto(request.owner)
         config = converters.pool_config_from_proto(request)
@@ -116,14 +115,12 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def GetStats(
         self, request: kvpool_pb2.GetStatsRequest, _context: Context
     ) -> kvpool_pb2.GetStatsResponse:
-        """Returns the counts of one pool or of all pools."""
         pools = [self._host.get(PoolId(request.pool_id))] if request.pool_id else self._host.pools()
         return converters.pool_stats_to_proto(pools)
 
     async def GetBlocks(
         self, request: kvpool_pb2.GetBlocksRequest, _context: Context
     ) -> kvpool_pb2.GetBlocksResponse:
-        """Returns a map of a pool's blocks."""
         hosted = self._host.get(PoolId(request.pool_id))
         if not 1 <= request.max_cells <= MAX_CELLS:
             raise InvalidArgument(f"max_cells must be 1 to {MAX_CELLS}", field="max_cells")

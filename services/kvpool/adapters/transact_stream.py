@@ -51,8 +51,6 @@ class TransactStream:
 
 
 class PoolStreams:
-    """The current stream of each pool."""
-
     def __init__(self) -> None:
         self._streams: dict[PoolId, TransactStream] = {}
 
@@ -66,6 +64,5 @@ class PoolStreams:
             before.take_over()
 
     def leave(self, stream: TransactStream) -> None:
-        """Removes a stream that has ended."""
         for pool_id in [pool for pool, present in self._streams.items() if present is stream]:
             del self._streams[pool_id]

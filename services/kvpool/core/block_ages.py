@@ -36,7 +36,6 @@ class BlockAges:
         self._published_at = [0] * num_blocks
 
     def published(self, blocks: Sequence[BlockId]) -> None:
-        """Records that these blocks were added to the prefix index."""
         published_at, now = self._published_at, self.now
         for block in blocks:
             published_at[block] = now

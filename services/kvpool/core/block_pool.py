@@ -219,7 +219,6 @@ class BlockPool:
 
     @property
     def shared_block_ids(self) -> list[BlockId]:
-        """Blocks that are in several tables."""
         return list(self._shared)
 
     def check(

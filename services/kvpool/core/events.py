@@ -71,7 +71,6 @@ class EventLog:
         self._runs.clear()
 
     def take(self) -> tuple[Event, ...]:
-        """Returns the events since the last call."""
         if not self._runs and not self._cleared:
             return ()
         runs = [kind(group, tuple(hashes)) for kind, group, hashes in self._runs]

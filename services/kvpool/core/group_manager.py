@@ -214,7 +214,6 @@ class GroupManager:
             self._publish_one(tables[self._group], chain, self._num_publishable(num_tokens))
 
     def free(self, table: BlockTable) -> None:
-        """Frees every block of a table."""
         self._pool.free_in_order(self._group, reversed(table.blocks))
 
     def take_blocks_to_zero(self) -> list[BlockId]:

@@ -66,11 +66,9 @@ class KVPool:
 
     @property
     def num_cached_hashes(self) -> int:
-        """The number of hashes in the prefix indexes."""
         return self._blocks.num_cached_hashes
 
     def free_block_ids(self) -> list[BlockId]:
-        """The blocks of the free queue. The block that is allocated next comes first."""
         return self._blocks.free_block_ids()
 
     def block_tables(self, request: RequestKey) -> tuple[tuple[BlockId, ...], ...]:
@@ -92,11 +90,9 @@ class KVPool:
         return self._coordinator.num_common_blocks(tables, len(self._tables))
 
     def take_events(self) -> tuple[Event, ...]:
-        """Returns the events of the prefix index since the last call, in order."""
         return self._blocks.take_events()
 
     def snapshot(self) -> tuple[BlocksStored, ...]:
-        """Returns every hash in the prefix index, as one event for each group."""
         return self._blocks.snapshot()
 
     def stats(self) -> PoolStats:

@@ -15,8 +15,6 @@ from services.kvpool.core.errors import InvalidPool, UnsupportedGroup
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """The configuration of a pool."""
-
     num_blocks: int
     """The number of blocks, the null block included."""
     groups: tuple[KVCacheGroup, ...]

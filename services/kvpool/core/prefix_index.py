@@ -105,7 +105,6 @@ class PrefixIndex:
         return blocks
 
     def clear(self) -> None:
-        """Removes every hash."""
         self.num_changes += 1
         self._block_of.clear()
         self._hash_of.clear()

@@ -240,7 +240,6 @@ class RequestBlocks:
         )
 
     def evict(self, evict: ops.EvictBlocks) -> None:
-        """Removes blocks from the prefix index."""
         evicted = self._blocks.evict(evict.block_ids)
         for tables in self.tables.values() if evicted else ():
             for table in tables:

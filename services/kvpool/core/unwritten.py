@@ -26,7 +26,6 @@ class UnwrittenChanges:
         """The number of dropped changes."""
 
     def apply(self, batch: EventBatch) -> None:
-        """Applies a batch of events."""
         if batch.snapshot:
             self._clear()
         for event in batch.events:

@@ -128,7 +128,6 @@ class ReplicaClient:
         self._workers.on_lost = on_lost
 
     def close(self) -> None:
-        """Ends all streams."""
         self._workers.close()
         self._pool.close()
 

@@ -87,8 +87,6 @@ class PreemptionCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """The preemption of one request."""
-
     victim: Request
     cause: Request
     """The request that needed the blocks. Equals `victim` if the policy chose the request itself.
@@ -214,7 +212,6 @@ class EngineCoreOutputs:
     of the step, because their load failed or because they ended in the queue.
     """
     num_tokens: int
-    """Total number of new tokens."""
     turns: Mapping[Request, TurnEnd] = field(default_factory=dict)
     """Maps sessions to the end of their turn, if the step ended it."""
     execute_nanos: int = 0

@@ -22,8 +22,6 @@ from services.scheduler.core.timelines.timeline import RequestTimes
 
 
 class RequestStatus(enum.Enum):
-    """The states of a request."""
-
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
@@ -214,7 +212,6 @@ class Request(ComputedTokens):
         return self.status is RequestStatus.FINISHED
 
     def limit_length(self, max_model_len: int) -> None:
-        """Sets the length at which the request ends."""
         self.max_num_tokens = max_model_len
         if self.sampling.max_tokens is not None:
             longest = self.num_prompt_tokens + self.sampling.max_tokens

@@ -66,7 +66,6 @@ class QuantizedWeight:
         return self._mapped(self.codes, lambda scales: scales.repeat_interleave(times, dim=1))
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """A copy on a device."""
         return self._mapped(self.codes.to(device), lambda scales: scales.to(device))
 
     def rows(self, taken: slice) -> "QuantizedWeight":

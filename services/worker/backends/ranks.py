@@ -19,7 +19,6 @@ class Ranks(Protocol):
     rank: int
     """The number of this rank, from 0."""
     size: int
-    """The number of ranks."""
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `part`, which may be overwritten. If parts are added one by one,

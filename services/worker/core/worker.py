@@ -55,9 +55,7 @@ class WorkerDescription:
     kv_cache_sizing: str
     """Explains the number of blocks, as text."""
     dtype: str
-    """Data type of weights."""
     kv_cache_dtype: str
-    """Data type of cached keys and values."""
     rank: int = 0
     world_size: int = 1
     """Number of ranks, over all pipeline stages."""

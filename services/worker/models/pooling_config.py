@@ -55,8 +55,6 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """How prompts are pooled."""
-
     task: PoolingTask
     pooling_type: PoolingType | None
     """The pooling type that the directory sets. None means CLS for models whose tokens attend to

@@ -25,8 +25,6 @@ from services.worker.sampling.grammar import Grammars
 
 @dataclass(frozen=True, slots=True)
 class DraftModelParts:
-    """A loaded draft model."""
-
     loaded: LoadedModel
     shape: AttentionShape
     """The shape of the draft model's cache. It has as many blocks as the target model's cache."""
@@ -87,7 +85,6 @@ class Platform(Protocol):
     """A kind of device that a worker computes on."""
 
     torch_device: torch.device
-    """The device of weights and cache."""
     default_block_size: int
     """Tokens per block if the settings do not set it."""
     has_tier: bool

@@ -21,7 +21,6 @@ class DraftLength:
         self._rest, self._next_rest = 0, _FIRST_REST
 
     def next(self) -> int:
-        """The number of drafts for the next step."""
         if self._rest:
             self._rest -= 1
             return 0

@@ -12,7 +12,6 @@ class RunClock:
         self.start()
 
     def start(self) -> None:
-        """Sets the time to 0."""
         self._start = time.perf_counter()
 
     def now(self) -> float:

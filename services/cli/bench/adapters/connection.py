@@ -73,7 +73,6 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def aclose(self) -> None:
-        """Closes the connection and waits until it is closed."""
         self.close()
         await self._lost.wait()
 

@@ -38,7 +38,6 @@ class Connections:
         return failure
 
     async def aclose(self) -> None:
-        """Closes the idle connections."""
         while self._idle:
             await self._idle.pop().aclose()
 

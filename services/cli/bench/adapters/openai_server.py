@@ -87,7 +87,6 @@ class OpenAIServer:
         return reply.finish(failure)
 
     async def aclose(self) -> None:
-        """Closes the idle connections."""
         await self._connections.aclose()
 
     def _make_head(self) -> bytes:

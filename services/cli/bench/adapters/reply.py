@@ -41,7 +41,6 @@ class AnswerReply:
         raise NotImplementedError
 
     def text(self) -> str:
-        """The text of a complete answer."""
         raise NotImplementedError
 
     def _refusal(self) -> Failure | None:

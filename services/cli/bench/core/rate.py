@@ -22,7 +22,6 @@ class Piece:
 
     @property
     def num_arrivals(self) -> float:
-        """The expected number of arrivals in this piece."""
         if self.seconds == math.inf:
             return math.inf
         return (self.first + self.last) / 2 * self.seconds

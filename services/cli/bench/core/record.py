@@ -35,7 +35,6 @@ class RequestRecord:
     is_warmup: bool
     intended: float
     output_len: int
-    """The number of requested output tokens."""
     sent: float | None = None
     """The time at which the request was written to the connection. None if it was not sent."""
     token_times: "array[float]" = field(default_factory=lambda: array("d"))

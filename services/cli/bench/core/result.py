@@ -13,7 +13,6 @@ SCHEMA_VERSION = 1
 
 
 def summary_document(summary: Summary) -> dict[str, Any]:
-    """The fields of a summary by name."""
     values = asdict(summary)
     for name in values:
         value = getattr(summary, name)

@@ -63,22 +63,18 @@ class MetricSpec:
 
 
 def gauge(name: str, unit: str, text: str, *labels: str) -> MetricSpec:
-    """Specifies a value that can increase and decrease."""
     return MetricSpec(name, Kind.GAUGE, unit, text, labels)
 
 
 def counter(name: str, unit: str, text: str, *labels: str) -> MetricSpec:
-    """Specifies a count that only increases while its process runs."""
     return MetricSpec(name, Kind.COUNTER, unit, text, labels)
 
 
 def histogram(
     name: str, unit: str, text: str, buckets: tuple[float, ...], *labels: str
 ) -> MetricSpec:
-    """Specifies observations that are counted by size."""
     return MetricSpec(name, Kind.HISTOGRAM, unit, text, labels, buckets)
 
 
 def summary(name: str, unit: str, text: str, *labels: str) -> MetricSpec:
-    """Specifies the count and the sum of observations."""
     return MetricSpec(name, Kind.SUMMARY, unit, text, labels)

@@ -18,6 +18,5 @@ class ReaderCounts:
     drifts: int = 0
     """Number of times that the digest of a node differed from the digest of its view."""
     loads: int = 0
-    """Number of snapshots that were loaded."""
     failures: int = 0
     """Number of failed calls of Redis, or failed streams of pools."""

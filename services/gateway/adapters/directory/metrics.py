@@ -22,7 +22,6 @@ class IndexCollector(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family for each metric."""
         index, counts = self._index, self._counts
         state = value_family(names.METRIC_INDEX_STATE)
         for name in DirectoryState:

@@ -47,7 +47,6 @@ class Discovery(Collector):
             self._watchers.append(Watcher(REDIS, look, set_addresses, _REGISTRY_SECONDS))
 
     async def run(self) -> None:
-        """Queries the sources until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for watcher in self._watchers:
@@ -86,7 +85,6 @@ class _Registry:
         return {replica.address for replica in await self._registry.replicas()}
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._redis.close()
 
 

@@ -23,7 +23,6 @@ class Watcher:
         """`look` returns the addresses, or raises Unavailable within a bounded time."""
         self.source = source
         self.is_up = False
-        """Whether the last query succeeded."""
         self.num_addresses = 0
         self.num_failures = 0
         self._look = look
@@ -31,7 +30,6 @@ class Watcher:
         self._every_seconds = every_seconds
 
     async def run(self) -> None:
-        """Queries the source until cancelled."""
         while True:
             try:
                 addresses = sorted(await self._look())

@@ -25,7 +25,6 @@ from services.gateway.core.request.request import CHAT_ROLES, ClientRequest, Pro
 from services.gateway.core.request.request_check import check_request_id
 
 ID_PREFIX = "gen"
-"""The prefix of Generate's answer ids."""
 
 
 class GenerateRequests:

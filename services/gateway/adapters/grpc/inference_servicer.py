@@ -42,7 +42,6 @@ from services.gateway.options.server_parts import StreamCall
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _EMBED_API = "embd"
-"""The prefix of Embed's answer ids."""
 METHOD_PREFIX = "/stepwell.gateway.v1.Inference/"
 GENERATE = f"{METHOD_PREFIX}Generate"
 EMBED = f"{METHOD_PREFIX}Embed"

@@ -146,7 +146,6 @@ def logprobs_to_proto(rows: LogprobRows | None) -> common_pb2.Logprobs | None:
 
 
 def times_from_proto(message: scheduler_pb2.RequestTimes) -> EngineTimes:
-    """Converts the times of a sequence at a replica."""
     return EngineTimes(
         queue=message.queue_nanos / 1e9,
         prefill=message.prefill_nanos / 1e9,

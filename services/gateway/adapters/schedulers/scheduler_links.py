@@ -32,7 +32,6 @@ class SchedulerLinks:
         return self._links[address]
 
     def all(self) -> list[SchedulerLink]:
-        """The links to all known schedulers."""
         return list(self._links.values())
 
     def keep_trace(self, address: str, request_id: str, trace: TraceHeaders) -> None:

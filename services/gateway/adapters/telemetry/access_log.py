@@ -13,7 +13,6 @@ _PROBES = frozenset(("/health", "/ping", "/load", "/version", "/metrics"))
 
 
 def log_access(record: RequestRecord) -> None:
-    """Logs a call that has ended."""
     call = record.call
     level = logging.DEBUG if call.path in _PROBES else logging.INFO
     if logger.isEnabledFor(level):

@@ -25,7 +25,6 @@ class FleetCollector(Collector):
         """Number of replicas that did not send their metrics in the last scrape."""
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family for each metric."""
         membership = self._fleet.membership
         for name, value in (
             (names.METRIC_GATEWAY_REPLICAS, len(membership.replicas)),

@@ -125,7 +125,6 @@ class TokenMetrics(Collector):
             self._latency.observe(seconds / num_tokens, num_tokens)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family for each metric."""
         generated = value_family(names.METRIC_GATEWAY_GENERATION_TOKENS)
         generated.add_metric([self._model], self._num_generated)
         yield generated

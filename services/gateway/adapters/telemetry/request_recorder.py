@@ -33,8 +33,6 @@ the sequence's id, and the headers with the parent span.
 
 @dataclass(frozen=True, slots=True)
 class RecorderSettings:
-    """Settings of the RequestRecorder."""
-
     model_name: str
     slow_seconds: float
     """Requests that take at least this number of seconds are traced even if they were not sampled.

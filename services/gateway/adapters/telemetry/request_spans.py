@@ -42,8 +42,6 @@ Values = dict[str, str | int | float | bool | Sequence[str]]
 
 
 class RequestSpans:
-    """Makes the spans of one request."""
-
     def __init__(
         self,
         record: RequestRecord,
@@ -64,7 +62,6 @@ class RequestSpans:
         self._is_running = record.timeline.ended is None
         self._end = record.timeline.ended or now or record.timeline.now()
         self.num_dropped = record.timeline.num_dropped
-        """Number of spans that were dropped."""
 
     def make(self, kept_for: KeptFor | None) -> None:
         """Exports all spans. `kept_for` is the reason for tracing the request. It is None for a

@@ -23,7 +23,6 @@ _SERVER_ERRORS = frozenset(
 
 
 def span_status(record: RequestRecord) -> Status:
-    """The status of the call's span."""
     if not _is_server_error(record):
         return Status(StatusCode.UNSET)
     return Status(StatusCode.ERROR, record.error_message[:_MAX_CHARACTERS])

@@ -60,7 +60,6 @@ def holds(prompt: str, text: str) -> bool:
 
 
 def texts_of(content: str | Sequence[str]) -> list[str]:
-    """The texts of a message's content."""
     return [content] if isinstance(content, str) else list(content)
 
 

@@ -26,7 +26,6 @@ class Admission:
     """
 
     def __len__(self) -> int:
-        """The number of queued sequences."""
         return 0
 
     def __iter__(self) -> Iterator[Inflight]:

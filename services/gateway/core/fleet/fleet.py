@@ -175,7 +175,6 @@ class Fleet:
         return mailbox
 
     def give_up(self, error: StepwellError) -> None:
-        """Ends every sequence with an error."""
         for inflight in self.admission:
             self.admission.discard(inflight)
             inflight.failed(error)

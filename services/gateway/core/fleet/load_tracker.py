@@ -177,7 +177,6 @@ class LoadTracker:
         return (per_prompt_token * num_computed + per_decode * num_decoded) / 2
 
     def sent(self, handle: int, inflight: Inflight, route: RoutingDecision) -> None:
-        """Counts a sequence that was sent."""
         num_output_tokens = len(inflight.output_token_ids)
         num_tokens = len(inflight.request.prompt_token_ids) + num_output_tokens
         num_uncomputed = num_tokens - route.num_cached_tokens

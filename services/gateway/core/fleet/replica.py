@@ -243,7 +243,6 @@ class Replica:
         return taken
 
     def opened(self, description: ReplicaDescription) -> None:
-        """The session with the scheduler was opened."""
         self.description = description
         self.is_connected, self.is_draining = True, False
         logger.info(
@@ -255,7 +254,6 @@ class Replica:
         self._listener.replica_changed(self)
 
     def state_changed(self, state: ReplicaState) -> None:
-        """The scheduler announced its state, which may be unchanged."""
         before, self._state = self._state, state
         if before == state:
             return
@@ -281,7 +279,6 @@ class Replica:
         self._listener.load_reported()
 
     def load_changed(self, load: ReplicaLoad) -> None:
-        """The scheduler reported its load."""
         self.load.refresh(self._clock.time())
         self.load.reported(load)
         self._listener.load_reported()
@@ -296,7 +293,6 @@ class Replica:
             self._listener.sequence_started(inflight)
 
     def finished(self, handle: int, end: Finish | StepwellError) -> None:
-        """A sequence ended, normally or with an error."""
         self._drop_held(handle)
         inflight = self._forget(handle)
         if inflight is None:
@@ -312,7 +308,6 @@ class Replica:
         inflight.failed(end)
 
     def rejected(self, handle: int, error: StepwellError) -> None:
-        """The scheduler refused a sequence."""
         self._drop_held(handle)
         if (inflight := self._forget(handle)) is not None:
             self._listener.request_rejected(inflight, error, self)

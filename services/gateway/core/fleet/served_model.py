@@ -43,7 +43,6 @@ class ServedModel:
         self._is_one_lost = False
 
     def left(self, replica: Replica) -> None:
-        """Records that a replica was removed."""
         served = replica.description
         was_in_use = served is not None and served.fingerprint == self._fingerprint
         if was_in_use and not replica.is_draining:

@@ -106,7 +106,6 @@ class PrefixIndex:
 
     @property
     def num_keys(self) -> int:
-        """Number of keys in the table."""
         return sum(map(len, self._shards))
 
     # Changes that the source of the views reports.

@@ -63,7 +63,6 @@ class Generation:
             for index, sequence in enumerate(sequences)
         ]
         self.num_open = len(self.choices)
-        """Number of unfinished answers."""
 
     def start(self, engine: Source) -> DeltaSource:
         """Starts the sequences at an engine, or attaches to a shared answer."""

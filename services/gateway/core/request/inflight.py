@@ -178,7 +178,6 @@ class Inflight:
         self.trace.left(cause)
 
     def logprobs(self, rows: LogprobRows) -> None:
-        """Adds log-probabilities of the last tokens."""
         delta = self.mailbox.open_delta(self.index)
         delta.logprobs = joined(delta.logprobs, rows)
 
@@ -199,7 +198,6 @@ class Inflight:
         self._delta().pooled = values
 
     def finished(self, finish: Finish) -> None:
-        """Ends the sequence."""
         self.trace.timeline.end("finished")
         self._delta().finish = finish
 

@@ -19,7 +19,6 @@ class Truncation:
     keeps_end: bool
 
     def kept(self, token_ids: list[int]) -> list[int]:
-        """Returns the kept tokens of a prompt."""
         return token_ids[-self.num_tokens :] if self.keeps_end else token_ids[: self.num_tokens]
 
 

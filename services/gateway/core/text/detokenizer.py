@@ -39,7 +39,6 @@ class ByteDetokenizer:
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.num_characters = 0
-        """Length of the text so far."""
         self.feed(prompt_token_ids[-_MAX_TOKENS_OF_CHARACTER:])
         self.num_characters = 0
 

@@ -49,7 +49,6 @@ class RedisJournal:
         await self._redis.call(lambda client: client.ping(), FIRST_CALL_SECONDS)
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._redis.close()
 
     async def open(self, scope: str) -> tuple[bool, News]:

@@ -33,7 +33,6 @@ class SessionsCollector(Collector):
         self._model = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family for each metric."""
         sessions = list(self._sessions)
         num_in_turn = sum(session.is_in_turn for session in sessions)
         num_held = sum(session.held is not None for session in sessions)

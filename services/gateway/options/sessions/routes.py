@@ -65,7 +65,6 @@ class SessionRoutes:
         self._parts = parts
 
     def routes(self) -> Sequence[Route]:
-        """Returns the routes."""
         return (
             computed_route(
                 COMPLETIONS,

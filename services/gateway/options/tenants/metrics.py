@@ -52,8 +52,6 @@ OTHERS = "(others)"
 
 
 class TenantMetrics(Collector):
-    """Counters by tenant."""
-
     def __init__(self, model_name: str) -> None:
         self._model = model_name
         self._named: set[str] = set()
@@ -66,11 +64,9 @@ class TenantMetrics(Collector):
         self._refusals_for = cache(partial(self._refusals.labels, model_name))
 
     def collect(self) -> Iterable[Metric]:
-        """Returns one family for each metric."""
         return self._registry.collect()
 
     def answered(self, record: RequestRecord, usage: Usage) -> None:
-        """Counts a request that was answered."""
         if record.caller == ANYONE:
             return
         label = self._label(record.caller)
@@ -103,7 +99,6 @@ class TenantQueueCollector(Collector):
         self._admission = admission
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family for each metric."""
         usages = sorted(
             self._admission.places, key=lambda usage: -usage.num_waiting - usage.num_running
         )

@@ -34,7 +34,6 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: _Context
     ) -> scheduler_pb2.AbortResponse:
-        """Serves the RPC Abort, as scheduler.proto defines it."""
         found = self.sessions.find(request.request_ids)
         for one in found:
             logger.info("an operator aborts a request", extra=one.log_fields)
@@ -44,7 +43,6 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     async def Pause(
         self, request: scheduler_pb2.PauseRequest, context: _Context
     ) -> scheduler_pb2.PauseResponse:
-        """Serves the RPC Pause, as scheduler.proto defines it."""
         mode = pause_mode_from_proto(request.mode)
         if mode is None:
             raise InvalidArgument(f"mode is {request.mode}, which is none", field="mode")
@@ -55,7 +53,6 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     async def Resume(
         self, request: scheduler_pb2.ResumeRequest, context: _Context
     ) -> scheduler_pb2.ResumeResponse:
-        """Serves the RPC Resume, as scheduler.proto defines it."""
         logger.info("an operator resumes the engine")
         await self.engine.resume()
         return scheduler_pb2.ResumeResponse()
@@ -63,7 +60,6 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     async def ResetPrefixCache(
         self, request: scheduler_pb2.ResetPrefixCacheRequest, context: _Context
     ) -> scheduler_pb2.ResetPrefixCacheResponse:
-        """Serves the RPC ResetPrefixCache, as scheduler.proto defines it."""
         logger.info("an operator resets the prefix cache")
         await self.engine.reset_prefix_cache(
             preempt_running=request.preempt_running, reset_connector=request.reset_connector
@@ -73,7 +69,6 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     async def LoadAdapter(
         self, request: scheduler_pb2.LoadAdapterRequest, context: _Context
     ) -> scheduler_pb2.LoadAdapterResponse:
-        """Serves the RPC LoadAdapter, as scheduler.proto defines it."""
         logger.info("an operator loads the adapter %s", request.adapter.name)
         await self.adapters.load(adapter_from_proto(request.adapter))
         return scheduler_pb2.LoadAdapterResponse()
@@ -81,7 +76,6 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     async def Drain(
         self, request: scheduler_pb2.DrainRequest, context: _Context
     ) -> scheduler_pb2.DrainResponse:
-        """Serves the RPC Drain, as scheduler.proto defines it."""
         logger.info("an operator drains this replica")
         self._set_drained(True)
         return scheduler_pb2.DrainResponse(num_unfinished=len(self.engine.unfinished))
@@ -89,7 +83,6 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     async def Undrain(
         self, request: scheduler_pb2.UndrainRequest, context: _Context
     ) -> scheduler_pb2.UndrainResponse:
-        """Serves the RPC Undrain, as scheduler.proto defines it."""
         logger.info("an operator ends the drain of this replica")
         self._set_drained(False)
         return scheduler_pb2.UndrainResponse()

@@ -55,7 +55,6 @@ class Outbox:
         self._woken = asyncio.Event()
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
-        """Adds the first admission of a request."""
         self._deltas.admitted.add(handle=handle, num_cached_tokens=num_cached_tokens)
         self._is_empty = False
 
@@ -97,7 +96,6 @@ class Outbox:
         self._is_empty = False
 
     def finished(self, handle: int, request: Request) -> None:
-        """Adds the end of a request."""
         self._deltas.finished.append(_finished(handle, request))
         self._num_ended += 1
         self._is_empty = False
@@ -108,7 +106,6 @@ class Outbox:
         self._is_empty = False
 
     def rejected(self, rejection: scheduler_pb2.Rejection) -> None:
-        """Adds the refusal of a request."""
         self._deltas.rejected.append(rejection)
         self._num_ended += 1
         self._is_empty = False

@@ -89,7 +89,6 @@ class QueueWatch:
         return state.expected_wait(state.num_waiting)
 
     async def run(self) -> None:
-        """Samples the queue until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             if not self._num_waiting:

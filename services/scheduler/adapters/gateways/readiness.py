@@ -48,7 +48,6 @@ class ReplicaReadiness:
         self._changed.set()
 
     async def run(self) -> None:
-        """Sends the state until cancelled."""
         loop, announced = asyncio.get_running_loop(), None
         while True:
             self._changed.clear()

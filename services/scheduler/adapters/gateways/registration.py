@@ -79,7 +79,6 @@ class Registration(Collector):
         self._is_registered = False
 
     async def close(self) -> None:
-        """Closes the connections."""
         if self._redis is not None:
             await self._redis.close()
 

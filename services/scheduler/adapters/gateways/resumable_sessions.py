@@ -46,7 +46,6 @@ class ResumableSessions:
 
     @property
     def has_room(self) -> bool:
-        """Whether a further session may be opened."""
         return len(self.open) < self._max_num_sessions
 
     def find(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> Request:

@@ -48,7 +48,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def Session(
         self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: _Context
     ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
-        """Serves the RPC Session, as scheduler.proto defines it."""
         first = await anext(request_iterator, None)
         if first is None or first.WhichOneof("message") != "open":
             raise InvalidArgument("a session begins with open", field="open")
@@ -81,7 +80,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def GetStats(
         self, request: scheduler_pb2.GetStatsRequest, context: _Context
     ) -> scheduler_pb2.GetStatsResponse:
-        """Serves the RPC GetStats, as scheduler.proto defines it."""
         message = self.statistics.message()
         message.drained = self.submitter.is_drained
         return message
@@ -89,7 +87,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def GetActivity(
         self, request: scheduler_pb2.GetActivityRequest, context: _Context
     ) -> scheduler_pb2.GetActivityResponse:
-        """Serves the RPC GetActivity, as scheduler.proto defines it."""
         if request.max_cells > MAX_CELLS:
             raise InvalidArgument(f"max_cells must be at most {MAX_CELLS}", field="max_cells")
         message = await self.activity.message(request)
@@ -99,7 +96,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def GetRunningSpans(
         self, request: scheduler_pb2.GetRunningSpansRequest, context: _Context
     ) -> scheduler_pb2.GetRunningSpansResponse:
-        """Serves the RPC GetRunningSpans, as scheduler.proto defines it."""
         if len(request.requests) > MAX_RUNNING_REQUESTS:
             raise InvalidArgument(
                 f"requests must be at most {MAX_RUNNING_REQUESTS}", field="requests"

@@ -74,7 +74,6 @@ class Sessions:
         return len(self._gateways)
 
     def open(self, gateway_id: str) -> GatewaySession:
-        """Opens a session of a gateway."""
         session = self.open_call(gateway_id)
         self._gateways.add(session)
         self._send_load()

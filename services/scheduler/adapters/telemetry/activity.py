@@ -65,7 +65,6 @@ class WatchedSteps:
             self._done.clear()
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """Records a planned step."""
         if plan.requests:
             self._open[plan.step] = step_to_proto(plan, self._begun_nanos)
 

@@ -36,7 +36,6 @@ class EngineCollector(Collector):
     cache_dtype: str
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one metric family for each metric."""
         engine, scheduler, counts = self.engine, self.engine.scheduler, self.counts
         num_usable = scheduler.config.num_blocks - 1
         for name, value in (
@@ -123,13 +122,10 @@ class EngineCollector(Collector):
 
 
 class ResumableSessionsCollector(Collector):
-    """Collects metrics of clients' sessions."""
-
     def __init__(self, client_sessions: ResumableSessions) -> None:
         self._client_sessions = client_sessions
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one metric family for each metric."""
         sessions, num_waiting = self._client_sessions, self._client_sessions.num_between_turns
         family = value_family(names.METRIC_CLIENT_SESSIONS)
         family.add_metric(["turn"], len(sessions.open) - num_waiting)

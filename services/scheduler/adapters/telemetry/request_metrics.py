@@ -85,7 +85,6 @@ class RequestMetrics(Collector):
         self._num_generation_tokens = 0
 
     def arrived(self, requests: Sequence[Request]) -> None:
-        """Records requests that were queued."""
         now, unix = self._monotonic(), self._unix_seconds()
         for request in requests:
             since_queued = max(0.0, unix - request.queued_unix_nanos / 1e9)
@@ -104,7 +103,6 @@ class RequestMetrics(Collector):
                     self._observe[names.METRIC_REQUEST_PARAMS_N](request.num_choices)
 
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
-        """Records the tokens of a step."""
         now, num_tokens = self._monotonic(), update.num_tokens
         self._num_generation_tokens += num_tokens
         has_drafts, num_computed = bool(plan.draft_token_ids), plan.num_tokens
@@ -158,7 +156,6 @@ class RequestMetrics(Collector):
             self._end_request(request)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one metric family for each metric."""
         for name, histogram in self._histograms.items():
             family = histogram_family(name)
             histogram.add_to(family)

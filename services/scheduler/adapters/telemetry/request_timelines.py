@@ -61,8 +61,6 @@ class StepRecord:
 
 
 class RequestTimelines:
-    """The timelines of unfinished requests."""
-
     def __init__(self, reasons: WaitReasons, wait_nanos: Counter[str]) -> None:
         """`wait_nanos` maps a reason to the total nanoseconds of ended waits. It is updated."""
         self._wait_nanos = wait_nanos

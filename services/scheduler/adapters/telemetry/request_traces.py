@@ -63,8 +63,6 @@ class _Sampled:
 
 
 class RequestTraces:
-    """The traces of a replica's requests."""
-
     def __init__(self, tracing: Tracing, step_link: StepLinks) -> None:
         self._step_link = step_link
         self._is_enabled = tracing.enabled

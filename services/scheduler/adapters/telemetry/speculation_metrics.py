@@ -29,7 +29,6 @@ class SpeculationMetrics(Collector):
                 self._num_accepted_at[position] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one metric family for each metric."""
         if not self._num_accepted_at:
             return
         yield single(names.METRIC_SPEC_DECODE_DRAFTS, self._num_drafts)

@@ -46,7 +46,6 @@ class StepCounts:
         self.step_costs = StepCosts()
 
     def admitted(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """Counts a new request that was scheduled."""
         self.num_prompt_tokens += num_prompt_tokens
         self.num_cached_tokens += num_cached_tokens
         num_uncached = num_prompt_tokens - num_cached_tokens

@@ -61,7 +61,6 @@ class StepLog:
         self._thread.start()
 
     def write(self, entry: Entry) -> None:
-        """Adds an entry as a line."""
         if self._has_ended:
             return
         line = json.dumps(entry, separators=(",", ":")) + "\n"

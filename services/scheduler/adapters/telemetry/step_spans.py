@@ -72,7 +72,6 @@ class SampledSteps:
         self._links: OrderedDict[int, Link] = OrderedDict()
 
     def add(self, step: int, context: SpanContext) -> None:
-        """Adds a sampled step."""
         self._links[step] = Link(context)
         if len(self._links) > MAX_REMEMBERED:
             self._links.popitem(last=False)

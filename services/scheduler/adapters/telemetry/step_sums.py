@@ -25,7 +25,6 @@ class StepSums:
 
     @property
     def totals(self) -> StepTotals:
-        """The totals over all steps."""
         return StepTotals(
             self._num_steps,
             self._nanos,

@@ -169,7 +169,6 @@ class _LoadRecords:
         self._num_sent = 0
 
     def next(self) -> common_pb2.EngineLoad:
-        """The present load."""
         return self._numbered(self._load())
 
     def next_if_due(self) -> common_pb2.EngineLoad | None:

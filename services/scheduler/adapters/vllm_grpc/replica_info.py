@@ -48,7 +48,6 @@ class ReplicaInfo:
     _received_unix_seconds: float = field(init=False, default=0.0)
 
     def received(self) -> None:
-        """Records that a request arrived."""
         self._received_unix_seconds = time.time()
 
     def model(self) -> vllm_engine_pb2.GetModelInfoResponse:
@@ -65,7 +64,6 @@ class ReplicaInfo:
         )
 
     def server(self) -> vllm_engine_pb2.GetServerInfoResponse:
-        """The replica's state and configuration."""
         scheduler = self.engine.scheduler
         return vllm_engine_pb2.GetServerInfoResponse(
             active_requests=len(scheduler.running) + self.engine.num_waiting,

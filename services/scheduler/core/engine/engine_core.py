@@ -43,8 +43,6 @@ In this case the requests wait for an external event, such as a connector's answ
 
 
 class EngineState(enum.Enum):
-    """The states of the engine."""
-
     IDLE = "idle"
     RUNNING = "running"
     PAUSED = "paused"
@@ -105,7 +103,6 @@ class EngineCore:
 
     @property
     def unfinished(self) -> list[Request]:
-        """All running and waiting requests."""
         return [*self.scheduler.requests, *self.changes.arrivals]
 
     def abort_late(self, now: float) -> None:
@@ -236,7 +233,6 @@ class EngineCore:
             self._undelivered = None
 
     def _report_ended(self, ended: Sequence[Request]) -> None:
-        """Reports requests that ended between steps."""
         self._observer.ended(ended)
         self._deliver()
         self._delivery.deliver_ends(ended)

@@ -46,7 +46,6 @@ class FaultSearch:
 
     @property
     def is_active(self) -> bool:
-        """Whether there are suspects."""
         return bool(self._goals)
 
     def trial(self) -> Sequence[Request] | None:

@@ -60,7 +60,6 @@ class Pauses:
             raise Aborted("the engine was resumed while requests ran", reason="RESUMED")
 
     async def end(self) -> None:
-        """Ends the pause: steps are planned again."""
         async with self.lock:
             self.scheduler.resume()
         self.observer.resumed()

@@ -40,7 +40,6 @@ class PendingChanges:
         return bool(self.arrivals or self._compiled or self._chunks or self._ends)
 
     def add(self, request: Request) -> None:
-        """Adds a request that arrived."""
         self.arrivals.append(request)
         self._wake.set()
 

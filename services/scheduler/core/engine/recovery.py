@@ -42,7 +42,6 @@ class Losses:
         return min(FIRST_BACKOFF_SECONDS * (1 << doublings), LAST_BACKOFF_SECONDS)
 
     def note(self, lost: Unavailable) -> None:
-        """Counts a loss."""
         if isinstance(lost, WorkersLost):
             self.num_of_workers += 1
         else:

@@ -131,7 +131,6 @@ class KVCacheManager:
         await self._transact(self.pending.take(), "")
 
     async def reset_prefix_cache(self) -> bool:
-        """Removes every cached prefix. If blocks are in use, changes nothing and returns False."""
         outcome = await self._transact([*self.pending.take(), ops.ResetPrefixCache()], "")
         return outcome.reset_done
 

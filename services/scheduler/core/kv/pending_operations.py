@@ -31,7 +31,6 @@ class PendingOperations:
         self.commits[key] = num_tokens, earlier + new_hashes
 
     def release(self, key: RequestKey) -> None:
-        """Frees all blocks of a request."""
         self._releases.append(key)
 
     def remove_skipped_blocks(self, key: RequestKey, num_computed_tokens: int) -> None:
@@ -64,6 +63,5 @@ class PendingOperations:
         return operations
 
     def clear(self) -> None:
-        """Drops all operations."""
         self.commits, self.evictions = {}, []
         self._releases, self._early_releases = [], []

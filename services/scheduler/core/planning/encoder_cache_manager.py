@@ -52,7 +52,6 @@ class EncoderCacheManager:
         return copy
 
     def restore(self, earlier: "EncoderCacheManager") -> None:
-        """Resets the state to an earlier copy."""
         self.num_free = earlier.num_free
         self._users = {name: set(users) for name, users in earlier._users.items()}
         self._num_embeds = dict(earlier._num_embeds)

@@ -118,8 +118,6 @@ class RunningRequests:
 
 @dataclass(slots=True, eq=False)
 class StepClock:
-    """Counts the steps that were planned."""
-
     now: int = 0
 
 

@@ -73,7 +73,6 @@ class Scheduler(ReplicaState):
 
     @property
     def requests(self) -> list[Request]:
-        """All requests that have not ended."""
         return [*self.running, *self.queues]
 
     @property
@@ -82,7 +81,6 @@ class Scheduler(ReplicaState):
         return islice(self.queues.ready, min(self.num_free_places, LOOKUP_BATCH))
 
     def add(self, request: Request) -> None:
-        """Queues a request that arrived."""
         if self.config.pooling:
             request.max_num_tokens = request.num_prompt_tokens
         else:

@@ -172,7 +172,6 @@ class StepBuilder:
 
     @cached_property
     def prefixes(self) -> WaitingPrefixes:
-        """Prefix hits of the waiting requests."""
         return WaitingPrefixes()
 
     @cached_property

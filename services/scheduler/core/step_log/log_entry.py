@@ -113,7 +113,6 @@ def _repetition(repetition: RepetitionDetection | None) -> list[int] | None:
 
 
 def without_empty(entry: Entry) -> Entry:
-    """The entry without its empty fields."""
     return {name: value for name, value in entry.items() if value}
 
 

@@ -80,7 +80,6 @@ class StepTotals(NamedTuple):
     """Number of requests, summed over the steps."""
 
     def plus(self, other: "StepTotals") -> "StepTotals":
-        """The sum of the two totals."""
         return StepTotals(*map(add, self, other))
 
     def minus(self, other: "StepTotals") -> "StepTotals":
@@ -110,8 +109,6 @@ class Interruption:
 
 @dataclass(slots=True)
 class Phase:
-    """A phase of a request's timeline."""
-
     kind: PhaseKind
     start: int
     end: int = 0
@@ -135,7 +132,6 @@ class Phase:
 
     @property
     def nanos(self) -> int:
-        """The duration of the phase."""
         return self.end - self.start
 
     def time_parts(self) -> list[TimePart]:

@@ -17,7 +17,6 @@ class TierCollector(Collector):
         self._connector = connector
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one metric family for each metric."""
         if self._connector is None:
             queries = hits = blocks = held = stored = loaded = evicted = invalid = 0
         else:

@@ -18,8 +18,6 @@ from services.worker.core.step import Int32Array, NewRequest, StepInput
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Limits of the batch and of its steps."""
-
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int

@@ -43,7 +43,6 @@ class BlockWriter:
         """Writes the input of the latest tool call."""
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
-        """Returns the stream events for one piece of the answer."""
         added: list[OutputEvent] | None = piece.events
         if added is None:
             added = [ContentDelta(piece.text)] if piece.text else []
@@ -53,7 +52,6 @@ class BlockWriter:
         return events
 
     def whole(self, answer: Answer) -> list[dict[str, Any]]:
-        """Returns the blocks of a whole answer."""
         if self._request.output_form is None:
             return [_text(answer.text)] if answer.text else []
         blocks: list[dict[str, Any]] = []

@@ -39,7 +39,6 @@ class InputWriter:
         return self._take()
 
     def end(self) -> list[str]:
-        """Ends the arguments. Returns the remaining pieces."""
         self._reader.end()
         next(self._work, None)
         if not self._has_begun:

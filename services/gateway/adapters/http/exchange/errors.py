@@ -122,7 +122,6 @@ def error_writer(scope: Scope) -> ErrorBody:
 
 
 def error_response(error: errors.StepwellError, scope: Scope) -> Response:
-    """The complete answer to a request that failed."""
     return _response(described(error), scope, error_headers(error))
 
 
@@ -142,7 +141,6 @@ def error_headers(error: errors.StepwellError) -> dict[str, str]:
 
 
 def status_of(error: errors.StepwellError) -> int:
-    """The HTTP status of an error."""
     return _kind(error)[0]
 
 

@@ -55,7 +55,6 @@ async def chat_request(
 
 
 def tool_use(body: ChatCompletionBody) -> ToolUse:
-    """The tools that the model may call."""
     tools = body.tools or []
     choice = body.tool_choice or AUTO
     if choice == AUTO and not tools:

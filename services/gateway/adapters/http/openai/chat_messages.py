@@ -34,8 +34,6 @@ def call_id(
 
 
 class MessageWriter:
-    """Writes the messages of one request's answers."""
-
     def __init__(self, request: ClientRequest, created: int, *, shows_reasoning: bool) -> None:
         self._request = request
         self._created = created
@@ -43,14 +41,12 @@ class MessageWriter:
         self._have_called: set[int] = set()
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
-        """Returns the deltas for one piece of an answer."""
         if piece.events is None:
             return [{"content": piece.text}] if piece.text else []
         deltas = (self._delta(piece.index, event) for event in piece.events)
         return [delta for delta in deltas if delta]
 
     def whole(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Returns the message of a whole answer."""
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
         if self._request.output_form is None:
             return message

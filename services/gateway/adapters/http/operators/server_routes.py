@@ -32,8 +32,6 @@ _STATS_TIMEOUT_SECONDS = 1.0
 
 
 class ServerRoutes:
-    """The handlers of the routes."""
-
     def __init__(
         self,
         inference: Inference,
@@ -75,7 +73,6 @@ class ServerRoutes:
         return JSONResponse(await self.describe())
 
     async def describe(self) -> dict[str, Any]:
-        """Returns the body of /status."""
         return {
             "model": self._inference.model_name,
             "draining": not self._gate.is_open,

@@ -26,7 +26,6 @@ class DeferredCalls:
         """The thread's processor time, in seconds, when the last of these calls ended."""
 
     def add(self, call: Callable[[], None]) -> None:
-        """Appends a call to the queue."""
         if not self._calls:
             self._next_turn()
         self._calls.append(call)

@@ -25,7 +25,6 @@ class SlicedProtocol(HttpToolsProtocol):
         self.flow = _PiecewiseFlow(transport, self)
 
     def parse(self, data: bytes) -> None:
-        """Parses one slice."""
         raise NotImplementedError
 
     def parse_soon(self) -> None:

@@ -17,7 +17,6 @@ class ControlEscaper:
         self._after_backslash = False
 
     def feed(self, text: str) -> str:
-        """Escapes the next piece of the text."""
         pieces: list[str] = []
         at = 0
         while at < len(text):

@@ -47,7 +47,6 @@ class OutputForm:
     """Names of request fields whose constraint on the answer is not enforced."""
 
     def make_parser(self) -> OutputParser:
-        """Makes the parser of one answer."""
         reads_channels = self._reads_channels
         return FormatParser(
             self._read_answer(),

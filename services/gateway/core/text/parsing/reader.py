@@ -28,8 +28,6 @@ class Malformed(Exception):
 
 
 class Reader:
-    """Reads a text from start to end."""
-
     def __init__(self) -> None:
         self._text = ""
         self._at = 0

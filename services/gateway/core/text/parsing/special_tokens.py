@@ -8,8 +8,6 @@ from services.gateway.core.ports import Tokenizer
 
 
 class SpecialTokens:
-    """The special tokens of one model."""
-
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._marks: dict[tuple[str, ...], frozenset[int]] = {}

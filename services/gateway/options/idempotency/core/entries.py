@@ -80,7 +80,6 @@ Entry = Begin | Take | Bring | Fail
 
 
 def entry_to_bytes(entry: Entry) -> bytes:
-    """Encodes an entry."""
     match entry:
         case Begin(fingerprint, num_sequences, identity):
             numbers = (num_sequences, identity.seed, identity.arrival_unix_nanos)
@@ -146,8 +145,6 @@ def _part_to_bytes(part: Part) -> bytes:
 
 
 class _Parts:
-    """Reads the parts of a body in order."""
-
     def __init__(self, body: bytes) -> None:
         self._body = body
         self._at = 0

@@ -36,7 +36,6 @@ class SequenceRecord:
     finish: Finish | None = None
 
     def add(self, delta: Delta) -> None:
-        """Appends a delta."""
         self.token_ids.extend(delta.token_ids)
         self.logprobs = joined(self.logprobs, _copied(delta.logprobs))
         self.prompt_logprobs = joined(self.prompt_logprobs, _copied(delta.prompt_logprobs))

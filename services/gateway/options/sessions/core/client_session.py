@@ -34,7 +34,6 @@ class ClientSession:
         self.token_ids: list[int] = []
         """All tokens of the completed turns. The next turn's input follows them."""
         self.num_turns = 0
-        """Number of completed turns."""
         self.is_in_turn = False
         self.held: HeldSequence | None = None
         """The session's sequence, if a replica keeps it between two turns. Otherwise None."""

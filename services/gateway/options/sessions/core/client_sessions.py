@@ -22,8 +22,6 @@ class TooManySessions(QuotaExceeded):
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Limits of a gateway's sessions."""
-
     max_sessions: int
     max_sessions_per_caller: int
     idle_seconds: float
@@ -109,7 +107,6 @@ class ClientSessions:
         )
 
     def end_all(self, error: StepwellError) -> None:
-        """Ends every session with an error."""
         for session in list(self._sessions.values()):
             self._end_and_tell(session, error)
 

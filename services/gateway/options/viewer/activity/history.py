@@ -39,13 +39,11 @@ class HistoryKeeper:
         self._num_queued = num_queued
 
     async def run(self) -> None:
-        """Takes samples until it is cancelled."""
         while True:
             await self.sample()
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def sample(self) -> None:
-        """Takes one sample."""
         replicas = self._membership.replicas
         statuses = await asyncio.gather(*map(self._status, replicas))
         by_address = {one.address: status for one, status in zip(replicas, statuses, strict=True)}

@@ -96,7 +96,6 @@ class History:
             one.per_token.append((whole - first_token) / (num_tokens - 1))
 
     def refused(self, now: float, reason: str) -> None:
-        """Records a refused request."""
         self._bin(now).num_refused += 1
         self._note(now, "refused", "", reason.replace("_", " "))
 

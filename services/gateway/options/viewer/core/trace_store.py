@@ -35,8 +35,6 @@ class StoredSpan:
 
 @dataclass(slots=True)
 class StoredTrace:
-    """The received spans of a trace."""
-
     trace_id: str
     spans: list[StoredSpan] = field(default_factory=list)
     num_bytes: int = 0

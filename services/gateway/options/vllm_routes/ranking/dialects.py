@@ -68,7 +68,6 @@ class RerankDialect:
         self._head = {"id": converted.request.request_id, "model": converted.model_name}
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """The body of the answer."""
         scores = pair_scores(answers, len(self._texts))
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results = (self._result(index, scores[index]) for index in order[: self._top_n])

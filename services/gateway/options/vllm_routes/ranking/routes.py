@@ -46,8 +46,6 @@ BODIES: Mapping[str, type[BaseModel]] = {
 
 
 class RankingRoutes:
-    """The handlers of /rerank, /classify and /pooling."""
-
     def __init__(self, generation: GenerationRoutes, labels: Sequence[str]) -> None:
         """`labels` are the names of the model's classes, in order."""
         self._generation = generation

@@ -55,8 +55,6 @@ BODIES: Mapping[str, type[BaseModel]] = {
 
 
 class TokenRoutes:
-    """The handler of /inference/v1/generate."""
-
     def __init__(self, generation: GenerationRoutes) -> None:
         self._generation = generation
 
@@ -77,8 +75,6 @@ class TokenRoutes:
 
 
 class RenderRoutes:
-    """The handlers of the /render and /derender routes."""
-
     def __init__(self, inference: Inference, gate: Gate, bodies: BodyReader) -> None:
         self._inference = inference
         self._gate = gate

@@ -39,7 +39,6 @@ class TierIndex:
         return key in self._blocks
 
     def touch(self, key: bytes) -> None:
-        """Marks a key as just used."""
         self._blocks.move_to_end(key)
 
     def put(self, key: bytes) -> TierBlockId | None:
@@ -75,13 +74,11 @@ class TierIndex:
                 self._free.append(block)
 
     def unpin_all(self) -> None:
-        """Ends all loads."""
         self._pins.clear()
         self._free += self._orphans
         self._orphans.clear()
 
     def clear(self) -> None:
-        """Removes all keys and loads."""
         self._blocks.clear()
         self._pins.clear()
         self._orphans.clear()

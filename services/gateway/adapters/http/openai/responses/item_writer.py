@@ -59,11 +59,9 @@ class ItemWriter:
 
     def __init__(self, request: ClientRequest, created: int) -> None:
         self.items: list[dict[str, Any]] = []
-        """The items that have ended."""
         self._request = request
         self._created = created
         self._item: _Item | None = None
-        """The item that has begun and not ended."""
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
         """Returns the events for one piece of the answer. Call `end` after the last piece."""

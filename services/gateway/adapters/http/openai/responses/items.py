@@ -43,7 +43,6 @@ class FunctionCallItem(HistoryBody):
     arguments: Arguments | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """Returns the item as a turn of the assistant."""
         function = {"name": self.name, "arguments": called_arguments(self.arguments)}
         call = {"id": self.call_id, "type": "function", "function": function}
         return {"role": "assistant", "content": [], "tool_calls": [call]}
@@ -57,7 +56,6 @@ class FunctionCallOutputItem(HistoryBody):
     output: TextOrParts | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """Returns the item as a turn of the tool."""
         return {"role": "tool", "tool_call_id": self.call_id, "content": read(self.output)}
 
 

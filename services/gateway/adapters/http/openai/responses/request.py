@@ -43,7 +43,6 @@ async def responses_request(
 
 
 async def _render(body: ResponsesBody, inference: Inference) -> str:
-    """Renders the conversation to a prompt."""
     tools = body.tools or []
     check_tools([tool.callable for tool in tools], _TOOLS)
     turns = [{"role": "user", "content": body.input}]
@@ -63,7 +62,6 @@ async def _render(body: ResponsesBody, inference: Inference) -> str:
 
 
 def _tool_use(body: ResponsesBody) -> ToolUse:
-    """Returns the tools that the model may call."""
     tools = body.tools or []
     choice = body.tool_choice or AUTO
     if choice == AUTO and not tools:
@@ -78,7 +76,6 @@ def _tool_use(body: ResponsesBody) -> ToolUse:
 
 
 def _form(body: ResponsesBody) -> StructuredOutputs | None:
-    """Returns the constraint on the answer, or None."""
     if body.form is None:
         return None
     if isinstance(body.form, JsonObjectFormat):

@@ -54,7 +54,6 @@ def typed_value(schemas: Schemas, tool: str, key: str, text: str) -> str:
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is JSON."""
     return _json(text) is not None or text.strip() == "null"
 
 

@@ -23,8 +23,6 @@ FOREVER_MILLIS = 2**52
 
 @dataclass(slots=True)
 class _State:
-    """The buckets and slots of one tenant. A level of None is a full bucket."""
-
     requests: int | None = None
     tokens: int | None = None
     at: int = 0

@@ -190,7 +190,6 @@ class Places:
         return ServiceTime() if usage is None else usage.service_time
 
     def others(self, tenant: Tenant) -> list[TenantUsage]:
-        """The usages of all other tenants."""
         return [one for one in self._usages.values() if one.tenant.caller_id != tenant.caller_id]
 
     def drop_idle(self) -> list[Tenant]:

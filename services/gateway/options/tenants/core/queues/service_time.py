@@ -27,7 +27,6 @@ class ServiceTime:
         return self.mean + _DEVIATIONS * self.deviation
 
     def add(self, seconds: float) -> None:
-        """Adds the running time of one sequence."""
         if not self.mean:
             self.mean, self.deviation = seconds, seconds / 2
             return

@@ -24,8 +24,6 @@ class WaitReason(enum.StrEnum):
 
 @dataclass(slots=True)
 class Waiter:
-    """A sequence that waits for a place."""
-
     inflight: Inflight
     reason: WaitReason
     num_ahead: int
