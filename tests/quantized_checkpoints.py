@@ -131,10 +131,7 @@ class Format:
 
 
 def compressed(
-    stored: str,
-    ignored: tuple[str, ...],
-    activations: dict[str, Any] | None = None,
-    **weights: Any,
+    stored: str, ignored: tuple[str, ...], activations: dict[str, Any] | None = None, **weights: Any
 ) -> dict[str, Any]:
     """The configuration of compressed-tensors. `activations`: how inputs are quantized."""
     group: dict[str, Any] = {"targets": ["Linear"], "weights": {"type": "int", **weights}}

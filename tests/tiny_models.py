@@ -120,8 +120,7 @@ TINY_MODELS: dict[str, TinyModel] = {
     "llama_linear": TinyModel(LlamaConfig, _rope(rope_type="linear", factor=4.0)),
     "llama_dynamic": TinyModel(LlamaConfig, _rope(rope_type="dynamic", factor=2.0)),
     "llama_yarn": TinyModel(
-        LlamaConfig,
-        _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=128),
+        LlamaConfig, _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)
     ),
     "mistral": TinyModel(MistralConfig, {"sliding_window": None, "head_dim": 16}),
     "mistral_window": TinyModel(MistralConfig, {"sliding_window": 20}),
@@ -226,8 +225,7 @@ TINY_MODELS: dict[str, TinyModel] = {
     ),
     "granite": TinyModel(GraniteConfig, {"logits_scaling": 2.0, "residual_multiplier": 0.8}),
     "jetmoe": TinyModel(
-        JetMoeConfig,
-        {"kv_channels": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
+        JetMoeConfig, {"kv_channels": 12, "num_local_experts": 4, "num_experts_per_tok": 2}
     ),
     "olmo2": TinyModel(Olmo2Config, {"pad_token_id": 0}),
     "opt": TinyModel(
@@ -295,11 +293,7 @@ differ from one of these only in the model.
 
 
 def build_tiny_model(
-    kind: str,
-    *,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    **changes: Any,
+    kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
     """The model of a kind in inference mode. Biases and norms are random too.
 

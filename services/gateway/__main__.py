@@ -151,9 +151,7 @@ class Gateway:
         try:
             http_address = await self._http.start(self._settings.http_address)
             grpc_address = await self._grpc.start(
-                self._settings.address,
-                self._settings.health_address,
-                self._settings.health_file,
+                self._settings.address, self._settings.health_address, self._settings.health_file
             )
             admin_address = await self._start_admin()
             for option in self.parts.options:

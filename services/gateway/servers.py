@@ -56,12 +56,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         settings.max_body_bytes, settings.max_items_per_request, budget, settings.unknown_fields
     )
     generation = GenerationRoutes(
-        inference,
-        options,
-        gate,
-        parts.observer,
-        bodies,
-        settings.sse_keep_alive_interval,
+        inference, options, gate, parts.observer, bodies, settings.sse_keep_alive_interval
     )
     headers = (*HEADERS, *options.request_headers)
     route_parts = RouteParts(generation, inference, gate, bodies, settings.model, HEADERS, headers)
@@ -174,28 +169,16 @@ def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
 
 def _inference_servicer(parts: Parts) -> InferenceServicer:
     streams = AnswerStreams(
-        parts.inference,
-        parts.metrics,
-        reader_timeout_seconds=parts.settings.reader_timeout_seconds,
+        parts.inference, parts.metrics, reader_timeout_seconds=parts.settings.reader_timeout_seconds
     )
     call_parts = CallParts(
-        parts.inference,
-        parts.gate,
-        parts.observer,
-        CallRecords(parts.recorder),
-        streams,
+        parts.inference, parts.gate, parts.observer, CallRecords(parts.recorder), streams
     )
     calls: dict[str, StreamCall] = {}
     for option in parts.options:
         calls |= option.calls(call_parts, parts.options)
     return InferenceServicer(
-        parts.inference,
-        parts.options,
-        parts.membership,
-        parts.gate,
-        parts.observer,
-        streams,
-        calls,
+        parts.inference, parts.options, parts.membership, parts.gate, parts.observer, streams, calls
     )
 
 

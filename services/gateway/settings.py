@@ -76,8 +76,7 @@ class GatewaySettings(ClientSettings, OptionSettings):
         read=find_model_files,
     )
     served_model_name: str = setting(
-        "",
-        doc="clients' name of the model (default: the name on the hub, or the directory's)",
+        "", doc="clients' name of the model (default: the name on the hub, or the directory's)"
     )
     lora_modules: tuple[str, ...] = setting(
         (),
@@ -109,8 +108,7 @@ class GatewaySettings(ClientSettings, OptionSettings):
         check=_is_json_object,
     )
     chat_template: str | None = setting(
-        None,
-        doc="chat template that replaces the model's: a file, or the text of a template",
+        None, doc="chat template that replaces the model's: a file, or the text of a template"
     )
     default_chat_template_kwargs: str | None = setting(
         None,
@@ -160,9 +158,7 @@ class GatewaySettings(ClientSettings, OptionSettings):
     )
     address: str = with_default(ServiceSettings, "address", "0.0.0.0:9000")
     http_address: str = setting(
-        "0.0.0.0:8000",
-        doc="where HTTP listens: host:port (port 0: a free one)",
-        check=is_host_port,
+        "0.0.0.0:8000", doc="where HTTP listens: host:port (port 0: a free one)", check=is_host_port
     )
     admin_address: str | None = setting(
         None,

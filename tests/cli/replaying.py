@@ -8,13 +8,7 @@ import pytest
 
 from services.cli.__main__ import main
 from tests.scheduler.fake_worker import FakeWorker
-from tests.scheduler.serving_replica import (
-    Gateway,
-    Replica,
-    gateway_of,
-    sampling,
-    serving_replica,
-)
+from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica
 from tests.scheduler.story import prompt
 
 HANDLES = range(24)
@@ -35,11 +29,7 @@ async def crowd(gateway: Gateway, num_tokens: int = 24) -> None:
 
 
 async def live_log(
-    path: Path,
-    disturb: Disturbance,
-    *,
-    num_blocks: int = 31,
-    **settings: Any,
+    path: Path, disturb: Disturbance, *, num_blocks: int = 31, **settings: Any
 ) -> Path:
     """The log of a replica whose load exceeds its memory. `disturb` runs meanwhile."""
     worker = FakeWorker(num_blocks=num_blocks, max_model_len=100)

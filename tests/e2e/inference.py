@@ -43,9 +43,7 @@ def request(prompt: list[int], max_tokens: int, **sampling: Any) -> gateway_pb2.
 def embedded_request(rows: torch.Tensor, max_tokens: int) -> gateway_pb2.GenerateRequest:
     """A greedy request whose prompt is given as embeddings, float32 [num_tokens, hidden_size]."""
     embeds = common_pb2.PromptEmbeds(
-        num_tokens=len(rows),
-        dtype=common_pb2.EMBEDS_DTYPE_FLOAT32,
-        data=rows.numpy().tobytes(),
+        num_tokens=len(rows), dtype=common_pb2.EMBEDS_DTYPE_FLOAT32, data=rows.numpy().tobytes()
     )
     return gateway_pb2.GenerateRequest(
         embeds=embeds,

@@ -3,11 +3,7 @@
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.kvpool.core.kv_pool import KVPool
 from services.kvpool.core.pool_config import PoolConfig
-from tests.kvpool.worked_examples import (
-    BLOCK_SIZE,
-    admit,
-    release,
-)
+from tests.kvpool.worked_examples import BLOCK_SIZE, admit, release
 
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
 WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before

@@ -256,11 +256,7 @@ class RandomServing:
         )
 
     def _take(
-        self,
-        chosen: list[Request],
-        counts: list[int],
-        drafted: list[list[int]],
-        output: StepOutput,
+        self, chosen: list[Request], counts: list[int], drafted: list[list[int]], output: StepOutput
     ) -> None:
         for index, rows in output.logprobs.items():
             chosen[index].prompt_rows += [] if rows.prompt is None else [rows.prompt]

@@ -18,12 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from services.worker.core.worker import Worker
 from services.worker.models.config import DtypeSetting
 from tests.parity.draft_models import Proposed, Recorded, record_drafts, save_perturbed
-from tests.parity.parallel.test_services_parity import (
-    Outputs,
-    answers_together,
-    generate,
-    serving,
-)
+from tests.parity.parallel.test_services_parity import Outputs, answers_together, generate, serving
 from tests.parity.situations import (
     BLOCK_SIZE,
     GREEDY,
@@ -124,10 +119,7 @@ def assert_share(kind: str, recorded: Recorded) -> None:
 
 @pytest.mark.parametrize(
     ("situation", "async_scheduling"),
-    [
-        *((name, True) for name in SITUATIONS),
-        ("preempted again and again", False),
-    ],
+    [*((name, True) for name in SITUATIONS), ("preempted again and again", False)],
 )
 async def test_drafts_change_no_token(
     drafting: Drafting, situation: str, *, async_scheduling: bool

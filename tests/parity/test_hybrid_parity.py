@@ -48,10 +48,7 @@ class Served:
 
     def runner(self, mode: MambaCacheMode = MambaCacheMode.ALIGN) -> ModelRunner:
         return build_runner(
-            self.directory,
-            block_size=BLOCK_SIZE,
-            num_blocks=LARGE_POOL,
-            mamba_cache_mode=mode,
+            self.directory, block_size=BLOCK_SIZE, num_blocks=LARGE_POOL, mamba_cache_mode=mode
         )
 
     def assert_parity(self, given: list[list[int]], run: Run) -> None:
@@ -186,10 +183,7 @@ async def test_hits_over_the_services(
     worker = ServingWorker(build_worker(settings, "hybrid", lambda: None))
     first = turns()[0]
     given = [first, [*first, 7, 8, 9], first]
-    async with (
-        serving_replica(worker, **setting) as replica,
-        gateway_of(replica) as gateway,
-    ):
+    async with serving_replica(worker, **setting) as replica, gateway_of(replica) as gateway:
         assert gateway.opened is not None
         assert gateway.opened.block_size == BLOCK_SIZE
         for handle, prompt in enumerate(given):

@@ -101,10 +101,7 @@ def make_requests(schedule: Schedule, hidden_size: int) -> list[Request]:
 
 
 def serve(
-    runner: ModelRunner,
-    schedule: Schedule,
-    hidden_size: int,
-    known: KnownProposer | None = None,
+    runner: ModelRunner, schedule: Schedule, hidden_size: int, known: KnownProposer | None = None
 ) -> tuple[list[Request], Happened]:
     """Serves the requests twice. The outputs of the first run are the drafts and the proposer's
     known sequences of the second run.

@@ -19,12 +19,7 @@ from services.worker.core.worker import Worker
 from services.worker.speculation.config import SpeculativeConfig
 from services.worker.speculation.ngram import NgramProposer
 from tests.cli.replaying import replay
-from tests.parity.parallel.test_services_parity import (
-    Outputs,
-    answers_together,
-    generate,
-    serving,
-)
+from tests.parity.parallel.test_services_parity import Outputs, answers_together, generate, serving
 from tests.parity.proposers import KnownProposer, RandomProposer
 from tests.parity.situations import (
     BLOCK_SIZE,
@@ -151,9 +146,7 @@ async def test_a_run_whose_requests_share_rows_is_reproduced_from_its_log(
     assert await asyncio.to_thread(replay, path) == 0
 
 
-async def test_an_answer_is_drafted_from_others_of_the_same_salt(
-    speculating: Speculating,
-) -> None:
+async def test_an_answer_is_drafted_from_others_of_the_same_salt(speculating: Speculating) -> None:
     speculating.propose_with("suffix")
     _, expected = speculating.outputs[0]
     num_steps = []

@@ -55,10 +55,7 @@ class CuttableProxy:
             writer.transport.abort()
             return
         self._links |= {writer, back_writer}
-        for source, sink, is_answer in (
-            (reader, back_writer, False),
-            (back_reader, writer, True),
-        ):
+        for source, sink, is_answer in ((reader, back_writer, False), (back_reader, writer, True)):
             task = asyncio.create_task(self._pump(source, sink, is_answer=is_answer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -76,10 +76,7 @@ class StoredTokens:
     """
 
     def __init__(
-        self,
-        token_ids: Iterable[int],
-        root: Hashable = "",
-        items: Sequence[EncoderInput] = (),
+        self, token_ids: Iterable[int], root: Hashable = "", items: Sequence[EncoderInput] = ()
     ) -> None:
         self.token_ids: list[int] = []
         self.digests: list[int] = []

@@ -33,10 +33,7 @@ class TracedStory(Story):
     """
 
     def __init__(
-        self,
-        step_sample_ratio: float = 1.0,
-        draw: Callable[[], float] = lambda: 0.0,
-        **config: Any,
+        self, step_sample_ratio: float = 1.0, draw: Callable[[], float] = lambda: 0.0, **config: Any
     ) -> None:
         super().__init__(**config)
         self.now = 0

@@ -87,10 +87,7 @@ def build_runner(
     """
     own = Membership() if group is None else group.membership
     kernels = select_kernels(
-        kernels_setting,
-        default_cache_directory(),
-        lambda: None,
-        batch_invariant=batch_invariant,
+        kernels_setting, default_cache_directory(), lambda: None, batch_invariant=batch_invariant
     )
     checkpoint = open_checkpoint(directory)
     asked = DtypeSetting.BFLOAT16 if dtype is torch.bfloat16 else DtypeSetting.FLOAT32

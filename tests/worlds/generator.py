@@ -12,13 +12,7 @@ from services.scheduler.core.kv.capacity import config_conflict, max_request_tok
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
 from services.scheduler.core.policies import POLICIES
 from tests.scenarios.connector import HAS_TRANSFERS
-from tests.worlds.arrivals import (
-    LAST_ARRIVAL,
-    MAX_ITEM,
-    MAX_OUTPUT,
-    MAX_PROMPT,
-    make_arrival,
-)
+from tests.worlds.arrivals import LAST_ARRIVAL, MAX_ITEM, MAX_OUTPUT, MAX_PROMPT, make_arrival
 from tests.worlds.world import Event, Incident, World
 
 FAMILIES = {
@@ -157,10 +151,7 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
             and random.random() < 0.3,
         }
     if "tier" in families:
-        named |= {
-            "kv_role": KVRole.BOTH,
-            "kv_load_failure_policy": KVLoadFailurePolicy.RECOMPUTE,
-        }
+        named |= {"kv_role": KVRole.BOTH, "kv_load_failure_policy": KVLoadFailurePolicy.RECOMPUTE}
     if caching and len(groups) > 1 and random.random() < 0.3:
         named["prefix_match_unit"] = min(group.block_size for group in groups)
     if caching and random.random() < 0.3:

@@ -125,10 +125,7 @@ class ModelRunner:
         return self.lockstep.run(step, begin)
 
     def _begin_with(
-        self,
-        tier: Tier,
-        begin: Callable[[StepInput], StepOutput | PendingOutput],
-        step: StepInput,
+        self, tier: Tier, begin: Callable[[StepInput], StepOutput | PendingOutput], step: StepInput
     ) -> StepOutput | PendingOutput:
         """Runs one step, and reports which loads from the tier have ended."""
         output = begin(step)

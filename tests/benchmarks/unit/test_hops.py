@@ -33,14 +33,7 @@ def step(number: int, begin: int, num_tokens: int = 1) -> list[SpanRecord]:
         names.ATTR_NUM_SCHEDULED_TOKENS: num_tokens,
     }
     return [
-        span(
-            names.SPAN_STEP,
-            number,
-            begin,
-            begin + 1000,
-            attributes=attributes,
-            links=(PROBE,),
-        ),
+        span(names.SPAN_STEP, number, begin, begin + 1000, attributes=attributes, links=(PROBE,)),
         span(names.SPAN_STEP_TRANSACT, number, begin + 10, begin + 60),
         span(names.SPAN_POOL_TRANSACT, number, begin + 30, begin + 40),
         span(names.SPAN_STEP_EXECUTE, number, begin + 100, begin + 980),

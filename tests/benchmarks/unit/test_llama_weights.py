@@ -8,12 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.common.random_model import SIZES, tensor_dims
-from benchmarks.worker.llama_weights import (
-    llama_name,
-    llama_order,
-    read_bfloat16,
-    to_float32,
-)
+from benchmarks.worker.llama_weights import llama_name, llama_order, read_bfloat16, to_float32
 
 CONFIG = {"num_attention_heads": 2, "num_key_value_heads": 1}
 

@@ -57,8 +57,7 @@ def test_a_tail_is_compared_with_both_of_the_quiet_tenant_alone() -> None:
     load generator.
     """
     lines = lines_of(
-        options(),
-        result(unloaded=quiet(5, 10), beside_flood=quiet(5, 20), flooded=quiet(15, 30)),
+        options(), result(unloaded=quiet(5, 10), beside_flood=quiet(5, 20), flooded=quiet(15, 30))
     )
     to_unloaded, to_beside = line_of(UNLOADED, lines), line_of(BESIDE_FLOOD, lines)
     assert to_unloaded.value == "3.00 (too few for an interval)"

@@ -36,9 +36,7 @@ def test_every_field_of_every_message_between_services_can_be_changed() -> None:
 
 def test_changes_of_one_message() -> None:
     deltas = scheduler_pb2.StepDeltas(
-        handles=[3, 4],
-        num_tokens=[1, 2],
-        finished=[scheduler_pb2.Finished(handle=3, message="x")],
+        handles=[3, 4], num_tokens=[1, 2], finished=[scheduler_pb2.Finished(handle=3, message="x")]
     )
 
     def after(path: str, change: str) -> scheduler_pb2.StepDeltas:

@@ -30,8 +30,7 @@ def noisy(slope_mb_per_hour: float, noise_mb: float = 2.0) -> list[Usage]:
     draw = Random(7)
     return [
         replace(
-            FLAT,
-            rss=int(FLAT.rss + (slope_mb_per_hour * n / 720 + draw.gauss(0, noise_mb)) * MB),
+            FLAT, rss=int(FLAT.rss + (slope_mb_per_hour * n / 720 + draw.gauss(0, noise_mb)) * MB)
         )
         for n in range(240)
     ]

@@ -48,16 +48,10 @@ async def expect_no_difference(path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["two in flight", "one in flight"])
 async def test_a_run_under_load_is_reproduced_bit_for_bit(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    policy: str,
-    async_scheduling: bool,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str, async_scheduling: bool
 ) -> None:
     path = await live_log(
-        tmp_path / "steps.jsonl",
-        give_up_on_some,
-        policy=policy,
-        async_scheduling=async_scheduling,
+        tmp_path / "steps.jsonl", give_up_on_some, policy=policy, async_scheduling=async_scheduling
     )
     logged = entries(path)
     assert sum(len(entry.get("preemptions", ())) for entry in logged) > 5

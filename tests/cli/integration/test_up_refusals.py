@@ -48,10 +48,7 @@ def test_the_model_must_be_given() -> None:
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     missing = tmp_path / "nothing"
-    assert up("--model", missing) == (
-        2,
-        f"stepwell up: --model: there is no directory {missing}\n",
-    )
+    assert up("--model", missing) == (2, f"stepwell up: --model: there is no directory {missing}\n")
 
 
 def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:

@@ -99,9 +99,7 @@ def closed(server: FakeServer, sessions: Sequence[Session], clients: int, **limi
 
 
 def opened(
-    server: FakeServer,
-    arrivals: Sequence[tuple[float, Session]],
-    at_most: int | None = None,
+    server: FakeServer, arrivals: Sequence[tuple[float, Session]], at_most: int | None = None
 ) -> Load:
     load = Load(server, at_most)
     times, sessions = zip(*arrivals, strict=True)

@@ -53,10 +53,7 @@ def test_what_is_no_address_is_left_to_the_service_to_refuse(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [
-        (
-            {SCHEDULER: "127.0.0.1:65535"},
-            f"{SCHEDULER} leaves no port for each of 2 replicas",
-        ),
+        ({SCHEDULER: "127.0.0.1:65535"}, f"{SCHEDULER} leaves no port for each of 2 replicas"),
         (
             {SCHEDULER: "127.0.0.1:9101", KVPOOL: "127.0.0.1:9102"},
             f"{KVPOOL} and {SCHEDULER} both give 127.0.0.1:9102 to one of 2 replicas, which have "

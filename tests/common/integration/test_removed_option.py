@@ -11,11 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[3]
 COPIED = ("services", "gen", "pyproject.toml")
-COPIED_TESTS = {
-    "gateway": ("gateway",),
-    "scheduler": ("scheduler", "scenarios"),
-    "worker": (),
-}
+COPIED_TESTS = {"gateway": ("gateway",), "scheduler": ("scheduler", "scenarios"), "worker": ()}
 """For each service, the folders of tests that its tests use."""
 OTHER_TESTS = {
     "gateway": ["tests/gateway/integration/grpc/test_gateway_grpc_limits.py"],

@@ -46,9 +46,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self._server.start()
 
     def Export(  # noqa: N802
-        self,
-        request: trace_service_pb2.ExportTraceServiceRequest,
-        context: grpc.ServicerContext,
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         self.is_asked.set()
         self.goes_on.wait(DEADLINE_SECONDS)

@@ -12,7 +12,7 @@ from tests.deploy.conftest import CHART, EXAMPLES, NAMES, ROOT, example, render_
 from tests.deploy.rendered import Rendered
 
 EVERY_RELEASE = {
-    *("Deployment", "Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy"),
+    *("Deployment", "Service", "ServiceAccount", "PodDisruptionBudget", "NetworkPolicy")
 }
 FURTHER = {
     "small": {"StatefulSet", "Pod"},
@@ -88,10 +88,7 @@ REFUSED = {
     ),
     "a GPU without a GPU": ({"worker": {"settings": {"device": "cuda"}}}, "needs a GPU among"),
     "GPUs of which one is used": (
-        {
-            "tensorParallel": {"size": 8},
-            "worker": {"resources": {"limits": {"nvidia.com/gpu": 8}}},
-        },
+        {"tensorParallel": {"size": 8}, "worker": {"resources": {"limits": {"nvidia.com/gpu": 8}}}},
         "nvidia.com/gpu must be 1, not 8",
     ),
     "nodes that are never emptied": (

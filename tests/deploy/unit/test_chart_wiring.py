@@ -221,9 +221,7 @@ def test_restricted_networks_keep_strangers_out(releases: dict[str, Rendered]) -
         assert not policies.let_through(STRANGER, dict(release.pod(component).labels), port)
 
 
-def test_certificates_carry_the_names_that_services_look_for(
-    releases: dict[str, Rendered],
-) -> None:
+def test_certificates_carry_the_names_that_services_look_for(releases: dict[str, Rendered]) -> None:
     release = releases["tls-cert-manager"]
     names = {c["spec"]["secretName"]: c["spec"]["dnsNames"] for c in _leaves(release)}
     (edge,) = release.pod("gateway").containers()

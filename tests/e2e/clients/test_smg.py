@@ -215,9 +215,7 @@ def test_what_is_not_served_is_a_bad_request_that_names_it(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="json_schema is not served here"):
         client.chat.completions.create(
-            model=demo_stack.model,
-            messages=MESSAGES,
-            response_format={"type": "json_object"},
+            model=demo_stack.model, messages=MESSAGES, response_format={"type": "json_object"}
         )
 
 

@@ -33,11 +33,7 @@ from tests.e2e.tiny import greedy
 from tests.waiting import until
 
 SERVICES = ("gateway", "scheduler", "kvpool", "worker")
-ALLOWED = {
-    "scheduler": ("gateway",),
-    "kvpool": ("scheduler", "gateway"),
-    "worker": ("scheduler",),
-}
+ALLOWED = {"scheduler": ("gateway",), "kvpool": ("scheduler", "gateway"), "worker": ("scheduler",)}
 NUM_STREAMS, NUM_TOKENS = 4, 40
 SECONDS = 60.0
 

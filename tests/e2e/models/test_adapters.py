@@ -66,10 +66,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
         *("--lora-dir", str(allowed), "--admin-port", "0"),
     )
     models = {name: adapted_model(directory, path) for name, path in paths.items()}
-    models |= {
-        "": adapted_model(directory, None),
-        LATE: adapted_model(directory, allowed / LATE),
-    }
+    models |= {"": adapted_model(directory, None), LATE: adapted_model(directory, allowed / LATE)}
     with closing(stack):
         yield Adapted(stack, models, allowed)
 

@@ -30,9 +30,7 @@ def draft(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(
-    scope="module",
-    params=[(), ("--tensor-parallel-size", "2")],
-    ids=["one rank", "two ranks"],
+    scope="module", params=[(), ("--tensor-parallel-size", "2")], ids=["one rank", "two ranks"]
 )
 def stack(request: pytest.FixtureRequest, tiny_model: TinyModel, draft: Path) -> Iterator[Stack]:
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": NUM_DRAFTS}

@@ -27,9 +27,7 @@ from tests.tiny_models import edit_config
 TOLERANCE = 2e-6
 TEXTS = ["a stepwell holds water", "stairs lead down to it", "x"]
 TEMPLATE = TemplateProcessing(
-    single="<s> $A </s>",
-    pair="<s> $A </s> $B:1 </s>:1",
-    special_tokens=[("<s>", 1), ("</s>", 2)],
+    single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
 )
 
 

@@ -20,9 +20,7 @@ HIT_AT = 20
 
 
 @pytest.fixture(
-    scope="module",
-    params=[(), ("--tensor-parallel-size", "2")],
-    ids=["one rank", "two ranks"],
+    scope="module", params=[(), ("--tensor-parallel-size", "2")], ids=["one rank", "two ranks"]
 )
 def stack(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Stack]:
     flags = ("--kv-cache-memory-bytes", "400000", "--max-model-len", "512", *request.param)

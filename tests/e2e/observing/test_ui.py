@@ -29,8 +29,7 @@ NUMBER_OF_TOKENS = "document.querySelectorAll('#numbers b')[4].textContent"
 @pytest.fixture(scope="module")
 def shown(tiny_model: TinyModel) -> Iterator[Stack]:
     stack = Stack(
-        tiny_model.directory,
-        *("--max-num-seqs", "4", "--num-blocks", "200", "--admin-port", "0"),
+        tiny_model.directory, *("--max-num-seqs", "4", "--num-blocks", "200", "--admin-port", "0")
     )
     yield stack
     stack.close()

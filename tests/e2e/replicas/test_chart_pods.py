@@ -75,9 +75,7 @@ def complete(pods: RunningPods, authority: Path) -> str:
 
 @needs_redis
 @pytest.mark.timeout(300)
-def test_a_replica_with_tls_serves_loses_its_worker_and_drains(
-    tiny_model: TinyModel,
-) -> None:
+def test_a_replica_with_tls_serves_loses_its_worker_and_drains(tiny_model: TinyModel) -> None:
     values = example("tls-cert-manager", model=_model(), worker=WORKER)
     with running(values, tiny_model) as (release, pods, directory):
         pods.start(release.pod("gateway"), wait=False)

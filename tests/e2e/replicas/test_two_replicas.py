@@ -84,9 +84,7 @@ async def test_streams_go_on_when_a_service_of_one_replica_is_stopped(
     assert max(gaps) < LONGEST_GAP_SECONDS
 
 
-async def test_a_new_gateway_sends_conversations_to_where_they_are_cached(
-    replicas: Stack,
-) -> None:
+async def test_a_new_gateway_sends_conversations_to_where_they_are_cached(replicas: Stack) -> None:
     conversations = [random_tokens(2_000 + number, 100) for number in range(8)]
 
     async def ask_all() -> list[Answer]:

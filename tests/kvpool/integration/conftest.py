@@ -22,10 +22,7 @@ def spans() -> InMemorySpanExporter:
 async def service(
     listening: str, spans: InMemorySpanExporter
 ) -> AsyncIterator[tuple[PoolService, str]]:
-    settings = KVPoolSettings(
-        address=listening,
-        drain_seconds=5.0,
-    )
+    settings = KVPoolSettings(address=listening, drain_seconds=5.0)
     tracing = configure_tracing("kvpool", "", 1.0, exporter=spans)
     service = PoolService(settings, tracing)
     address = await service.start()

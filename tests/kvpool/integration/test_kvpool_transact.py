@@ -9,12 +9,7 @@ import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
 
-from services.common.errors import (
-    Aborted,
-    FailedPrecondition,
-    InvalidArgument,
-    NotFound,
-)
+from services.common.errors import Aborted, FailedPrecondition, InvalidArgument, NotFound
 from services.common.rpc import status
 from services.kvpool.__main__ import MAX_POOLS
 from services.kvpool.core import errors

@@ -1,22 +1,8 @@
 """Common prefix hits of several kinds of groups, in examples with four tokens in a block."""
 
-from services.common.pool.operations import (
-    Admit,
-    BeginStep,
-    Grow,
-    Stop,
-    StopReason,
-)
+from services.common.pool.operations import Admit, BeginStep, Grow, Stop, StopReason
 from tests.kvpool.groups import CHUNK, FULL, STATE, WINDOW, evict, pool_of
-from tests.kvpool.worked_examples import (
-    admission,
-    admit,
-    commit,
-    grow,
-    hashes,
-    lookup,
-    release,
-)
+from tests.kvpool.worked_examples import admission, admit, commit, grow, hashes, lookup, release
 
 # Coordinators
 

@@ -16,15 +16,7 @@ from services.common.pool.operations import (
 )
 from services.kvpool.core.kv_pool import KVPool
 from tests.kvpool.groups import CHUNK, FULL, STATE, WINDOW, evict, pool_of
-from tests.kvpool.worked_examples import (
-    admission,
-    admit,
-    commit,
-    grow,
-    hashes,
-    lookup,
-    release,
-)
+from tests.kvpool.worked_examples import admission, admit, commit, grow, hashes, lookup, release
 
 
 def test_blocks_that_are_released_as_one_list_enter_the_queue_last_group_first() -> None:

@@ -339,8 +339,6 @@ def test_the_pool_equals_a_naive_one_over_thousands_of_operations():
         run_state_machine_as_test(
             seed(next(numbers))(PoolMachine),
             settings=settings(
-                max_examples=200,
-                stateful_step_count=60,
-                suppress_health_check=list(HealthCheck),
+                max_examples=200, stateful_step_count=60, suppress_health_check=list(HealthCheck)
             ),
         )

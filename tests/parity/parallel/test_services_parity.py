@@ -25,13 +25,7 @@ from tests.parity.situations import (
     prompts,
     reference_outputs,
 )
-from tests.scheduler.serving_replica import (
-    Gateway,
-    Replica,
-    gateway_of,
-    sampling,
-    serving_replica,
-)
+from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica
 from tests.tiny_models import CACHES, ONE_OF_EACH, save_tiny_model
 from tests.worker.serving_worker import ServingWorker
 

@@ -11,12 +11,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.telemetry import names
 from tests.scheduler.fake_worker import BLOCK_SIZE, FakeWorker
-from tests.scheduler.serving_replica import (
-    Gateway,
-    Replica,
-    sampling,
-    serving_replica,
-)
+from tests.scheduler.serving_replica import Gateway, Replica, sampling, serving_replica
 from tests.scheduler.story import prompt
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

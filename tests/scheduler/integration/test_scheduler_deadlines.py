@@ -52,10 +52,7 @@ async def test_a_step_that_takes_far_longer_than_usual_is_given_up_on(free_port:
         "step_timeout_seconds": CEILING_SECONDS,
         "metrics_address": f"127.0.0.1:{free_port}",
     }
-    async with (
-        serving_replica(worker, **settings) as replica,
-        gateway_of(replica) as gateway,
-    ):
+    async with serving_replica(worker, **settings) as replica, gateway_of(replica) as gateway:
         await gateway.add(1, prompt(9), sampling=sampling(MANY))
         await gateway.until_tokens(1, 20)
         worker.going.clear()

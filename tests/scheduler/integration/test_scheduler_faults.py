@@ -27,10 +27,7 @@ MANY = 150
 async def replica(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
     worker = FakeWorker(num_blocks=200)
     async with serving_replica(
-        worker,
-        async_scheduling=request.param,
-        step_timeout_seconds=1.0,
-        pool_timeout_seconds=1.0,
+        worker, async_scheduling=request.param, step_timeout_seconds=1.0, pool_timeout_seconds=1.0
     ) as replica:
         yield replica
 

@@ -81,10 +81,7 @@ async def test_two_schedulers_do_not_take_a_worker_from_each_other(
     later start.
     """
     caplog.set_level(logging.INFO)
-    async with (
-        serving_replica(ServingWorker(loaded)) as replica,
-        gateway_of(replica) as gateway,
-    ):
+    async with serving_replica(ServingWorker(loaded)) as replica, gateway_of(replica) as gateway:
         await keep_busy(gateway, 1)
         async with another_scheduler(replica, tmp_path, name):
             if what == "worker":

@@ -76,10 +76,7 @@ async def test_an_idle_replica_notices_that_its_worker_is_away() -> None:
 
 
 async def test_an_idle_replica_notices_that_its_pool_is_away() -> None:
-    async with (
-        serving_replica(pool_timeout_seconds=0.5) as replica,
-        gateway_of(replica) as gateway,
-    ):
+    async with serving_replica(pool_timeout_seconds=0.5) as replica, gateway_of(replica) as gateway:
         await until_state(gateway, ready=True)
         await replica.pool.stop()
         await until_state(gateway, ready=False)
@@ -105,10 +102,7 @@ async def test_an_idle_replica_whose_connection_to_the_pool_breaks_keeps_its_cac
 
 
 async def test_a_replica_that_drains_says_so_and_finishes_what_it_has() -> None:
-    async with (
-        serving_replica(drain_seconds=SECONDS) as replica,
-        gateway_of(replica) as gateway,
-    ):
+    async with serving_replica(drain_seconds=SECONDS) as replica, gateway_of(replica) as gateway:
         replica.worker.going.clear()
         await gateway.add(1, prompt(9))
         await replica.until(lambda stats: stats.num_running == 1)

@@ -86,10 +86,7 @@ async def test_a_stop_token_is_named(gateway: Gateway) -> None:
     await gateway.finish(1)
     finished = gateway.heard[1].finished
     assert finished is not None
-    assert (finished.reason, finished.stop_token_id) == (
-        common_pb2.FINISH_REASON_STOP,
-        said[2],
-    )
+    assert (finished.reason, finished.stop_token_id) == (common_pb2.FINISH_REASON_STOP, said[2])
     assert gateway.heard[1].tokens == said[:3]
 
 

@@ -81,10 +81,7 @@ def test_one_story_of_a_pool_told_in_messages() -> None:
     assert stopped.stop == Stop(0, 1, StopReason.NO_BLOCKS)
     assert stopped.grown == [([],)]
     committed = over_the_wire(
-        core,
-        Commit([1], [12], [HASHES[2:3]]),
-        Release([2]),
-        Lookup([3], [11], [HASHES[:3]]),
+        core, Commit([1], [12], [HASHES[2:3]]), Release([2]), Lookup([3], [11], [HASHES[:3]])
     )
     assert (committed.hits, committed.num_free_blocks) == ([(8, 0)], 4)
     changed = over_the_wire(core, Admit([admission(3, 12)]))
@@ -148,9 +145,7 @@ class WirePool:
 
 async def test_a_busy_replica_hears_the_same_in_process_and_in_bytes() -> None:
     story = Story(
-        num_blocks=14,
-        max_num_batched_tokens=16,
-        through=lambda twin: WirePool(make_core(14), twin),
+        num_blocks=14, max_num_batched_tokens=16, through=lambda twin: WirePool(make_core(14), twin)
     )
     rng = random.Random(5)
     for number in range(12):

@@ -70,10 +70,7 @@ async def test_the_budget_of_a_rolled_back_grant_goes_to_the_requests_behind() -
     allocated.
     """
     story = Story(
-        num_blocks=8,
-        policy="priority",
-        max_num_batched_tokens=8,
-        scheduler_reserve_full_isl=False,
+        num_blocks=8, policy="priority", max_num_batched_tokens=8, scheduler_reserve_full_isl=False
     )
     story.add("low", prompt(20), priority=9)
     await story.step()
@@ -91,10 +88,7 @@ async def test_a_victim_leaves_no_hash_of_a_block_that_was_never_computed() -> N
     scheduled.
     """
     story = Story(
-        num_blocks=9,
-        policy="priority",
-        max_num_batched_tokens=12,
-        long_prefill_token_threshold=8,
+        num_blocks=9, policy="priority", max_num_batched_tokens=12, long_prefill_token_threshold=8
     )
     low = story.add("low", prompt(25), priority=9, max_tokens=2)
     await story.step()

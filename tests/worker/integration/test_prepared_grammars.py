@@ -134,10 +134,7 @@ async def test_a_grammar_that_does_not_compile_is_an_invalid_argument(
 
 @pytest.mark.parametrize(
     ("sampling", "errors"),
-    [
-        ({"structured_outputs": WRONG}, ["unclosed group"]),
-        ({"allowed_token_ids": [PROMPT[0]]}, []),
-    ],
+    [({"structured_outputs": WRONG}, ["unclosed group"]), ({"allowed_token_ids": [PROMPT[0]]}, [])],
 )
 async def test_only_the_request_without_an_allowed_token_is_refused(
     sampling: dict[str, object], errors: list[str], stub: worker_pb2_grpc.WorkerStub

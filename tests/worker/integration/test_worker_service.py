@@ -258,9 +258,7 @@ async def test_steps_in_flight_use_tokens_that_the_worker_sampled(
     await ahead.finish()
 
 
-async def test_a_late_step_reports_its_negative_slack(
-    worker: worker_pb2_grpc.WorkerStub,
-) -> None:
+async def test_a_late_step_reports_its_negative_slack(worker: worker_pb2_grpc.WorkerStub) -> None:
     stream = Stream(worker)
     await stream.send(step(1, (0, len(PROMPT), 0), new_requests=[new_request()]))
     assert not (await stream.answer()).HasField("slack_nanos")
@@ -305,9 +303,7 @@ async def test_a_late_stream_of_an_older_generation_leaves_the_newer_one_alone(
     worker: worker_pb2_grpc.WorkerStub,
 ) -> None:
     newer = Stream(worker)
-    await newer.send(
-        step(1, (0, len(PROMPT), 0), generation=8, new_requests=[new_request()]),
-    )
+    await newer.send(step(1, (0, len(PROMPT), 0), generation=8, new_requests=[new_request()]))
     await newer.answer()
     late = Stream(worker)
     await late.send(step(0, generation=7))
@@ -395,8 +391,7 @@ async def test_log_probabilities_of_prompts_come_with_the_step_that_computes_the
     stream = Stream(worker)
     request = new_request(1, logprobs=3, prompt_logprobs=1)
     await stream.send(
-        step(1, (0, 20, 0), (1, 12, 0), new_requests=[new_request(0), request]),
-        step(2, (1, 8, 12)),
+        step(1, (0, 20, 0), (1, 12, 0), new_requests=[new_request(0), request]), step(2, (1, 8, 12))
     )
     [first] = (await stream.answer()).logprobs
     assert first.index == 1
@@ -458,9 +453,7 @@ async def test_draining_ends_the_stream(
     assert (await stream.error()).code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_worker_with_an_overdue_step_is_not_live(
-    loaded: Worker,
-) -> None:
+async def test_a_worker_with_an_overdue_step_is_not_live(loaded: Worker) -> None:
     held, compute, server = HeldRunner(loaded.runner), ComputeThread(), GrpcServer()
     servicer = WorkerServicer(compute, configure_tracing("worker", "", 1.0), WorkerMetrics())
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, GRPC_SERVICE)

@@ -20,9 +20,7 @@ def compute() -> Iterator[ComputeThread]:
     compute.close()
 
 
-async def test_functions_run_in_order_in_one_other_thread(
-    compute: ComputeThread,
-) -> None:
+async def test_functions_run_in_order_in_one_other_thread(compute: ComputeThread) -> None:
     ran: list[tuple[int, int]] = []
     numbers = [
         compute.submit(lambda number=number: ran.append((number, threading.get_ident())) or number)

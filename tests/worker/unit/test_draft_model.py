@@ -143,9 +143,7 @@ def test_behind_a_prefix_hit_only_the_rest_is_computed(directory: Path) -> None:
     assert model.take() == [[4, 5], [6], [7], [8]]
 
 
-def test_a_request_that_enters_within_a_block_recomputes_the_block(
-    directory: Path,
-) -> None:
+def test_a_request_that_enters_within_a_block_recomputes_the_block(directory: Path) -> None:
     # This is like a session between two turns, whose last block may be incomplete.
     runner, model = watched(directory, directory)
     enter(runner, computed=3)

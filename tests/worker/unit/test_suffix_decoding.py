@@ -77,11 +77,7 @@ events = st.one_of(
     least=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
 )
 def test_drafts_equal_those_of_the_counting_reference(
-    events: list[tuple],
-    depth: int,
-    max_cached: int,
-    factor: float,
-    least: float,
+    events: list[tuple], depth: int, max_cached: int, factor: float, least: float
 ) -> None:
     rules = SuffixRules(depth, max_cached, factor, least)
     native, counted = suffix_trees(rules), CountedSuffixes(rules)

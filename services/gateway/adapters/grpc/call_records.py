@@ -58,10 +58,7 @@ class CallRecords:
             raise
         finally:
             record.status = code.name
-            names = (
-                (REQUEST_ID.lower(), record.request_id),
-                (TRACE_ID.lower(), record.trace_id),
-            )
+            names = ((REQUEST_ID.lower(), record.request_id), (TRACE_ID.lower(), record.trace_id))
             if in_trailer:
                 context.set_trailing_metadata((*(context.trailing_metadata() or ()), *names))
             self._recorder.end_soon(record)

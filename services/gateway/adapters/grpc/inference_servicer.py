@@ -125,9 +125,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             )
 
     async def GenerateSession(  # type: ignore[override]  # the stubs know generators alone
-        self,
-        request_iterator: AsyncIterator[gateway_pb2.GenerateSessionRequest],
-        context: Context,
+        self, request_iterator: AsyncIterator[gateway_pb2.GenerateSessionRequest], context: Context
     ) -> None:
         if (call := self._calls.get("GenerateSession")) is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "sessions are not served here")

@@ -130,12 +130,7 @@ class RequestSpans:
         return details
 
     def _make_ways(
-        self,
-        times: EngineTimes | None,
-        num_left: int,
-        parent: SpanContext,
-        began: int,
-        ended: int,
+        self, times: EngineTimes | None, num_left: int, parent: SpanContext, began: int, ended: int
     ) -> int:
         """Makes the spans of the transfers to a replica and back. Returns the number of spans made,
         2 or 0.

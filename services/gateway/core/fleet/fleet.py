@@ -89,10 +89,7 @@ class Fleet:
         steps or refused the sequence.
         """
         self._waiting = WaitingQueue(
-            resubmit_timeout_seconds,
-            clock,
-            on_retry=self._try_again,
-            on_expired=self._expired,
+            resubmit_timeout_seconds, clock, on_retry=self._try_again, on_expired=self._expired
         )
         self.arrivals = Arrivals()
         self.admission = Admission()

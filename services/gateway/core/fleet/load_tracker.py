@@ -146,11 +146,7 @@ class LoadTracker:
                 sent.num_uncomputed_tokens = 0
 
     def cost_seconds(
-        self,
-        num_tokens: int,
-        max_output_tokens: int | None,
-        fleet_speeds: Speeds,
-        pressure: float,
+        self, num_tokens: int, max_output_tokens: int | None, fleet_speeds: Speeds, pressure: float
     ) -> float:
         """The cost in seconds of a sequence with `num_tokens` uncomputed tokens at this replica.
 
@@ -181,11 +177,7 @@ class LoadTracker:
         num_tokens = len(inflight.request.prompt_token_ids) + num_output_tokens
         num_uncomputed = num_tokens - route.num_cached_tokens
         self._sent[handle] = _Sent(
-            inflight,
-            num_output_tokens,
-            num_uncomputed,
-            route.num_cached_tokens,
-            route.cached_key,
+            inflight, num_output_tokens, num_uncomputed, route.num_cached_tokens, route.cached_key
         )
         if route.cached_key is not None:
             self._num_sharing[route.cached_key] += 1

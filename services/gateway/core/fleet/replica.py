@@ -163,11 +163,7 @@ class Replica:
         return (self.num_places or 0) - self.load.num_requests
 
     def queue_refusal(
-        self,
-        timeout_seconds: float | None,
-        *,
-        has_output: bool = False,
-        num_arriving: float = 0,
+        self, timeout_seconds: float | None, *, has_output: bool = False, num_arriving: float = 0
     ) -> ResourceExhausted | None:
         """Returns the error with which the scheduler would refuse a request with this timeout, or
         None if the scheduler may accept the request.

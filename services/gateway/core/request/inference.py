@@ -164,10 +164,7 @@ class Inference:
         return self._engine.arriving(caller, deadline)
 
     async def prepare(
-        self,
-        request: ClientRequest,
-        trace: TraceHeaders = UNTRACED,
-        deadline: float | None = None,
+        self, request: ClientRequest, trace: TraceHeaders = UNTRACED, deadline: float | None = None
     ) -> Generation:
         """Checks a request and makes its generation. Raises InvalidArgument or OutOfRange if the
         request is invalid. If the request has many tokens, the event loop can do other work between

@@ -24,11 +24,7 @@ class LogprobRows:
 
     @classmethod
     def of(
-        cls,
-        width: int,
-        token_ids: Iterable[int],
-        logprobs: Iterable[float],
-        ranks: Iterable[int],
+        cls, width: int, token_ids: Iterable[int], logprobs: Iterable[float], ranks: Iterable[int]
     ) -> "LogprobRows":
         return cls(width, array("i", token_ids), array("f", logprobs), array("I", ranks))
 

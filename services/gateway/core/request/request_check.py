@@ -112,11 +112,7 @@ def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
     sentence = f"{_context_length(limits)} prompt has {size}"
     if limits.pooler is None:
         sentence += ", which leaves no room for an answer"
-    return OutOfRange(
-        sentence,
-        field="prompt",
-        reason=CONTEXT_LENGTH_EXCEEDED,
-    )
+    return OutOfRange(sentence, field="prompt", reason=CONTEXT_LENGTH_EXCEEDED)
 
 
 def _context_length(limits: ModelLimits) -> str:

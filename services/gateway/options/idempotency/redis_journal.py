@@ -13,11 +13,7 @@ from typing import Any
 
 from redis import exceptions
 
-from services.common.redis.connection import (
-    FIRST_CALL_SECONDS,
-    RedisConnection,
-    RedisUnavailable,
-)
+from services.common.redis.connection import FIRST_CALL_SECONDS, RedisConnection, RedisUnavailable
 from services.gateway.options.idempotency.core.journal import Append, Appended, News, Position
 
 CALL_SECONDS = 0.25

@@ -102,10 +102,7 @@ class TenantQueueCollector(Collector):
         usages = sorted(
             self._admission.places, key=lambda usage: -usage.num_waiting - usage.num_running
         )
-        for metric, attribute in (
-            (NUM_WAITING, "num_waiting"),
-            (NUM_RUNNING, "num_running"),
-        ):
+        for metric, attribute in ((NUM_WAITING, "num_waiting"), (NUM_RUNNING, "num_running")):
             gauge = value_family(metric)
             for usage in usages[:MAX_TENANTS]:
                 gauge.add_metric([usage.tenant.caller_id], getattr(usage, attribute))

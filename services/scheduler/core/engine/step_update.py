@@ -129,11 +129,7 @@ class StepUpdate:
         """
         steps = self._state.steps
         affected = transfers.take_failures(
-            plan,
-            output.kv_transfers,
-            steps.in_flight,
-            self._state.queues.kv_waiting,
-            self._running,
+            plan, output.kv_transfers, steps.in_flight, self._state.queues.kv_waiting, self._running
         )
         plan.dropped |= affected
         steps.drop(affected)

@@ -133,9 +133,7 @@ def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing
         reason += f"; max_model_len lowered from {demand.max_model_len} to {length} to fit"
     size = _mib(num_blocks * demand.bytes_per_block)
     return KVCacheSizing(
-        num_blocks,
-        length,
-        f"{num_blocks} blocks of {demand.block_size} tokens, {size}: {reason}",
+        num_blocks, length, f"{num_blocks} blocks of {demand.block_size} tokens, {size}: {reason}"
     )
 
 

@@ -109,11 +109,7 @@ def test_a_flag_wins_over_a_variable() -> None:
     [
         ([], {}, "--name (or STEPWELL_THING_NAME) must be given: who it is"),
         (["--name", "x", "--count", "0"], {}, "--count must be at least 1, not 0"),
-        (
-            ["--name", "x", "--count", "many"],
-            {},
-            "--count must be a whole number, not 'many'",
-        ),
+        (["--name", "x", "--count", "many"], {}, "--count must be a whole number, not 'many'"),
         (
             ["--name", "x"],
             {"STEPWELL_THING_COUNT": "1.5"},

@@ -79,9 +79,7 @@ async def test_each_model_has_a_registry_of_its_own(redis: RedisConnection) -> N
     assert set(keys) == {KEY.encode(), b"fleet:{org/a%20model%7D%20%7B%2A}:replicas"}
 
 
-async def test_a_process_that_replaces_another_one_keeps_its_record(
-    redis: RedisConnection,
-) -> None:
+async def test_a_process_that_replaces_another_one_keeps_its_record(redis: RedisConnection) -> None:
     """The old process may end before or after the new one starts."""
     registry = FleetRegistry(redis, "demo")
     new = RegisteredReplica(A.address, "replica-0-new")

@@ -25,16 +25,7 @@ from services.common.rpc.local_stream import FrameKind, LocalStream, streams_pat
 from services.common.rpc.message_limits import LOOKAHEAD_BYTES, MAX_MESSAGE_BYTES
 from services.common.rpc.server import GrpcServer
 from services.common.rpc.status import from_peer, from_rpc_error
-from tests.common.streamed_pool import (
-    FEW,
-    NAME,
-    SECONDS,
-    Pool,
-    echoed,
-    request,
-    response,
-    serving,
-)
+from tests.common.streamed_pool import FEW, NAME, SECONDS, Pool, echoed, request, response, serving
 
 
 @pytest.fixture

@@ -138,9 +138,7 @@ async def test_a_message_that_cannot_be_decoded_is_the_callers_fault(
     assert not caplog.records
 
 
-async def test_a_drain_turns_not_ready_lets_calls_end_and_takes_no_new_ones(
-    served: Served,
-) -> None:
+async def test_a_drain_turns_not_ready_lets_calls_end_and_takes_no_new_ones(served: Served) -> None:
     await served.server.set_ready(True)
     watched = health_pb2.HealthCheckRequest(service=READINESS)
     watch = health_pb2_grpc.HealthStub(served.channel).Watch(watched)

@@ -24,9 +24,7 @@ def test_a_collector_that_takes_some_spans_between_drops_is_one_outage(
     outage.exported(dropped, None, is_caught_up=True)
     outage.exported(dropped, None, is_caught_up=True)
     outage.stopped(dropped)
-    assert caplog.messages[1:] == [
-        "the collector takes spans again: 9 were dropped (9 queue_full)",
-    ]
+    assert caplog.messages[1:] == ["the collector takes spans again: 9 were dropped (9 queue_full)"]
 
 
 def test_an_end_in_an_outage_says_what_was_dropped_by_reason(
@@ -51,7 +49,7 @@ def test_an_end_before_the_first_answer_of_a_collector_says_what_was_dropped(
     outage.stopped(dropped)
     assert caplog.messages == [
         "the service ends while spans are dropped: 3598 were dropped "
-        "(1550 queue_full, 2048 shutdown)",
+        "(1550 queue_full, 2048 shutdown)"
     ]
 
 

@@ -101,11 +101,7 @@ async def test_nan_in_the_logits_is_an_error_that_says_so(served: Serving) -> No
             grpc.StatusCode.INVALID_ARGUMENT,
             "prompt_embeds",
         ),
-        (
-            {"text": "a", "sampling": {"top_k": 2**31}},
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "top_k",
-        ),
+        ({"text": "a", "sampling": {"top_k": 2**31}}, grpc.StatusCode.INVALID_ARGUMENT, "top_k"),
         (
             {"text": "a", "sampling": {"temperature": float("nan")}},
             grpc.StatusCode.INVALID_ARGUMENT,
@@ -116,16 +112,8 @@ async def test_nan_in_the_logits_is_an_error_that_says_so(served: Serving) -> No
             grpc.StatusCode.INVALID_ARGUMENT,
             "top_p",
         ),
-        (
-            {"text": "a", "request_id": "two words"},
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "request_id",
-        ),
-        (
-            {"text": "a", "request_id": "x" * 129},
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "request_id",
-        ),
+        ({"text": "a", "request_id": "two words"}, grpc.StatusCode.INVALID_ARGUMENT, "request_id"),
+        ({"text": "a", "request_id": "x" * 129}, grpc.StatusCode.INVALID_ARGUMENT, "request_id"),
         ({"chat": {}}, grpc.StatusCode.INVALID_ARGUMENT, "chat.messages"),
         (
             {"chat": {"messages": [*HELLO, {"role": "tool", "content": "x"}]}},

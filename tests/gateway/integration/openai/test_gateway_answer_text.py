@@ -106,8 +106,4 @@ async def test_marks_that_are_special_tokens_are_read_and_others_skipped(tmp_pat
     async with serving_with(directory, "qwen3") as served:
         text = f"<think>h{USER}m</think>yes{USER}<tool_call>{{{USER}}}</tool_call>"
         served.scheduler.answer = served.tokens(text)
-        assert await chat(served) == {
-            "content": "yes{}",
-            "reasoning": "hm",
-            "tool_calls": None,
-        }
+        assert await chat(served) == {"content": "yes{}", "reasoning": "hm", "tool_calls": None}

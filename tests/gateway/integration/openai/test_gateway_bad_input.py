@@ -73,10 +73,7 @@ COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "pattern beyond the wire",
-        {
-            "prompt": "a",
-            "repetition_detection": {"max_pattern_size": 2**63 - 1, "min_count": 2},
-        },
+        {"prompt": "a", "repetition_detection": {"max_pattern_size": 2**63 - 1, "min_count": 2}},
         "repetition_detection.max_pattern_size",
     ),
     ("min_p above one", {"prompt": "a", "min_p": 1.5}, "min_p"),
@@ -199,22 +196,14 @@ CHATS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("an old name", {"messages": CHAT, "guided_json": {}}, "guided_json"),
     ("top without logprobs", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
-    (
-        "too many top",
-        {"messages": CHAT, "logprobs": True, "top_logprobs": 99},
-        "top_logprobs",
-    ),
+    ("too many top", {"messages": CHAT, "logprobs": True, "top_logprobs": 99}, "top_logprobs"),
     (
         "two lengths",
         {"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2},
         "max_completion_tokens",
     ),
     ("too long", {"messages": [{"role": "user", "content": "z" * 600}]}, "messages"),
-    (
-        "length",
-        {"messages": CHAT, "max_completion_tokens": 5000},
-        "max_completion_tokens",
-    ),
+    ("length", {"messages": CHAT, "max_completion_tokens": 5000}, "max_completion_tokens"),
     (
         "two endings",
         {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},

@@ -10,17 +10,11 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic.types import (
-    MessageCountTokensParams,
-    message_create_params,
-)
+from anthropic.types import MessageCountTokensParams, message_create_params
 from pydantic import BaseModel
 from stepwell.common.v1 import common_pb2
 
-from services.gateway.adapters.http.anthropic.bodies import (
-    CountTokensBody,
-    MessagesBody,
-)
+from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
 from tests.gateway.fake_scheduler import FULL, FakeScheduler
 from tests.gateway.integration.openai.test_gateway_tools import (
     REPLAYED,
@@ -279,14 +273,7 @@ async def test_a_call_with_a_mistake_has_the_input_that_was_written(
     whole = await client.messages.create(**ask)
     async with client.messages.stream(**ask) as stream:
         streamed = await stream.get_final_message()
-    assert (
-        whole.content[0].input
-        == streamed.content[0].input
-        == {
-            "city": "Rome",
-            "days": [2, 3],
-        }
-    )
+    assert whole.content[0].input == streamed.content[0].input == {"city": "Rome", "days": [2, 3]}
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

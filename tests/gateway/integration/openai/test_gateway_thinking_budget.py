@@ -46,8 +46,7 @@ async def test_a_budget_travels_with_the_marks_and_the_state_of_the_prompt(tmp_p
         ):
             assert not (await asked(opening, **body)).HasField("thinking_budget")
         wrong = await served.http.post(
-            CHAT,
-            json={"messages": [{"role": "user", "content": "a"}], "thinking_token_budget": -2},
+            CHAT, json={"messages": [{"role": "user", "content": "a"}], "thinking_token_budget": -2}
         )
         assert wrong.json()["error"]["param"] == "thinking_token_budget"
 

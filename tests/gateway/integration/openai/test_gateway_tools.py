@@ -142,9 +142,7 @@ def wanted(served: Serving) -> Any:
     return served.scheduler.adds[-1].sampling.structured_outputs
 
 
-async def test_forced_calls_are_read_from_the_text_that_their_grammar_makes(
-    calling: Path,
-) -> None:
+async def test_forced_calls_are_read_from_the_text_that_their_grammar_makes(calling: Path) -> None:
     async with serving(calling, FakeScheduler()) as served, served.openai() as client:
         ask: dict[str, Any] = {"model": "tiny", "messages": ASK, "tools": [tool(), tool("other")]}
         served.scheduler.answer = served.tokens('[{"name": "other", "parameters": {"city": "R"}}]')

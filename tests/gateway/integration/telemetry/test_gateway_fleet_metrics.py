@@ -89,9 +89,7 @@ async def test_a_sequence_that_is_sent_again_is_counted(model: Path) -> None:
     )
 
 
-async def test_only_the_first_sequence_of_a_prompt_says_how_many_there_are(
-    served: Serving,
-) -> None:
+async def test_only_the_first_sequence_of_a_prompt_says_how_many_there_are(served: Serving) -> None:
     body = {"prompt": [[5, 6], [7, 8]], "max_tokens": 2, "n": 2, "temperature": 1}
     await served.http.post("/v1/completions", json=body)
     assert [add.num_choices for add in served.scheduler.adds] == [2, 0, 2, 0]

@@ -59,10 +59,7 @@ async def test_what_the_framework_refuses_is_refused_alike_by_a_full_system(mode
     async with serving(model, FakeScheduler()) as served:
         served.scheduler.set_queue(num_waiting=3, max_num_waiting=3)
         await full_for(served, None)
-        for headers, status in (
-            ({"X-Request-Timeout": "soon"}, 400),
-            ({}, 503),
-        ):
+        for headers, status in (({"X-Request-Timeout": "soon"}, 400), ({}, 503)):
             answer = await served.http.post(
                 "/v1/completions", json={"prompt": "a"}, headers=headers
             )

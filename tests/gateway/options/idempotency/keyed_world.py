@@ -31,11 +31,7 @@ from services.gateway.options.idempotency.core.sharing import Sharing, SharingTi
 from tests.gateway.fake_scheduler import VOCAB_SIZE, formula
 
 LIMITS = KeyLimits(
-    linger_seconds=10.0,
-    max_detached=4,
-    retention_seconds=100.0,
-    max_answers=8,
-    max_bytes=1_000_000,
+    linger_seconds=10.0, max_detached=4, retention_seconds=100.0, max_answers=8, max_bytes=1_000_000
 )
 TIMES = SharingTimes(
     flush_seconds=0.005,

@@ -218,9 +218,7 @@ async def test_the_openai_sdk_meets_its_answer_when_it_tries_again(model: Path) 
         assert answer.usage.completion_tokens == 8
 
 
-async def test_the_openai_sdk_does_not_repeat_a_request_whose_key_is_taken(
-    served: Serving,
-) -> None:
+async def test_the_openai_sdk_does_not_repeat_a_request_whose_key_is_taken(served: Serving) -> None:
     async with served.openai(max_retries=3) as client:
         await client.completions.create(model="tiny", prompt="a", max_tokens=2, extra_headers=KEY)
         with pytest.raises(openai.UnprocessableEntityError):

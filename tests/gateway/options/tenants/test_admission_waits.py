@@ -2,11 +2,7 @@
 
 import pytest
 
-from services.common.errors import (
-    DeadlineExceeded,
-    ResourceExhausted,
-    Unavailable,
-)
+from services.common.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from services.common.replica.queue_state import QueueState
 from services.gateway.core.caller import ANYONE
 from services.gateway.options.tenants.core.queues.capacity import Capacity

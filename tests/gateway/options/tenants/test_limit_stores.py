@@ -101,9 +101,7 @@ PAUSES = st.sampled_from([0, 0, 0, 1, 7])
     st.lists(st.tuples(CHANGES, PAUSES), max_size=25),
 )
 def test_a_store_does_what_the_history_says(
-    world: World,
-    limits: tuple[int | None, int | None, int | None],
-    steps: list[tuple[Change, int]],
+    world: World, limits: tuple[int | None, int | None, int | None], steps: list[tuple[Change, int]]
 ) -> None:
     given_limits = LimitSet(world.tenant(), *limits)
     oracle = LimitsOracle(given_limits, LEASE_MILLIS)

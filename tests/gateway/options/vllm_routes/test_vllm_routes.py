@@ -39,9 +39,7 @@ async def test_tokens_go_in_and_out_whole_and_streamed(served: Serving) -> None:
     assert (json.loads(last)["usage"], end) == (whole["usage"], "[DONE]")
 
 
-async def test_its_logprobs_are_by_token_ids_and_its_answers_as_documented(
-    served: Serving,
-) -> None:
+async def test_its_logprobs_are_by_token_ids_and_its_answers_as_documented(served: Serving) -> None:
     document = Documented((await served.http.get("/openapi.json")).json())
     for stream in (False, True):
         params = {"max_tokens": 3, "logprobs": 2, "n": 2, "top_k": -1}
@@ -73,9 +71,7 @@ async def test_what_is_wrong_is_named(served: Serving, more: dict[str, Any], fie
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), answer.text
 
 
-async def test_a_model_that_generates_says_so_to_those_who_ask_for_vectors(
-    served: Serving,
-) -> None:
+async def test_a_model_that_generates_says_so_to_those_who_ask_for_vectors(served: Serving) -> None:
     for path, body in BODIES.items():
         if path != GENERATE:
             error = (await served.http.post(path, json=body)).json()["error"]

@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.errors import (
-    Aborted,
-    Unavailable,
-)
+from services.common.errors import Aborted, Unavailable
 from services.common.request.finish import Finish
 from services.common.request.finish_reason import FinishReason
 from services.gateway.core.fleet.replica_description import ReplicaState

@@ -164,11 +164,7 @@ def test_reasoning_that_the_prompt_began() -> None:
     [
         (f"<|start|>assistant{FINAL}The ans", "wer<|return|>", ("wer", "", [])),
         (f"<|start|>assistant{FINAL}The ", " ans", (" ans", "", [])),
-        (
-            f"<|start|>assistant{ANALYSIS}a ",
-            f"b<|end|><|start|>assistant{FINAL}c",
-            ("c", "b", []),
-        ),
+        (f"<|start|>assistant{ANALYSIS}a ", f"b<|end|><|start|>assistant{FINAL}c", ("c", "b", [])),
         ("<|start|>assistant", f"{ANALYSIS}a<|end|><|start|>assistant{FINAL}b", ("b", "a", [])),
         (
             "<|start|>assistant",

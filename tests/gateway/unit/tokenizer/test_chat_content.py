@@ -122,10 +122,7 @@ async def test_a_form_that_is_set_is_the_only_one(loaded: Any) -> None:
 async def test_a_last_turn_that_is_continued(loaded: Any) -> None:
     loaded.chat_template = FORMS["parts"][0].replace(";", "")
     prompt = await HfTokenizer(loaded).render_chat(
-        [
-            {"role": "user", "content": ["hi"]},
-            {"role": "assistant", "content": ["The ans"]},
-        ],
+        [{"role": "user", "content": ["hi"]}, {"role": "assistant", "content": ["The ans"]}],
         add_generation_prompt=False,
         continue_final_message=True,
         variables={},

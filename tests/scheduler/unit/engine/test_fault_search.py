@@ -100,9 +100,7 @@ def test_steps_without_a_suspect_bring_new_suspects_and_no_verdict() -> None:
     assert search.trial() is None, "two failures with a step that was done between them"
 
 
-async def test_a_request_that_breaks_every_step_is_ended_and_the_others_go_on(
-    bench: Bench,
-) -> None:
+async def test_a_request_that_breaks_every_step_is_ended_and_the_others_go_on(bench: Bench) -> None:
     innocent = {name: prompt(9, 100 * number) for number, name in enumerate("abc")}
     for name, token_ids in innocent.items():
         bench.add(name, token_ids, max_tokens=20)

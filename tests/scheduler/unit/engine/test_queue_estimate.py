@@ -57,11 +57,7 @@ def test_time_in_which_few_run_counts_as_if_all_did() -> None:
     estimate = QueueEstimate(40)
     for number in range(101):
         estimate.sample(
-            number / 10,
-            num_running=10,
-            num_waiting=0,
-            num_completed=number // 2,
-            slowdown=3.0,
+            number / 10, num_running=10, num_waiting=0, num_completed=number // 2, slowdown=3.0
         )
     assert abs(estimate.service_seconds - 3 * 2.0 * MARGIN) < 0.3
     assert abs(estimate.seconds_per_request - 3 * 2.0 / 40 * MARGIN) < 0.01

@@ -44,11 +44,7 @@ WANTED: dict[str, Any] = {
 }
 """Maps fields that have another name here to the resulting parameters."""
 
-TEXT_ONLY = {
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-}
+TEXT_ONLY = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 """Fields that concern text. Answers contain no text."""
 
 REFUSED: dict[str, Any] = {
@@ -119,13 +115,7 @@ def test_stop_strings_are_left_to_a_client_that_looks_for_them() -> None:
     assert convert(True, sampling_params=pb.SamplingParams(stop=["end"])) == convert()
 
 
-HONOURED_REQUEST = {
-    "request_id",
-    "tokenized",
-    "sampling_params",
-    "stream",
-    "data_parallel_rank",
-}
+HONOURED_REQUEST = {"request_id", "tokenized", "sampling_params", "stream", "data_parallel_rank"}
 
 
 @pytest.mark.parametrize(

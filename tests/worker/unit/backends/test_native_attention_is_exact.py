@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.backends.attention import (
-    AttentionLayer,
-    AttentionShape,
-    Rotation,
-    StepLayout,
-)
+from services.worker.backends.attention import AttentionLayer, AttentionShape, Rotation, StepLayout
 from services.worker.backends.choices import KVCacheDtype
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.paged_attention import NativePagedAttention
@@ -60,11 +55,7 @@ class Inputs:
         pages = -(-LENGTH // block_size)
         num_blocks = 1 + (1 + beside) * pages
         shape = AttentionShape(
-            (self.layer,),
-            block_size,
-            num_blocks,
-            self.dtype,
-            kv_cache_dtype=self.kv_cache_dtype,
+            (self.layer,), block_size, num_blocks, self.dtype, kv_cache_dtype=self.kv_cache_dtype
         )
         attention = NativePagedAttention(native.functions, LargePages(), shape)
         table = np.random.default_rng(beside).permutation(num_blocks - 1).astype(np.int32) + 1

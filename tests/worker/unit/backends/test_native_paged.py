@@ -121,12 +121,7 @@ def test_prompts_decodes_and_chunks_equal_torchs_attention(native, case: Case) -
     lengths = [1, 3, 30, 64, 65, 150, 40, 1]
     sequences = Sequences([length + 110 for length in lengths], case.block_size)
     attentions = both(native, case, sequences.num_blocks)
-    for counts in (
-        lengths,
-        [1] * 8,
-        [1, 5, 1, 101, 1, 5, 0, 2],
-        [1, 1, 0, 1, 0, 1, 1, 1],
-    ):
+    for counts in (lengths, [1] * 8, [1, 5, 1, 101, 1, 5, 0, 2], [1, 1, 0, 1, 0, 1, 1, 1]):
         assert_equal_step(native, case, sequences.grow(counts), attentions)
 
 

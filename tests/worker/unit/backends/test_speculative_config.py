@@ -95,10 +95,7 @@ def test_parameters_of_suffix_trees_are_parsed(
             '{"num_speculative_tokens": 3, "method": "draft_model"}',
             "must have as model the directory of a draft model, not None",
         ),
-        (
-            '{"num_speculative_tokens": 3, "model": "/nowhere"}',
-            "there is no directory /nowhere",
-        ),
+        ('{"num_speculative_tokens": 3, "model": "/nowhere"}', "there is no directory /nowhere"),
         (
             '{"method": "suffix", "prompt_lookup_min": 2}',
             "has 'prompt_lookup_min', and with method suffix may have only method, ",

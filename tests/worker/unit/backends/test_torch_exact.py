@@ -171,9 +171,7 @@ def test_attention_has_the_same_bits_for_whole_and_chunked_prompts_in_any_batch(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_batch_invariance_no_rows_or_keys_are_padded(
-    dtype: torch.dtype,
-) -> None:
+def test_without_batch_invariance_no_rows_or_keys_are_padded(dtype: torch.dtype) -> None:
     """One row stays one row, and a query is multiplied only by the keys that it sees, with torch's
     own operations.
     """

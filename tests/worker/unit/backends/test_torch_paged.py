@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.backends.attention import (
-    AttentionLayer,
-    AttentionShape,
-    Rotation,
-    StepLayout,
-)
+from services.worker.backends.attention import AttentionLayer, AttentionShape, Rotation, StepLayout
 from services.worker.backends.torch.attend import MOST_ROWS, rotate
 from services.worker.backends.torch.paged_attention import TorchPagedAttention
 

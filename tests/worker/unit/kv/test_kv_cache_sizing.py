@@ -26,11 +26,7 @@ DEMAND = KVCacheDemand(
     groups=(LayerGroup(None, (0, 1)),),
 )
 FREE = FreeMemory(of_bytes=80 * MIB, utilization=0.5, activation_bytes=10 * MIB)
-MEMORY = KVCacheMemory(
-    num_blocks=None,
-    kv_cache_memory_bytes=None,
-    free=FREE,
-)
+MEMORY = KVCacheMemory(num_blocks=None, kv_cache_memory_bytes=None, free=FREE)
 
 
 def test_the_cache_is_a_fraction_of_available_memory_minus_activations() -> None:

@@ -12,11 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from services.worker.backends.torch.kernels import TorchKernels
-from services.worker.models.config import (
-    DtypeSetting,
-    read_model_config,
-    resolve_max_model_len,
-)
+from services.worker.models.config import DtypeSetting, read_model_config, resolve_max_model_len
 from services.worker.models.errors import (
     ModelConfigError,
     ModelError,

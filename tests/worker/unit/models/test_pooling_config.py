@@ -47,11 +47,7 @@ def test_a_model_without_modules_pools_by_its_architecture(
 def test_modules_say_how_states_are_pooled(tmp_path: Path) -> None:
     write(tmp_path, "Qwen3ForCausalLM", matryoshka_dimensions=[4, 8])
     write_modules(
-        tmp_path,
-        TRANSFORMER,
-        POOLING,
-        pooling_mode_mean_tokens=True,
-        pooling_mode_cls_token=False,
+        tmp_path, TRANSFORMER, POOLING, pooling_mode_mean_tokens=True, pooling_mode_cls_token=False
     )
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 77}))
     found = read_pooling(tmp_path, RunnerSetting.AUTO)

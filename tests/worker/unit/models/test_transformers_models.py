@@ -60,11 +60,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
 
 REFUSED: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
     "an encoder": (T5Config, {}, "architecture T5ForConditionalGeneration "),
-    "nothing but states": (
-        MambaConfig,
-        {},
-        "MambaForCausalLM has no layer that attends",
-    ),
+    "nothing but states": (MambaConfig, {}, "MambaForCausalLM has no layer that attends"),
     "no positions": (
         BloomConfig,
         {"n_layer": 2},

@@ -78,9 +78,7 @@ def test_min_tokens_counts_the_output_a_request_came_back_with() -> None:
 
 def test_a_bias_shifts_logits_but_lifts_no_ban() -> None:
     params = SamplingParams(
-        allowed_token_ids=(0, 1),
-        logit_bias_token_ids=(1, 2),
-        logit_bias_values=(-3.0, 100.0),
+        allowed_token_ids=(0, 1), logit_bias_token_ids=(1, 2), logit_bias_values=(-3.0, 100.0)
     )
     assert edited(params, [1, 2, 3], [0], []) == [1, -1, BAN]
 

@@ -223,9 +223,7 @@ def test_a_huge_temperature_leaves_banned_tokens_banned() -> None:
     "params",
     [SamplingParams(temperature=0), SamplingParams(), SamplingParams(repetition_penalty=1.5)],
 )
-def test_a_row_with_nan_is_reported_and_changes_no_other_row(
-    params: SamplingParams,
-) -> None:
+def test_a_row_with_nan_is_reported_and_changes_no_other_row(params: SamplingParams) -> None:
     logits = torch.randn(4, 10, generator=torch.Generator().manual_seed(3))
     clean, _ = sample_once([params] * 4, logits)
     logits[1, 7] = float("nan")

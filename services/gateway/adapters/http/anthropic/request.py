@@ -42,9 +42,7 @@ async def messages_request(
         request_id=request_id,
         prompts=(Prompt(token_ids),),
         sampling=replace(
-            inference.default_sampling,
-            structured_outputs=_form(body),
-            **given_parameters(body),
+            inference.default_sampling, structured_outputs=_form(body), **given_parameters(body)
         ),
         stop=tuple(body.stop_sequences or ()),
         priority=body.priority or 0,

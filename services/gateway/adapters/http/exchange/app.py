@@ -77,13 +77,7 @@ def guarded(
             allow_origins=allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=(
-                REQUEST_ID,
-                TRACE_ID,
-                IGNORED_FIELDS,
-                *HINT_HEADERS,
-                *answer_headers,
-            ),
+            expose_headers=(REQUEST_ID, TRACE_ID, IGNORED_FIELDS, *HINT_HEADERS, *answer_headers),
         )
     return RequestRecords(HostCheck(app, names), recorder, operations, counted)
 

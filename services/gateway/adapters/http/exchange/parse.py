@@ -39,11 +39,7 @@ class BodyReader:
     """
 
     def __init__(
-        self,
-        max_bytes: int,
-        max_values: int,
-        budget: BodyBudget,
-        unknown_fields: str = IGNORE,
+        self, max_bytes: int, max_values: int, budget: BodyBudget, unknown_fields: str = IGNORE
     ) -> None:
         self._max_bytes = max_bytes
         self._max_values = max_values

@@ -16,13 +16,7 @@ from services.gateway.adapters.http.exchange.fields import (
 )
 
 TextType = Literal[
-    "text",
-    "input_text",
-    "output_text",
-    "refusal",
-    "thinking",
-    "reasoning_text",
-    "summary_text",
+    "text", "input_text", "output_text", "refusal", "thinking", "reasoning_text", "summary_text"
 ]
 THOUGHTS = frozenset({"thinking", "reasoning_text", "summary_text"})
 """The types of parts that contain the assistant's thinking."""
@@ -59,9 +53,7 @@ def _as_part(value: Any) -> Any:
 TextOrParts = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[
-        list[Annotated[TextPart, BeforeValidator(_as_part)]],
-        Field(fail_fast=True),
-        Tag("<list>"),
+        list[Annotated[TextPart, BeforeValidator(_as_part)]], Field(fail_fast=True), Tag("<list>")
     ],
     choice(text_or_list, "must be a string or a list of parts"),
 ]

@@ -171,12 +171,7 @@ class GenerationRoutes:
             )
 
         return GenerationReply(
-            read,
-            self._inference,
-            self._options,
-            self._gate,
-            self._observer,
-            self._keep_alive,
+            read, self._inference, self._options, self._gate, self._observer, self._keep_alive
         )
 
 

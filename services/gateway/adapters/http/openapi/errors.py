@@ -34,11 +34,7 @@ ERRORS: dict[int, ErrorAnswer] = {
     413: ErrorAnswer("BodyTooLarge", "The body is larger than what is read."),
     415: ErrorAnswer("NotJson", "The body is not uncompressed JSON.", ("Accept-Encoding",)),
     421: ErrorAnswer("Misdirected", "The server does not answer to this Host."),
-    429: ErrorAnswer(
-        "TooManyRequests",
-        "The tenant is over a limit of its own.",
-        HINT_HEADERS,
-    ),
+    429: ErrorAnswer("TooManyRequests", "The tenant is over a limit of its own.", HINT_HEADERS),
     431: ErrorAnswer("HeadersTooLarge", "There are too many headers, or too large ones."),
     500: ErrorAnswer(
         "InternalError", "A defect here, or a request that breaks its steps.", HINT_HEADERS

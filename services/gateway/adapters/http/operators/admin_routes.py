@@ -141,11 +141,7 @@ class AdminRoutes:
             for field in dataclasses.fields(self._settings)
         }
         return JSONResponse(
-            {
-                "version": version("stepwell"),
-                "settings": settings,
-                **await self._server.describe(),
-            }
+            {"version": version("stepwell"), "settings": settings, **await self._server.describe()}
         )
 
 

@@ -6,12 +6,7 @@ from pydantic import Field
 
 from services.common.errors import StepwellError
 from services.gateway.adapters.http.exchange.asking_body import StreamedBody, renamed
-from services.gateway.adapters.http.exchange.fields import (
-    Ignored,
-    Int,
-    Only,
-    TokenIds,
-)
+from services.gateway.adapters.http.exchange.fields import Ignored, Int, Only, TokenIds
 from services.gateway.adapters.http.openai.bodies import StreamOptions
 from services.gateway.adapters.http.openai.sampling_fields import SamplingFields
 

@@ -106,9 +106,7 @@ class TenantLimits:
         slot = f"{self._process_name}-{next(self._numbers)}"
         holds = limits.max_concurrent_requests is not None
         change = Change(
-            slot,
-            num_requests=1,
-            slot_change=SlotChange.HOLD if holds else SlotChange.KEEP,
+            slot, num_requests=1, slot_change=SlotChange.HOLD if holds else SlotChange.KEEP
         )
         standing = await self._store.take(limits, change)
         if standing.refused_by is not None:

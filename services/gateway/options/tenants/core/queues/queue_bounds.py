@@ -5,12 +5,7 @@ it.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.common.errors import (
-    DeadlineExceeded,
-    QuotaExceeded,
-    ResourceExhausted,
-    StepwellError,
-)
+from services.common.errors import DeadlineExceeded, QuotaExceeded, ResourceExhausted, StepwellError
 from services.common.replica.queue_state import RETRY_AFTER_SECONDS, longest_wait
 from services.gateway.options.tenants.core.queues.capacity import Capacity
 from services.gateway.options.tenants.core.queues.places import TenantUsage
