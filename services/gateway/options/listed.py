@@ -11,8 +11,19 @@ from services.gateway.options.vllm_routes import VllmRoutes
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptionSettings(ViewerSettings, IdempotencySettings, SessionSettings, TenantSettings):
+class OptionSettings(
+    ViewerSettings,
+    IdempotencySettings,
+    SessionSettings,
+    TenantSettings,
+):
     """The settings of all options."""
 
 
-OPTIONS: tuple[type[Option], ...] = (Tenants, Idempotency, Sessions, VllmRoutes, Viewer)
+OPTIONS: tuple[type[Option], ...] = (
+    Tenants,
+    Idempotency,
+    Sessions,
+    VllmRoutes,
+    Viewer,
+)

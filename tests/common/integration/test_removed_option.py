@@ -11,11 +11,19 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[3]
 COPIED = ("services", "gen", "pyproject.toml")
-COPIED_TESTS = {"gateway": ("gateway",), "scheduler": ("scheduler", "scenarios"), "worker": ()}
+COPIED_TESTS = {
+    "gateway": ("gateway",),
+    "scheduler": ("scheduler", "scenarios", "conformance"),
+    "worker": (),
+}
 """For each service, the folders of tests that its tests use."""
 OTHER_TESTS = {
     "gateway": ["tests/gateway/integration/grpc/test_gateway_grpc_limits.py"],
-    "scheduler": ["tests/scheduler/unit/test_scheduling_budget.py"],
+    "scheduler": [
+        "tests/scheduler/unit/test_scheduling_budget.py",
+        "tests/conformance/test_recordings.py::test_decisions_are_those_recorded"
+        "[16_prefix_evict_lru-replay_in_process]",
+    ],
     "worker": [],
 }
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")

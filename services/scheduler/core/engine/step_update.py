@@ -93,13 +93,16 @@ class StepUpdate:
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int] | None:
         """Appends the tokens of a request that may end or is not on the fast path. Returns the
-        appended tokens. Returns None if the request had ended or its tokens are dropped. As in
-        vLLM, the drafts that the step proposed are stored even if the step's tokens are dropped.
+        appended tokens. Returns None if the request had ended or its tokens are dropped. If the
+        tokens are dropped, the request's next step still verifies the drafts of this step, because
+        vLLM stores drafts apart from tokens (recording `drafts_after_a_dropped_token`).
         """
         request, tokens = plan.requests[index], output.token_ids[index]
         if request.finish_reason is not None:
             return None
         if request in plan.dropped:
+            if output.draft_token_ids:
+                self._take_drafts(request, output, index)
             return None
         if index in output.nan_requests:
             request.finish(FinishReason.NAN_IN_LOGITS)

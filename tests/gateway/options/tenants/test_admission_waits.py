@@ -4,6 +4,7 @@ import pytest
 
 from services.common.errors import DeadlineExceeded, ResourceExhausted, Unavailable
 from services.common.replica.queue_state import QueueState
+from services.common.telemetry.time_parts import WAITS_FOR
 from services.gateway.core.caller import ANYONE
 from services.gateway.options.tenants.core.queues.capacity import Capacity
 from services.gateway.options.tenants.core.queues.places import TenantUsage
@@ -242,3 +243,7 @@ def test_a_tenant_expects_to_wait_for_its_own_and_for_others_turns() -> None:
     free = Capacity(num_places=10, num_free=3, seconds_per_request=0.1)
     assert expected_wait(A, 4, [], free) == pytest.approx(0.1)
     assert expected_wait(A, 0, [], free) == 0.0
+
+
+def test_every_wait_reason_has_an_explanation_in_displays() -> None:
+    assert WAITS_FOR.keys() >= set(WaitReason)
