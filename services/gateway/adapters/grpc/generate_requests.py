@@ -72,12 +72,12 @@ class GenerateRequests:
             case "text":
                 if not request.text:
                     raise InvalidArgument("prompt must not be empty", field="text")
-                [token_ids] = await self._inference.encode(
+                [token_ids] = await self._inference.texts.encode(
                     [request.text], add_special_tokens=not is_continuation
                 )
                 return Prompt(token_ids)
             case "token_ids":
-                self._inference.check_num_items("token_ids", len(request.token_ids.ids))
+                self._inference.texts.check_num_items("token_ids", len(request.token_ids.ids))
                 return Prompt(list(request.token_ids.ids))
             case "chat":
                 return Prompt(await self.chat_tokens(request.chat))
@@ -104,7 +104,7 @@ class GenerateRequests:
             continue_final_message=False,
             variables={},
         )
-        [token_ids] = await self._inference.encode([text], add_special_tokens=False)
+        [token_ids] = await self._inference.texts.encode([text], add_special_tokens=False)
         return token_ids
 
 

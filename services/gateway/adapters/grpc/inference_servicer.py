@@ -200,14 +200,16 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def _embed_prompt(self, given: gateway_pb2.EmbedInput, number: int) -> Prompt:
         match given.WhichOneof("prompt"):
             case "text" if given.text:
-                [token_ids] = await self._inference.encode([given.text], add_special_tokens=True)
+                [token_ids] = await self._inference.texts.encode(
+                    [given.text], add_special_tokens=True
+                )
                 return Prompt(token_ids)
             case "token_ids":
-                self._inference.check_num_items("token_ids", len(given.token_ids.ids))
+                self._inference.texts.check_num_items("token_ids", len(given.token_ids.ids))
                 return Prompt(list(given.token_ids.ids))
             case "pair" if given.pair.first and given.pair.second:
                 pair = given.pair.first, given.pair.second
-                [(token_ids, num_first)] = await self._inference.encode_pairs([pair])
+                [(token_ids, num_first)] = await self._inference.texts.encode_pairs([pair])
                 return Prompt(token_ids, num_first_text_tokens=num_first)
         raise InvalidArgument(f"inputs[{number}] is empty", field=f"inputs[{number}]")
 
@@ -221,7 +223,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         if kind == "chat":
             token_ids = await self._requests.chat_tokens(request.chat)
         else:
-            token_ids = await self._inference.tokenize(
+            token_ids = await self._inference.texts.tokenize(
                 request.text, add_special_tokens=not request.skip_special_tokens
             )
         limits = self._inference.limits()
@@ -231,7 +233,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self, request: gateway_pb2.DetokenizeRequest, context: Context
     ) -> gateway_pb2.DetokenizeResponse:
         self._inference.check_model(request.model, CALLER.get())
-        text = await self._inference.detokenize(request.token_ids)
+        text = await self._inference.texts.detokenize(request.token_ids)
         return gateway_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(

@@ -1,8 +1,13 @@
-"""The interface of a connection to a scheduler."""
+"""The interfaces that a Replica uses: its connection to the scheduler, and its listener."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from services.common.errors import StepwellError
+from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.request.inflight import Inflight
+
+if TYPE_CHECKING:
+    from services.gateway.core.fleet.replica import Replica
 
 
 class Link(Protocol):
@@ -25,3 +30,29 @@ class Link(Protocol):
         """Ends a sequence at the scheduler. No more results follow. `was_stopped` is true if a stop
         string ended the sequence.
         """
+
+
+class ReplicaListener(Protocol):
+    """The methods of the fleet that a replica calls for its events."""
+
+    def replica_changed(self, replica: "Replica") -> None:
+        """A session opened, or the replica became able or unable to run steps."""
+
+    def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
+        """The session with the scheduler ended for this cause. `inflights` are the sequences that
+        were lost.
+        """
+
+    def request_rejected(
+        self, inflight: Inflight, error: StepwellError, replica: "Replica"
+    ) -> None:
+        """The scheduler refused a sequence."""
+
+    def sequence_started(self, inflight: Inflight) -> None:
+        """A sequence was scheduled at the replica for the first time."""
+
+    def sequence_left(self, inflight: Inflight) -> None:
+        """A sequence ended at the replica, or was aborted, refused or lost."""
+
+    def load_reported(self) -> None:
+        """The scheduler reported its queue or its load."""

@@ -3,13 +3,12 @@
 import itertools
 import logging
 from functools import partial
-from typing import Protocol
 
 from services.common.errors import ResourceExhausted, StepwellError
 from services.common.replica.load import ReplicaLoad
 from services.common.replica.queue_state import QueueState
 from services.common.request.finish import Finish
-from services.gateway.core.fleet.link import Link
+from services.gateway.core.fleet.link import Link, ReplicaListener
 from services.gateway.core.fleet.load_tracker import LoadTracker
 from services.gateway.core.fleet.recent_prefixes import RecentPrefixes
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
@@ -33,32 +32,6 @@ ENDED_HERE = "this gateway ended the session"
 
 _MAX_HANDLE = 2**32
 _UNKNOWN = ReplicaState(ready=False, reason="it has not announced yet whether it can run steps")
-
-
-class ReplicaListener(Protocol):
-    """The methods of the fleet that a replica calls for its events."""
-
-    def replica_changed(self, replica: "Replica") -> None:
-        """A session opened, or the replica became able or unable to run steps."""
-
-    def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
-        """The session with the scheduler ended for this cause. `inflights` are the sequences that
-        were lost.
-        """
-
-    def request_rejected(
-        self, inflight: Inflight, error: StepwellError, replica: "Replica"
-    ) -> None:
-        """The scheduler refused a sequence."""
-
-    def sequence_started(self, inflight: Inflight) -> None:
-        """A sequence was scheduled at the replica for the first time."""
-
-    def sequence_left(self, inflight: Inflight) -> None:
-        """A sequence ended at the replica, or was aborted, refused or lost."""
-
-    def load_reported(self) -> None:
-        """The scheduler reported its queue or its load."""
 
 
 class Replica:

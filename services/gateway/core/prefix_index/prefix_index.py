@@ -21,6 +21,7 @@ from services.common.pool.kv_cache_groups import KVCacheGroup
 from services.common.pool.kv_directory import KeyBatch, NodeLease, group_salt
 from services.common.pool.prefix_depth import IsCached, prefix_depth
 from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.loading import Loading
 from services.gateway.core.prefix_index.node_view import Applied, NodeView
 
 JUMP = 128
@@ -116,7 +117,7 @@ class PrefixIndex:
         """
         self.remove(node)
         view = NodeView(node, epoch, groups, 0, self._new_bit(), is_exact=True)
-        self._show(view)
+        self.show(view)
         return view
 
     def remove(self, node: str) -> None:
@@ -124,7 +125,7 @@ class PrefixIndex:
         view = self._views.pop(node, None)
         if view is not None:
             del self._by_epoch[view.epoch]
-            self._retire(view)
+            self.retire(view)
 
     def apply(self, batch: KeyBatch) -> Applied:
         """Applies the next batch of an epoch. The result DONE or DRIFTED means that the batch was
@@ -140,7 +141,7 @@ class PrefixIndex:
         if batch.sequence != view.sequence + 1:
             view.is_exact = False
             return Applied.GAP
-        self._add(view, batch.added)
+        self.add_keys(view, batch.added)
         self._discard(view, batch.removed)
         view.sequence = batch.sequence
         if batch.digest is not None and batch.digest != view.digest:
@@ -167,7 +168,7 @@ class PrefixIndex:
 
     def load(
         self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...], sequence: int
-    ) -> "Loading":
+    ) -> Loading:
         """Starts loading a node from a snapshot. The existing view, if any, stays in use until
         loading has finished.
         """
@@ -273,7 +274,7 @@ class PrefixIndex:
 
     # The table.
 
-    def _add(self, view: NodeView, keys: Iterable[int]) -> None:
+    def add_keys(self, view: NodeView, keys: Iterable[int]) -> None:
         shards, bit, interned = self._shards, view.bit, self._interned
         for key in keys:
             shard = shards[key & _SHARD]
@@ -305,7 +306,7 @@ class PrefixIndex:
         """
         return self._interned.setdefault(held, held)
 
-    def _show(self, view: NodeView) -> None:
+    def show(self, view: NodeView) -> None:
         self._views[view.node] = view
         self._by_epoch[view.epoch] = view
         self._node_of_bit[view.bit] = view.node
@@ -313,7 +314,7 @@ class PrefixIndex:
         if view.has_full_prefixes:
             self._jumping |= view.bit
 
-    def _retire(self, view: NodeView) -> None:
+    def retire(self, view: NodeView) -> None:
         self._live &= ~view.bit
         self._jumping &= ~view.bit
         self._retired |= view.bit
@@ -324,29 +325,6 @@ class PrefixIndex:
         bit = ~used & (used + 1)
         self._node_of_bit[bit] = ""
         return bit
-
-
-class Loading:
-    """A snapshot of a node that is loaded in parts. When it is complete, it replaces the node's
-    view.
-    """
-
-    def __init__(self, index: PrefixIndex, view: NodeView) -> None:
-        self._index = index
-        self._view = view
-
-    def add(self, keys: Iterable[int]) -> None:
-        """Adds a part of the keys."""
-        self._index._add(self._view, keys)
-
-    def finish(self) -> None:
-        """Replaces the node's view with the loaded one."""
-        self._index.remove(self._view.node)
-        self._index._show(self._view)
-
-    def give_up(self) -> None:
-        """Discards the loaded keys. The existing view stays in use."""
-        self._index._retire(self._view)
 
 
 def _reader(held: Sequence[int], bit: int) -> IsCached:

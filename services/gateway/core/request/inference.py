@@ -2,17 +2,16 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from services.common.errors import InvalidArgument, NotFound, OutOfRange, StepwellError
 from services.common.request.pooling import Pooler, PoolingTask
-from services.common.request.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from services.common.request.structured_outputs import StructuredOutputs
 from services.common.telemetry.trace_headers import UNTRACED, TraceHeaders
 from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.lora_modules import LoraModules
-from services.gateway.core.ports import Grammars, TextTooLong, Tokenizer
+from services.gateway.core.ports import Grammars, Tokenizer
 from services.gateway.core.request.arrivals import Arrival
 from services.gateway.core.request.delivery import TOKENS_AT_A_TIME, Delivery, Sink
 from services.gateway.core.request.engine import Engine
@@ -25,10 +24,9 @@ from services.gateway.core.request.request_check import (
     check_prompt,
     check_request,
     of_prompt,
-    prompt_too_long,
 )
 from services.gateway.core.request.sampling_defaults import SamplingDefaults
-from services.gateway.core.request.truncation import Truncation, truncation
+from services.gateway.core.request.tokenization import Tokenization
 from services.gateway.core.text.parsing.output_formats import NO_FORMATS, OutputFormats
 from services.gateway.core.text.parsing.special_tokens import SpecialTokens
 
@@ -75,7 +73,7 @@ class Inference:
         self.special_tokens = SpecialTokens(tokenizer)
         self.output_formats = output_formats
         self.default_sampling = defaults.sampling
-        self.max_items = max_items
+        self.texts = Tokenization(tokenizer, self.limits, max_items)
         self.max_logprobs = max_logprobs
         self._defaults = defaults
         self._engine = engine
@@ -247,132 +245,6 @@ class Inference:
                 f"{self.max_logprobs} of one request; stream, or lower max_tokens or n",
                 field="logprobs",
             )
-
-    def check_num_items(self, field: str, num_items: int) -> None:
-        """Raises OutOfRange if a field has too many values for one request."""
-        if num_items > self.max_items:
-            raise OutOfRange(
-                f"{field} holds {num_items} items; one request may hold {self.max_items}",
-                field=field,
-            )
-
-    async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool, kept: Truncation | None = None
-    ) -> list[list[int]]:
-        """Returns the token ids of prompts, truncated if `kept` is given. Raises OutOfRange if a
-        prompt does not fit into the context.
-        """
-        limits = self.limits()
-        if kept is not None:
-            prompts = [(text,) for text in texts]
-            encoded = await self.tokenizer.encode_truncated(
-                prompts, kept, add_special_tokens=add_special_tokens
-            )
-            return [token_ids for token_ids, _ in encoded]
-        self._check_lengths([*map(len, texts)], limits)
-        try:
-            return await self.tokenizer.encode(
-                texts, add_special_tokens=add_special_tokens, max_tokens=limits.capacity
-            )
-        except TextTooLong as error:
-            raise _too_long(error, limits, len(texts)) from error
-
-    async def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], kept: Truncation | None = None
-    ) -> list[tuple[list[int], int]]:
-        """Returns the same as `Tokenizer.encode_pairs`. Pairs are truncated if `kept` is given.
-        Raises OutOfRange if a pair does not fit into the context.
-        """
-        limits = self.limits()
-        if kept is not None:
-            return await self.tokenizer.encode_truncated(pairs, kept, add_special_tokens=True)
-        self._check_lengths([len(first) + len(second) for first, second in pairs], limits)
-        try:
-            return await self.tokenizer.encode_pairs(pairs, max_tokens=limits.capacity)
-        except TextTooLong as error:
-            raise _too_long(error, limits, len(pairs)) from error
-
-    def truncation(
-        self, num_tokens: int | None, side: str | None, max_tokens: int | None = None
-    ) -> Truncation | None:
-        """Returns the truncation of prompts, or None if `num_tokens` is None. `max_tokens` is the
-        maximum length of the answer. `side` is the side on which tokens are removed. By default,
-        the end of a prompt is kept if text is generated, and the beginning if a vector is computed.
-        """
-        if num_tokens is None:
-            return None
-        limits = self.limits()
-        most = limits.max_prompt_tokens
-        if limits.pooler is None and max_tokens is not None:
-            most = limits.capacity - max_tokens
-        keeps_end = limits.pooler is None if side is None else side == "left"
-        return truncation(num_tokens, most, keeps_end=keeps_end)
-
-    def _check_lengths(self, lengths: Sequence[int], limits: ModelLimits) -> None:
-        """Raises OutOfRange if a text has so many characters that its tokens cannot fit into the
-        context.
-        """
-        longest = limits.capacity * self.tokenizer.max_token_bytes
-        for number, length in enumerate(lengths):
-            if length > longest:
-                error = prompt_too_long(f"{length} characters", limits)
-                raise of_prompt(error, number, len(lengths))
-
-    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the token ids of any text. Raises OutOfRange if there are too many tokens for one
-        answer.
-        """
-        try:
-            [token_ids] = await self.tokenizer.encode(
-                [text], add_special_tokens=add_special_tokens, max_tokens=self.max_items
-            )
-        except TextTooLong as error:
-            raise OutOfRange(
-                f"prompt has more than {self.max_items} tokens, which is all that one answer holds",
-                field="prompt",
-            ) from error
-        return token_ids
-
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of token ids. Raises OutOfRange if there are too many tokens for one
-        request.
-        """
-        self.check_num_items("tokens", len(token_ids))
-        return await self.tokenizer.detokenize(token_ids)
-
-    async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the token sequences of words that must not appear. Each word is tokenized alone
-        and after a space. By vLLM's rule, the second sequence is used only if its first token
-        differs and its length is the same.
-        """
-        if not words:
-            return ()
-        if len(words) > MAX_BAD_WORDS:
-            raise InvalidArgument(
-                f"bad_words holds {len(words)} entries; at most {MAX_BAD_WORDS}", field="bad_words"
-            )
-        if sum(map(len, words)) > MAX_BAD_WORDS_CHARACTERS:
-            raise InvalidArgument(
-                f"bad_words may have {MAX_BAD_WORDS_CHARACTERS} characters in all",
-                field="bad_words",
-            )
-        bare = [word.lstrip() for word in words]
-        texts = [*bare, *(" " + word for word in bare)]
-        token_ids = await self.tokenizer.encode(
-            texts, add_special_tokens=False, max_tokens=4 * MAX_BAD_WORDS_CHARACTERS
-        )
-        sequences: list[tuple[int, ...]] = []
-        for plain, spaced in zip(token_ids[: len(bare)], token_ids[len(bare) :], strict=True):
-            sequences.append(tuple(plain))
-            if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
-                sequences.append(tuple(spaced))
-        return tuple(sequences)
-
-
-def _too_long(error: TextTooLong, limits: ModelLimits, num_texts: int) -> StepwellError:
-    about = "" if error.is_exact else "more than "
-    refusal = prompt_too_long(f"{about}{error.num_tokens} tokens", limits)
-    return of_prompt(refusal, error.number, num_texts)
 
 
 def _width(num_logprobs: int | None) -> int:

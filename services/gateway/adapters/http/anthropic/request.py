@@ -37,7 +37,7 @@ async def messages_request(
     use = _tool_use(body)
     use.check(inference)
     text = await render(body, inference)
-    [token_ids] = await inference.encode([text], add_special_tokens=False)
+    [token_ids] = await inference.texts.encode([text], add_special_tokens=False)
     request = ClientRequest(
         request_id=request_id,
         prompts=(Prompt(token_ids),),

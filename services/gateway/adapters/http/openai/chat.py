@@ -35,10 +35,10 @@ async def chat_request(
     use = tool_use(body)
     use.check(inference)
     text = await render(body, inference)
-    kept = inference.truncation(
+    kept = inference.texts.truncation(
         body.truncate_prompt_tokens, body.truncation_side, _max_tokens(body)
     )
-    [token_ids] = await inference.encode(
+    [token_ids] = await inference.texts.encode(
         [text], add_special_tokens=bool(body.add_special_tokens), kept=kept
     )
     sampling = await sampling_from_body(

@@ -108,7 +108,7 @@ def _is_single(prompt: str | list[str] | list[int] | list[list[int]]) -> bool:
 
 def _kept(body: CompletionBody, inference: Inference) -> Truncation | None:
     most = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
-    return inference.truncation(body.truncate_prompt_tokens, body.truncation_side, most)
+    return inference.texts.truncation(body.truncate_prompt_tokens, body.truncation_side, most)
 
 
 async def _text_prompts(
@@ -117,7 +117,7 @@ async def _text_prompts(
     check_texts(texts, "prompt")
     with_special = body.add_special_tokens is not False
     kept = _kept(body, inference)
-    token_ids = await inference.encode(texts, add_special_tokens=with_special, kept=kept)
+    token_ids = await inference.texts.encode(texts, add_special_tokens=with_special, kept=kept)
     if kept is not None and body.echo:
         return await _token_prompts(token_ids, body, inference)
     if not body.echo:

@@ -149,7 +149,7 @@ async def _budget(
     if reasoning.state is ReasoningState.OVER:
         return None
     form = reasoning.form
-    start, end = await inference.encode([form.start, form.end], add_special_tokens=False)
+    start, end = await inference.texts.encode([form.start, form.end], add_special_tokens=False)
     begins_inside = reasoning.state is ReasoningState.INSIDE
     return ThinkingBudget(num_tokens, tuple(start), tuple(end), begins_inside)
 

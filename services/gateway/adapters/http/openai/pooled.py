@@ -44,12 +44,12 @@ async def prompts_request(
     is_single = isinstance(given, str) or not given or isinstance(given[0], int)
     inputs = [given] if is_single else given
     inference.check_num_choices(len(inputs), 1)
-    kept = inference.truncation(body.truncate_prompt_tokens, body.truncation_side)
+    kept = inference.texts.truncation(body.truncate_prompt_tokens, body.truncation_side)
     if isinstance(inputs[0], str):
         texts = cast(list[str], inputs)
         check_texts(texts, "prompt")
         with_special = body.add_special_tokens is not False
-        token_ids = await inference.encode(texts, add_special_tokens=with_special, kept=kept)
+        token_ids = await inference.texts.encode(texts, add_special_tokens=with_special, kept=kept)
     else:
         given_ids = cast(list[list[int]], inputs)
         token_ids = given_ids if kept is None else [*map(kept.kept, given_ids)]
@@ -81,13 +81,13 @@ async def pair_request(
             field=name,
         )
     params = PoolingParams(use_activation=body.use_activation)
-    kept = inference.truncation(body.truncate_prompt_tokens, body.truncation_side)
+    kept = inference.texts.truncation(body.truncate_prompt_tokens, body.truncation_side)
     if pooler.task is PoolingTask.EMBED:
         inference.check_num_choices(len(first) + len(second), 1)
         prompts = []
         for name, texts in texts_of.items():
             try:
-                encoded = await inference.encode(texts, add_special_tokens=True, kept=kept)
+                encoded = await inference.texts.encode(texts, add_special_tokens=True, kept=kept)
             except InvalidArgument as error:
                 raise renamed(error, {"prompt": name}) from error
             prompts += [Prompt(token_ids) for token_ids in encoded]
@@ -98,7 +98,7 @@ async def pair_request(
         )
     inference.check_num_choices(len(second), 1)
     pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
-    joined = await inference.encode_pairs(pairs, kept)
+    joined = await inference.texts.encode_pairs(pairs, kept)
     return _client_request(
         body,
         request_id,

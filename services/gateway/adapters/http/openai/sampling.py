@@ -68,7 +68,7 @@ async def sampling_from_body(
         inference.default_sampling,
         logit_bias_token_ids=tuple(logit_bias),
         logit_bias_values=tuple(logit_bias.values()),
-        bad_words=await inference.bad_words(body.bad_words or ()),
+        bad_words=await inference.texts.bad_words(body.bad_words or ()),
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

@@ -48,7 +48,7 @@ class TokenizerRoutes:
         text = body.prompt if body.prompt is not None else await render(body, self._inference)
         special = is_text if body.add_special_tokens is None else body.add_special_tokens
         token_name = self._inference.tokenizer.token_name
-        token_ids = await self._inference.tokenize(text, add_special_tokens=special)
+        token_ids = await self._inference.texts.tokenize(text, add_special_tokens=special)
         names = (token_name(token) for token in token_ids) if body.return_token_strs else None
         return JsonReply(
             {
@@ -64,7 +64,7 @@ class TokenizerRoutes:
         with self._gate.enter():
             body = await self._bodies.read(request, DetokenizeBody)
             self._inference.check_model(body.model, request.state.caller)
-            text = await self._inference.detokenize(body.tokens)
+            text = await self._inference.texts.detokenize(body.tokens)
         return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, _request: Request) -> Response:
@@ -78,7 +78,7 @@ class TokenizerRoutes:
             self._inference.check_model(body.model, request.state.caller)
             try:
                 text = await render_messages(body, self._inference)
-                token_ids = await self._inference.tokenize(text, add_special_tokens=False)
+                token_ids = await self._inference.texts.tokenize(text, add_special_tokens=False)
             except StepwellError as error:
                 raise body.in_client_words(error) from error
         return JSONResponse({"input_tokens": len(token_ids)})

@@ -112,7 +112,7 @@ def _plain(
 def _check_size(responses: Sequence[GeneratedTokensBody], inference: Inference) -> None:
     choices = [choice for response in responses for choice in response.choices]
     inference.check_num_choices(len(choices), 1)
-    inference.check_num_items("token_ids", sum(len(one.token_ids or ()) for one in choices))
+    inference.texts.check_num_items("token_ids", sum(len(one.token_ids or ()) for one in choices))
 
 
 def _within(name: str, error: StepwellError) -> StepwellError:

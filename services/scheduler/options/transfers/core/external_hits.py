@@ -143,7 +143,7 @@ class ExternalHits:
         """
         prefixes = builder.prefixes
         hit, num_external = prefixes.hits[request], prefixes.external[request]
-        num_reserved = self._transfers.num_reserved_blocks(
+        num_reserved = self._transfers.reserved.count(
             builder.plan.appended_blocks, is_alone=not (self._running or self._transfers.is_moving)
         )
         config, end = self._config, hit + num_external

@@ -1,6 +1,6 @@
 """Tracks transfers of keys and values that are in progress, and the blocks that they use."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from services.common.pool.ids import NULL_BLOCK, BlockId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType
@@ -33,7 +33,6 @@ class KVTransfers:
         self._answers: list[Answer] | None = None
         """The connector's answers that were not taken. None if answers are not recorded."""
         self.plan = ExternalHits(state, self).plan
-        self._reserved = ReservedBlocks(config)
         self.loads: list[KVLoad] = []
         """Loads that begin in the step that is planned."""
         self.deferred_frees = DeferredFrees(kv_cache_manager)
@@ -45,6 +44,7 @@ class KVTransfers:
         self._kv_cache_manager = kv_cache_manager
         self._block_tables: dict[Request, BlockTables] = {}
         """Block tables of the requests that hold blocks."""
+        self.reserved = ReservedBlocks(config, self._block_tables)
         self._loading: dict[RequestKey, Request] = {}
         """Requests that wait for a load. After the load, `promote` removes them."""
         self._num_local: dict[Request, int] = {}
@@ -60,10 +60,6 @@ class KVTransfers:
         the connector is called with their blocks, so that it can store a block before a sliding
         window frees it.
         """
-        self._prefills: set[Request] = set()
-        """Requests that are being loaded or whose prompt is partly computed. Blocks are reserved
-        for their remaining tokens.
-        """
 
     @property
     def is_busy(self) -> bool:
@@ -71,9 +67,8 @@ class KVTransfers:
 
     @property
     def is_moving(self) -> bool:
-        loading = self._loading.values()
-        is_giving_back = bool(self._leaving or self.deferred_frees)
-        return is_giving_back or not self._finished_recving.issuperset(loading)
+        is_freeing = bool(self._leaving or self.deferred_frees)
+        return is_freeing or not self._finished_recving.issuperset(self._loading.values())
 
     # While a step is planned
 
@@ -94,46 +89,23 @@ class KVTransfers:
         self.connector.blocks_filled(request, self._block_tables[request], num_tokens)
 
     def match(self, request: Request, num_computed_tokens: int) -> ExternalMatch | None:
-        """As `KVConnector.get_num_new_matched_tokens`."""
         match = self.connector.get_num_new_matched_tokens(request, num_computed_tokens)
         self._note(None if match is None else [match.num_tokens, match.is_async])
         return match
-
-    def num_reserved_blocks(
-        self, appended_blocks: Mapping[Request, BlockTables], *, is_alone: bool
-    ) -> int:
-        """Number of blocks that a load must leave free, because it cannot be preempted to free
-        blocks for a prefill. These are the blocks that prefills in progress still need, and the
-        blocks for the first drafts of the loading request. `appended_blocks` are the blocks that
-        the planned step has allocated so far.
-
-        As in vLLM, a request whose load filled no valid block counts as a prefill, even if that
-        request is to be loaded now. `is_alone` means that no request runs and no transfer is in
-        progress. Drafts and requests without blocks do not count then, because the request could
-        otherwise wait for itself, or two requests for each other.
-        """
-        num_of_drafts = 0 if is_alone else self._reserved.num_of_drafts
-        return num_of_drafts + sum(
-            self._reserved.lacking(
-                request, self._block_tables.get(request), appended_blocks.get(request)
-            )
-            for request in self._prefills
-            if request in self._block_tables or not is_alone
-        )
 
     def admitted(
         self, request: Request, blocks: BlockTables, num_new_tokens: int, num_external_tokens: int
     ) -> None:
         self._note_table(request, blocks)
         if request.num_computed_tokens + num_new_tokens < request.num_tokens:
-            self._prefills.add(request)
+            self.reserved.prefills.add(request)
         self._begin(request, num_external_tokens, is_async=False)
 
     def begin_load(self, request: Request, blocks: BlockTables, num_external_tokens: int) -> None:
         """Begins an asynchronous load of `num_external_tokens` tokens. The request waits for it."""
         self._note_table(request, blocks)
         self._loading[request.key] = request
-        self._prefills.add(request)
+        self.reserved.prefills.add(request)
         self._num_local[request] = request.num_computed_tokens - num_external_tokens
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._begin(request, num_external_tokens, is_async=True)
@@ -166,9 +138,7 @@ class KVTransfers:
         return True
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """Called when a step is fully planned. Appends the step's new blocks to the block tables,
-        and adds the connector's transfers to the plan.
-        """
+        """Appends the step's new blocks to the tables, and adds the transfers to the plan."""
         plan.loads, self.loads = self.loads, []
         for request, appended in plan.appended_blocks.items():
             tables = self._block_tables[request]
@@ -186,8 +156,9 @@ class KVTransfers:
         ]
         plan.kv_connector_metadata = self.connector.build_connector_meta(plan.step)
         plan.awaits_transfers = self.is_busy
-        scheduled = self._prefills.intersection(plan.requests)
-        self._prefills -= {request for request in scheduled if not request.is_prefill_chunk}
+        prefills = self.reserved.prefills
+        scheduled = prefills.intersection(plan.requests)
+        prefills -= {request for request in scheduled if not request.is_prefill_chunk}
 
     def defer_frees(self, victim: Request, in_flight: Iterable[SchedulerOutput]) -> bool:
         are_pending = self.connector.has_pending_block_frees()
@@ -210,7 +181,7 @@ class KVTransfers:
             self._offer(request)
             self._evict_invalid(request)
         self._forget_table(request)
-        self._prefills.discard(request)
+        self.reserved.prefills.discard(request)
 
     def ended(self, request: Request, in_flight: Sequence[SchedulerOutput]) -> None:
         if request in self._block_tables and request.key not in self._loading:
@@ -219,7 +190,7 @@ class KVTransfers:
         blocks = self._block_tables.pop(request, None)
         if blocks is not None and not self._config.only_grows:
             self._remove_skipped_blocks(request, blocks, in_flight)
-        self._prefills.discard(request)
+        self.reserved.prefills.discard(request)
         is_loading = request.key in self._loading and request not in self._finished_recving
         self._loading.pop(request.key, None)
         self._num_local.pop(request, None)
@@ -298,9 +269,8 @@ class KVTransfers:
         self.loads, self._filled = [], []
         for state in (self._block_tables, self._loading, self._leaving, self._num_local):
             state.clear()
-        self._first_invalid.clear()
-        self._finished_recving.clear()
-        self._prefills.clear()
+        for requests in (self._first_invalid, self._finished_recving, self.reserved.prefills):
+            requests.clear()
         self.deferred_frees.forget()
 
     def reset_cache(self) -> None:
@@ -330,9 +300,8 @@ class KVTransfers:
         again. In vLLM these hashes stay in the prefix index.
         """
         if (first := self._first_invalid.pop(request, None)) is not None:
-            (table,) = self._block_tables[request]
             begin = max(first, request.num_computed_tokens // self._config.block_size)
-            self._kv_cache_manager.pending.evict(table[begin:])
+            self._kv_cache_manager.pending.evict(self._block_tables[request][0][begin:])
 
     def _forget_table(self, request: Request) -> None:
         self.connector.blocks_released(request)
@@ -348,12 +317,8 @@ class KVTransfers:
         replaces them in `blocks` by the null block. Must be called before the connector is called
         with `blocks`.
         """
-        num_computed = request.num_computed_tokens - sum(
-            plan.num_scheduled_tokens[plan.requests.index(request)]
-            for plan in in_flight
-            if request in plan.requests
-        )
-        num_computed = max(0, num_computed)
+        num_in_flight = scheduled_tokens(in_flight).get(request, 0)
+        num_computed = max(0, request.num_computed_tokens - num_in_flight)
         self._kv_cache_manager.pending.remove_skipped_blocks(request.key, num_computed)
         left_behind = max(num_computed, request.num_tokens_left_behind)
         for group, table in zip(self._config.all_groups, blocks, strict=True):

@@ -1,5 +1,7 @@
 """Counts, as vLLM does, the blocks that prefills in progress will still need."""
 
+from collections.abc import Mapping
+
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
@@ -9,7 +11,15 @@ from services.scheduler.core.request import Request
 class ReservedBlocks:
     """Counts the blocks that running prefills need, which a load must leave free."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(
+        self, config: SchedulerConfig, block_tables: Mapping[Request, BlockTables]
+    ) -> None:
+        """`block_tables` are the tables of the requests that hold blocks. They change later."""
+        self.prefills: set[Request] = set()
+        """Requests that are being loaded or whose prompt is partly computed. Blocks are reserved
+        for their remaining tokens.
+        """
+        self._block_tables = block_tables
         self._longest = config.max_model_len
         self._groups = config.all_groups
         self._most_counted = [
@@ -20,14 +30,32 @@ class ReservedBlocks:
         self._num_step_tokens = 0
         if config.num_speculative_tokens:
             self._num_step_tokens = 1 + config.num_speculative_tokens + config.num_lookahead_tokens
-        self.num_of_drafts = sum(
+        self._num_of_drafts = sum(
             -(-self._num_step_tokens // group.block_size)
             for group in config.all_groups
             if group.attention_type is not AttentionType.STATE_SPACE
         )
         """Number of blocks for the first drafts of a loading request, without states."""
 
-    def lacking(
+    def count(self, appended_blocks: Mapping[Request, BlockTables], *, is_alone: bool) -> int:
+        """Number of blocks that a load must leave free, because it cannot be preempted to free
+        blocks for a prefill. These are the blocks that prefills in progress still need, and the
+        blocks for the first drafts of the loading request. `appended_blocks` are the blocks that
+        the planned step has allocated so far.
+
+        As in vLLM, a request whose load filled no valid block counts as a prefill, even if that
+        request is to be loaded now. `is_alone` means that no request runs and no transfer is in
+        progress. Drafts and requests without blocks do not count then, because the request could
+        otherwise wait for itself, or two requests for each other.
+        """
+        num_of_drafts = 0 if is_alone else self._num_of_drafts
+        return num_of_drafts + sum(
+            self._lacking(request, self._block_tables.get(request), appended_blocks.get(request))
+            for request in self.prefills
+            if request in self._block_tables or not is_alone
+        )
+
+    def _lacking(
         self, request: Request, tables: BlockTables | None, appended: BlockTables | None
     ) -> int:
         """Number of blocks that a request still needs for all its tokens and the drafts of its next

@@ -24,7 +24,7 @@ async def responses_request(
     use = _tool_use(body)
     use.check(inference)
     text = await _render(body, inference)
-    [token_ids] = await inference.encode([text], add_special_tokens=False)
+    [token_ids] = await inference.texts.encode([text], add_special_tokens=False)
     request = ClientRequest(
         request_id=request_id,
         prompts=(Prompt(token_ids),),
