@@ -3,73 +3,53 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
+from google.protobuf.message import Message
 from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.pool import operations as ops
 from services.common.pool.block_hash import HASH_BYTES, BlockHash
-from services.common.pool.ids import BlockId, RequestKey
+from services.common.pool.ids import BlockId
 from services.common.rpc.proto_enum import ProtoEnum
 
 _STOP_REASONS = ProtoEnum(ops.StopReason, kvpool_pb2.StopReason, "STOP_REASON_")
+_OPERATIONS: dict[str, tuple[type[Any], type[Message]]] = {
+    "release": (ops.Release, kvpool_pb2.Release),
+    "remove_skipped_blocks": (ops.RemoveSkippedBlocks, kvpool_pb2.RemoveSkippedBlocks),
+    "grow": (ops.Grow, kvpool_pb2.Grow),
+    "commit": (ops.Commit, kvpool_pb2.Commit),
+    "lookup": (ops.Lookup, kvpool_pb2.Lookup),
+    "admit": (ops.Admit, kvpool_pb2.Admit),
+    "reset_prefix_cache": (ops.ResetPrefixCache, kvpool_pb2.ResetPrefixCache),
+    "evict_blocks": (ops.EvictBlocks, kvpool_pb2.EvictBlocks),
+    "begin_step": (ops.BeginStep, kvpool_pb2.BeginStep),
+    "release_copies": (ops.ReleaseCopies, kvpool_pb2.ReleaseCopies),
+}
+"""Maps each kind of Operation to its dataclass and its message, which have equal fields."""
+_RESULTS: dict[str, tuple[type[Any], type[Message]]] = {
+    "grow": (ops.GrowResult, kvpool_pb2.GrowResult),
+    "lookup": (ops.LookupResult, kvpool_pb2.LookupResult),
+    "admit": (ops.AdmitResult, kvpool_pb2.AdmitResult),
+    "reset_prefix_cache": (ops.ResetPrefixCacheResult, kvpool_pb2.ResetPrefixCacheResult),
+}
+"""The same for OperationResult."""
+_KINDS = {
+    own: (kind, message) for kind, (own, message) in (*_OPERATIONS.items(), *_RESULTS.items())
+}
+_NAMES = {own: tuple(one.name for one in fields(own)) for own in _KINDS}
 
 
-def operation_to_proto(  # noqa: PLR0911 - one for each kind
-    operation: ops.Operation,
-) -> kvpool_pb2.Operation:
-    match operation:
-        case ops.Release(requests, as_one_list):
-            return kvpool_pb2.Operation(
-                release=kvpool_pb2.Release(requests=requests, as_one_list=as_one_list)
-            )
-        case ops.RemoveSkippedBlocks(requests, num_computed_tokens):
-            return kvpool_pb2.Operation(
-                remove_skipped_blocks=kvpool_pb2.RemoveSkippedBlocks(
-                    requests=requests, num_computed_tokens=num_computed_tokens
-                )
-            )
-        case ops.Grow(requests, num_computed_tokens, num_slots, num_tokens):
-            return kvpool_pb2.Operation(
-                grow=kvpool_pb2.Grow(
-                    requests=requests,
-                    num_computed_tokens=num_computed_tokens,
-                    num_slots=num_slots,
-                    num_tokens=num_tokens,
-                )
-            )
-        case ops.Commit(requests, num_tokens, new_hashes):
-            return kvpool_pb2.Operation(
-                commit=kvpool_pb2.Commit(
-                    requests=requests,
-                    num_tokens=num_tokens,
-                    num_new_hashes=[len(hashes) for hashes in new_hashes],
-                    new_hashes=_concatenate(new_hashes),
-                )
-            )
-        case ops.Lookup(requests, max_hit_tokens, new_hashes, with_divergent_hits):
-            return kvpool_pb2.Operation(
-                lookup=kvpool_pb2.Lookup(
-                    requests=requests,
-                    max_hit_tokens=max_hit_tokens,
-                    num_new_hashes=[len(hashes) for hashes in new_hashes],
-                    new_hashes=_concatenate(new_hashes),
-                    with_divergent_hits=with_divergent_hits,
-                )
-            )
-        case ops.Admit(admissions):
-            return kvpool_pb2.Operation(
-                admit=kvpool_pb2.Admit(admissions=map(_admission_to_proto, admissions))
-            )
-        case ops.ResetPrefixCache():
-            return kvpool_pb2.Operation(reset_prefix_cache=kvpool_pb2.ResetPrefixCache())
-        case ops.EvictBlocks(block_ids):
-            return kvpool_pb2.Operation(evict_blocks=kvpool_pb2.EvictBlocks(block_ids=block_ids))
-        case ops.BeginStep():
-            return kvpool_pb2.Operation(begin_step=kvpool_pb2.BeginStep())
-        case ops.ReleaseCopies(num_copies):
-            message = kvpool_pb2.ReleaseCopies(num_copies=num_copies)
-            return kvpool_pb2.Operation(release_copies=message)
+def operation_to_proto(operation: ops.Operation) -> kvpool_pb2.Operation:
+    kind, message = _KINDS[type(operation)]
+    values = {name: getattr(operation, name) for name in _NAMES[type(operation)]}
+    if (new_hashes := values.get("new_hashes")) is not None:
+        values["num_new_hashes"] = [len(hashes) for hashes in new_hashes]
+        values["new_hashes"] = b"".join(chain.from_iterable(new_hashes))
+    elif kind == "admit":
+        values["admissions"] = map(_admission_to_proto, values["admissions"])
+    part: dict[str, Any] = {kind: message(**values)}
+    return kvpool_pb2.Operation(**part)
 
 
 def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.Operation]:
@@ -125,57 +105,26 @@ def block_hashes_from_proto(packed: bytes, field: str) -> list[BlockHash]:
     ]
 
 
-def _operation_from_proto(  # noqa: PLR0911 - one for each kind
-    message: kvpool_pb2.Operation, where: str
-) -> ops.Operation:
-    match message.WhichOneof("operation"):
-        case "release":
-            return ops.Release(_requests(message.release.requests), message.release.as_one_list)
-        case "remove_skipped_blocks":
-            removal = message.remove_skipped_blocks
-            return ops.RemoveSkippedBlocks(
-                _requests(removal.requests), list(removal.num_computed_tokens)
-            )
-        case "grow":
-            grow = message.grow
-            return ops.Grow(
-                _requests(grow.requests),
-                list(grow.num_computed_tokens),
-                list(grow.num_slots),
-                list(grow.num_tokens),
-            )
-        case "commit":
-            commit = message.commit
-            hashes = _hashes_by_request(commit, f"{where}.commit")
-            return ops.Commit(_requests(commit.requests), list(commit.num_tokens), hashes)
-        case "lookup":
-            lookup = message.lookup
-            hashes = _hashes_by_request(lookup, f"{where}.lookup")
-            return ops.Lookup(
-                _requests(lookup.requests),
-                list(lookup.max_hit_tokens),
-                hashes,
-                lookup.with_divergent_hits,
-            )
-        case "admit":
-            return ops.Admit(
-                [
-                    _admission_from_proto(admission, f"{where}.admit.admissions[{index}]")
-                    for index, admission in enumerate(message.admit.admissions)
-                ]
-            )
-        case "reset_prefix_cache":
-            return ops.ResetPrefixCache()
-        case "evict_blocks":
-            return ops.EvictBlocks(cast("list[BlockId]", list(message.evict_blocks.block_ids)))
-        case "begin_step":
-            return ops.BeginStep()
-        case "release_copies":
-            return ops.ReleaseCopies(message.release_copies.num_copies)
-        case _:
-            raise ops.MalformedTransaction(
-                "the operation is not set, or not known here", field=where
-            )
+def _operation_from_proto(message: kvpool_pb2.Operation, where: str) -> ops.Operation:
+    kind = message.WhichOneof("operation")
+    if kind is None:
+        raise ops.MalformedTransaction("the operation is not set, or not known here", field=where)
+    own, _ = _OPERATIONS[kind]
+    part, where = getattr(message, kind), f"{where}.{kind}"
+    values: list[Any] = []
+    for name in _NAMES[own]:
+        value = getattr(part, name)
+        if name == "new_hashes":
+            value = _hashes_by_request(part, where)
+        elif name == "admissions":
+            value = [
+                _admission_from_proto(admission, f"{where}.admissions[{index}]")
+                for index, admission in enumerate(value)
+            ]
+        elif not isinstance(value, int):
+            value = list(value)
+        values.append(value)
+    return cast("ops.Operation", own(*values))
 
 
 _CONVERTED = {"new_hashes", "num_tokens", "num_stored_tokens"}
@@ -202,14 +151,6 @@ def _admission_from_proto(message: kvpool_pb2.Admission, where: str) -> ops.Admi
     )
 
 
-def _requests(keys: Iterable[int]) -> list[RequestKey]:
-    return cast("list[RequestKey]", list(keys))
-
-
-def _concatenate(new_hashes: Sequence[Sequence[BlockHash]]) -> bytes:
-    return b"".join(chain.from_iterable(new_hashes))
-
-
 def _hashes_by_request(
     message: kvpool_pb2.Commit | kvpool_pb2.Lookup, where: str
 ) -> list[Sequence[BlockHash]]:
@@ -229,48 +170,26 @@ def _hashes_by_request(
 
 
 def _result_to_proto(result: ops.OperationResult | None) -> kvpool_pb2.OperationResult:
-    match result:
-        case ops.GrowResult(groups):
-            return kvpool_pb2.OperationResult(
-                grow=kvpool_pb2.GrowResult(groups=map(_blocks_to_proto, groups))
-            )
-        case ops.LookupResult(num_hit_tokens, shared_prefix_boundaries, divergent):
-            return kvpool_pb2.OperationResult(
-                lookup=kvpool_pb2.LookupResult(
-                    num_hit_tokens=num_hit_tokens,
-                    shared_prefix_boundaries=shared_prefix_boundaries,
-                    num_divergent_hit_tokens=divergent,
-                )
-            )
-        case ops.AdmitResult(groups):
-            return kvpool_pb2.OperationResult(
-                admit=kvpool_pb2.AdmitResult(groups=map(_blocks_to_proto, groups))
-            )
-        case ops.ResetPrefixCacheResult(done):
-            return kvpool_pb2.OperationResult(
-                reset_prefix_cache=kvpool_pb2.ResetPrefixCacheResult(done=done)
-            )
-        case None:
-            return kvpool_pb2.OperationResult()
+    if result is None:
+        return kvpool_pb2.OperationResult()
+    kind, message = _KINDS[type(result)]
+    values = {name: getattr(result, name) for name in _NAMES[type(result)]}
+    if "groups" in values:
+        values["groups"] = map(_blocks_to_proto, values["groups"])
+    part: dict[str, Any] = {kind: message(**values)}
+    return kvpool_pb2.OperationResult(**part)
 
 
 def _result_from_proto(message: kvpool_pb2.OperationResult) -> ops.OperationResult | None:
-    match message.WhichOneof("result"):
-        case "grow":
-            return ops.GrowResult(tuple(map(_blocks_from_proto, message.grow.groups)))
-        case "lookup":
-            lookup = message.lookup
-            return ops.LookupResult(
-                list(lookup.num_hit_tokens),
-                list(lookup.shared_prefix_boundaries),
-                list(lookup.num_divergent_hit_tokens),
-            )
-        case "admit":
-            return ops.AdmitResult(tuple(map(_blocks_from_proto, message.admit.groups)))
-        case "reset_prefix_cache":
-            return ops.ResetPrefixCacheResult(message.reset_prefix_cache.done)
-        case None:
-            return None
+    kind = message.WhichOneof("result")
+    if kind is None:
+        return None
+    part, (own, _) = getattr(message, kind), _RESULTS[kind]
+    if kind in ("grow", "admit"):
+        return cast("ops.OperationResult", own(tuple(map(_blocks_from_proto, part.groups))))
+    values = [getattr(part, name) for name in _NAMES[own]]
+    lists = [value if isinstance(value, bool) else list(value) for value in values]
+    return cast("ops.OperationResult", own(*lists))
 
 
 def _blocks_to_proto(blocks: ops.GroupBlocks) -> kvpool_pb2.GroupBlocks:
