@@ -29,6 +29,21 @@ def test_probes_ask_where_the_container_answers(release: Rendered) -> None:
         assert asked == ["ready" if waits else "", "ready", ""], container.name
 
 
+def test_metrics_are_served_at_the_port_that_is_scraped(release: Rendered) -> None:
+    """Tenants' names are in the metrics, so the port is not in a Service of the clients' ports."""
+    served = set()
+    for container in release.containers():
+        variable = f"STEPWELL_{(container.service or '').upper()}_METRICS_ADDRESS"
+        address = container.environment().get(variable)
+        if address is not None:
+            served.add(container.service)
+            assert address.endswith(f":{container.ports()['metrics']}"), container.name
+    assert served == {"gateway", "scheduler"}
+    for service in release.of("Service"):
+        offered = {port["targetPort"] for port in service["spec"]["ports"]}
+        assert not {"http", "metrics"} <= offered, service["metadata"]["name"]
+
+
 def test_probes_of_other_programs_name_a_port(releases: dict[str, Rendered]) -> None:
     redis = releases["everything"].pod("redis").containers()[0]
     for kind in PROBES:

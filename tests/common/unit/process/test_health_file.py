@@ -1,6 +1,8 @@
 """The health file of a real server, and the shell's reader of it."""
 
 import asyncio
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -60,6 +62,21 @@ async def test_the_file_says_what_grpc_health_says(tmp_path: Path) -> None:
     await server.set_live(True)
     await server.drain(0)
     assert probe(file) == (1, "the service is live, and not ready")
+
+
+@pytest.mark.parametrize("age_seconds", [0, 100])
+def test_a_probe_costs_a_few_milliseconds_of_a_processor(age_seconds: int, tmp_path: Path) -> None:
+    """Also if the file is stale. The start of Python alone costs more than ten milliseconds."""
+    file = tmp_path / "health"
+
+    def cost() -> float:
+        file.write_text(f"ready {os.getpid()} {uptime() - age_seconds} 0 0\n")
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        probe(file)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(cost() for _ in range(10)) < 0.006
 
 
 async def test_a_file_that_cannot_be_written_ends_the_start(tmp_path: Path) -> None:

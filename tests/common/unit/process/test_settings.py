@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import importlib
+import re
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from services.common.process.settings import (
     not_empty,
     parse_settings,
     setting,
+    variable_name,
     with_default,
 )
 
@@ -97,6 +99,23 @@ def test_a_secret_is_the_content_of_a_file(tmp_path: Path) -> None:
     assert parse("--name", "x", STEPWELL_THING_WORDS_FILE=str(path)) == settings
     given = parse("--name", "x", "--words", "door", STEPWELL_THING_WORDS_FILE=str(path))
     assert given.words == ("door",)
+
+
+@pytest.mark.parametrize("program", ["gateway", "scheduler", "kvpool", "worker", "up"])
+def test_every_secret_of_a_program_can_be_a_file(program: str, tmp_path: Path) -> None:
+    """Keys, and URLs that may have a password, are secrets."""
+    cls, file = _settings_class("cli" if program == "up" else program), tmp_path / "secret"
+    file.write_text("redis://:word@redis:6379\n")
+    fields = dataclasses.fields(cls)
+    secrets = {field.name for field in fields if field.metadata.get("is_secret")}
+    assert secrets == {field.name for field in fields if re.search("_keys?$|_url$", field.name)}
+    required = [field.name for field in fields if field.default is dataclasses.MISSING]
+    values = {"model": str(Path(__file__).parents[4] / "models" / "demo")}
+    argv = [text for name in required for text in (flag_name(name), values.get(name, "host:1"))]
+    for name in secrets:
+        environ = {f"{variable_name(program, name)}_FILE": str(file)}
+        settings = parse_settings(cls, program, argv, environ)
+        assert "redis://:word@redis:6379" in getattr(settings, name), name
 
 
 def test_a_flag_wins_over_a_variable() -> None:
@@ -285,7 +304,6 @@ def test_no_two_services_listen_on_one_port_by_default() -> None:
 
 def _settings_class(service: str) -> type:
     module = importlib.import_module(f"services.{service}.settings")
-    (found,) = (
-        value for name, value in vars(module).items() if name.lower() == f"{service}settings"
-    )
+    name = "up" if service == "cli" else service
+    (found,) = (kind for key, kind in vars(module).items() if key.lower() == f"{name}settings")
     return found

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import openai
@@ -61,10 +62,11 @@ async def test_a_stream_goes_on_at_another_replica(model: Path) -> None:
         assert (await served.http.get("/health")).status_code == 200
 
 
-class Garbled(FakeScheduler):
-    """A scheduler behind a proxy, which garbles the next message of a session on request."""
+class Damaged(FakeScheduler):
+    """A scheduler behind a proxy, which damages the next message of a session on request."""
 
-    is_garbled = False
+    damage: Callable[[bytes], bytes | None] | None = None
+    """Returns the damaged message, or None for a message that it does not damage."""
 
     async def start(self, address: str = "") -> str:
         self._proxy = PeerProxy(await super().start(address))
@@ -76,16 +78,41 @@ class Garbled(FakeScheduler):
         await super().die()
 
     async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:
-        if self.is_garbled and lane.direction is Direction.RESPONSE:
-            self.is_garbled = False
-            return [b"\xff" + message]
+        if self.damage is not None and lane.direction is Direction.RESPONSE:
+            damaged = self.damage(message)
+            if damaged is not None:
+                self.damage = None
+                return [damaged]
         return [message]
 
 
-async def test_a_message_that_cannot_be_decoded_costs_no_stream(
-    model: Path, caplog: pytest.LogCaptureFixture
+def garbled(message: bytes) -> bytes:
+    return b"\xff" + message
+
+
+def with_unequal_arrays(message: bytes) -> bytes | None:
+    """A step's deltas, with one count more than there are requests."""
+    response = scheduler_pb2.SessionResponse.FromString(message)
+    if not response.deltas.handles:
+        return None
+    response.deltas.num_tokens.append(0)
+    return response.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (garbled, "Session cannot be decoded; 2 requests go on elsewhere"),
+        (with_unequal_arrays, "2 handles, 3 counts"),
+    ],
+)
+async def test_a_damaged_message_costs_no_stream(
+    model: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[bytes], bytes | None],
+    why: str,
 ) -> None:
-    first, second = Garbled(), FakeScheduler()
+    first, second = Damaged(), FakeScheduler()
     async with serving(model, first, second) as served:
         first.permits = second.permits = 0
         streams = [Stream(served) for _ in range(4)]
@@ -94,8 +121,9 @@ async def test_a_message_that_cannot_be_decoded_costs_no_stream(
         second.allow(4)
         await until(lambda: all(len(stream.token_ids) == 4 for stream in streams))
         caplog.clear()
-        first.is_garbled = True
-        await until(lambda: not first.is_garbled and first.num_sessions == 2)
+        first.damage = damage
+        first.allow(4)
+        await until(lambda: first.damage is None and first.num_sessions == 2)
         first.run_freely()
         second.run_freely()
         await asyncio.gather(*(stream.task for stream in streams))
@@ -105,7 +133,7 @@ async def test_a_message_that_cannot_be_decoded_costs_no_stream(
         assert (await served.http.get("/health")).status_code == 200
     lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert len(lines) == 1
-    assert "Session cannot be decoded; 2 requests go on elsewhere" in lines[0]
+    assert why in lines[0]
 
 
 async def test_many_kills_lose_and_repeat_nothing(model: Path) -> None:
