@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -11,6 +11,13 @@ from services.common.process.line_stream import LineStream
 
 _COLOURS = {"gateway": 36, "scheduler": 33, "kvpool": 35, "worker": 32, "up": 1}
 _TAIL_SHOWN = 8
+
+
+def shows_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """Whether colours are written: to a terminal, unless NO_COLOR has a value
+    (https://no-color.org), as in the commands that use rich.
+    """
+    return stream.isatty() and not environ.get("NO_COLOR")
 
 
 class Console:

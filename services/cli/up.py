@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from services.cli.client import DEFAULT_URL
-from services.cli.console import Console, announce
+from services.cli.console import Console, announce, shows_colour
 from services.cli.errors import CommandError
 from services.cli.processes.plan import Addresses, stages
 from services.cli.processes.ports import claim_port
@@ -76,7 +76,7 @@ def _up(argv: Sequence[str]) -> int:
         plan = stages(settings, addresses, {**os.environ, "PYTHONUNBUFFERED": "1"})
         console = Console(
             sys.stderr,
-            colour=sys.stderr.isatty() and "NO_COLOR" not in os.environ,
+            colour=shows_colour(sys.stderr, os.environ),
             quiet=settings.quiet,
             raw=settings.log_format is LogFormat.JSON,
             name_width=max(len("scheduler"), *(len(s.name) for stage in plan for s in stage.specs)),

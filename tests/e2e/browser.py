@@ -14,6 +14,7 @@ FLAGS = [
     "--disable-sync",
 ]
 DEADLINE_MILLISECONDS = 60_000
+WIDE = {"viewport": {"width": 1360, "height": 900}}
 
 
 @asynccontextmanager

@@ -1,7 +1,9 @@
 """The commands as people and scripts run them, with real processes and a real HTTP server."""
 
+import io
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli import status
 from tests.cli.small_server import SmallServer, small_server
 
 ROOT = Path(__file__).parents[3]
@@ -146,6 +149,22 @@ def test_an_answer_that_breaks_off_is_an_error(server: SmallServer) -> None:
 def test_an_empty_prompt_is_refused(server: SmallServer) -> None:
     done = stepwell("complete", "--url", server.url)
     assert_refused(done, "stepwell complete: the prompt is empty")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("no_color", "has_colours"), [("", True), ("1", False)])
+def test_no_color_switches_colours_off(
+    server: SmallServer, monkeypatch: pytest.MonkeyPatch, no_color: str, *, has_colours: bool
+) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    assert status.main(["--url", server.url]) == 0
+    assert (re.search(r"\x1b\[[\d;]*\b3\dm", terminal.getvalue()) is not None) is has_colours
 
 
 def test_input_that_is_no_text_is_refused(server: SmallServer) -> None:

@@ -8,10 +8,12 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from tests.hub_cache import in_hub_cache
 from tests.redis_servers import needs_redis, redis_server
 
 ROOT = Path(__file__).parents[3]
@@ -22,7 +24,7 @@ def model() -> Path:
     return ROOT / "models" / "demo"
 
 
-def up(*arguments: str | Path) -> tuple[int, str]:
+def up(*arguments: str | Path, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
     """Starts `stepwell up` with arguments that are refused. Returns its exit status and standard
     error.
     """
@@ -31,6 +33,7 @@ def up(*arguments: str | Path) -> tuple[int, str]:
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env={**os.environ, **(environ or {})},
         timeout=60,
         check=False,
     )
@@ -86,6 +89,23 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(
         1,
         f"stepwell up: {directory}: there is no tokenizer.json\n",
     )
+
+
+def test_a_cached_model_of_the_hub_that_cannot_be_served_is_refused_without_torch(
+    tmp_path: Path,
+) -> None:
+    """Importing torch would take longer than everything else that `stepwell up` does before."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    bloom = {"architectures": ["BloomForCausalLM"], "model_type": "bloom"}
+    (directory / "config.json").write_text(json.dumps(bloom))
+    (directory / "model.safetensors").touch()
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch is imported')\n")
+    environ = in_hub_cache(tmp_path / "hub", "Owner/Bloom", directory)
+    status, error = up("--model", "Owner/Bloom", environ={**environ, "PYTHONPATH": str(tmp_path)})
+    assert (status, error.count("\n")) == (1, 1)
+    assert error.startswith(f"stepwell up: {tmp_path}/hub/models--Owner--Bloom/snapshots/")
+    assert "BloomForCausalLM biases its attention by distance (ALiBi)" in error
 
 
 def test_an_unknown_flag_is_refused(model: Path) -> None:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from services.cli.console import Console
+import pytest
+
+from services.cli.console import Console, shows_colour
 from services.cli.processes.plan import Addresses
 from services.cli.up import ready_text
 
@@ -45,6 +47,26 @@ def test_a_longer_name_widens_the_column() -> None:
 
 def test_a_terminal_gets_colours() -> None:
     assert shown(colour=True)[0] == "\033[32mworker    | \033[0mloading"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "environ", "colour"),
+    [
+        (Terminal(), {}, True),
+        (Terminal(), {"NO_COLOR": ""}, True),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (io.StringIO(), {}, False),
+    ],
+)
+def test_colours_are_for_terminals_and_can_be_switched_off(
+    stream: io.StringIO, environ: dict[str, str], *, colour: bool
+) -> None:
+    assert shows_colour(stream, environ) is colour
 
 
 def test_quiet_leaves_what_goes_wrong() -> None:

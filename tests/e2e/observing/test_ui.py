@@ -4,20 +4,18 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.browser import DEADLINE_MILLISECONDS, chromium, page_of
+from tests.e2e.browser import DEADLINE_MILLISECONDS, WIDE, chromium, page_of
 from tests.e2e.clients.test_command_line import stepwell
 from tests.e2e.conftest import TinyModel
 from tests.e2e.stack import Stack
 from tests.plain_http import async_http_client
 from tests.slowness import busy_slowness
 
-WIDE = {"viewport": {"width": 1360, "height": 900}}
 SAYS = "document.querySelector('#waterfall-says').textContent"
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "color_scheme": "dark"}
@@ -111,14 +109,27 @@ about a canvas that is read repeatedly.
 """
 
 
+CHAT_SETTINGS = {"temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "seed": 3}
+
+
 async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -> None:
     async with chromium() as browser, page_of(browser, shown.url, **PHONE) as page:
         await page.goto(f"{shown.url}/ui")
         await page.wait_for_selector("#state.live")
         fits = "document.documentElement.scrollWidth <= window.innerWidth"
         assert await page.evaluate(fits)
+        await page.click("#chat-settings summary")
+        for name, value in {"system": "be brief", **CHAT_SETTINGS}.items():
+            await page.fill(f"#chat-{name}", str(value))
         await page.fill("#chat-text", "say something")
-        await page.click("#chat-send")
+        async with page.expect_request("**/v1/chat/completions") as asked:
+            await page.click("#chat-send")
+        sent = (await asked.value).post_data_json
+        assert sent["messages"] == [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "say something"},
+        ]
+        assert CHAT_SETTINGS.items() <= sent.items()
         await page.click("#messages .after .link")
         await page.wait_for_selector("#waterfall[open] .span >> text=chat tiny")
         await page.wait_for_selector("#waterfall .track i.stepwell-scheduler")
@@ -174,123 +185,6 @@ async def test_a_request_that_runs_is_a_waterfall_that_grows(shown: Stack) -> No
         assert kept["is_complete"]
         kept_for = kept["spans"][0]["attributes"]["stepwell.kept_for"]
         assert kept_for in ("watched", "slowest")
-
-
-HOSTILE = [
-    "<script>alert(1)</script> <img src=x onerror=alert(1)>",
-    "[go](javascript:alert(1)) [go](data:text/html,x) [go](//evil.example) [go](/ui)",
-    "**<b onclick=alert(1)>** `<i>` ~~<s>~~ *<u>*",
-    "```html\n<iframe src=/ui></iframe>\n",
-    "> " * 500 + "deep",
-    "- a\n" * 500 + "|a|\n|-|\n|<td>|",
-    "[" * 5000 + "*" * 5000 + "`" * 999,
-    "# <h1>\n1. <li>\n  - [x](https://user:pass@good.example/?a=<b>)\n***",
-]
-RENDERED = """async (texts) => {
-  const { markdown } = await import("/ui/markdown.js");
-  const box = document.createElement("div");
-  box.append(...texts.flatMap((text) => markdown(text)));
-  const made = [...box.querySelectorAll("*")];
-  return {
-    names: [...new Set(made.map((one) => one.localName))],
-    attributes: [...new Set(made.flatMap((one) => one.getAttributeNames()))],
-    links: made.filter((one) => one.href).map((one) => one.protocol),
-    text: box.textContent,
-  };
-}"""
-
-
-DRAWN = """async () => {
-  const { colour, idOf } = await import("/ui/text.js");
-  const { Timeline } = await import("/ui/timeline.js");
-  const { History } = await import("/ui/history.js");
-  const row = (canvas, y) => {
-    const copy = new OffscreenCanvas(canvas.width, canvas.height);
-    const drawing = copy.getContext("2d");
-    drawing.drawImage(canvas, 0, 0);
-    const { data } = drawing.getImageData(0, y, canvas.width, 1);
-    return new Uint32Array(data.buffer);
-  };
-  const share = (pixels, one) => pixels.filter((each) => each === one).length / pixels.length;
-  const timeline = new Timeline();
-  const step = (number, began, long) => ({
-    step: number, began_unix_seconds: began, seconds: long, num_requests: 1, num_preemptions: 0,
-    num_prefill_tokens: 0, num_decode_tokens: 8, wait_reason: null, keys: [number], num_tokens: [8],
-  });
-  timeline.add([step(1, 100, 1), step(2, 102, 2)], 8, String);
-  timeline.draw();
-  const steps = row(timeline.canvas, Math.floor(timeline.canvas.height / 2));
-  const history = new History();
-  const began = [...Array(11).keys()].map((bin) => 10 * bin);
-  const values = Object.fromEntries(
-    ["first_token_seconds", "per_token_seconds", "request_seconds", "num_ended", "num_refused",
-     "num_failed", "num_tokens", "num_running", "num_waiting", "held_share"].map(
-      (name) => [name, began.map(() => name.endsWith("seconds") ? null : 0)]),
-  );
-  const marks = (...events) => {
-    history.history = { unix_seconds: 110, bin_seconds: 10, began_unix_seconds: began, ...values,
-                        events: events.map(([kind, unix_seconds]) => ({ kind, unix_seconds })) };
-    history.draw();
-    const pixels = row(history.charts[0].canvas, 0);
-    return [...pixels.keys()].filter((x) => pixels[x]).map((x) => x / pixels.length);
-  };
-  return {
-    colours: new Set([...Array(24).keys()].map(colour)).size,
-    ids: ["chatcmpl-a-1", "cmpl-a-1", "msg-a-1", "resp-a-1", "a-1"].map(idOf),
-    steps: [0.1, 0.9].map((part) => share(steps, steps[Math.floor(part * steps.length)])),
-    marks: [marks(["lost", 55]), marks(["refused", 55])],
-  };
-}"""
-"""Draws two steps of 1 and 2 seconds with a second between them, and the curves of 110 seconds with
-an event in their middle.
-"""
-
-
-def trace_of(name: str, waited_for: str | None) -> dict[str, Any]:
-    """A trace whose request waited for blocks that another one held."""
-    blocks = {"name": "blocks", "seconds": 1.0, "explanation": "", "step": 7}
-    return {
-        "trace_id": name,
-        "request_id": f"cmpl-{name}",
-        "is_complete": True,
-        "is_running": False,
-        "time": {"line": name, "seconds": 1.0, "parts": [blocks | {"waited_for": waited_for}]},
-        "spans": [],
-    }
-
-
-async def fulfil(answer: dict[str, Any], route: Any) -> None:
-    await route.fulfill(json=answer)
-
-
-async def test_the_scripts_of_the_page_draw_what_they_are_given(shown: Stack) -> None:
-    async with chromium() as browser, page_of(browser, shown.url, **WIDE) as page:
-        await page.goto(f"{shown.url}/ui")
-        drawn = await page.evaluate(DRAWN)
-        assert drawn["colours"] == 24
-        assert set(drawn["ids"]) == {"a-1"}
-        assert drawn["steps"] == pytest.approx([1 / 4, 2 / 4], abs=0.02)
-        lost, refused = drawn["marks"]
-        assert lost[0] == pytest.approx(0.5, abs=0.02)
-        assert len(lost) < 8
-        assert refused == []
-        for name, waited_for in (("waiter", "cmpl-holder"), ("cmpl-holder", None)):
-            trace = trace_of(name.removeprefix("cmpl-"), waited_for)
-            await page.route(f"**/traces/{name}", partial(fulfil, trace))
-        opened = "import('/ui/traces.js').then(({ Traces }) => new Traces(alert).open('waiter'))"
-        await page.evaluate(opened)
-        await page.click("#waterfall-parts .blocks")
-        await page.wait_for_selector("#waterfall-part >> text=began with step 7")
-        await page.click("#waterfall-part .link >> text=holder")
-        await page.wait_for_selector("#waterfall-title >> text=holder")
-        made = await page.evaluate(RENDERED, HOSTILE)
-        assert {"p", "strong", "em", "s", "code", "pre", "ul", "ol", "table", "hr"} <= {
-            *made["names"]
-        }
-        assert not {"script", "img", "iframe", "b", "i", "u"} & {*made["names"]}
-        assert {*made["attributes"]} <= {"title", "href", "target", "rel", "start"}
-        assert {*made["links"]} == {"https:"}
-        assert "<script>alert(1)</script>" in made["text"]
 
 
 async def test_an_operator_pauses_and_resumes_from_the_page(shown: Stack) -> None:

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import TinyModel
 from tests.e2e.stack import ROOT, Stack, wait_for
+from tests.hub_cache import in_hub_cache
 from tests.plain_http import http_get, http_post
 
 SERVICES = {
@@ -21,13 +23,22 @@ SERVICES = {
 }
 
 
+NAME = "Owner/Tiny-0.5B"
+
+
 @pytest.fixture(scope="module")
-def two(tiny_model: TinyModel) -> Iterator[Stack]:
+def two(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     flags = ("--replicas", "2", "--routing-policy", "round-robin", "--num-blocks", "200")
     flags += ("--admin-port", "0")
-    stack = Stack(tiny_model.directory, *flags)
+    environ = in_hub_cache(tmp_path_factory.mktemp("hub"), NAME, tiny_model.directory)
+    stack = Stack(Path(NAME), *flags, environ=environ)
     yield stack
     stack.close()
+
+
+def test_a_model_of_the_hubs_cache_is_served_by_its_name(two: Stack) -> None:
+    (served,) = http_get(f"{two.url}/v1/models").json()["data"]
+    assert (two.model, served["id"]) == (NAME, NAME)
 
 
 def ask(stack: Stack, prompt: str) -> dict[str, Any]:

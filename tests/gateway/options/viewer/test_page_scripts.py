@@ -1,0 +1,179 @@
+"""Tests the scripts of the page /ui in headless Chromium, with values of the tests."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.e2e.browser import WIDE, chromium, page_of
+from tests.gateway.serving import Serving
+
+HOSTILE = [
+    "<script>alert(1)</script> <img src=x onerror=alert(1)>",
+    "[go](javascript:alert(1)) [go](data:text/html,x) [go](//evil.example) [go](/ui)",
+    "**<b onclick=alert(1)>** `<i>` ~~<s>~~ *<u>*",
+    "```html\n<iframe src=/ui></iframe>\n",
+    "> " * 500 + "deep",
+    "- a\n" * 500 + "|a|\n|-|\n|<td>|",
+    "[" * 5000 + "*" * 5000 + "`" * 999,
+    "# <h1>\n1. <li>\n  - [x](https://user:pass@good.example/?a=<b>)\n***",
+]
+RENDERED = """async (texts) => {
+  const { markdown } = await import("/ui/markdown.js");
+  const box = document.createElement("div");
+  box.append(...texts.flatMap((text) => markdown(text)));
+  const made = [...box.querySelectorAll("*")];
+  return {
+    names: [...new Set(made.map((one) => one.localName))],
+    attributes: [...new Set(made.flatMap((one) => one.getAttributeNames()))],
+    links: made.filter((one) => one.href).map((one) => one.protocol),
+    text: box.textContent,
+  };
+}"""
+
+
+DRAWN = """async () => {
+  const { colour, idOf } = await import("/ui/text.js");
+  const { Timeline } = await import("/ui/timeline.js");
+  const { History } = await import("/ui/history.js");
+  const row = (canvas, y) => {
+    const copy = new OffscreenCanvas(canvas.width, canvas.height);
+    const drawing = copy.getContext("2d");
+    drawing.drawImage(canvas, 0, 0);
+    const { data } = drawing.getImageData(0, y, canvas.width, 1);
+    return new Uint32Array(data.buffer);
+  };
+  const share = (pixels, one) => pixels.filter((each) => each === one).length / pixels.length;
+  const timeline = new Timeline();
+  const step = (number, began, long) => ({
+    step: number, began_unix_seconds: began, seconds: long, num_requests: 1, num_preemptions: 0,
+    num_prefill_tokens: 0, num_decode_tokens: 8, wait_reason: null, keys: [number], num_tokens: [8],
+  });
+  timeline.add([step(1, 100, 1), step(2, 102, 2)], 8, String);
+  timeline.draw();
+  const steps = row(timeline.canvas, Math.floor(timeline.canvas.height / 2));
+  const history = new History();
+  const began = [...Array(11).keys()].map((bin) => 10 * bin);
+  const values = Object.fromEntries(
+    ["first_token_seconds", "per_token_seconds", "request_seconds", "num_ended", "num_refused",
+     "num_failed", "num_tokens", "num_running", "num_waiting", "held_share"].map(
+      (name) => [name, began.map(() => name.endsWith("seconds") ? null : 0)]),
+  );
+  const marks = (...events) => {
+    history.history = { unix_seconds: 110, bin_seconds: 10, began_unix_seconds: began, ...values,
+                        events: events.map(([kind, unix_seconds]) => ({ kind, unix_seconds })) };
+    history.draw();
+    const pixels = row(history.charts[0].canvas, 0);
+    return [...pixels.keys()].filter((x) => pixels[x]).map((x) => x / pixels.length);
+  };
+  const curves = (values) => {
+    const bins = Object.fromEntries(
+      Object.entries(values).map(([name, value]) => [name, began.map(() => value)]));
+    history.history = { unix_seconds: 110, bin_seconds: 10, began_unix_seconds: began, ...bins,
+                        events: [] };
+    history.draw();
+    return history.charts.map(({ canvas, says }) => {
+      const copy = new OffscreenCanvas(canvas.width, canvas.height);
+      const drawing = copy.getContext("2d");
+      drawing.drawImage(canvas, 0, 0);
+      const { data } = drawing.getImageData(Math.floor(canvas.width / 2), 0, 1, canvas.height);
+      const rows = [...Array(canvas.height).keys()].filter((y) => data[4 * y + 3] > 128);
+      const lines = rows.filter((y, index) => y !== rows[index - 1] + 1);
+      const axis = lines.pop();
+      return [says.textContent, lines.map((y) => (axis - y) / (axis - 13))];
+    });
+  };
+  const { showReplicas, showTabs } = await import("/ui/replicas.js");
+  const named = ["left", "right"].map((name) => (
+    { name, address: `${name}:9001`, ready: false, reason: "it starts", cached_tokens: null }));
+  const texts = (query) => [...document.querySelectorAll(query)].map((one) => one.textContent);
+  showTabs(named, "left:9001", () => {});
+  showReplicas(named, () => {});
+  return {
+    names: [texts("#replica-tabs button"), texts("#replica-cards h3"), texts("#replica-cards dd")],
+    curves: curves(CURVES),
+    colours: new Set([...Array(24).keys()].map(colour)).size,
+    ids: ["chatcmpl-a-1", "cmpl-a-1", "msg-a-1", "resp-a-1", "a-1"].map(idOf),
+    steps: [0.1, 0.9].map((part) => share(steps, steps[Math.floor(part * steps.length)])),
+    marks: [marks(["lost", 55]), marks(["refused", 55])],
+  };
+}"""
+"""Draws two steps of 1 and 2 seconds with a second between them, and the curves of 110 seconds with
+an event in their middle. Then draws the constant curves of `CURVES`, and two replicas.
+"""
+CURVES = {
+    "first_token_seconds": [0.5, 2],
+    "per_token_seconds": [0.02, 0.05],
+    "request_seconds": [3, 4],
+    "num_ended": 20,
+    "num_refused": 5,
+    "num_tokens": 4000,
+    "num_running": 3,
+    "num_waiting": 2,
+    "held_share": 0.25,
+}
+"""The values of each bin of ten seconds."""
+SHOWN_CURVES = [
+    ("median 500 msp99 2.00 s", [1, 1 / 4]),
+    ("median 20.0 msp99 50.0 ms", [1, 2 / 5]),
+    ("median 3.00 sp99 4.00 s", [4 / 5, 3 / 5]),
+    ("answered 2.0/srefused 0.5/s", [1, 1 / 4]),
+    ("tokens 400/s", [4 / 5]),
+    ("running 3waiting 2", [3 / 5, 2 / 5]),
+    ("held 25.0 %", [1 / 2]),
+]
+"""The text of each chart, and the heights of its curves from the top, relative to the chart's."""
+
+
+def trace_of(name: str, waited_for: str | None) -> dict[str, Any]:
+    """A trace whose request waited for blocks that another one held."""
+    blocks = {"name": "blocks", "seconds": 1.0, "explanation": "", "step": 7}
+    return {
+        "trace_id": name,
+        "request_id": f"cmpl-{name}",
+        "is_complete": True,
+        "is_running": False,
+        "time": {"line": name, "seconds": 1.0, "parts": [blocks | {"waited_for": waited_for}]},
+        "spans": [],
+    }
+
+
+async def fulfil(answer: dict[str, Any], route: Any) -> None:
+    await route.fulfill(json=answer)
+
+
+async def test_the_scripts_of_the_page_draw_what_they_are_given(served: Serving) -> None:
+    async with chromium() as browser, page_of(browser, served.base_url, **WIDE) as page:
+        await page.goto(f"{served.base_url}/ui")
+        drawn = await page.evaluate(DRAWN.replace("CURVES", json.dumps(CURVES)))
+        assert drawn["colours"] == 24
+        assert set(drawn["ids"]) == {"a-1"}
+        assert drawn["steps"] == pytest.approx([1 / 4, 2 / 4], abs=0.02)
+        assert [text for text, _ in drawn["curves"]] == [text for text, _ in SHOWN_CURVES]
+        for (text, heights), (_, expected) in zip(drawn["curves"], SHOWN_CURVES, strict=True):
+            assert heights == pytest.approx(expected, abs=0.05), text
+        tabs, cards, rows = drawn["names"]
+        assert tabs == cards == ["left", "right"]
+        assert rows == ["it starts", "left:9001", "it starts", "right:9001"]
+        lost, refused = drawn["marks"]
+        assert lost[0] == pytest.approx(0.5, abs=0.02)
+        assert len(lost) < 8
+        assert refused == []
+        for name, waited_for in (("waiter", "cmpl-holder"), ("cmpl-holder", None)):
+            trace = trace_of(name.removeprefix("cmpl-"), waited_for)
+            await page.route(f"**/traces/{name}", partial(fulfil, trace))
+        opened = "import('/ui/traces.js').then(({ Traces }) => new Traces(alert).open('waiter'))"
+        await page.evaluate(opened)
+        await page.click("#waterfall-parts .blocks")
+        await page.wait_for_selector("#waterfall-part >> text=began with step 7")
+        await page.click("#waterfall-part .link >> text=holder")
+        await page.wait_for_selector("#waterfall-title >> text=holder")
+        made = await page.evaluate(RENDERED, HOSTILE)
+        assert {"p", "strong", "em", "s", "code", "pre", "ul", "ol", "table", "hr"} <= {
+            *made["names"]
+        }
+        assert not {"script", "img", "iframe", "b", "i", "u"} & {*made["names"]}
+        assert {*made["attributes"]} <= {"title", "href", "target", "rel", "start"}
+        assert {*made["links"]} == {"https:"}
+        assert "<script>alert(1)</script>" in made["text"]
