@@ -11,7 +11,7 @@ TAG ?= $(VERSION)
 PROTOS := $(shell find protos -name '*.proto')
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check proto bench images wheelhouse lock format clean
+.PHONY: help run test tiles check proto bench images wheelhouse lock format clean
 
 help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,11 @@ run: $(VENV)/.run gen/.built ## Install, start all four services and serve MODEL
 test: $(VENV)/.dev gen/.built ## Run every test, on the CPU
 	@CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
 	    $(if $(filter tests%,$(ARGS)),,--numprocesses 5) $(ARGS)
+
+# The log of a run names the order: "bfloat16 in the order of tiles".
+tiles: ## Run the tests of computation, or those of ARGS, with emulated tile registers (Intel AMX)
+	@CXX=$(CURDIR)/tests/worker/emulated-tiles-c++ $(MAKE) test \
+	    ARGS="$(or $(ARGS),tests/parity tests/worker/unit/backends tests/worker/unit/models)"
 
 check: $(VENV)/.dev gen/.built ## Format, lint, types, layering, contracts, generated code
 	$(BIN)/ruff format --check .

@@ -157,6 +157,12 @@ class Kernels(Protocol):
     def has_bfloat16(self) -> bool:
         """Whether bfloat16 is about as fast as float32, or faster."""
 
+    @property
+    def sums_like_tiles(self) -> bool:
+        """Whether products of bfloat16 are added in the order of the processor's tiles (Intel AMX).
+        Keys, values and logits in bfloat16 have other bits then.
+        """
+
     def padded_rows(self, num_rows: int) -> int:
         """The number of rows to compute instead of `num_rows`. It is at least `num_rows`."""
 

@@ -36,6 +36,8 @@ def model_fingerprint(
     quantization: QuantizationSetting = QuantizationSetting.AUTO,
     draft_model: bytes = b"",
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
+    *,
+    sums_like_tiles: bool = False,
 ) -> bytes:
     """A fingerprint of 32 bytes, equal if and only if cached keys and values are interchangeable.
 
@@ -45,6 +47,8 @@ def model_fingerprint(
     are pooled. `quantization`: how weights that are stored unquantized are quantized.
     `draft_model`: the fingerprint of the draft model whose keys and values are in the same blocks,
     or empty without one. `kv_cache_dtype`: the data type of keys and values in the cache.
+    `sums_like_tiles`: whether products of bfloat16 are added in the order of the processor's tiles.
+    It changes only models in bfloat16.
     """
     parts = [
         *_model_parts(checkpoint),
@@ -59,6 +63,8 @@ def model_fingerprint(
         parts.append(("draft model", draft_model))
     if kv_cache_dtype is not KVCacheDtype.AUTO:
         parts.append(("kv_cache_dtype", kv_cache_dtype.value.encode()))
+    if sums_like_tiles and kv_dtype == "bfloat16":
+        parts.append(("sums", b"like tiles"))
     digest = sha256()
     for label, content in parts:
         for piece in (label.encode(), content):

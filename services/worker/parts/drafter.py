@@ -88,6 +88,7 @@ def _load_draft_model(setup: RankSetup, parts: RunnerParts, directory: Path) -> 
         kv_cache_dtype=parts.shape.kv_cache_dtype,
     )
     fingerprint = model_fingerprint(
-        checkpoint, shape.block_size, dtype_name(loaded.dtype), loaded.rope_length
+        *(checkpoint, shape.block_size, dtype_name(loaded.dtype), loaded.rope_length),
+        sums_like_tiles=parts.kernels.sums_like_tiles,
     )
     return DraftModelParts(loaded, shape, group, fingerprint)

@@ -46,5 +46,6 @@ def select_kernels(
             raise KernelsUnavailable(f"native kernels cannot be used: {error}") from error
         logger.warning("kernels: torch, %s, which is slower: %s", mode, error)
         return TorchKernels(batch_invariant=batch_invariant)
-    logger.info("kernels: native")
+    order = ", bfloat16 in the order of tiles (AMX)" if kernels.sums_like_tiles else ""
+    logger.info("kernels: native%s", order)
     return kernels

@@ -116,7 +116,10 @@ def test_stopping_the_start_does_not_wait_for_the_compiler(
 @pytest.fixture
 def quick_compiler(tmp_path: Path, with_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler that receives one function in place of all sources, and records each link."""
-    (tmp_path / "float32.cpp").write_text('extern "C" int panel_width() { return 16; }\n')
+    (tmp_path / "float32.cpp").write_text(
+        'extern "C" int panel_width() { return 16; }\n'
+        'extern "C" int tile_palettes() { return 1; }\n'
+    )
     compiler = tmp_path / "quick-compiler"
     compiler.write_text(
         "#!/bin/sh\n"

@@ -72,6 +72,13 @@ def test_the_caches_data_type_changes_the_fingerprint(directory: Path) -> None:
     assert fingerprint(directory) in found
 
 
+def test_the_order_of_tiles_changes_the_fingerprint_in_bfloat16(directory: Path) -> None:
+    checkpoint = open_checkpoint(directory)
+    for dtype, is_other in (("float32", False), ("bfloat16", True)):
+        like_tiles = model_fingerprint(checkpoint, 16, dtype, sums_like_tiles=True)
+        assert (like_tiles != fingerprint(directory, 16, dtype)) == is_other
+
+
 def test_the_groups_of_layers_change_the_fingerprint(directory: Path) -> None:
     checkpoint = open_checkpoint(directory)
     groupings = [

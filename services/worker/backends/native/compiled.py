@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
+from services.worker.backends.native import tiles
 from services.worker.backends.native.build import FLAGS, NAME, SOURCES, BuildFailed, built
 from services.worker.backends.native.cached_library import CachedLibrary
 from services.worker.backends.native.prebuilt import X86, load_prebuilt
@@ -48,18 +49,36 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
     features = processor_features()
     if not features >= _NEEDED_FEATURES:
         raise NotCompiled("the processor has no AVX2")
+    if features >= tiles.FEATURES:
+        reason = tiles.refusal()
+        if reason is None:
+            library = _load(features, cache, checkpoint_reached)
+            if library.tile_palettes() > 0:
+                return library
+            reason = "the processor has no palette"
+        logger.warning("kernels: without the processor's tiles (AMX): %s", reason)
+    return _load(features - tiles.FEATURES, cache, checkpoint_reached)
+
+
+def _load(
+    features: frozenset[str], cache: Path, checkpoint_reached: Callable[[], None]
+) -> ctypes.CDLL:
+    """Loads the library for a processor with these features. With tiles' features it is a library
+    with tiles.
+    """
     with suppress(OSError):
         if (prebuilt := load_prebuilt(features)) is not None:
             return prebuilt
     compiler = shutil.which(os.environ.get("CXX", "c++"))
-    directory = cache / f"kernels-{_key(features, compiler)}"
+    flags = _THIS_PROCESSOR + (tiles.FLAGS if features >= tiles.FEATURES else ())
+    directory = cache / f"kernels-{_key(flags, features, compiler)}"
     cached = CachedLibrary(directory, NAME)
     try:
         library = cached.load()
         if library is None:
             if compiler is None:
                 raise NotCompiled("there is no C++ compiler")
-            library = _compile_once(compiler, cached, checkpoint_reached)
+            library = _compile_once(compiler, flags, cached, checkpoint_reached)
     except OSError as error:
         raise NotCompiled(f"the kernels cannot be compiled or loaded: {error}") from error
     return library
@@ -77,16 +96,19 @@ def processor_features() -> frozenset[str]:
     return frozenset(flags.partition(":")[2].split())
 
 
-def _key(features: frozenset[str], compiler: str | None) -> str:
+def _key(flags: tuple[str, ...], features: frozenset[str], compiler: str | None) -> str:
     digest = sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    digest.update(repr((_THIS_PROCESSOR, FLAGS, sorted(features), compiler)).encode())
+    digest.update(repr((flags, FLAGS, sorted(features), compiler)).encode())
     return digest.hexdigest()[:16]
 
 
 def _compile_once(
-    compiler: str, cached: CachedLibrary, checkpoint_reached: Callable[[], None]
+    compiler: str,
+    flags: tuple[str, ...],
+    cached: CachedLibrary,
+    checkpoint_reached: Callable[[], None],
 ) -> ctypes.CDLL:
     """Waits for the lock. Loads the library if another process compiled it, else compiles it."""
     lock = cached.directory.with_suffix(".lock")
@@ -96,12 +118,12 @@ def _compile_once(
             scope.enter_context(_locked(lock, checkpoint_reached))
         except OSError as error:
             _warn_not_cached(lock.parent, error)
-            return _compile(compiler, None, checkpoint_reached)
+            return _compile(compiler, flags, None, checkpoint_reached)
         library = cached.load()
         if library is None:
             if cached.exists:
                 logger.warning("the cached kernels are damaged or incomplete")
-            library = _compile(compiler, cached, checkpoint_reached)
+            library = _compile(compiler, flags, cached, checkpoint_reached)
         return library
 
 
@@ -138,7 +160,10 @@ class _WaitLog:
 
 
 def _compile(
-    compiler: str, cached: CachedLibrary | None, checkpoint_reached: Callable[[], None]
+    compiler: str,
+    flags: tuple[str, ...],
+    cached: CachedLibrary | None,
+    checkpoint_reached: Callable[[], None],
 ) -> ctypes.CDLL:
     once = "" if cached is None else ", once"
     logger.info("compiling kernels for this processor%s", once)
@@ -149,7 +174,7 @@ def _compile(
         progress.update()
 
     try:
-        with built(compiler, _THIS_PROCESSOR, wait) as library:
+        with built(compiler, flags, wait) as library:
             logger.info("compiled kernels in %.1f s", progress.seconds)
             return (cached and _store(cached, library)) or ctypes.CDLL(str(library))
     except BuildFailed as error:

@@ -40,6 +40,10 @@ class NativeKernels(TorchKernels):
     def has_bfloat16(self) -> bool:
         return True
 
+    @property
+    def sums_like_tiles(self) -> bool:
+        return bool(self._library.sums_like_tiles())
+
     def padded_rows(self, num_rows: int) -> int:
         return num_rows
 

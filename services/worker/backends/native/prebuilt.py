@@ -16,6 +16,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.worker.backends.native import tiles
 from services.worker.backends.native.build import NAME, built
 from services.worker.backends.native.cached_library import CachedLibrary
 
@@ -40,6 +41,11 @@ class Kind:
 
 
 KINDS = (
+    Kind(
+        "amx",
+        (*_BF16_FLAGS, "-mavx512vbmi", *tiles.FLAGS),
+        _BF16 | {"avx512vbmi"} | tiles.FEATURES,
+    ),
     Kind("avx512-bf16-vbmi", (*_BF16_FLAGS, "-mavx512vbmi"), _BF16 | {"avx512vbmi"}),
     Kind("avx512-bf16", _BF16_FLAGS, _BF16),
     Kind("avx512", ("-march=x86-64-v4",), _V4),

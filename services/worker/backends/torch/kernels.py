@@ -31,6 +31,10 @@ class TorchKernels:
     def __init__(self, *, batch_invariant: bool = True) -> None:
         self._batch_invariant = batch_invariant
 
+    @property
+    def sums_like_tiles(self) -> bool:
+        return False
+
     def padded_rows(self, num_rows: int) -> int:
         return padded_rows(num_rows, batch_invariant=self._batch_invariant)
 

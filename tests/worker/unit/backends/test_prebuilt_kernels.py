@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.backends.native import compiled
+from services.worker.backends.native import compiled, tiles
 from services.worker.backends.native.build import NAME
 from services.worker.backends.native.prebuilt import KINDS, Kind, build, load_prebuilt
 
-VBMI, BF16, AVX512, AVX2 = (kind.features for kind in KINDS)
+AMX, VBMI, BF16, AVX512, AVX2 = (kind.features for kind in KINDS)
 
 
 @pytest.fixture
@@ -23,10 +23,12 @@ def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if found is None:
         pytest.skip("there is no C++ compiler")
     (tmp_path / "kind.cpp").write_text(
-        "#if defined(__AVX512VBMI__)\n#define KIND 3\n"
+        "#if defined(STEPWELL_TILES)\n#define KIND 4\n"
+        "#elif defined(__AVX512VBMI__)\n#define KIND 3\n"
         "#elif defined(__AVX512BF16__)\n#define KIND 2\n"
         "#elif defined(__AVX512F__)\n#define KIND 1\n"
         '#else\n#define KIND 0\n#endif\nextern "C" int kind() { return KIND; }\n'
+        'extern "C" int tile_palettes() { return 0; }\n'
     )
     compiler = tmp_path / "quick-compiler"
     compiler.write_text(
@@ -53,6 +55,7 @@ def test_the_best_kernels_for_the_processor_are_loaded(tmp_path: Path) -> None:
         library = load_prebuilt(features, tmp_path / "built")
         return None if library is None else library.kind()
 
+    assert taken(AMX) == 4
     assert taken(VBMI | {"amx_tile"}) == 3
     assert taken(BF16) == 2
     assert taken(AVX512 | {"avx512vbmi"}) == 1
@@ -87,7 +90,7 @@ def test_each_kind_needs_what_the_next_one_needs() -> None:
 @pytest.mark.usefixtures("quick_compiler")
 def test_damaged_kernels_are_skipped(tmp_path: Path) -> None:
     build(tmp_path)
-    (tmp_path / KINDS[2].name / f"{NAME}.so").write_bytes(b"")
+    (tmp_path / KINDS[-2].name / f"{NAME}.so").write_bytes(b"")
     library = load_prebuilt(AVX512, tmp_path)
     assert library is not None
     assert library.kind() == 0
@@ -104,3 +107,23 @@ def test_a_worker_uses_prebuilt_kernels_instead_of_compiling(
     monkeypatch.setattr(compiled, "processor_features", lambda: AVX2)
     assert compiled.load_compiled(tmp_path / "cache", lambda: None).kind() == 0
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("refusal", ["No space left on device", None])
+def test_without_usable_tiles_the_next_kernels_are_loaded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    refusal: str | None,
+) -> None:
+    """The system refuses permission, or grants it on a machine whose processor has no palette."""
+    build(tmp_path, KINDS[:2])
+    monkeypatch.setattr(
+        compiled, "load_prebuilt", lambda features: load_prebuilt(features, tmp_path)
+    )
+    monkeypatch.setattr(compiled, "processor_features", lambda: AMX)
+    monkeypatch.setattr(tiles, "refusal", lambda: refusal)
+    assert compiled.load_compiled(tmp_path / "cache", lambda: None).kind() == 3
+    reason = refusal or "the processor has no palette"
+    assert caplog.messages == [f"kernels: without the processor's tiles (AMX): {reason}"]

@@ -11,6 +11,12 @@ namespace stepwell {
 // Number of columns in a panel. Packed weights are padded to whole panels.
 extern "C" int panel_width() { return PANEL_WIDTH; }
 
+// Whether products of bfloat16 are added in the order of tiles.
+extern "C" int sums_like_tiles() { return SUMS_LIKE_TILES<BFloat16>; }
+
+// See num_tile_palettes. At least 1 if tiles are emulated.
+extern "C" int tile_palettes() { return tiles::ARE_EMULATED ? 1 : num_tile_palettes(); }
+
 // The bytes of a structure, or 0 for an unknown name. They are equal for all element types.
 extern "C" std::int64_t structure_size(const char* name) {
   const std::string_view wanted = name;

@@ -15,6 +15,7 @@
 #include "projection.h"
 #include "quantized_projection.h"
 #include "threads.h"
+#include "tile_products.h"
 
 namespace stepwell {
 
@@ -146,10 +147,30 @@ PanelFunctions<T, Out> quantized_functions() {
   }
 }
 
+// The functions that multiply with tiles. LORA: see project_panel.
+template <class T, class Out, bool LORA>
+PanelFunctions<T, Out> tile_functions(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::INT8:
+      return {project_quantized_in_tiles<T, Out, WeightFormat::INT8>, nullptr};
+    case WeightFormat::INT4:
+      return {project_quantized_in_tiles<T, Out, WeightFormat::INT4>, nullptr};
+    case WeightFormat::FP8:
+      return {project_quantized_in_tiles<T, Out, WeightFormat::FP8>, nullptr};
+    case WeightFormat::W8A8:
+      return {project_panel_in_tiles<T, Out, CodedPanel<T>, LORA>, nullptr};
+    default:
+      return {project_panel_in_tiles<T, Out, PlainPanel<T>, LORA>, nullptr};
+  }
+}
+
 // LORA: see project_panel.
 template <class T, class Out, bool LORA>
-PanelFunctions<T, Out> panel_functions(WeightFormat format) {
-  switch (format) {
+PanelFunctions<T, Out> panel_functions(const Projection<T>& p) {
+  if constexpr (SUMS_LIKE_TILES<T>) {
+    if (uses_tiles(p)) return tile_functions<T, Out, LORA>(p.format);
+  }
+  switch (p.format) {
     case WeightFormat::INT8:
       return quantized_functions<T, Out, WeightFormat::INT8>();
     case WeightFormat::INT4:
@@ -166,15 +187,25 @@ PanelFunctions<T, Out> panel_functions(WeightFormat format) {
 // The number of panels that are read side by side.
 template <class T>
 int panels_at_once(const Projection<T>& p, std::int64_t rows) {
-  return p.is_unpacked() && rows <= MAX_PAIR_ROWS ? 2 : 1;
+  return p.is_unpacked() && rows <= MAX_PAIR_ROWS && !uses_tiles(p) ? 2 : 1;
+}
+
+// Blocks consist of whole multiples of so many rows, except the last block.
+template <class T>
+int row_multiple(const Projection<T>& p) {
+  return uses_tiles(p) ? PAIR_ROWS : MAX_TILE_ROWS;
 }
 
 // The maximum of rows in a block.
 template <class T>
 std::int64_t most_block_rows(const Projection<T>& p) {
-  const std::int64_t bytes = p.is_unpacked() ? UNPACKED_BLOCK_BYTES : BLOCK_BYTES;
+  const std::int64_t multiple = row_multiple(p);
+  const std::int64_t bytes = uses_tiles(p)     ? TILE_BLOCK_BYTES
+                             : p.is_unpacked() ? UNPACKED_BLOCK_BYTES
+                                               : BLOCK_BYTES;
   const std::int64_t fitting = bytes / (p.depth * p.element_bytes());
-  return std::clamp<std::int64_t>(round_down(fitting, MAX_TILE_ROWS), MAX_TILE_ROWS, BLOCK_ROWS);
+  const std::int64_t most = round_down<std::int64_t>(BLOCK_ROWS, multiple);
+  return std::clamp(round_down(fitting, multiple), multiple, most);
 }
 
 // The blocks of rows, which are projected one after the other, and the panels that each is
@@ -184,14 +215,15 @@ struct Blocks {
   Blocks(const Projection<T>& projection, std::int64_t num_rows)
       : p(projection),
         rows(num_rows),
-        groups(divide_up(rows, MAX_TILE_ROWS)),
+        multiple(row_multiple(p)),
+        groups(divide_up(rows, multiple)),
         count(divide_up(rows, most_block_rows(p))),
         at_once(panels_at_once(p, rows)),
         panels(divide_up<std::int64_t>(p.num_panels(), at_once)) {}
 
   Range rows_of(std::int64_t block) const {
-    return {groups * block / count * MAX_TILE_ROWS,
-            std::min(rows, groups * (block + 1) / count * MAX_TILE_ROWS)};
+    return {groups * block / count * multiple,
+            std::min(rows, groups * (block + 1) / count * multiple)};
   }
 
   // Whether a panel, the first of an item, is read together with the next one.
@@ -200,13 +232,20 @@ struct Blocks {
   // Rows of the input in the form in which panels are multiplied by them.
   InputRows<T> near(const T* input, Range range) const {
     InputRows<T> own{input + range.begin * p.depth, p.depth, int(range.end - range.begin)};
-    if (p.format != WeightFormat::W8A8) return without_set_conflicts(own, p.depth);
-    own.codes = codes_of(own, p.depth);
-    return own;
+    if (p.format == WeightFormat::W8A8) own.codes = codes_of(own, p.depth);
+    if (uses_tiles(p)) {
+      const RowCodes& codes = own.codes;
+      own.tiles = p.format == WeightFormat::W8A8
+                      ? rows_in_tiles(codes.first, codes.stride, own.count, p.coded_depth())
+                      : rows_in_tiles(own.first, own.stride, own.count, p.depth);
+      return own;
+    }
+    return p.format == WeightFormat::W8A8 ? own : without_set_conflicts(own, p.depth);
   }
 
   const Projection<T>& p;
   std::int64_t rows;
+  std::int64_t multiple;
   std::int64_t groups;
   std::int64_t count;
   int at_once;
@@ -238,8 +277,8 @@ template <class T, class Out>
 [[gnu::noinline]] void project(const Projection<T>& p, const T* input, Out* output,
                                std::int64_t rows, Team team) {
   const Blocks<T> blocks(p, rows);
-  const PanelFunctions<T, Out> functions = panel_functions<T, Out, false>(p.format);
-  alignas(64) float totals[BLOCK_ROWS * PANEL_WIDTH];
+  const PanelFunctions<T, Out> functions = panel_functions<T, Out, false>(p);
+  alignas(64) float totals[TOTAL_ROWS * PANEL_WIDTH];
   WorkItems items(team, blocks.count * blocks.panels);
   InputRows<T> near{};
   std::int64_t block = -1;

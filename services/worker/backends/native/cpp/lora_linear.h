@@ -33,10 +33,10 @@ template <class T, class Out>
                                        std::int64_t rows, Team team, const LoraDelta<T>& delta,
                                        LoraReadAhead<T>* ahead = nullptr) {
   const Blocks<T> blocks(p, rows);
-  const PanelFunctions<T, Out> functions = panel_functions<T, Out, true>(p.format);
+  const PanelFunctions<T, Out> functions = panel_functions<T, Out, true>(p);
   const std::int64_t items_of_thread = divide_up(blocks.count * blocks.panels, team.size);
   const std::int64_t most = items_of_run(blocks, items_of_thread);
-  alignas(64) float totals[BLOCK_ROWS * PANEL_WIDTH];
+  alignas(64) float totals[TOTAL_ROWS * PANEL_WIDTH];
   WorkItems items(team, blocks.count * blocks.panels);
   InputRows<T> near{};
   BlockDelta<T> added;

@@ -79,6 +79,9 @@ constexpr std::int64_t UNPACKED_BLOCK_BYTES = std::numeric_limits<std::int64_t>:
 constexpr int BLOCK_ROWS = 264;
 static_assert(BLOCK_ROWS % MAX_TILE_ROWS == 0);
 
+// Rows for which totals have memory: those of a block, rounded up to whole tiles.
+constexpr int TOTAL_ROWS = BLOCK_ROWS + TILE_ROWS;
+
 // Prefetch distance in a sequential stream, in elements.
 constexpr std::int64_t PREFETCH_AHEAD = 2048;
 
@@ -131,13 +134,15 @@ struct RowCodes {
   const float* scales;
 };
 
-// Rows of the input. `codes`: for multiplication by a W8A8 weight.
+// Rows of the input. `codes`: for multiplication by a W8A8 weight. `tiles`: for multiplication with
+// tiles, see rows_in_tiles.
 template <class T>
 struct InputRows {
   const T* first;
   std::int64_t stride;
   int count;
   RowCodes codes = {};
+  const char* tiles = nullptr;
 };
 
 // Rows whose distance is a multiple of 2 KB share a few sets of the first-level cache: a dozen of

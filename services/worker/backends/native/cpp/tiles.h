@@ -50,6 +50,8 @@ inline int num_tile_palettes() {
 namespace tiles {
 
 #ifndef STEPWELL_EMULATED_TILES
+constexpr bool ARE_EMULATED = false;
+
 // Assembly, since the compiler (GCC 12) removes stores to the operands of its own functions for
 // tiles.
 inline void configure(const TileShapes& shapes) {
@@ -95,6 +97,8 @@ inline void multiply_bytes() {
   }
 }
 #else
+constexpr bool ARE_EMULATED = true;
+
 struct Registers {
   TileShapes shapes;
   bool is_configured = false;
