@@ -164,6 +164,13 @@ class _Call:
             self._lost()
             await asyncio.sleep(0)  # the call's task is cancelled here
 
+    def write_at_once(self, response: Any) -> bool:
+        """Sends a response from any thread, unless `write` would wait or fail. Returns whether the
+        response was sent.
+        """
+        message = self._handler.response_serializer(response)
+        return len(message) <= MAX_MESSAGE_BYTES and self._stream.send_at_once(message)
+
     async def _requests(self) -> AsyncIterator[Any]:
         while (data := await self._stream.read()) is not None:
             yield self._handler.request_deserializer(data)

@@ -11,6 +11,7 @@ import enum
 import select
 import socket
 import struct
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -56,9 +57,10 @@ def opened(payload: bytes) -> tuple[str, int]:
 
 class LocalStream:
     """One end of a stream, in the running event loop. One task may read and one task may write. The
-    event loop's thread does all the work. A message is sent by the call that writes it, and an
-    arriving message wakes only this thread. In grpc.aio another thread is woken first, which then
-    notifies the loop of each message and of the end of each write.
+    event loop's thread does all the work, except that any thread may call `send_at_once`. A message
+    is sent by the call that writes it, and an arriving message wakes only this thread. In grpc.aio
+    another thread is woken first, which then notifies the loop of each message and of the end of
+    each write.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class LocalStream:
         self._num_unread_bytes = 0
         self._is_held = False
         """Whether receiving pauses until messages are read."""
+        self._sending = threading.Lock()
+        """Held while a frame is sent and while the connection is closed."""
         self._unsent = bytearray()
         self.is_broken = False
         """Whether a send found the connection closed by the peer."""
@@ -114,16 +118,34 @@ class LocalStream:
         ended, the frame is dropped. `on_lost` is called after all data that arrived before the end
         is received.
         """
-        if self._is_closed:
-            return
-        frame = _HEADER.pack(kind, len(payload)) + payload
-        if self._unsent:
-            self._unsent += frame
-            return
-        num_sent = self._try_to_send(frame)
-        if num_sent < len(frame):
-            self._unsent += memoryview(frame)[num_sent:]
-            self._loop.add_writer(self._connection, self._send_on)
+        with self._sending:
+            if self._is_closed:
+                return
+            frame = _HEADER.pack(kind, len(payload)) + payload
+            if self._unsent:
+                self._unsent += frame
+                return
+            num_sent = self._try_to_send(frame)
+            if num_sent < len(frame):
+                self._unsent += memoryview(frame)[num_sent:]
+                self._await_room()
+
+    def send_at_once(self, message: bytes) -> bool:
+        """Sends a message from any thread, unless it would have to wait: for the peer, which has
+        not read earlier frames, or forever, because the connection has ended. Returns whether the
+        message was sent. If only its beginning fits, the event loop sends the rest.
+        """
+        with self._sending:
+            if self._is_closed or self._unsent:
+                return False
+            frame = _HEADER.pack(FrameKind.MESSAGE, len(message)) + message
+            num_sent = self._try_to_send(frame)
+            if self.is_broken or not num_sent:
+                return False
+            if num_sent < len(frame):
+                self._unsent += memoryview(frame)[num_sent:]
+                self._loop.call_soon_threadsafe(self._await_room)
+            return True
 
     async def drained(self) -> None:
         """Waits until all frames are sent or the connection has ended."""
@@ -161,11 +183,12 @@ class LocalStream:
         """Closes the connection. Messages received before can still be read."""
         if self._is_closed:
             return
-        self._is_closed = True
         self._loop.remove_reader(self._connection)
-        if self._unsent:
-            self._loop.remove_writer(self._connection)
-        self._connection.close()
+        with self._sending:
+            self._is_closed = True
+            if self._unsent:
+                self._loop.remove_writer(self._connection)
+            self._connection.close()
         self.end()
         _wake(self._writer)
 
@@ -187,8 +210,13 @@ class LocalStream:
             self.is_broken = True
             return len(frame)
 
+    def _await_room(self) -> None:
+        if self._unsent and not self._is_closed:
+            self._loop.add_writer(self._connection, self._send_on)
+
     def _send_on(self) -> None:
-        del self._unsent[: self._try_to_send(self._unsent)]
+        with self._sending:
+            del self._unsent[: self._try_to_send(self._unsent)]
         if not self._unsent:
             self._loop.remove_writer(self._connection)
             _wake(self._writer)

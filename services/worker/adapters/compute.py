@@ -58,6 +58,13 @@ class ComputeThread:
         """
         return self._computing.submit(function, allowed_seconds, ended)
 
+    def post(self, function: Callable[[], None], allowed_seconds: float) -> None:
+        """Queues a function that raises no error. Nobody is notified when it has run. It is dropped
+        if the thread is closed before it starts. A function that exceeds `allowed_seconds`
+        continues, and is reported by `overdue`.
+        """
+        self._computing.post(function, allowed_seconds)
+
     def submit_wait(
         self,
         wait: Callable[[], T],
@@ -113,17 +120,32 @@ class _Lane:
             if self.is_closed or future.cancelled():
                 _end_in_loop(loop, future, future.cancel, ended)
                 return
-            if allowed_seconds != inf:
-                self._running = Overdue(time.monotonic(), allowed_seconds)
             try:
-                finish = partial(future.set_result, function())
+                finish = partial(future.set_result, self._timed(function, allowed_seconds))
             except BaseException as error:
                 finish = partial(future.set_exception, error)
-            self._running = None
             _end_in_loop(loop, future, finish, ended)
 
         self._tasks.put(run)
         return future
+
+    def post(self, function: Callable[[], None], allowed_seconds: float) -> None:
+        if self.is_closed:
+            raise RuntimeError("the thread is closed")
+
+        def run() -> None:
+            if not self.is_closed:
+                self._timed(function, allowed_seconds)
+
+        self._tasks.put(run)
+
+    def _timed(self, function: Callable[[], T], allowed_seconds: float) -> T:
+        if allowed_seconds != inf:
+            self._running = Overdue(time.monotonic(), allowed_seconds)
+        try:
+            return function()
+        finally:
+            self._running = None
 
     def close(self, patience_seconds: float | None) -> None:
         self.is_closed = True

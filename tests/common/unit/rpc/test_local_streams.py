@@ -270,3 +270,37 @@ def test_messages_are_the_same_wherever_the_bytes_are_cut(
         return found
 
     assert asyncio.run(received()) == messages
+
+
+async def test_another_thread_sends_what_does_not_have_to_wait() -> None:
+    mine, theirs = socket.socketpair()
+    for end in (mine, theirs):
+        end.setblocking(False)
+    sender, reader = (
+        LocalStream(end, LOOKAHEAD_BYTES, lambda *_: None, lambda: None) for end in (mine, theirs)
+    )
+    large = bytes(3_000_000)
+
+    def flood() -> int:
+        """Sends until a message has to wait. Returns the number of sent messages."""
+        number = 0
+        while sender.send_at_once(b"%d" % number):
+            number += 1
+        return number
+
+    async with asyncio.timeout(SECONDS):
+        assert await asyncio.to_thread(sender.send_at_once, large)  # the loop sends its rest
+        assert not await asyncio.to_thread(sender.send_at_once, b"")
+        sender.send(FrameKind.MESSAGE, b"behind it")
+        assert [await reader.read(), await reader.read()] == [large, b"behind it"]
+        await sender.drained()
+        number = await asyncio.to_thread(flood)
+        sender.send(FrameKind.MESSAGE, b"last")
+        assert [await reader.read() for _ in range(number)] == [
+            b"%d" % one for one in range(number)
+        ]
+        assert await reader.read() == b"last"
+        reader.close()
+        assert not await asyncio.to_thread(sender.send_at_once, b"nobody reads it")
+        sender.close()
+        assert not await asyncio.to_thread(sender.send_at_once, b"nobody reads it")

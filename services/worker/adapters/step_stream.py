@@ -1,0 +1,251 @@
+"""One stream of steps: reads steps, has the compute thread run them, and answers them in order."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+
+from stepwell.worker.v1 import worker_pb2
+
+from services.common.errors import Aborted, StepwellError
+from services.worker.adapters.compute import ComputeThread
+from services.worker.adapters.converters import step_from_proto, step_output_to_proto
+from services.worker.adapters.metrics import WorkerMetrics
+from services.worker.adapters.telemetry import StepTracer
+from services.worker.core.batch.step_order import StepOrder
+from services.worker.core.sampled import PendingOutput
+from services.worker.core.step import StepInput, StepOutput
+from services.worker.core.worker import StepRunner
+
+MAX_STEPS_IN_FLIGHT = 4
+"""Maximum number of a stream's steps that are read before the oldest step is answered."""
+
+
+@dataclass(slots=True)
+class _PendingStep:
+    """A step that is not answered yet. Times are readings of `time.perf_counter_ns`."""
+
+    message: worker_pb2.ExecuteRequest
+    step: StepInput
+    arrived_nanos: int
+    ready_nanos: int
+    """When the step arrived or, with a device, was queued on the device."""
+    started_nanos: int = 0
+    ended_nanos: int = 0
+    output: StepOutput | PendingOutput | None = None
+    """The output once the step was run, or was queued on a device."""
+    error: BaseException | None = None
+    """Why the step was not run, or failed."""
+    answer: worker_pb2.ExecuteResponse | None = None
+    """The answer, if the compute thread made it and could not send it at once."""
+    downloaded: "asyncio.Future[StepOutput] | None" = None
+    """The step's output, if a device still computed it when the step was queued there."""
+
+
+@dataclass(eq=False)
+class StepStream:
+    """The steps of one stream, over a batch that is initially empty.
+
+    One task reads steps. With `write_at_once`, the compute thread itself answers the oldest step
+    when it has run it, before it runs the next step. So no thread is woken for an answer. This
+    matters because threads share the interpreter's lock: the woken thread would wait for it until
+    the compute thread has prepared the next step.
+
+    Other answers are written by the task that runs the stream. These are answers without
+    `write_at_once`, answers for which the scheduler must read earlier ones first, and outputs that
+    a device still computes. The compute thread then wakes the task, which checks the oldest step.
+    """
+
+    runner: StepRunner
+    compute: ComputeThread
+    tracer: StepTracer
+    metrics: WorkerMetrics
+    write: Callable[[worker_pb2.ExecuteResponse], Awaitable[None]]
+    write_at_once: Callable[[worker_pb2.ExecuteResponse], bool] | None
+    """Sends an answer from any thread, unless it must wait. Returns whether the answer was sent."""
+    has_other_ranks: bool
+
+    def __post_init__(self) -> None:
+        self._closed = False
+        self._error: StepwellError | None = None
+        self._order = StepOrder()
+        self._pending: deque[_PendingStep] = deque()
+        """The steps without an answer. The thread that has sent the oldest step's answer removes
+        the step.
+        """
+        self._last_ended_nanos: int | None = None
+        """When the last answered step ended. It is None before the first answer."""
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._awaits_answers = False
+        """Whether the compute thread must wake the loop after each answer that it sends."""
+        self._reset = self.compute.submit(self.runner.reset)
+
+    def end(self, error: StepwellError) -> None:
+        """Ends the stream with `error`, and drops steps that have not started."""
+        self._closed = True
+        if self._error is None:
+            self._error = error
+        self._changed.set()
+
+    def close(self) -> None:
+        """Drops steps that have not started."""
+        self._closed = True
+
+    async def run(
+        self,
+        first: worker_pb2.ExecuteRequest,
+        others: AsyncIterator[worker_pb2.ExecuteRequest],
+    ) -> None:
+        """Runs steps in order, and answers them while further steps are read."""
+        await self._reset
+        taking_in = asyncio.ensure_future(self._take_in(first, others))
+        taking_in.add_done_callback(self._all_taken_in)
+        try:
+            while not taking_in.done() or self._pending:
+                if self._error is not None:
+                    raise self._error
+                if taking_in.done():
+                    taking_in.result()
+                answer = self._oldest_answer()
+                if answer is None:
+                    await self._changed.wait()
+                    self._changed.clear()
+                else:
+                    await self.write(answer)
+                    self._pending.popleft()
+                    self._has_room.set()
+            taking_in.result()
+        finally:
+            self._closed = True
+            taking_in.cancel()
+            oldest = self._oldest()
+            if oldest is not None and oldest.downloaded is not None:
+                oldest.downloaded.cancel()
+
+    async def _take_in(
+        self, first: worker_pb2.ExecuteRequest, others: AsyncIterator[worker_pb2.ExecuteRequest]
+    ) -> None:
+        self._submit(first)
+        async for message in others:
+            self._submit(message)
+            while len(self._pending) >= MAX_STEPS_IN_FLIGHT:
+                self._has_room.clear()
+                self._awaits_answers = True
+                if len(self._pending) >= MAX_STEPS_IN_FLIGHT:
+                    await self._has_room.wait()
+                self._awaits_answers = False
+
+    def _all_taken_in(self, _: "asyncio.Future[None]") -> None:
+        self._awaits_answers = True
+        self._changed.set()
+
+    def _submit(self, message: worker_pb2.ExecuteRequest) -> None:
+        arrived = time.perf_counter_ns()
+        self._order.follow(message.generation, message.step, is_empty=not message.rows)
+        step = step_from_proto(message, with_digest=self.has_other_ranks)
+        pending = _PendingStep(message, step, arrived, arrived)
+        self._pending.append(pending)
+        self.compute.post(partial(self._run_step, pending), _allowed_seconds(message))
+
+    def _oldest_answer(self) -> worker_pb2.ExecuteResponse | None:
+        """Returns the oldest step's answer, or None if there is none yet. If a device still
+        computes the step, the download thread starts to wait for the output. Raises the step's
+        error.
+        """
+        pending = self._oldest()
+        if pending is None:
+            return None
+        if pending.error is not None:
+            raise pending.error
+        if pending.answer is not None:
+            return pending.answer
+        output = pending.output
+        if output is None or isinstance(output, StepOutput):
+            return None if output is None else self._answer(pending, output)
+        if pending.downloaded is None:
+            pending.downloaded = self.compute.submit_wait(
+                output.wait, _allowed_seconds(pending.message), self._changed.set
+            )
+        if not pending.downloaded.done():
+            return None
+        pending.ended_nanos = time.perf_counter_ns()
+        return self._answer(pending, pending.downloaded.result())
+
+    def _oldest(self) -> _PendingStep | None:
+        try:
+            return self._pending[0]
+        except IndexError:  # the compute thread may remove the last step at any time
+            return None
+
+    def _run_step(self, pending: _PendingStep) -> None:
+        """Runs a step in the compute thread, and sends its answer if it can be sent at once."""
+        try:
+            output = self._begin(pending)
+            if isinstance(output, StepOutput) and self._can_answer_at_once(pending):
+                answer = self._answer(pending, output)
+                if self.write_at_once is not None and self.write_at_once(answer):
+                    self._pending.popleft()
+                    if self._awaits_answers:
+                        self._wake()
+                    return
+                pending.answer = answer
+            else:
+                pending.output = output
+        except BaseException as error:
+            pending.error = error
+        self._wake()
+
+    def _can_answer_at_once(self, pending: _PendingStep) -> bool:
+        return self.write_at_once is not None and not self._closed and self._pending[0] is pending
+
+    def _begin(self, pending: _PendingStep) -> StepOutput | PendingOutput:
+        """Runs a step. If it fails, the stream's other steps are dropped."""
+        if self._closed:
+            raise Aborted("the stream ended before this step began")
+        pending.started_nanos = time.perf_counter_ns()
+        try:
+            output = self.runner.begin(pending.step)
+        except BaseException:
+            self._closed = True
+            raise
+        pending.ended_nanos = time.perf_counter_ns()
+        if not isinstance(output, StepOutput):
+            pending.ready_nanos = pending.ended_nanos
+        return output
+
+    def _wake(self) -> None:
+        """Makes the loop check the oldest step and the number of steps. Called in any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._woken)
+
+    def _woken(self) -> None:
+        self._changed.set()
+        self._has_room.set()
+
+    def _answer(self, pending: _PendingStep, output: StepOutput) -> worker_pb2.ExecuteResponse:
+        arrived, ended = pending.arrived_nanos, pending.ended_nanos
+        started = pending.started_nanos + output.waited_nanos
+        epoch = time.time_ns() - time.perf_counter_ns()
+        times = epoch + arrived, epoch + started, epoch + ended
+        self.tracer.record(pending.message.traceparent, pending.step, times)
+        num_tokens = sum(pending.step.num_scheduled_tokens.tolist())
+        if len(pending.step.num_draft_tokens):  # the worker may have proposed fewer drafts
+            num_tokens -= int(pending.step.num_draft_tokens.sum() - output.num_draft_tokens.sum())
+        self.metrics.stepped(num_tokens, started - arrived, ended - started)
+        last_ended, self._last_ended_nanos = self._last_ended_nanos, ended
+        return step_output_to_proto(
+            output,
+            queue_nanos=started - arrived,
+            execute_nanos=ended - started,
+            slack_nanos=None if last_ended is None else last_ended - pending.ready_nanos,
+        )
+
+
+def _allowed_seconds(message: worker_pb2.ExecuteRequest) -> float:
+    return message.timeout_millis / 1000 or inf
