@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from services.cli.settings import UpSettings
 from services.common.process.service_settings import ServiceSettings
 from services.common.process.settings import as_text, flag_name
-from services.common.telemetry.metric_specs import SPECS, edge, process, replica, vllm
+from services.common.telemetry.metric_specs import edge, process, replica, vllm
 from services.common.telemetry.metric_specs.spec import MetricSpec, Source
 from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
 from services.gateway.adapters.http.openai import bodies
@@ -44,7 +44,7 @@ METRICS: dict[str, tuple[MetricSpec, ...]] = {
         if option.metric_specs
     },
 }
-ALL_SPECS = SPECS | {spec.name: spec for option in OPTIONS for spec in option.metric_specs}
+ALL_SPECS = {spec.name: spec for specs in METRICS.values() for spec in specs}
 """The registry of metrics, with the metrics of a gateway's options."""
 SETTINGS: dict[str, Any] = {
     "settings: every service": ServiceSettings,

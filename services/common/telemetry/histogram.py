@@ -9,7 +9,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.samples import Exemplar
 
 from services.common.telemetry.exposition import number_text
-from services.common.telemetry.metric_specs import SPECS
+from services.common.telemetry.metric_specs.spec import MetricSpec
 
 
 class Histogram:
@@ -17,9 +17,8 @@ class Histogram:
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "sum")
 
-    def __init__(self, name: str) -> None:
-        """`name` is the name of a metric. The metric's specification has the buckets."""
-        self._bounds = SPECS[name].buckets
+    def __init__(self, spec: MetricSpec) -> None:
+        self._bounds = spec.buckets
         self._counts = [0] * (len(self._bounds) + 1)
         self._exemplars: dict[int, Exemplar] = {}
         self.sum = 0.0

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry import names
-from services.common.telemetry.metric_specs import value_family
+from services.common.telemetry.metric_specs import process, value_family
 from services.common.telemetry.span_outage import DropReason
 from services.common.telemetry.tracing import Tracing
 
@@ -18,8 +17,8 @@ class TracingCollector(Collector):
         self._senders = tracing.senders
 
     def collect(self) -> Iterator[Metric]:
-        sent = value_family(names.METRIC_SPANS_SENT)
-        dropped = value_family(names.METRIC_SPANS_DROPPED)
+        sent = value_family(process.SPANS_SENT)
+        dropped = value_family(process.SPANS_DROPPED)
         sent.add_metric([], sum(sender.num_sent for sender in self._senders))
         for reason in DropReason:
             count = sum(sender.num_dropped[reason] for sender in self._senders)

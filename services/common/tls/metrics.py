@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry import names
-from services.common.telemetry.metric_specs import value_family
+from services.common.telemetry.metric_specs import process, value_family
 
 if TYPE_CHECKING:
     from services.common.tls.credentials import Tls
@@ -20,9 +19,9 @@ class TlsCollector(Collector):
         self._watches = [tls.watch for tls in each if tls is not None]
 
     def collect(self) -> Iterator[Metric]:
-        left = value_family(names.METRIC_TLS_SECONDS_LEFT)
-        reloads = value_family(names.METRIC_TLS_RELOADS)
-        failures = value_family(names.METRIC_TLS_RELOAD_FAILURES)
+        left = value_family(process.TLS_SECONDS_LEFT)
+        reloads = value_family(process.TLS_RELOADS)
+        failures = value_family(process.TLS_RELOAD_FAILURES)
         for watch in self._watches:
             left.add_metric([watch.purpose], watch.seconds_left)
             reloads.add_metric([watch.purpose], watch.num_reloads)

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Generic
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry import names
-from services.common.telemetry.metric_specs import single, summary_family, value_family
+from services.common.telemetry.metric_specs import (
+    replica,
+    single,
+    summary_family,
+    value_family,
+    vllm,
+)
+from services.common.telemetry.metric_specs.spec import MetricSpec
 from services.kvpool.core.pool_host import Answer, PoolHost
 from services.kvpool.core.stats import PoolStats
 
@@ -19,26 +25,26 @@ if TYPE_CHECKING:
 
 Read = Callable[[PoolStats], float]
 
-_VALUES: dict[str, Read] = {
-    names.METRIC_POOL_USAGE: lambda stats: 1 - stats.num_free_blocks / stats.num_usable_blocks,
-    names.METRIC_POOL_CACHED_HASHES: lambda stats: stats.num_cached_hashes,
-    names.METRIC_PREFIX_CACHE_QUERIES: lambda stats: stats.num_query_tokens,
-    names.METRIC_PREFIX_CACHE_HITS: lambda stats: stats.num_hit_tokens,
-    names.METRIC_POOL_EVICTIONS: lambda stats: stats.num_evictions,
-    names.METRIC_POOL_REUSES: lambda stats: stats.num_reuses,
-    names.METRIC_POOL_RESETS: lambda stats: stats.num_resets,
-    names.METRIC_POOL_TRANSACTIONS: lambda stats: stats.num_transactions,
+_VALUES: dict[MetricSpec, Read] = {
+    replica.POOL_USAGE: lambda stats: 1 - stats.num_free_blocks / stats.num_usable_blocks,
+    replica.POOL_CACHED_HASHES: lambda stats: stats.num_cached_hashes,
+    vllm.PREFIX_CACHE_QUERIES: lambda stats: stats.num_query_tokens,
+    vllm.PREFIX_CACHE_HITS: lambda stats: stats.num_hit_tokens,
+    replica.POOL_EVICTIONS: lambda stats: stats.num_evictions,
+    replica.POOL_REUSES: lambda stats: stats.num_reuses,
+    replica.POOL_RESETS: lambda stats: stats.num_resets,
+    replica.POOL_TRANSACTIONS: lambda stats: stats.num_transactions,
 }
-_COUNTS_AND_SUMS: dict[str, tuple[Read, Read]] = {
-    names.METRIC_POOL_BLOCK_LIFETIME: (
+_COUNTS_AND_SUMS: dict[MetricSpec, tuple[Read, Read]] = {
+    replica.POOL_BLOCK_LIFETIME: (
         lambda stats: stats.num_evictions,
         lambda stats: stats.evicted_lifetime_transactions,
     ),
-    names.METRIC_POOL_BLOCK_IDLE_BEFORE_EVICT: (
+    replica.POOL_BLOCK_IDLE_BEFORE_EVICT: (
         lambda stats: stats.num_evictions,
         lambda stats: stats.evicted_idle_transactions,
     ),
-    names.METRIC_POOL_BLOCK_REUSE_GAP: (
+    replica.POOL_BLOCK_REUSE_GAP: (
         lambda stats: stats.num_reuses,
         lambda stats: stats.reuse_gap_transactions,
     ),
@@ -53,13 +59,13 @@ class PoolCollector(Collector, Generic[Answer]):
 
     def collect(self) -> Iterator[Metric]:
         pools = [(hosted.pool_id, hosted.pool.stats()) for hosted in self._host.pools()]
-        for name, read in _VALUES.items():
-            family = value_family(name)
+        for spec, read in _VALUES.items():
+            family = value_family(spec)
             for pool_id, stats in pools:
                 family.add_metric([pool_id], read(stats))
             yield family
-        for name, (read_count, read_sum) in _COUNTS_AND_SUMS.items():
-            summary = summary_family(name)
+        for spec, (read_count, read_sum) in _COUNTS_AND_SUMS.items():
+            summary = summary_family(spec)
             for pool_id, stats in pools:
                 summary.add_metric([pool_id], int(read_count(stats)), read_sum(stats))
             yield summary
@@ -74,13 +80,13 @@ class DirectoryCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         directory, counts = self._directory, self._directory.counts
         for name, value in (
-            (names.METRIC_DIRECTORY_ENTRIES, counts.entries),
-            (names.METRIC_DIRECTORY_KEYS, counts.keys),
-            (names.METRIC_DIRECTORY_SNAPSHOTS, counts.snapshots),
-            (names.METRIC_DIRECTORY_LIVES, counts.num_epochs),
-            (names.METRIC_DIRECTORY_FAILURES, counts.failures),
-            (names.METRIC_DIRECTORY_DROPPED, directory.num_dropped),
-            (names.METRIC_DIRECTORY_CONNECTED, len(counts.nodes_connected)),
-            (names.METRIC_DIRECTORY_UNWRITTEN, directory.num_unwritten),
+            (replica.DIRECTORY_ENTRIES, counts.entries),
+            (replica.DIRECTORY_KEYS, counts.keys),
+            (replica.DIRECTORY_SNAPSHOTS, counts.snapshots),
+            (replica.DIRECTORY_LIVES, counts.num_epochs),
+            (replica.DIRECTORY_FAILURES, counts.failures),
+            (replica.DIRECTORY_DROPPED, directory.num_dropped),
+            (replica.DIRECTORY_CONNECTED, len(counts.nodes_connected)),
+            (replica.DIRECTORY_UNWRITTEN, directory.num_unwritten),
         ):
             yield single(name, value)

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry import names
 from services.common.telemetry.histogram import Histogram
-from services.common.telemetry.metric_specs import histogram_family, single, summary_family
+from services.common.telemetry.metric_specs import histogram_family, replica, single, summary_family
 from services.worker.core.worker import WorkerDescription
 
 
@@ -18,7 +17,7 @@ class WorkerMetrics(Collector):
         self._description: WorkerDescription | None = None
         self._num_streams = 0
         self._num_tokens = 0
-        self._execute = Histogram(names.METRIC_WORKER_STEP_SECONDS)
+        self._execute = Histogram(replica.WORKER_STEP_SECONDS)
         self._num_waits = 0
         self._wait_nanos = 0
 
@@ -37,15 +36,15 @@ class WorkerMetrics(Collector):
         self._execute.observe(execute_nanos / 1e9)
 
     def collect(self) -> Iterator[Metric]:
-        yield single(names.METRIC_WORKER_STREAMS, self._num_streams)
+        yield single(replica.WORKER_STREAMS, self._num_streams)
         if self._description is None:
             return
         size = self._description.num_blocks * self._description.bytes_per_block
-        yield single(names.METRIC_WORKER_KV_CACHE_BYTES, size)
-        yield single(names.METRIC_WORKER_TOKENS, self._num_tokens)
-        steps = histogram_family(names.METRIC_WORKER_STEP_SECONDS)
+        yield single(replica.WORKER_KV_CACHE_BYTES, size)
+        yield single(replica.WORKER_TOKENS, self._num_tokens)
+        steps = histogram_family(replica.WORKER_STEP_SECONDS)
         self._execute.add_to(steps)
         yield steps
-        waits = summary_family(names.METRIC_WORKER_STEP_WAIT_SECONDS)
+        waits = summary_family(replica.WORKER_STEP_WAIT_SECONDS)
         waits.add_metric((), self._num_waits, self._wait_nanos / 1e9)
         yield waits

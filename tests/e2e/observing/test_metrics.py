@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.common.telemetry import names
+from services.common.telemetry.metric_specs import edge
 from services.common.telemetry.metric_specs.spec import Kind, MetricSpec, Source
 from tests.e2e.stack import Stack
 from tests.plain_http import http_get, http_post
@@ -74,9 +74,7 @@ def test_every_served_metric_is_listed_with_its_type_and_labels(text: str) -> No
 
 def test_every_listed_metric_is_served(text: str) -> None:
     served = {family.name for family in text_string_to_metric_families(text)}
-    missing = (
-        set(ALL_SPECS) - served - {names.METRIC_INDEX_NODE_STATE}
-    )  # it comes with the first node
+    missing = set(ALL_SPECS) - served - {edge.INDEX_NODE_STATE.name}  # it comes with the first node
     assert {name for name in missing if not ABSENT.match(name)} == set()
     assert {name for name in served if ABSENT.match(name)} == set()
 

@@ -1,4 +1,4 @@
-"""The registry of metrics. Services create their metric families from it by name. The metrics of a
+"""The specifications of all metrics. Services create metric families from them. The metrics of a
 gateway's options are specified in the options' folders. `docs/metrics.md` lists the same metrics.
 """
 
@@ -15,48 +15,36 @@ from prometheus_client.core import (
 from services.common.telemetry.metric_specs import edge, process, replica, vllm
 from services.common.telemetry.metric_specs.spec import Kind, MetricSpec
 
-SPECS: dict[str, MetricSpec] = {
-    spec.name: spec
-    for specs in (vllm.SPECS, replica.SPECS, edge.SPECS, edge.INDEX_SPECS, process.SPECS)
-    for spec in specs
-}
-"""Maps metric names, without a counter's suffix `_total`, to the metrics' specifications."""
+SPECS = (*vllm.SPECS, *replica.SPECS, *edge.SPECS, *edge.INDEX_SPECS, *process.SPECS)
 
 ValueFamily: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
 
-def value_family(metric: str | MetricSpec) -> ValueFamily:
-    """Creates an empty gauge or counter family, by name or specification. Raises KeyError."""
-    spec = SPECS[metric] if isinstance(metric, str) else metric
+def value_family(spec: MetricSpec) -> ValueFamily:
+    """Creates an empty gauge or counter family. Raises KeyError for another kind of metric."""
     if spec.kind is Kind.COUNTER:
         return CounterMetricFamily(spec.name, spec.text, labels=spec.labels)
     _require(spec, Kind.GAUGE)
     return GaugeMetricFamily(spec.name, spec.text, labels=spec.labels)
 
 
-def histogram_family(name: str) -> HistogramMetricFamily:
-    """Creates an empty histogram family. Raises KeyError if the name is not a histogram's."""
-    spec = _of_kind(name, Kind.HISTOGRAM)
+def histogram_family(spec: MetricSpec) -> HistogramMetricFamily:
+    """Creates an empty histogram family. Raises KeyError for another kind of metric."""
+    _require(spec, Kind.HISTOGRAM)
     return HistogramMetricFamily(spec.name, spec.text, labels=spec.labels)
 
 
-def summary_family(name: str) -> SummaryMetricFamily:
-    """Creates an empty summary family. Raises KeyError if the name is not a summary's."""
-    spec = _of_kind(name, Kind.SUMMARY)
+def summary_family(spec: MetricSpec) -> SummaryMetricFamily:
+    """Creates an empty summary family. Raises KeyError for another kind of metric."""
+    _require(spec, Kind.SUMMARY)
     return SummaryMetricFamily(spec.name, spec.text, labels=spec.labels)
 
 
-def single(metric: str | MetricSpec, value: float) -> Metric:
+def single(spec: MetricSpec, value: float) -> Metric:
     """Creates a gauge or a counter with one value and no labels."""
-    family = value_family(metric)
+    family = value_family(spec)
     family.add_metric((), value)
     return family
-
-
-def _of_kind(name: str, kind: Kind) -> MetricSpec:
-    spec = SPECS[name]
-    _require(spec, kind)
-    return spec
 
 
 def _require(spec: MetricSpec, kind: Kind) -> None:

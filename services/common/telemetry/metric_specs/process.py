@@ -1,48 +1,50 @@
 """Metrics of every process: Prometheus' process metrics, certificates and sent spans."""
 
-from dataclasses import replace
+from services.common.telemetry.metric_specs.spec import Source, Specs
 
-from services.common.telemetry import names
-from services.common.telemetry.metric_specs.spec import MetricSpec, Source, counter, gauge
-
+_specs = Specs(Source.EVERY)
 # The first six have the texts of Prometheus' client library, which measures them.
-_EVERY = (
-    counter(
-        names.METRIC_PROCESS_CPU_SECONDS,
-        "seconds",
-        "Total user and system CPU time spent in seconds.",
-    ),
-    gauge(names.METRIC_PROCESS_RESIDENT_MEMORY, "bytes", "Resident memory size in bytes."),
-    gauge(names.METRIC_PROCESS_VIRTUAL_MEMORY, "bytes", "Virtual memory size in bytes."),
-    gauge(
-        names.METRIC_PROCESS_START_TIME,
-        "seconds",
-        "Start time of the process since unix epoch in seconds.",
-    ),
-    gauge(names.METRIC_PROCESS_OPEN_FDS, "files", "Number of open file descriptors."),
-    gauge(names.METRIC_PROCESS_MAX_FDS, "files", "Maximum number of open file descriptors."),
-    gauge(
-        names.METRIC_TLS_SECONDS_LEFT, "seconds", "Until the certificate expires.", "certificate"
-    ),
-    counter(
-        names.METRIC_TLS_RELOADS,
-        "certificates",
-        "Certificates that replaced another one.",
-        "certificate",
-    ),
-    counter(
-        names.METRIC_TLS_RELOAD_FAILURES,
-        "certificates",
-        "Replacements that cannot be used; the previous certificate stays in use.",
-        "certificate",
-    ),
-    counter(names.METRIC_SPANS_SENT, "spans", "Spans that the collector accepted."),
-    counter(
-        names.METRIC_SPANS_DROPPED,
-        "spans",
-        "Spans that the collector did not accept, by reason.",
-        "reason",
-    ),
+PROCESS_CPU_SECONDS = _specs.counter(
+    "process_cpu_seconds", "seconds", "Total user and system CPU time spent in seconds."
+)
+PROCESS_RESIDENT_MEMORY = _specs.gauge(
+    "process_resident_memory_bytes", "bytes", "Resident memory size in bytes."
+)
+PROCESS_VIRTUAL_MEMORY = _specs.gauge(
+    "process_virtual_memory_bytes", "bytes", "Virtual memory size in bytes."
+)
+PROCESS_START_TIME = _specs.gauge(
+    "process_start_time_seconds",
+    "seconds",
+    "Start time of the process since unix epoch in seconds.",
+)
+PROCESS_OPEN_FDS = _specs.gauge("process_open_fds", "files", "Number of open file descriptors.")
+PROCESS_MAX_FDS = _specs.gauge(
+    "process_max_fds", "files", "Maximum number of open file descriptors."
+)
+TLS_SECONDS_LEFT = _specs.gauge(
+    "stepwell_tls_certificate_seconds_left",
+    "seconds",
+    "Until the certificate expires.",
+    "certificate",
+)
+TLS_RELOADS = _specs.counter(
+    "stepwell_tls_reloads", "certificates", "Certificates that replaced another one.", "certificate"
+)
+TLS_RELOAD_FAILURES = _specs.counter(
+    "stepwell_tls_reload_failures",
+    "certificates",
+    "Replacements that cannot be used; the previous certificate stays in use.",
+    "certificate",
+)
+SPANS_SENT = _specs.counter(
+    "stepwell_trace_spans_sent", "spans", "Spans that the collector accepted."
+)
+SPANS_DROPPED = _specs.counter(
+    "stepwell_trace_spans_dropped",
+    "spans",
+    "Spans that the collector did not accept, by reason.",
+    "reason",
 )
 
-SPECS: tuple[MetricSpec, ...] = tuple(replace(spec, source=Source.EVERY) for spec in _EVERY)
+SPECS = _specs.all

@@ -42,7 +42,7 @@ _ADDED_LABELS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MetricSpec:
     """One metric. `name` lacks the suffix `_total` that a counter has in the text format."""
 
@@ -50,11 +50,11 @@ class MetricSpec:
     kind: Kind
     unit: str
     text: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...]
     """Labels whose values the service supplies, in the order in which it supplies them."""
+    source: Source
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets, without infinity."""
-    source: Source = Source.GATEWAY
 
     @property
     def served_name(self) -> str:
@@ -62,19 +62,28 @@ class MetricSpec:
         return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
 
 
-def gauge(name: str, unit: str, text: str, *labels: str) -> MetricSpec:
-    return MetricSpec(name, Kind.GAUGE, unit, text, labels)
+class Specs:
+    """Specifies metrics of one source. `all` has them in the order of their definition."""
 
+    def __init__(self, source: Source) -> None:
+        self.all: list[MetricSpec] = []
+        self._source = source
 
-def counter(name: str, unit: str, text: str, *labels: str) -> MetricSpec:
-    return MetricSpec(name, Kind.COUNTER, unit, text, labels)
+    def gauge(self, name: str, unit: str, text: str, *labels: str) -> MetricSpec:
+        return self._add(MetricSpec(name, Kind.GAUGE, unit, text, labels, self._source))
 
+    def counter(self, name: str, unit: str, text: str, *labels: str) -> MetricSpec:
+        return self._add(MetricSpec(name, Kind.COUNTER, unit, text, labels, self._source))
 
-def histogram(
-    name: str, unit: str, text: str, buckets: tuple[float, ...], *labels: str
-) -> MetricSpec:
-    return MetricSpec(name, Kind.HISTOGRAM, unit, text, labels, buckets)
+    def summary(self, name: str, unit: str, text: str, *labels: str) -> MetricSpec:
+        return self._add(MetricSpec(name, Kind.SUMMARY, unit, text, labels, self._source))
 
+    def histogram(
+        self, name: str, unit: str, text: str, buckets: tuple[float, ...], *labels: str
+    ) -> MetricSpec:
+        kind = Kind.HISTOGRAM
+        return self._add(MetricSpec(name, kind, unit, text, labels, self._source, buckets))
 
-def summary(name: str, unit: str, text: str, *labels: str) -> MetricSpec:
-    return MetricSpec(name, Kind.SUMMARY, unit, text, labels)
+    def _add(self, spec: MetricSpec) -> MetricSpec:
+        self.all.append(spec)
+        return spec

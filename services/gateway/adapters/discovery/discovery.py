@@ -12,8 +12,7 @@ from services.common.errors import Unavailable
 from services.common.process.settings import SettingError
 from services.common.redis.url import NEEDS_REDIS
 from services.common.rpc.addresses import DNS, join_host_port, split_host_port
-from services.common.telemetry import names
-from services.common.telemetry.metric_specs import value_family
+from services.common.telemetry.metric_specs import edge, value_family
 from services.gateway.adapters.discovery.watcher import SetAddresses, Watcher
 
 SETTINGS, REDIS = "settings", "redis"
@@ -58,9 +57,9 @@ class Discovery(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields one family for each metric. The source is a label."""
-        up = value_family(names.METRIC_DISCOVERY_UP)
-        addresses = value_family(names.METRIC_DISCOVERY_ADDRESSES)
-        failures = value_family(names.METRIC_DISCOVERY_FAILURES)
+        up = value_family(edge.DISCOVERY_UP)
+        addresses = value_family(edge.DISCOVERY_ADDRESSES)
+        failures = value_family(edge.DISCOVERY_FAILURES)
         for watcher in self._watchers:
             up.add_metric([watcher.source], watcher.is_up)
             addresses.add_metric([watcher.source], watcher.num_addresses)

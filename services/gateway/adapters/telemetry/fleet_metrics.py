@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry import names
 from services.common.telemetry.exposition import Exposition, merged
-from services.common.telemetry.metric_specs import value_family
+from services.common.telemetry.metric_specs import edge, value_family
 from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
 from services.gateway.core.fleet.fleet import Fleet
 
@@ -27,11 +26,11 @@ class FleetCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         membership = self._fleet.membership
         for name, value in (
-            (names.METRIC_GATEWAY_REPLICAS, len(membership.replicas)),
-            (names.METRIC_GATEWAY_REPLICAS_READY, membership.num_ready),
-            (names.METRIC_GATEWAY_REPLICAS_EXPECTED, self._num_expected),
-            (names.METRIC_GATEWAY_REPLICAS_SILENT, self.num_silent),
-            (names.METRIC_GATEWAY_RESUBMISSIONS, self._fleet.num_resubmissions),
+            (edge.GATEWAY_REPLICAS, len(membership.replicas)),
+            (edge.GATEWAY_REPLICAS_READY, membership.num_ready),
+            (edge.GATEWAY_REPLICAS_EXPECTED, self._num_expected),
+            (edge.GATEWAY_REPLICAS_SILENT, self.num_silent),
+            (edge.GATEWAY_RESUBMISSIONS, self._fleet.num_resubmissions),
         ):
             metric = value_family(name)
             metric.add_metric([self._model], value)

@@ -8,9 +8,9 @@ from prometheus_client import Histogram as ClientHistogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry import names
 from services.common.telemetry.histogram import Histogram
-from services.common.telemetry.metric_specs import SPECS, histogram_family, value_family
+from services.common.telemetry.metric_specs import edge, histogram_family, value_family
+from services.common.telemetry.metric_specs.spec import MetricSpec
 from services.gateway.adapters.telemetry.request_record import KeptFor
 
 
@@ -20,26 +20,24 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model_name
-        self._answers = self._counter(names.METRIC_GATEWAY_ANSWERS)
-        self._rejections = self._counter(names.METRIC_ADMISSION_REJECTIONS)
-        self.prompt_tokens = self._of_model(self._counter(names.METRIC_GATEWAY_PROMPT_TOKENS))
-        self.cached_tokens = self._of_model(
-            self._counter(names.METRIC_GATEWAY_PROMPT_TOKENS_CACHED)
-        )
+        self._answers = self._counter(edge.GATEWAY_ANSWERS)
+        self._rejections = self._counter(edge.ADMISSION_REJECTIONS)
+        self.prompt_tokens = self._of_model(self._counter(edge.GATEWAY_PROMPT_TOKENS))
+        self.cached_tokens = self._of_model(self._counter(edge.GATEWAY_PROMPT_TOKENS_CACHED))
         self.tokens = TokenMetrics(model_name)
         self.registry.register(self.tokens)
-        self.time_to_first_token = self._histogram(names.METRIC_GATEWAY_TIME_TO_FIRST_TOKEN)
-        self.request_seconds = self._histogram(names.METRIC_GATEWAY_REQUEST_SECONDS)
-        self._queue_seconds = self._histograms(names.METRIC_GATEWAY_QUEUE_SECONDS)
-        self._readers_cut = self._counter(names.METRIC_GATEWAY_READERS_CUT)
-        self.requests_in_flight = self._gauge(names.METRIC_GATEWAY_REQUESTS_IN_FLIGHT)
-        self._http_requests = self._counter(names.METRIC_HTTP_REQUESTS)
-        self._http_seconds = self._histograms(names.METRIC_HTTP_REQUEST_SECONDS)
-        self._http_responses = self._counter(names.METRIC_HTTP_RESPONSES)
-        self._traces_kept = self._counter(names.METRIC_TRACES_KEPT)
+        self.time_to_first_token = self._histogram(edge.GATEWAY_TIME_TO_FIRST_TOKEN)
+        self.request_seconds = self._histogram(edge.GATEWAY_REQUEST_SECONDS)
+        self._queue_seconds = self._histograms(edge.GATEWAY_QUEUE_SECONDS)
+        self._readers_cut = self._counter(edge.GATEWAY_READERS_CUT)
+        self.requests_in_flight = self._gauge(edge.GATEWAY_REQUESTS_IN_FLIGHT)
+        self._http_requests = self._counter(edge.HTTP_REQUESTS)
+        self._http_seconds = self._histograms(edge.HTTP_REQUEST_SECONDS)
+        self._http_responses = self._counter(edge.HTTP_RESPONSES)
+        self._traces_kept = self._counter(edge.TRACES_KEPT)
         for reason in KeptFor:
             self._traces_kept.labels(model_name, reason.value)
-        self._spans_cut = self._of_model(self._counter(names.METRIC_TRACE_SPANS_CUT))
+        self._spans_cut = self._of_model(self._counter(edge.TRACE_SPANS_CUT))
         # Looking up a series by its labels costs more than counting, so frequently used series are
         # cached.
         self._http_series = cache(self._find_http_series)
@@ -85,22 +83,19 @@ class Metrics:
         """Counts spans that were dropped from a request."""
         self._spans_cut.inc(num_spans)
 
-    def _counter(self, name: str) -> Counter:
-        spec = SPECS[name]
+    def _counter(self, spec: MetricSpec) -> Counter:
         return Counter(spec.name, spec.text, spec.labels, registry=self.registry)
 
     def _of_model(self, counter: Counter) -> Counter:
         return counter.labels(self._model)
 
-    def _gauge(self, name: str) -> Gauge:
-        spec = SPECS[name]
+    def _gauge(self, spec: MetricSpec) -> Gauge:
         return Gauge(spec.name, spec.text, spec.labels, registry=self.registry).labels(self._model)
 
-    def _histogram(self, name: str) -> ClientHistogram:
-        return self._histograms(name).labels(self._model)
+    def _histogram(self, spec: MetricSpec) -> ClientHistogram:
+        return self._histograms(spec).labels(self._model)
 
-    def _histograms(self, name: str) -> ClientHistogram:
-        spec = SPECS[name]
+    def _histograms(self, spec: MetricSpec) -> ClientHistogram:
         return ClientHistogram(
             spec.name, spec.text, spec.labels, buckets=spec.buckets, registry=self.registry
         )
@@ -114,7 +109,7 @@ class TokenMetrics(Collector):
     def __init__(self, model_name: str) -> None:
         self._model = model_name
         self._num_generated = 0
-        self._latency = Histogram(names.METRIC_GATEWAY_INTER_TOKEN_LATENCY)
+        self._latency = Histogram(edge.GATEWAY_INTER_TOKEN_LATENCY)
 
     def came(self, num_tokens: int, seconds: float | None) -> None:
         """Counts tokens of an answer. `seconds` is the time since the answer's previous tokens. It
@@ -125,9 +120,9 @@ class TokenMetrics(Collector):
             self._latency.observe(seconds / num_tokens, num_tokens)
 
     def collect(self) -> Iterator[Metric]:
-        generated = value_family(names.METRIC_GATEWAY_GENERATION_TOKENS)
+        generated = value_family(edge.GATEWAY_GENERATION_TOKENS)
         generated.add_metric([self._model], self._num_generated)
         yield generated
-        latency = histogram_family(names.METRIC_GATEWAY_INTER_TOKEN_LATENCY)
+        latency = histogram_family(edge.GATEWAY_INTER_TOKEN_LATENCY)
         self._latency.add_to(latency, [self._model])
         yield latency

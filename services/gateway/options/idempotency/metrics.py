@@ -6,43 +6,45 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry.metric_specs import single, value_family
-from services.common.telemetry.metric_specs.spec import counter, gauge
+from services.common.telemetry.metric_specs.spec import Source, Specs
 from services.gateway.options.idempotency.core.keyed_requests import KeyedRequests
 from services.gateway.options.idempotency.core.sharing import Sharing
 
-REQUESTS = counter(
+_specs = Specs(Source.GATEWAY)
+REQUESTS = _specs.counter(
     "stepwell_idempotent_requests",
     "requests",
     "Requests with an idempotency key, by outcome.",
     "outcome",
 )
-ANSWERS = gauge("stepwell_idempotent_answers", "answers", "Answers that are remembered.")
-BYTES = gauge("stepwell_idempotent_answer_bytes", "bytes", "Bytes of answers that ended.")
-SUSPENDED = counter(
+ANSWERS = _specs.gauge("stepwell_idempotent_answers", "answers", "Answers that are remembered.")
+BYTES = _specs.gauge("stepwell_idempotent_answer_bytes", "bytes", "Bytes of answers that ended.")
+SUSPENDED = _specs.counter(
     "stepwell_idempotent_answers_suspended", "answers", "Answers that no client read."
 )
-EVICTED = counter(
+EVICTED = _specs.counter(
     "stepwell_idempotent_answers_evicted", "answers", "Answers evicted for lack of memory."
 )
-SHARED = gauge(
+SHARED = _specs.gauge(
     "stepwell_idempotent_sharing",
     "",
     "1 while other gateways can find this one's answers; only with Redis.",
 )
-ENTRIES = counter("stepwell_idempotent_log_entries", "entries", "Entries that were written.")
-ALONE = counter(
+ENTRIES = _specs.counter("stepwell_idempotent_log_entries", "entries", "Entries that were written.")
+ALONE = _specs.counter(
     "stepwell_idempotent_answers_alone", "answers", "Answers that stay at this gateway."
 )
-FENCED = counter(
+FENCED = _specs.counter(
     "stepwell_idempotent_answers_fenced", "answers", "Answers that another gateway continued."
 )
-LOST = counter("stepwell_idempotent_logs_lost", "logs", "Logs that were gone and written again.")
-DAMAGED = counter("stepwell_idempotent_logs_damaged", "logs", "Logs that could not be read.")
-FAILURES = counter("stepwell_idempotent_sharing_failures", "calls", "Calls of Redis that failed.")
-SPECS = (
-    *(REQUESTS, ANSWERS, BYTES, SUSPENDED, EVICTED),
-    *(SHARED, ENTRIES, ALONE, FENCED, LOST, DAMAGED, FAILURES),
+LOST = _specs.counter(
+    "stepwell_idempotent_logs_lost", "logs", "Logs that were gone and written again."
 )
+DAMAGED = _specs.counter("stepwell_idempotent_logs_damaged", "logs", "Logs that could not be read.")
+FAILURES = _specs.counter(
+    "stepwell_idempotent_sharing_failures", "calls", "Calls of Redis that failed."
+)
+SPECS = _specs.all
 
 
 class KeyedCollector(Collector):

@@ -6,23 +6,24 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry.metric_specs import value_family
-from services.common.telemetry.metric_specs.spec import counter, gauge
+from services.common.telemetry.metric_specs.spec import Source, Specs
 from services.gateway.options.sessions.core.client_sessions import ClientSessions
 
-SESSIONS = gauge(
+_specs = Specs(Source.GATEWAY)
+SESSIONS = _specs.gauge(
     "stepwell_gateway_sessions",
     "sessions",
     "Open sessions of clients: in a turn, kept by a replica between turns, or idle.",
     "model_name",
     "state",
 )
-EXPIRED = counter(
+EXPIRED = _specs.counter(
     "stepwell_gateway_sessions_expired",
     "sessions",
     "Sessions of clients that ended without a turn for too long.",
     "model_name",
 )
-SPECS = (SESSIONS, EXPIRED)
+SPECS = _specs.all
 
 
 class SessionsCollector(Collector):

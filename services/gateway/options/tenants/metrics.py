@@ -8,40 +8,41 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry.metric_specs import value_family
-from services.common.telemetry.metric_specs.spec import counter, gauge
+from services.common.telemetry.metric_specs.spec import Source, Specs
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 from services.gateway.core.caller import ANYONE, Caller
 from services.gateway.core.request.generation import Usage
 from services.gateway.options.tenants.core.queues.tenant_queues import TenantQueues
 
-REQUESTS = counter(
+_specs = Specs(Source.GATEWAY)
+REQUESTS = _specs.counter(
     "stepwell_tenant_requests",
     "requests",
     "Requests of a tenant that were answered.",
     *("model_name", "tenant"),
 )
-TOKENS = counter(
+TOKENS = _specs.counter(
     "stepwell_tenant_tokens",
     "tokens",
     "Tokens of a tenant's answered requests: prompt, cached (of the prompt), generated.",
     *("model_name", "tenant", "kind"),
 )
-REFUSALS = counter(
+REFUSALS = _specs.counter(
     "stepwell_tenant_refusals",
     "requests",
     "Requests of a tenant that were refused, by reason.",
     *("model_name", "tenant", "reason"),
 )
-NUM_WAITING = gauge(
+NUM_WAITING = _specs.gauge(
     "stepwell_tenant_num_waiting",
     "sequences",
     "Sequences of a tenant that wait here for a slot.",
     "tenant",
 )
-NUM_RUNNING = gauge(
+NUM_RUNNING = _specs.gauge(
     "stepwell_tenant_num_running", "sequences", "Sequences of a tenant at replicas.", "tenant"
 )
-SPECS = (REQUESTS, TOKENS, REFUSALS, NUM_WAITING, NUM_RUNNING)
+SPECS = _specs.all
 
 MAX_TENANTS = 256
 """Limit on the number of tenants with series of their own. Counters have series for the first

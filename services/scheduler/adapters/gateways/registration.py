@@ -13,8 +13,7 @@ from services.common.errors import Unavailable
 from services.common.process.settings import SettingError
 from services.common.redis.url import NEEDS_REDIS
 from services.common.rpc.addresses import is_on_this_machine, is_unix_address, is_wildcard
-from services.common.telemetry import names
-from services.common.telemetry.metric_specs import single
+from services.common.telemetry.metric_specs import replica, single
 from services.scheduler.settings import SchedulerSettings
 
 if TYPE_CHECKING:
@@ -86,8 +85,8 @@ class Registration(Collector):
         """The metrics of the registration. Empty if the scheduler does not register itself."""
         if self._redis is None:
             return
-        yield single(names.METRIC_REGISTRATION_UP, self._is_registered)
-        yield single(names.METRIC_REGISTRATION_FAILURES, self._num_failures)
+        yield single(replica.REGISTRATION_UP, self._is_registered)
+        yield single(replica.REGISTRATION_FAILURES, self._num_failures)
 
     def _failed(self, error: Unavailable) -> None:
         if self._is_registered or not self._num_failures:

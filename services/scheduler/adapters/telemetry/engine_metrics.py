@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry import names
 from services.common.telemetry.metric_specs import (
     histogram_family,
+    replica,
     single,
     summary_family,
     value_family,
+    vllm,
 )
 from services.scheduler.adapters.gateways.queue_watch import QueueWatch
 from services.scheduler.adapters.gateways.resumable_sessions import ResumableSessions
@@ -39,24 +40,21 @@ class EngineCollector(Collector):
         engine, scheduler, counts = self.engine, self.engine.scheduler, self.counts
         num_usable = scheduler.config.num_blocks - 1
         for name, value in (
-            (names.METRIC_NUM_REQUESTS_RUNNING, len(scheduler.running)),
-            (names.METRIC_NUM_REQUESTS_WAITING, engine.num_waiting),
-            (
-                names.METRIC_KV_CACHE_USAGE,
-                1 - scheduler.kv_cache_manager.num_free_blocks / num_usable,
-            ),
-            (names.METRIC_NUM_PREEMPTIONS, scheduler.num_preemptions),
-            (names.METRIC_STEP_LATE_SECONDS, engine.planning.seconds_late),
-            (names.METRIC_LOST_TOKENS, counts.num_lost_tokens),
-            (names.METRIC_CORRUPTED_REQUESTS, self.sessions.num_corrupted),
-            (names.METRIC_QUEUE_ESTIMATE, self.watch.estimated_wait_seconds),
-            (names.METRIC_SESSIONS, len(self.sessions)),
+            (vllm.NUM_REQUESTS_RUNNING, len(scheduler.running)),
+            (vllm.NUM_REQUESTS_WAITING, engine.num_waiting),
+            (vllm.KV_CACHE_USAGE, 1 - scheduler.kv_cache_manager.num_free_blocks / num_usable),
+            (vllm.NUM_PREEMPTIONS, scheduler.num_preemptions),
+            (replica.STEP_LATE_SECONDS, engine.planning.seconds_late),
+            (replica.LOST_TOKENS, counts.num_lost_tokens),
+            (vllm.CORRUPTED_REQUESTS, self.sessions.num_corrupted),
+            (replica.QUEUE_ESTIMATE, self.watch.estimated_wait_seconds),
+            (replica.SESSIONS, len(self.sessions)),
         ):
             yield single(name, value)
-        steps = histogram_family(names.METRIC_STEP_SECONDS)
+        steps = histogram_family(replica.STEP_SECONDS)
         counts.step_seconds.add_to(steps)
         yield steps
-        put_off = summary_family(names.METRIC_STEP_PUT_OFF_SECONDS)
+        put_off = summary_family(replica.STEP_PUT_OFF_SECONDS)
         put_off.add_metric((), engine.planning.num_planned, engine.planning.seconds_put_off)
         yield put_off
         yield self._state()
@@ -67,19 +65,19 @@ class EngineCollector(Collector):
         yield from self._wait_reasons(engine.num_waiting)
 
     def _state(self) -> Metric:
-        states = value_family(names.METRIC_ENGINE_STATE)
+        states = value_family(replica.ENGINE_STATE)
         for state in EngineState:
             states.add_metric([state.value], self.engine.state is state)
         return states
 
     def _recoveries(self) -> Metric:
-        recoveries, losses = value_family(names.METRIC_RECOVERIES), self.engine.losses
+        recoveries, losses = value_family(replica.RECOVERIES), self.engine.losses
         recoveries.add_metric(["pool"], losses.num_of_pool)
         recoveries.add_metric(["workers"], losses.num_of_workers)
         return recoveries
 
     def _cache_config(self) -> Metric:
-        config, shape = self.engine.scheduler.config, value_family(names.METRIC_CACHE_CONFIG)
+        config, shape = self.engine.scheduler.config, value_family(vllm.CACHE_CONFIG)
         values = (
             config.block_size,
             config.num_blocks,
@@ -90,7 +88,7 @@ class EngineCollector(Collector):
         return shape
 
     def _adapters(self, max_loras: int) -> Metric:
-        scheduler, info = self.engine.scheduler, value_family(names.METRIC_LORA_REQUESTS)
+        scheduler, info = self.engine.scheduler, value_family(vllm.LORA_REQUESTS)
         running = {one.adapter_name for one in scheduler.running}
         unfinished = (one for one in self.engine.unfinished if one not in scheduler.running)
         waiting = {one.adapter_name for one in unfinished}
@@ -100,10 +98,7 @@ class EngineCollector(Collector):
 
     def _wait_reasons(self, num_waiting: int) -> Iterator[Metric]:
         reasons = self.counts.wait_reasons
-        ours, steps = (
-            value_family(names.METRIC_WAITING_BY_REASON),
-            value_family(names.METRIC_WAIT_STEPS),
-        )
+        ours, steps = (value_family(replica.WAITING_BY_REASON), value_family(replica.WAIT_STEPS))
         passed_over = reasons.passed_over
         num_passed_over = min(passed_over.total(), num_waiting)
         num_others = num_waiting - num_passed_over
@@ -111,11 +106,11 @@ class EngineCollector(Collector):
             num_ours = passed_over[reason] + (num_others if reason is reasons.current else 0)
             ours.add_metric([reason.value], min(num_ours, num_waiting))
             steps.add_metric([reason.value], reasons.num_steps[reason])
-        theirs = value_family(names.METRIC_NUM_REQUESTS_WAITING_BY_REASON)
+        theirs = value_family(vllm.NUM_REQUESTS_WAITING_BY_REASON)
         num_deferred = num_waiting if reasons.current in _DEFERRED else num_passed_over
         theirs.add_metric(["capacity"], num_waiting - num_deferred)
         theirs.add_metric(["deferred"], num_deferred)
-        seconds = value_family(names.METRIC_WAIT_SECONDS)
+        seconds = value_family(replica.WAIT_SECONDS)
         for name, nanos in list(self.counts.wait_nanos.items()):
             seconds.add_metric([name], nanos / 1e9)
         yield from (ours, steps, seconds, theirs)
@@ -127,8 +122,8 @@ class ResumableSessionsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         sessions, num_waiting = self._client_sessions, self._client_sessions.num_between_turns
-        family = value_family(names.METRIC_CLIENT_SESSIONS)
+        family = value_family(replica.CLIENT_SESSIONS)
         family.add_metric(["turn"], len(sessions.open) - num_waiting)
         family.add_metric(["waiting_for_chunk"], num_waiting)
         yield family
-        yield single(names.METRIC_CLIENT_SESSIONS_GIVEN_UP, sessions.num_given_up)
+        yield single(replica.CLIENT_SESSIONS_GIVEN_UP, sessions.num_given_up)

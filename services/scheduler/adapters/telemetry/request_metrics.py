@@ -12,28 +12,27 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.request.finish_reason import FinishReason
-from services.common.telemetry import names
 from services.common.telemetry.histogram import Histogram
-from services.common.telemetry.metric_specs import histogram_family, single, value_family
+from services.common.telemetry.metric_specs import histogram_family, single, value_family, vllm
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.request import Request
 
 _HISTOGRAMS = (
-    names.METRIC_TIME_TO_FIRST_TOKEN,
-    names.METRIC_INTER_TOKEN_LATENCY,
-    names.METRIC_REQUEST_TIME_PER_OUTPUT_TOKEN,
-    names.METRIC_E2E_REQUEST_LATENCY,
-    names.METRIC_REQUEST_QUEUE_TIME,
-    names.METRIC_REQUEST_PREFILL_TIME,
-    names.METRIC_REQUEST_DECODE_TIME,
-    names.METRIC_REQUEST_INFERENCE_TIME,
-    names.METRIC_REQUEST_PROMPT_TOKENS,
-    names.METRIC_REQUEST_GENERATION_TOKENS,
-    names.METRIC_REQUEST_MAX_NUM_GENERATION_TOKENS,
-    names.METRIC_REQUEST_PREFILL_KV_COMPUTED_TOKENS,
-    names.METRIC_REQUEST_PARAMS_N,
-    names.METRIC_REQUEST_PARAMS_MAX_TOKENS,
-    names.METRIC_ITERATION_TOKENS,
+    vllm.TIME_TO_FIRST_TOKEN,
+    vllm.INTER_TOKEN_LATENCY,
+    vllm.REQUEST_TIME_PER_OUTPUT_TOKEN,
+    vllm.E2E_REQUEST_LATENCY,
+    vllm.REQUEST_QUEUE_TIME,
+    vllm.REQUEST_PREFILL_TIME,
+    vllm.REQUEST_DECODE_TIME,
+    vllm.REQUEST_INFERENCE_TIME,
+    vllm.REQUEST_PROMPT_TOKENS,
+    vllm.REQUEST_GENERATION_TOKENS,
+    vllm.REQUEST_MAX_NUM_GENERATION_TOKENS,
+    vllm.REQUEST_PREFILL_KV_COMPUTED_TOKENS,
+    vllm.REQUEST_PARAMS_N,
+    vllm.REQUEST_PARAMS_MAX_TOKENS,
+    vllm.ITERATION_TOKENS,
 )
 ERROR = "error"
 _FINISHED_REASONS = (
@@ -76,8 +75,8 @@ class RequestMetrics(Collector):
         self._steady_at = 0.0
         self._histograms = {name: Histogram(name) for name in _HISTOGRAMS}
         self._observe = {name: histogram.observe for name, histogram in self._histograms.items()}
-        self._iteration_tokens = self._histograms[names.METRIC_ITERATION_TOKENS]
-        self._latency = self._histograms[names.METRIC_INTER_TOKEN_LATENCY]
+        self._iteration_tokens = self._histograms[vllm.ITERATION_TOKENS]
+        self._latency = self._histograms[vllm.INTER_TOKEN_LATENCY]
         self._num_finished: Counter[str] = Counter(dict.fromkeys(_FINISHED_REASONS, 0))
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -100,7 +99,7 @@ class RequestMetrics(Collector):
             if times is not None and times.scheduled is None:
                 times.scheduled = self._monotonic()
                 if request.num_choices:
-                    self._observe[names.METRIC_REQUEST_PARAMS_N](request.num_choices)
+                    self._observe[vllm.REQUEST_PARAMS_N](request.num_choices)
 
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
         now, num_tokens = self._monotonic(), update.num_tokens
@@ -160,15 +159,15 @@ class RequestMetrics(Collector):
             family = histogram_family(name)
             histogram.add_to(family)
             yield family
-        finished = value_family(names.METRIC_REQUEST_SUCCESS)
+        finished = value_family(vllm.REQUEST_SUCCESS)
         for reason in _FINISHED_REASONS:
             finished.add_metric([reason], self._num_finished[reason])
         yield finished
         num_prompt, num_cached = self._num_prompt_tokens, self._num_cached_tokens
-        yield single(names.METRIC_PROMPT_TOKENS, num_prompt)
-        yield single(names.METRIC_PROMPT_TOKENS_CACHED, num_cached)
-        yield single(names.METRIC_GENERATION_TOKENS, self._num_generation_tokens)
-        sources = value_family(names.METRIC_PROMPT_TOKENS_BY_SOURCE)
+        yield single(vllm.PROMPT_TOKENS, num_prompt)
+        yield single(vllm.PROMPT_TOKENS_CACHED, num_cached)
+        yield single(vllm.GENERATION_TOKENS, self._num_generation_tokens)
+        sources = value_family(vllm.PROMPT_TOKENS_BY_SOURCE)
         sources.add_metric(["local_compute"], num_prompt - num_cached)
         sources.add_metric(["local_cache_hit"], num_cached - self._num_external_tokens)
         sources.add_metric(["external_kv_transfer"], self._num_external_tokens)
@@ -195,7 +194,7 @@ class RequestMetrics(Collector):
         else:
             times.first_token = now
             if not times.num_output_before:  # otherwise an earlier replica has counted them
-                first_token = self._histograms[names.METRIC_TIME_TO_FIRST_TOKEN]
+                first_token = self._histograms[vllm.TIME_TO_FIRST_TOKEN]
                 first_token.observe_traced(now - times.arrived, _trace_id(request))
                 self._num_prompt_tokens += request.num_prompt_tokens
                 num_cached = _num_cached(request)
@@ -211,26 +210,26 @@ class RequestMetrics(Collector):
         observe = self._observe
         scheduled, first, last = times.scheduled, times.first_token, times.last_token
         trace_id, histograms = _trace_id(request), self._histograms
-        e2e = histograms[names.METRIC_E2E_REQUEST_LATENCY]
+        e2e = histograms[vllm.E2E_REQUEST_LATENCY]
         e2e.observe_traced(self._monotonic() - times.arrived, trace_id)
-        queue = histograms[names.METRIC_REQUEST_QUEUE_TIME]
+        queue = histograms[vllm.REQUEST_QUEUE_TIME]
         queue.observe_traced(scheduled - times.queued, trace_id)
         num_generated = request.num_output_tokens - times.num_output_before
         if first is not None:
-            observe[names.METRIC_REQUEST_PREFILL_TIME](first - scheduled)
-            observe[names.METRIC_REQUEST_DECODE_TIME](last - first)
-            observe[names.METRIC_REQUEST_INFERENCE_TIME](last - scheduled)
+            observe[vllm.REQUEST_PREFILL_TIME](first - scheduled)
+            observe[vllm.REQUEST_DECODE_TIME](last - first)
+            observe[vllm.REQUEST_INFERENCE_TIME](last - scheduled)
             if num_generated > 1:
                 mean = (last - first) / (num_generated - 1)
-                observe[names.METRIC_REQUEST_TIME_PER_OUTPUT_TOKEN](mean)
+                observe[vllm.REQUEST_TIME_PER_OUTPUT_TOKEN](mean)
         num_prompt = request.num_prompt_tokens
-        observe[names.METRIC_REQUEST_PROMPT_TOKENS](num_prompt)
+        observe[vllm.REQUEST_PROMPT_TOKENS](num_prompt)
         computed = num_prompt - _num_cached(request)
-        observe[names.METRIC_REQUEST_PREFILL_KV_COMPUTED_TOKENS](computed)
-        observe[names.METRIC_REQUEST_GENERATION_TOKENS](num_generated)
-        observe[names.METRIC_REQUEST_MAX_NUM_GENERATION_TOKENS](num_generated)
+        observe[vllm.REQUEST_PREFILL_KV_COMPUTED_TOKENS](computed)
+        observe[vllm.REQUEST_GENERATION_TOKENS](num_generated)
+        observe[vllm.REQUEST_MAX_NUM_GENERATION_TOKENS](num_generated)
         if request.sampling.max_tokens is not None:
-            observe[names.METRIC_REQUEST_PARAMS_MAX_TOKENS](request.sampling.max_tokens)
+            observe[vllm.REQUEST_PARAMS_MAX_TOKENS](request.sampling.max_tokens)
 
 
 def _trace_id(request: Request) -> str:

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry import names
-from services.common.telemetry.metric_specs import single, value_family
+from services.common.telemetry.metric_specs import single, value_family, vllm
 from services.scheduler.core.output import EngineCoreOutputs
 
 
@@ -31,10 +30,10 @@ class SpeculationMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         if not self._num_accepted_at:
             return
-        yield single(names.METRIC_SPEC_DECODE_DRAFTS, self._num_drafts)
-        yield single(names.METRIC_SPEC_DECODE_DRAFT_TOKENS, self._num_draft_tokens)
-        yield single(names.METRIC_SPEC_DECODE_ACCEPTED_TOKENS, sum(self._num_accepted_at))
-        positions = value_family(names.METRIC_SPEC_DECODE_ACCEPTED_TOKENS_PER_POS)
+        yield single(vllm.SPEC_DECODE_DRAFTS, self._num_drafts)
+        yield single(vllm.SPEC_DECODE_DRAFT_TOKENS, self._num_draft_tokens)
+        yield single(vllm.SPEC_DECODE_ACCEPTED_TOKENS, sum(self._num_accepted_at))
+        positions = value_family(vllm.SPEC_DECODE_ACCEPTED_TOKENS_PER_POS)
         for position, num_accepted in enumerate(self._num_accepted_at):
             positions.add_metric([str(position)], num_accepted)
         yield positions

@@ -8,6 +8,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common.rpc.proto_enum import ProtoEnum
 from services.common.telemetry import names
 from services.common.telemetry.histogram import Histogram
+from services.common.telemetry.metric_specs import replica
 from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.adapters.telemetry.wait_reasons import WaitReasons
 from services.scheduler.core.engine.engine_core import EngineCore, EngineState
@@ -42,7 +43,7 @@ class StepCounts:
         self.wait_nanos: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
         """Maps a reason to the total nanoseconds that requests waited for it."""
         self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
-        self.step_seconds = Histogram(names.METRIC_STEP_SECONDS)
+        self.step_seconds = Histogram(replica.STEP_SECONDS)
         self.step_costs = StepCosts()
 
     def admitted(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:

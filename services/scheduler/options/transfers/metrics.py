@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.telemetry import names
-from services.common.telemetry.metric_specs import single, value_family
+from services.common.telemetry.metric_specs import replica, single, value_family, vllm
 from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
 
 
@@ -25,11 +24,11 @@ class TierCollector(Collector):
             blocks, held, evicted = index.num_blocks, len(index), index.num_evictions
             stored, loaded = stats.num_stored_blocks, stats.num_loaded_blocks
             invalid = stats.num_invalid_blocks
-        yield single(names.METRIC_EXTERNAL_PREFIX_CACHE_QUERIES, queries)
-        yield single(names.METRIC_EXTERNAL_PREFIX_CACHE_HITS, hits)
-        yield single(names.METRIC_TIER_BLOCKS, blocks)
-        yield single(names.METRIC_TIER_BLOCKS_HELD, held)
-        transfers = value_family(names.METRIC_TIER_TRANSFERS)
+        yield single(vllm.EXTERNAL_PREFIX_CACHE_QUERIES, queries)
+        yield single(vllm.EXTERNAL_PREFIX_CACHE_HITS, hits)
+        yield single(replica.TIER_BLOCKS, blocks)
+        yield single(replica.TIER_BLOCKS_HELD, held)
+        transfers = value_family(replica.TIER_TRANSFERS)
         for kind, count in (
             ("stored", stored),
             ("loaded", loaded),

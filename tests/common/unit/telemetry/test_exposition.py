@@ -8,7 +8,6 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from services.common.telemetry import names
 from services.common.telemetry.exposition import (
     Exposition,
     merged,
@@ -16,7 +15,7 @@ from services.common.telemetry.exposition import (
     wants_open_metrics,
 )
 from services.common.telemetry.histogram import Histogram
-from services.common.telemetry.metric_specs import histogram_family
+from services.common.telemetry.metric_specs import histogram_family, vllm
 
 
 class These(Collector):
@@ -122,10 +121,10 @@ def test_a_metric_that_another_version_has_with_another_type_is_left_out() -> No
 
 def timed(*traces: str) -> bytes:
     """The text of a histogram and a counter. Each trace has one observation."""
-    histogram = Histogram(names.METRIC_E2E_REQUEST_LATENCY)
+    histogram = Histogram(vllm.E2E_REQUEST_LATENCY)
     for number, trace_id in enumerate(traces):
         histogram.observe_traced(0.1 + number, trace_id)
-    family = histogram_family(names.METRIC_E2E_REQUEST_LATENCY)
+    family = histogram_family(vllm.E2E_REQUEST_LATENCY)
     histogram.add_to(family)
     counter = CounterMetricFamily("vllm:tokens", 'Tokens "that" came.', labels=("kind",))
     counter.add_metric(['" # {trace_id="'], 3)

@@ -5,12 +5,10 @@ import random
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as ClientHistogram
 
-from services.common.telemetry import names
 from services.common.telemetry.histogram import Histogram
-from services.common.telemetry.metric_specs import SPECS, histogram_family
+from services.common.telemetry.metric_specs import SPECS, histogram_family, vllm
 
-NAME = names.METRIC_REQUEST_QUEUE_TIME
-BUCKETS = SPECS[NAME].buckets
+SPEC = vllm.REQUEST_QUEUE_TIME
 
 
 def samples(*families):
@@ -24,24 +22,24 @@ def samples(*families):
 
 def test_it_counts_as_the_client_library_does() -> None:
     rng = random.Random(5)
-    values = [rng.choice([*BUCKETS, 0.0, 1e9, rng.uniform(0, 20)]) for _ in range(500)]
-    ours = Histogram(NAME)
-    theirs = ClientHistogram(NAME, "It.", buckets=BUCKETS, registry=CollectorRegistry())
+    values = [rng.choice([*SPEC.buckets, 0.0, 1e9, rng.uniform(0, 20)]) for _ in range(500)]
+    ours = Histogram(SPEC)
+    theirs = ClientHistogram(SPEC.name, "It.", buckets=SPEC.buckets, registry=CollectorRegistry())
     for value in values:
         count = rng.randrange(1, 4)
         ours.observe(value, count)
         for _ in range(count):
             theirs.observe(value)
-    family = histogram_family(NAME)
+    family = histogram_family(SPEC)
     ours.add_to(family)
     expected = samples(*theirs.collect())
     read = samples(family)
     assert read.keys() == expected.keys()
     for key, value in expected.items():
         assert abs(read[key] - value) <= 1e-9 * abs(value), key
-    assert ours.count == expected[f"{NAME}_count", None]
+    assert ours.count == expected[f"{SPEC.name}_count", None]
 
 
 def test_the_bounds_of_every_histogram_rise() -> None:
-    for spec in SPECS.values():
+    for spec in SPECS:
         assert list(spec.buckets) == sorted(set(spec.buckets)), spec.name

@@ -1,4 +1,4 @@
-"""Names of spans, attributes and metrics."""
+"""Names of spans and attributes."""
 
 import re
 
@@ -9,7 +9,7 @@ from services.common.telemetry import names
 NAMES = {key: value for key, value in vars(names).items() if key.isupper()}
 
 
-@pytest.mark.parametrize("prefix", ["SPAN_", "EVENT_", "ATTR_", "GENAI_", "METRIC_"])
+@pytest.mark.parametrize("prefix", ["SPAN_", "EVENT_", "ATTR_", "GENAI_"])
 def test_names_of_a_kind_differ(prefix: str) -> None:
     values = [value for key, value in NAMES.items() if key.startswith(prefix)]
     assert values
@@ -23,7 +23,6 @@ def test_every_name_is_of_a_kind_and_well_formed() -> None:
         "WAIT": r"[a-z_]+",
         "ATTR": r"(stepwell|gen_ai|error|http|rpc|server)(\.[a-z_]+)+",
         "GENAI": r"stepwell|chat|text_completion|embeddings|score|(gen_ai|error)(\.[a-z0-9_]+)+",
-        "METRIC": r"(vllm:|stepwell_|http_|process_)[a-z0-9_]+",
     }
     for key, value in NAMES.items():
         shape = shapes.get(key.partition("_")[0])

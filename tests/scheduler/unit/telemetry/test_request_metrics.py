@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.request.finish_reason import FinishReason
-from services.common.telemetry import names
-from services.common.telemetry.metric_specs import SPECS
+from services.common.telemetry.metric_specs import vllm
+from services.common.telemetry.metric_specs.spec import MetricSpec
 from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
@@ -179,20 +179,20 @@ async def test_random_stories_give_what_a_list_of_all_times_gives() -> None:
     rng = random.Random(11)
     story = MeasuredStory(num_blocks=14, max_num_seqs=5, max_num_batched_tokens=16)
     naive: dict[Request, Naive] = {}
-    observed: dict[str, list[float]] = defaultdict(list)
+    observed: dict[MetricSpec, list[float]] = defaultdict(list)
 
     def note_end(request: Request) -> None:
         times = naive.pop(request)
-        observed[names.METRIC_E2E_REQUEST_LATENCY].append(story.now - times.arrived)
+        observed[vllm.E2E_REQUEST_LATENCY].append(story.now - times.arrived)
         if times.scheduled is None:
-            observed[names.METRIC_E2E_REQUEST_LATENCY].pop()
+            observed[vllm.E2E_REQUEST_LATENCY].pop()
             return
         queue = times.scheduled - times.arrived
-        observed[names.METRIC_REQUEST_QUEUE_TIME].append(queue)
+        observed[vllm.REQUEST_QUEUE_TIME].append(queue)
         if times.tokens:
             first, last = times.tokens[0], times.tokens[-1]
-            observed[names.METRIC_REQUEST_PREFILL_TIME].append(first - times.scheduled)
-            observed[names.METRIC_REQUEST_DECODE_TIME].append(last - first)
+            observed[vllm.REQUEST_PREFILL_TIME].append(first - times.scheduled)
+            observed[vllm.REQUEST_DECODE_TIME].append(last - first)
 
     num_preemptions = 0
     for number in range(400):
@@ -215,24 +215,24 @@ async def test_random_stories_give_what_a_list_of_all_times_gives() -> None:
             for _ in new or ():
                 times = naive[request].tokens
                 if times:
-                    observed[names.METRIC_INTER_TOKEN_LATENCY].append(story.now - times[-1])
+                    observed[vllm.INTER_TOKEN_LATENCY].append(story.now - times[-1])
                 else:
                     first = story.now - naive[request].arrived
-                    observed[names.METRIC_TIME_TO_FIRST_TOKEN].append(first)
+                    observed[vllm.TIME_TO_FIRST_TOKEN].append(first)
                 times.append(story.now)
             if request.is_finished and request in naive:
                 note_end(request)
     assert num_preemptions > 5
     read = story.read()
-    for name, values in observed.items():
+    for spec, values in observed.items():
+        name = spec.name
         short = name.removeprefix("vllm:")
         assert read[f"{short}_count"] == len(values) > 30, name
         assert abs(read[f"{short}_sum"] - sum(values)) < 1e-4, name
-        bounds = SPECS[name].buckets
         for bound, count in story.buckets(name).items():
             # Both sides compute times as differences of sums, so a time at a bound may be on either
             # side of it.
             low = bisect_left(sorted(values), bound - 1e-6)
             high = bisect_left(sorted(values), bound + 1e-6)
             assert low <= count <= high, (name, bound)
-        assert len(bounds) + 1 == len(story.buckets(name))
+        assert len(spec.buckets) + 1 == len(story.buckets(name))

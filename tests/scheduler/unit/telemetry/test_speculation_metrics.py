@@ -1,6 +1,6 @@
 """Accepted and rejected drafts in vLLM's counters."""
 
-from services.common.telemetry import names
+from services.common.telemetry.metric_specs import vllm
 from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics
 from services.scheduler.adapters.telemetry.speculation_metrics import SpeculationMetrics
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
@@ -45,5 +45,5 @@ async def test_drafts_that_were_not_proposed_are_no_tokens_of_the_step() -> None
     for verified in ([2], ()):
         metrics.done(plan, EngineCoreOutputs(plan, [[7]], {}, [], 1, num_draft_tokens=verified))
     assert request in plan.requests
-    (tokens,) = (one for one in metrics.collect() if one.name == names.METRIC_ITERATION_TOKENS)
+    (tokens,) = (one for one in metrics.collect() if one.name == vllm.ITERATION_TOKENS.name)
     assert {one.value for one in tokens.samples if one.name.endswith("_sum")} == {3 + 1}
