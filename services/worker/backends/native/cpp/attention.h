@@ -250,7 +250,10 @@ class Attention {
       T* target = output_ + (token * layer_.num_heads + head) * dim;
       const float scale = 1.0f / sum(load(sums.weights + row * LANES));
       for (int d = 0; d < dim; d += LANES) {
-        const Vector value = load(sums.values + row * padded_dim_ + d) * scale;
+        Vector value = load(sums.values + row * padded_dim_ + d) * scale;
+        // -0 becomes +0. Numbers below 2^-126 are zeros, and the sign of a sum of -0 depends on how
+        // many products of weights of zero are added to it.
+        if constexpr (SUMS_LIKE_TILES<T>) value = value + 0.0f;
         store_partial(target + d, value, dim - d);
       }
     }

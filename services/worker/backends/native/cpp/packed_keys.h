@@ -82,11 +82,13 @@ void score_rows(const T* query, int stride, const T* packed, int rows, int dim, 
 }
 
 // Packs values into panels of PANEL_WIDTH elements of a head, [BLOCK_KEYS / DEPTH, PANEL_WIDTH,
-// DEPTH] each. Zeros fill the last panel.
+// DEPTH] each. Zeros fill the last panel. Copies of the last value fill SUM_STEPS steps.
 template <class T>
 void pack_values(const TokenRows<T>& values, int dim, T* packed) {
   using Ops = PanelOps<T>;
-  for (int key = 0; key < values.count(); key += Ops::DEPTH) {
+  const int end =
+      SUMS_LIKE_TILES<T> ? round_up(values.count(), SUM_STEPS<T> * Ops::DEPTH) : values.count();
+  for (int key = 0; key < end; key += Ops::DEPTH) {
     const T* lines[Ops::DEPTH];
     for (int i = 0; i < Ops::DEPTH; ++i) lines[i] = values[key + i];
     for (int d = 0; d < dim; d += PANEL_WIDTH) {

@@ -17,11 +17,14 @@
 #include "scratch.h"
 #include "single_query.h"
 #include "softmax_sums.h"
+#include "tiled_keys.h"
 
 namespace stepwell {
 
-// Maximum of query heads per key head for which one token's keys are read unpacked.
-constexpr int MAX_UNPACKED_HEADS = 8;
+// Maximum of query heads per key head for which one token's values, and its keys unless tiles
+// multiply them, are read unpacked.
+template <class T>
+constexpr int MAX_UNPACKED_HEADS = SUMS_LIKE_TILES<T> ? HEADS_PER_PASS : 8;
 
 // Rows of a task, of one key head, that attend to a block: `count` rows from `first` on.
 // `is_single`: they belong to one query.
@@ -88,6 +91,12 @@ class PlainProducts {
     block_ = &block;
     next_block_ = &next_block;
     const T* query = query_ + rows.first * padded_dim_;
+    if constexpr (SUMS_LIKE_TILES<T>) {
+      if (dim_ % SUM_DEPTH == 0) {
+        return score_in_tiles(query, padded_dim_, rows.count, panels(), block.num_panels(), dim_,
+                              scores_);
+      }
+    }
     if (reads_pages()) {
       score_queries(query, padded_dim_, rows.count, panels(), block.num_panels(), dim_, scores_);
     } else {
@@ -121,12 +130,17 @@ class PlainProducts {
     } else {
       values.prefetch_rest(0, dim_);
       pack_values(values, dim_, packed_);
-      add_rows(weights_, packed_, block_->end, rows_.count, dim_, sums.values, padded_dim_);
+      const int count = block_->end;
+      if constexpr (SUMS_LIKE_TILES<T>) {
+        add_values_in_tiles(weights_, packed_, count, rows_.count, dim_, sums.values, padded_dim_);
+      } else {
+        add_rows(weights_, packed_, count, rows_.count, dim_, sums.values, padded_dim_);
+      }
     }
   }
 
  private:
-  bool reads_pages() const { return rows_.is_single && rows_.count <= MAX_UNPACKED_HEADS; }
+  bool reads_pages() const { return rows_.is_single && rows_.count <= MAX_UNPACKED_HEADS<T>; }
 
   // The head's keys of the block as panels: those in the pages, or packed ones if the pages have
   // none.

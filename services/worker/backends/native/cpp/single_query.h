@@ -22,6 +22,7 @@ void score_panels(const T* query, int stride, const KeyPanels<T>& panels, int fi
                   float* scores) {
   using Ops = PanelOps<T>;
   Vector total[HEADS][PANELS] = {};
+  DepthSums<T, HEADS, PANELS> sums;
   const T* current[PANELS];
   const T* next[PANELS];
   for (int p = 0; p < PANELS; ++p) {
@@ -40,11 +41,11 @@ void score_panels(const T* query, int stride, const KeyPanels<T>& panels, int fi
     for (int g = 0; g < HEADS; ++g) {
       const Vector value = Ops::broadcast(query + g * stride + d);
 #pragma GCC unroll 4
-      for (int p = 0; p < PANELS; ++p) {
-        total[g][p] = Ops::multiply_add(total[g][p], value, keys[p]);
-      }
+      for (int p = 0; p < PANELS; ++p) sums.add(total, g, p, value, keys[p]);
     }
+    sums.end_step(total);
   }
+  sums.finish(total);
   for (int g = 0; g < HEADS; ++g) {
     for (int p = 0; p < PANELS; ++p)
       store(scores + g * BLOCK_KEYS + (first + p) * LANES, total[g][p]);
@@ -86,6 +87,7 @@ void add_values(const T* weights, const TokenRows<T>& values, int dim, float* to
     for (int v = 0; v < PANEL_VECTORS; ++v) sum[n][v] = load(source + v * LANES);
     Ops::to_interleaved_order(sum[n]);
   }
+  DepthSums<T, HEADS * PANELS, PANEL_VECTORS> sums;
   for (int key = 0; key < values.count(); key += Ops::DEPTH) {
     const T* lines[Ops::DEPTH];
 #pragma GCC unroll 2
@@ -101,11 +103,11 @@ void add_values(const T* weights, const TokenRows<T>& values, int dim, float* to
     for (int n = 0; n < HEADS * PANELS; ++n) {
       const Vector weight = Ops::broadcast(weights + n / PANELS * BLOCK_KEYS + key);
 #pragma GCC unroll 4
-      for (int v = 0; v < PANEL_VECTORS; ++v) {
-        sum[n][v] = Ops::multiply_add(sum[n][v], weight, columns[n % PANELS][v]);
-      }
+      for (int v = 0; v < PANEL_VECTORS; ++v) sums.add(sum, n, v, weight, columns[n % PANELS][v]);
     }
+    sums.end_step(sum);
   }
+  sums.finish(sum);
 #pragma GCC unroll 8
   for (int n = 0; n < HEADS * PANELS; ++n) {
     Ops::to_element_order(sum[n]);
@@ -151,10 +153,12 @@ void add_weighted_values(const T* weights, int heads, const TokenRows<T>& values
   for_head_passes(heads, [&]<int HEADS>(int head) {
     const T* own = weights + head * BLOCK_KEYS;
     float* target = total + head * stride;
+    // Panels at once; more do not fit into registers.
+    constexpr int PANELS = SUMS_LIKE_TILES<T> && HEADS > 2 ? 1 : 2;
     int d = 0;
-    for (; d + PANEL_WIDTH < dim; d += 2 * PANEL_WIDTH) {
-      const int count = std::min(dim - d, 2 * PANEL_WIDTH);
-      add_values<T, HEADS, 2>(own, values.from(d), count, target + d, stride);
+    for (; d + (PANELS - 1) * PANEL_WIDTH < dim; d += PANELS * PANEL_WIDTH) {
+      const int count = std::min(dim - d, PANELS * PANEL_WIDTH);
+      add_values<T, HEADS, PANELS>(own, values.from(d), count, target + d, stride);
     }
     if (d < dim) add_values<T, HEADS, 1>(own, values.from(d), dim - d, target + d, stride);
   });
