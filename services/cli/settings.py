@@ -208,6 +208,11 @@ class UpSettings:
         doc="threads that each worker computes with (default: its share of the cores)",
         check=at_least(1),
     )
+    cpu_omp_threads_bind: str | None = passed_to(
+        "worker",
+        doc="processors of the workers' threads: auto, nobind, or a list for each worker, such as "
+        "0-31|32-63",
+    )
     batch_invariant: bool | None = passed_to(
         "worker",
         doc="compute a request the same bit for bit in any batch (default: on the CPU yes, on CUDA "

@@ -9,8 +9,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from services.common.process.processors import usable_processors
 from services.worker.backends.device import dtype_name
 from services.worker.backends.out_of_memory import memory_for
@@ -30,10 +28,10 @@ from services.worker.parts.kv_cache import size_rank_kv_cache
 from services.worker.parts.model import load_parts
 from services.worker.parts.rank_setup import RankSetup, set_up_rank
 from services.worker.parts.refusals import refuse_for_whole_prompts
-from services.worker.platform_choice import num_local_workers
+from services.worker.platform_choice import local_worker, threads_bind
 from services.worker.platforms.interface import RunnerParts
+from services.worker.platforms.placement import bind_and_set, place_threads
 from services.worker.platforms.prompt_shapes import run_prompts
-from services.worker.platforms.threads import choose_threads
 from services.worker.sampling.grammar import Grammars, model_compiler
 from services.worker.settings import WorkerSettings
 
@@ -43,10 +41,17 @@ logger = logging.getLogger(__name__)
 def load_worker(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
 ) -> Worker:
-    """Builds a worker, as `build_worker` does, and sets the process's number of threads."""
-    num_sharers = num_local_workers(settings, group)
-    threads = choose_threads(usable_processors(), num_sharers, settings.num_threads)
-    torch.set_num_threads(threads.num_threads)
+    """Builds a worker, as `build_worker` does, and sets the process's number of threads. Binds the
+    calling thread, and the threads that it starts, if threads are bound. Raises SettingError for
+    processors that cannot be used.
+    """
+    threads = place_threads(
+        usable_processors(),
+        local_worker(settings, group),
+        settings.num_threads,
+        threads_bind(settings),
+    )
+    bind_and_set(threads)
     began = time.monotonic()
     worker = build_worker(settings, uuid.uuid4().hex, checkpoint_reached, group)
     # Loaded objects are never freed, so full collections between two steps need not visit them.

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import torch
 
+from services.common.process.settings import SettingError
 from services.worker.backends.attention import CPU
-from services.worker.backends.choices import DeviceSetting, KVCacheDtype
+from services.worker.backends.choices import BIND_AUTO, BIND_NONE, DeviceSetting, KVCacheDtype
 from services.worker.backends.device import UnsuitableDevice
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.models.config import DtypeSetting
@@ -16,6 +17,7 @@ from services.worker.platforms.cpu import CpuPlatform
 from services.worker.platforms.cpu_kernels import select_kernels
 from services.worker.platforms.cuda import CudaPlatform
 from services.worker.platforms.interface import Platform
+from services.worker.platforms.placement import LocalWorker
 from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ def select_platform(
         checkpoint_reached,
         batch_invariant=is_batch_invariant(settings, CPU),
     )
-    num_sharers = num_local_workers(settings, group)
+    num_sharers = local_worker(settings, group).count
     return CpuPlatform(kernels, settings.gpu_memory_utilization, num_sharers)
 
 
@@ -69,9 +71,26 @@ def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
     return [f"{what} on the CPU alone; set --device cpu, or {flag}" for what, flag in reasons]
 
 
-def num_local_workers(settings: WorkerSettings, group: Group | None) -> int:
-    """The number of workers on this machine: this replica's ranks, times the local replicas."""
-    return settings.num_local_replicas * (1 if group is None else len(group.local_ranks))
+def local_worker(settings: WorkerSettings, group: Group | None) -> LocalWorker:
+    """The number of this worker among the workers of this machine. The ranks of a replica have
+    successive numbers. Raises SettingError if the replica's number is too large.
+    """
+    if settings.local_replica >= settings.num_local_replicas:
+        raise SettingError(
+            f"--local-replica {settings.local_replica} must be below --num-local-replicas "
+            f"{settings.num_local_replicas}"
+        )
+    ranks = [0] if group is None else group.local_ranks
+    rank = 0 if group is None else group.membership.rank
+    index = settings.local_replica * len(ranks) + ranks.index(rank)
+    return LocalWorker(index, settings.num_local_replicas * len(ranks))
+
+
+def threads_bind(settings: WorkerSettings) -> str:
+    """How threads are bound. By default they are not if the worker may compute on CUDA."""
+    bind = settings.cpu_omp_threads_bind
+    may_be_cuda = settings.device is not DeviceSetting.CPU and torch.cuda.is_available()
+    return BIND_NONE if bind == BIND_AUTO and may_be_cuda else bind
 
 
 def is_batch_invariant(settings: WorkerSettings, device: torch.device) -> bool:

@@ -7,7 +7,13 @@ from services.common.model_source.find import find_model, model_name
 from services.common.pool.kv_cache_groups import MambaCacheMode
 from services.common.process.service_settings import ServiceSettings, allowed_names
 from services.common.process.settings import SettingError, at_least, between, setting, with_default
-from services.worker.backends.choices import DeviceSetting, KernelsSetting, KVCacheDtype
+from services.worker.backends.choices import (
+    BIND_AUTO,
+    DeviceSetting,
+    KernelsSetting,
+    KVCacheDtype,
+    bind_problem,
+)
 from services.worker.models.config import DtypeSetting
 from services.worker.models.pooling_config import RunnerSetting
 from services.worker.models.quantization_config import QuantizationSetting
@@ -85,6 +91,12 @@ class WorkerSettings(ServiceSettings):
         "which is rounded up; from 8 on one less; a part of them if workers share the machine)",
         check=at_least(1),
     )
+    cpu_omp_threads_bind: str = setting(
+        BIND_AUTO,
+        doc="processors of the threads: auto, on machines with several NUMA nodes the cores of one;"
+        " nobind; or a list for each local worker, such as 0-31|32-63",
+        check=bind_problem,
+    )
     enable_lora: bool = setting(
         False, doc="serve LoRA adapters in PEFT's format beside the model; native models only"
     )
@@ -125,6 +137,9 @@ class WorkerSettings(ServiceSettings):
     )
     num_local_replicas: int = setting(
         1, doc="replicas that share this machine's cores and memory", check=at_least(1)
+    )
+    local_replica: int = setting(
+        0, doc="number of this replica among the local replicas, from 0", check=at_least(0)
     )
     tensor_parallel_size: int | None = setting(
         None,

@@ -184,7 +184,7 @@ class _Wiring:
             "address": addresses.socket(replica.workers[rank]),
             "drain_seconds": _CACHES_DRAIN_SECONDS,
             **_membership(rank, replica.index, settings, addresses),
-            **({"num_local_replicas": settings.replicas} if settings.replicas > 1 else {}),
+            **_sharing(replica.index, settings),
         }
 
 
@@ -256,6 +256,13 @@ def _membership(
         "master_addr": "127.0.0.1",
         "master_port": addresses.master_ports[replica],
     }
+
+
+def _sharing(replica: int, settings: UpSettings) -> dict[str, int]:
+    """Settings of a worker's replica among the replicas that share this machine."""
+    if settings.replicas == 1:
+        return {}
+    return {"num_local_replicas": settings.replicas, "local_replica": replica}
 
 
 def _vllm_grpc(replica: int, settings: UpSettings, addresses: Addresses) -> dict[str, Any]:

@@ -2,6 +2,19 @@
 
 import enum
 
+from services.common.process.processors import cpu_list
+
+BIND_AUTO, BIND_NONE = "auto", "nobind"
+
+
+def bind_problem(value: str) -> str | None:
+    """The problem of a value of `cpu_omp_threads_bind`, or None."""
+    try:
+        is_right = value in (BIND_AUTO, BIND_NONE) or all(map(cpu_list, value.split("|")))
+    except ValueError:
+        is_right = False
+    return None if is_right else "must be auto, nobind or lists such as 0-31|32-63"
+
 
 class DeviceSetting(enum.Enum):
     """The device of a worker. AUTO selects CUDA if possible, and the CPU otherwise."""

@@ -24,10 +24,13 @@ ENOUGH_TO_SPARE = 8
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """The number of threads, and the reason as a clause for the log."""
+    """The number of threads, and the reason as a clause for the log. `processors`: the processors
+    to which they are bound, or none if the operating system places them.
+    """
 
     num_threads: int
     reason: str
+    processors: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.num_threads} thread{'s' if self.num_threads > 1 else ''} ({self.reason})"

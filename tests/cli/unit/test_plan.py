@@ -64,6 +64,7 @@ EVERYTHING = {
     "kv_cache_dtype": "int8_per_token_head",
     "gpu_memory_utilization": 0.5,
     "num_threads": 3,
+    "cpu_omp_threads_bind": "nobind",
     "kv_cache_memory_bytes": 1_000_000,
     "num_blocks": 50,
     "kv_offloading_size": 0.5,
@@ -276,7 +277,7 @@ def test_two_replicas_share_a_gateway_and_the_machine(tmp_path: Path) -> None:
         assert scheduler.kvpool == pool.address == f"unix:/run/stepwell/kvpool-{index}.sock"
         assert scheduler.workers == (worker.address,)
         assert gateway.redis_url == pool.redis_url == url
-        assert worker.num_local_replicas == 2
+        assert (worker.local_replica, worker.num_local_replicas) == (index, 2)
     teams = [spec.team or spec.name for spec in specs.values()]
     assert len(set(teams)) == len(specs)
 

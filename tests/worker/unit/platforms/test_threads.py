@@ -1,13 +1,9 @@
 """Tests the number of threads of a worker, in examples for large, small and shared machines."""
 
-from pathlib import Path
-
 import pytest
 
 from services.common.process.processors import Processor, Processors
-from services.worker.platform_choice import num_local_workers
 from services.worker.platforms.threads import ThreadChoice, choose_threads
-from services.worker.settings import WorkerSettings
 
 
 def processors(number: int, num_cores: int, quota: float | None = None) -> Processors:
@@ -46,9 +42,3 @@ def test_a_requested_number_is_used_and_the_default_is_logged() -> None:
     assert asked == ThreadChoice(5, "as asked for; by default 2: 2 cores")
     assert str(asked) == "5 threads (as asked for; by default 2: 2 cores)"
     assert str(choose_threads(processors(1, 1))) == "1 thread (1 core)"
-
-
-def test_replicas_on_one_machine_are_sharers_too(tmp_path: Path) -> None:
-    assert num_local_workers(WorkerSettings(model=tmp_path), None) == 1
-    settings = WorkerSettings(model=tmp_path, num_local_replicas=3)
-    assert num_local_workers(settings, None) == 3

@@ -1,0 +1,129 @@
+"""Places a worker's threads on processors, if the machine has several NUMA nodes.
+
+The memory of a node is read faster by its own cores, and a barrier between threads is faster inside
+a node. Linux allocates memory on the node of the thread that first writes it. A worker's compute
+thread is therefore bound to the cores of one node before it loads the model, and the threads of its
+team inherit the binding. Weights, KV cache and activations are then on this node, as long as its
+memory suffices. Other threads of the process, such as the event loop's, are not bound.
+
+On a single node threads are not bound, since the operating system also places other processes.
+Under a quota they are not bound either, since other containers would choose the same cores.
+
+The values of the setting are those of vLLM's VLLM_CPU_OMP_THREADS_BIND.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.common.process.processors import Processor, Processors, cpu_list
+from services.common.process.settings import SettingError
+from services.worker.backends.choices import BIND_AUTO, BIND_NONE
+from services.worker.platforms.threads import ENOUGH_TO_SPARE, ThreadChoice, choose_threads
+
+FLAG = "--cpu-omp-threads-bind"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWorker:
+    """The number of a worker, from 0, among the `count` workers that share this machine."""
+
+    index: int = 0
+    count: int = 1
+
+
+def place_threads(
+    processors: Processors,
+    worker: LocalWorker = LocalWorker(),
+    asked: int | None = None,
+    bind: str = BIND_AUTO,
+) -> ThreadChoice:
+    """The threads of a worker, and the processors to which they are bound. Raises SettingError if
+    `bind` has no list for this worker, or processors that it may not use.
+    """
+    if bind == BIND_NONE or (bind == BIND_AUTO and not _suits(processors)):
+        return choose_threads(processors, worker.count, asked)
+    own, reason = (
+        _own_cores(processors, worker) if bind == BIND_AUTO else _listed(processors, worker, bind)
+    )
+    order = cores_first(own)
+    if asked is None and bind == BIND_AUTO:
+        order = order[: len({processor.core for processor in own})]
+    numbers = tuple(sorted(processor.number for processor in order[:asked]))
+    chosen = len(numbers) if asked is None else asked
+    return ThreadChoice(chosen, f"{reason}, bound to {list_text(numbers)}", numbers)
+
+
+def bind_and_set(choice: ThreadChoice) -> None:
+    """Binds the calling thread, and the threads that it starts afterwards, and sets torch's number
+    of threads.
+    """
+    if choice.processors:
+        os.sched_setaffinity(0, choice.processors)
+    torch.set_num_threads(choice.num_threads)
+
+
+def cores_first(processors: Sequence[Processor]) -> list[Processor]:
+    """One processor of each core, then the second processors of the cores, and so on."""
+    num_before: dict[int, int] = {}
+    ranked = []
+    for processor in sorted(processors, key=lambda each: each.number):
+        rank = num_before[processor.core] = num_before.get(processor.core, -1) + 1
+        ranked.append((rank, processor.number, processor))
+    return [processor for _, _, processor in sorted(ranked, key=lambda each: each[:2])]
+
+
+def list_text(numbers: Sequence[int]) -> str:
+    """Ascending numbers as the kernel writes them, such as 0-3,8."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+def _suits(processors: Processors) -> bool:
+    has_nodes = len({processor.node for processor in processors.allowed}) > 1
+    return has_nodes and processors.within_quota(processors.num_cores) == processors.num_cores
+
+
+def _own_cores(processors: Processors, worker: LocalWorker) -> tuple[list[Processor], str]:
+    """The worker's cores on one node, with all their processors, and why.
+
+    Workers are spread over the nodes in order, so that the ranks of a replica are on as few nodes
+    as possible. The workers of a node divide its cores.
+    """
+    nodes = sorted({processor.node for processor in processors.allowed})
+    node_of = [nodes[index * len(nodes) // worker.count] for index in range(worker.count)]
+    node = node_of[worker.index]
+    mates = [index for index in range(worker.count) if node_of[index] == node]
+    on_node = [processor for processor in processors.allowed if processor.node == node]
+    cores = sorted({processor.core for processor in on_node})
+    reasons = [f"{len(cores)} cores of node {node}, of {len(nodes)} nodes"]
+    has_idle = len(on_node) > len(cores) or worker.count < len(nodes)
+    if len(cores) >= ENOUGH_TO_SPARE and not has_idle:
+        cores.pop()
+        reasons.append("one left to other services")
+    if len(mates) > 1:
+        reasons.append(f"shared by {len(mates)} workers")
+    place, count = mates.index(worker.index), len(mates)
+    begin, end = len(cores) * place // count, len(cores) * (place + 1) // count
+    own = cores[begin:end] or [cores[place % len(cores)]]
+    return [processor for processor in on_node if processor.core in own], ", ".join(reasons)
+
+
+def _listed(processors: Processors, worker: LocalWorker, bind: str) -> tuple[list[Processor], str]:
+    lists = bind.split("|")
+    if worker.index >= len(lists):
+        raise SettingError(
+            f"{FLAG} has {len(lists)} lists, and worker {worker.index} of {worker.count} needs one"
+        )
+    wanted = cpu_list(lists[worker.index])
+    usable = {processor.number: processor for processor in processors.allowed}
+    if wrong := sorted(wanted - usable.keys()):
+        raise SettingError(f"{FLAG}: this process may not use processors {list_text(wrong)}")
+    return [usable[number] for number in sorted(wanted)], "as asked for"
