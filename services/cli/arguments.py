@@ -5,7 +5,8 @@ import os
 import sys
 from typing import Any
 
-from services.cli.client import DEFAULT_URL, Client
+from services.cli import DEFAULT_URL
+from services.cli.client import Client
 from services.cli.errors import CommandError, CommandParser
 from services.cli.processes.tls_files import TlsFiles
 

@@ -9,8 +9,6 @@ import httpx
 from services.cli.errors import CommandError
 from services.cli.processes.tls_files import TlsFiles, why_no_tls
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-
 _UNIX = "unix:"
 _ANY_HOST = "http://localhost"
 """The Host header of requests over a Unix socket, which has no host name."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from services.cli.client import DEFAULT_URL
+from services.cli import DEFAULT_URL
 from services.cli.console import Console, announce, shows_colour
 from services.cli.errors import CommandError
 from services.cli.processes.plan import Addresses, stages
