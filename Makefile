@@ -19,11 +19,11 @@ help: ## Show this list
 run: $(VENV)/.run gen/.built ## Install, start all four services and serve MODEL (models/demo)
 	@exec $(BIN)/stepwell up --model $(MODEL) $(ARGS)
 
-# Five processes divide the tests (tests/conftest.py); those of the files that ARGS names run in one.
+# Four processes divide the tests (tests/conftest.py); those of the files that ARGS names run in one.
 # Bytecode is kept whatever the environment says: hundreds of processes import the services.
 test: $(VENV)/.dev gen/.built ## Run every test, on the CPU
 	@CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
-	    $(if $(filter tests%,$(ARGS)),,--numprocesses 5) $(ARGS)
+	    $(if $(filter tests%,$(ARGS)),,--numprocesses 4) $(ARGS)
 
 # The log of a run names the order: "bfloat16 in the order of tiles".
 tiles: ## Run the tests of computation, or those of ARGS, with emulated tile registers (Intel AMX)

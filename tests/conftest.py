@@ -1,11 +1,10 @@
-"""How `make test` divides the tests between five processes of pytest-xdist.
+"""How `make test` divides the tests between four processes of pytest-xdist.
 
 Tests that start servers or measure time run in two processes, one test after another, from the
-start: they mostly wait. Tests that only compute run in the other three processes, file by file,
-each with one thread and at low priority. Two processors are then busy even if one of the three
-processes waits, and the servers are hardly delayed. Each process imports and collects only the
-tests that it may run, as collecting takes 14 seconds of processor time. Without pytest-xdist all
-tests run in one process, in the order of collection.
+start: they mostly wait. Tests that only compute run in the other two processes, file by file, each
+with one thread and at low priority, so that the servers are hardly delayed. Each process imports
+and collects only the tests that it may run, as collecting takes 20 seconds of processor time.
+Without pytest-xdist all tests run in one process, in the order of collection.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from hypothesis import HealthCheck, settings
 import services.worker  # noqa: F401 - says how torch's threads wait, before a test imports torch
 from services.cli.processes.ports import claim_port
 
-NUM_PROCESSES = 5
+NUM_PROCESSES = 4
 SERVERS = {
     "stacks": ("tests/e2e/", "tests/scheduler/integration/"),
     "services": (
@@ -48,7 +47,6 @@ LONG_FILES = (
     "tests/parity/test_speculation_parity.py",
     "tests/parity/test_draft_model_parity.py",
     "tests/conformance/test_replayed_logs.py",
-    "tests/parity/test_scheduled_parity.py",
     "tests/parity/test_hybrid_parity.py",
 )
 """The slowest files that only compute. They run first, so that the short files occupy all processes
@@ -82,8 +80,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Limits each of the five processes of pytest-xdist to its own tests. A process that replaces a
-    crashed one collects all tests, and so does each process if there are not five.
+    """Limits each of the four processes of pytest-xdist to its own tests. A process that replaces a
+    crashed one collects all tests, and so does each process if there are not four.
     """
     worker: dict[str, Any] = getattr(config, "workerinput", {"workercount": 1})
     if worker["workercount"] != NUM_PROCESSES:

@@ -271,22 +271,19 @@ TINY_MODELS: dict[str, TinyModel] = {
     "starcoder2": TinyModel(Starcoder2Config, {"sliding_window": 20, "initializer_range": 0.6}),
 }
 
-ONE_OF_EACH = [
+CACHES = [
     "bamba",
-    "cohere2",
+    "falcon_h1",
     "gemma2",
     "gemma3",
+    "gemma3n",
+    "gemma4",
+    "gemma4_moe",
     "llama",
     "mistral_window",
-    "mixtral",
-    "opt",
     "qwen2_window",
-    "qwen3",
-    "qwen3_moe",
     "qwen3_next",
 ]
-"""Kinds that differ in structure and not only in sizes, for tests of model loading and serving."""
-CACHES = [*ONE_OF_EACH, "falcon_h1", "gemma3n", "gemma4", "gemma4_moe"]
 """Kinds that differ in what they cache: blocks of each shape, windows and states. Other kinds
 differ from one of these only in the model.
 """

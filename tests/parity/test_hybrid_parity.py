@@ -1,7 +1,7 @@
 """Greedy output of models with recurrent layers equals transformers', however their states are
 stored and shared in blocks of the pool. Scheduler, pool and runner are the real ones.
-test_scheduled_parity.py and test_services_parity.py test the default settings: requests that are
-served alone, together, in chunks and under preemption.
+test_services_parity.py tests the default settings: requests that are served alone, together, in
+chunks and under preemption.
 """
 
 from collections.abc import Sequence

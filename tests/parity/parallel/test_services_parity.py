@@ -1,5 +1,7 @@
-"""Served tokens are the same with one step in flight or two. Pool, worker and scheduler serve at
-separate ports, and exchange the same messages as separate processes.
+"""Served tokens are the same however requests are scheduled: with one step in flight or two, in
+chunks, with prefix hits, and with a pool so small that requests are preempted again and again.
+Pool, worker and scheduler serve at separate ports, and exchange the same messages as separate
+processes.
 """
 
 import asyncio
@@ -14,7 +16,6 @@ import torch
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.worker.core.worker import Worker
-from tests.parity.models_table import rows
 from tests.parity.situations import (
     GREEDY,
     SAMPLED,
@@ -26,37 +27,36 @@ from tests.parity.situations import (
     reference_outputs,
 )
 from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica
-from tests.tiny_models import CACHES, ONE_OF_EACH, save_tiny_model
+from tests.tiny_models import CACHES, save_tiny_model
 from tests.worker.serving_worker import ServingWorker
-
-KINDS = sorted({*ONE_OF_EACH, *(row.kinds[0] for row in rows())})
-"""One kind of each architecture, and the kinds that differ in structure. Other properties of a
-kind, such as scaled positions, concern only the model. tests/parity/test_greedy_parity.py tests all
-kinds without the services.
-"""
-
-EVERY = pytest.mark.parametrize("served", KINDS, indirect=True)
-EACH_CACHE = pytest.mark.parametrize(
-    "served", [kind for kind in KINDS if kind in CACHES], indirect=True
-)
 
 Outputs = list[list[int]]
 
 
 @dataclass(frozen=True)
 class Served:
-    """A kind of model, and a worker that has loaded it."""
+    """A worker that has loaded a model, and the answers to all prompts: transformers' greedy ones,
+    and sampled ones to prompts that were sent together.
+    """
 
-    kind: str
     loaded: Worker
+    greedy: Outputs
+    sampled: Outputs
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=CACHES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A kind of each cache. Kinds with the same cache differ only in the model, and all kinds are
+    tested without the services by tests/parity/test_greedy_parity.py.
+    """
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp(request.param)
     save_tiny_model(directory, request.param)
-    return Served(request.param, build(directory))
+    loaded, greedy = build(directory), reference_outputs(request.param)
+    sampled = answers_together(loaded, SAMPLED)
+    assert sampled != greedy
+    assert len({token for output in sampled for token in output}) > 50
+    return Served(loaded, greedy, sampled)
 
 
 @asynccontextmanager
@@ -103,36 +103,19 @@ def answers_together(worker: Worker, params: dict[str, Any]) -> Outputs:
     return asyncio.run(answers())
 
 
-@EVERY
-async def test_asynchronous_scheduling_changes_no_token(served: Served) -> None:
-    """The situation has the most events: chunks, prefix hits and preemptions."""
-    await check_asynchronous_scheduling(served, SITUATIONS["preempted again and again"])
-
-
-@EACH_CACHE
-@pytest.mark.parametrize("name", ["sixteen together", "chunks of 11"])
-async def test_asynchronous_scheduling_changes_no_token_otherwise(
-    served: Served, name: str
-) -> None:
-    """Kinds without a cache of their own differ only in the model."""
-    await check_asynchronous_scheduling(served, SITUATIONS[name])
-
-
-async def check_asynchronous_scheduling(served: Served, situation: Situation) -> None:
-    expected = reference_outputs(served.kind)
-    sampled: dict[bool, Outputs] = {}
+@pytest.mark.parametrize("name", ["sixteen together", "chunks of 11", "preempted again and again"])
+async def test_asynchronous_scheduling_changes_no_token(served: Served, name: str) -> None:
+    situation = SITUATIONS[name]
     for async_scheduling in (False, True):
         async with serving(served.loaded, situation, async_scheduling=async_scheduling) as (
             replica,
             gateway,
         ):
-            assert await generate(gateway, prompts(), GREEDY) == expected
-            sampled[async_scheduling] = await generate(gateway, prompts(), SAMPLED)
+            assert await generate(gateway, prompts(), GREEDY) == served.greedy
+            assert await generate(gateway, prompts(), SAMPLED) == served.sampled
             stats = await replica.stats()
             await replica.until_idle()
         check_stats(stats, situation)
-    assert sampled[True] == sampled[False]
-    assert sampled[True] != expected
 
 
 def check_stats(stats: scheduler_pb2.GetStatsResponse, situation: Situation) -> None:
@@ -145,14 +128,12 @@ def check_stats(stats: scheduler_pb2.GetStatsResponse, situation: Situation) -> 
         assert stats.num_preemptions == 0
 
 
-@EVERY
 async def test_alone_to_the_last_token_and_to_a_stop_token(served: Served) -> None:
     alone = SITUATIONS["alone"]
-    expected = alone.chosen(reference_outputs(served.kind))
+    expected = alone.chosen(served.greedy)
     wanted = alone.chosen(prompts())
     stop_token_id = expected[-1][10]
     end = expected[-1].index(stop_token_id) + 1
-    sampled: dict[bool, Outputs] = {}
     num_steps: dict[bool, int] = {}
     for async_scheduling in (False, True):
         async with serving(served.loaded, alone, async_scheduling=async_scheduling) as (
@@ -160,13 +141,12 @@ async def test_alone_to_the_last_token_and_to_a_stop_token(served: Served) -> No
             gateway,
         ):
             assert await generate(gateway, wanted, GREEDY) == expected
-            sampled[async_scheduling] = await generate(gateway, wanted, SAMPLED)
+            assert await generate(gateway, wanted, SAMPLED) == alone.chosen(served.sampled)
             stopping = {**GREEDY, "stop_token_ids": [stop_token_id]}
             assert await generate(gateway, wanted[-1:], stopping) == [expected[-1][:end]]
             await replica.until_idle()
             stats = await replica.stats()
         assert stats.num_cached_tokens > 0
         num_steps[async_scheduling] = stats.num_steps
-    assert sampled[True] == sampled[False]
     # With another step in flight, the end of a request is known one step later.
     assert num_steps[True] > num_steps[False]
