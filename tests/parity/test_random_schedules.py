@@ -137,7 +137,7 @@ def test_any_schedule_gives_the_tokens_of_transformers(
 
 
 @settings(
-    max_examples=6,
+    max_examples=3,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

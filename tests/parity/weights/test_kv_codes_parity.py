@@ -66,11 +66,15 @@ class Case:
 
 
 CASES = [
-    Case(kernels, kind, block_size, dtype)
-    for kernels, kinds in ((KernelsSetting.NATIVE, KINDS), (KernelsSetting.TORCH, KINDS[:2]))
-    for kind in kinds
+    Case(KernelsSetting.NATIVE, kind, block_size, dtype)
+    for kind in KINDS
     for block_size in (4, 16)
     for dtype in (torch.float32, torch.bfloat16)
+]
+CASES += [
+    Case(KernelsSetting.TORCH, kind, block_size, dtype)
+    for kind in KINDS[:2]
+    for block_size, dtype in ((4, torch.float32), (16, torch.bfloat16))
 ]
 
 
