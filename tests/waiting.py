@@ -17,11 +17,13 @@ async def until(condition: Callable[[], object], seconds: float = SECONDS) -> No
 def wait_for(
     condition: Callable[[], object], seconds: float = SECONDS, period: float = 0.02
 ) -> float:
-    """Polls a condition every `period` seconds until it holds. Returns the elapsed time. Fails
-    after `seconds`.
+    """Polls a condition until it holds: first every `period` seconds, later more rarely, as a poll
+    of services takes milliseconds of their processor. Returns the elapsed time. Fails after
+    `seconds`.
     """
-    began = time.monotonic()
+    began, pause = time.monotonic(), period
     while not condition():
         assert time.monotonic() < began + seconds, f"not within {seconds} s"
-        time.sleep(period)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 5 * period)
     return time.monotonic() - began
