@@ -1,5 +1,6 @@
 """Killing or blocking a service under load causes delays but no loss of tokens."""
 
+import asyncio
 import signal
 from functools import partial
 
@@ -35,12 +36,20 @@ async def answers(
     return await generate_all(stack.grpc, requests, hit, HIT_AT)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(stack: Stack, tiny_model: TinyModel) -> list[Answer]:
+    return asyncio.run(answers(stack, tiny_model.model))
+
+
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("service", ["worker", "kvpool", "scheduler"])
 async def test_streams_go_on_when_a_service_is(
-    service: str, signum: signal.Signals, stack: Stack, tiny_model: TinyModel
+    service: str,
+    signum: signal.Signals,
+    stack: Stack,
+    tiny_model: TinyModel,
+    undisturbed: list[Answer],
 ) -> None:
-    undisturbed = await answers(stack, tiny_model.model)
     pid, num_lines = stack.pids()[service], len(stack.output)
 
     disturbed = await answers(stack, tiny_model.model, service, signum)

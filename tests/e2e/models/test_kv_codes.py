@@ -1,5 +1,5 @@
-"""With 8-bit keys and values the services' answers do not depend on caching, batching, the number
-of ranks or a worker's death.
+"""With 8-bit keys and values the answers of two ranks do not depend on caching, batching or a
+worker's death.
 """
 
 import re
@@ -19,12 +19,11 @@ NUM_TOKENS = 100
 HIT_AT = 20
 
 
-@pytest.fixture(
-    scope="module", params=[(), ("--tensor-parallel-size", "2")], ids=["one rank", "two ranks"]
-)
-def stack(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Stack]:
-    flags = ("--kv-cache-memory-bytes", "400000", "--max-model-len", "512", *request.param)
-    stack = Stack(tiny_model.directory, *flags, "--kv-cache-dtype", "int8_per_token_head")
+@pytest.fixture(scope="module")
+def stack(tiny_model: TinyModel) -> Iterator[Stack]:
+    flags = ("--kv-cache-memory-bytes", "400000", "--max-model-len", "512")
+    codes = ("--kv-cache-dtype", "int8_per_token_head", "--tensor-parallel-size", "2")
+    stack = Stack(tiny_model.directory, *flags, *codes)
     yield stack
     stack.close()
 

@@ -1,5 +1,6 @@
 """Two pipeline stages of one scheduler give the same tokens, whichever stage is killed or hangs."""
 
+import asyncio
 import os
 import signal
 from collections import defaultdict
@@ -137,13 +138,21 @@ async def test_both_stages_compute_at_once_and_spans_show_it(
     pytest.fail(f"{overlapping} of {num_steps} steps began before the one before had ended")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(staged: Stack) -> list[Answer]:
+    return asyncio.run(answers(staged))
+
+
 @pytest.mark.parametrize(
     ("stage", "signum"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
 )
 async def test_a_stage_that_dies_or_stops_comes_back_as_a_new_generation(
-    stage: int, signum: signal.Signals, staged: Stack, deep_model: TinyModel
+    stage: int,
+    signum: signal.Signals,
+    staged: Stack,
+    deep_model: TinyModel,
+    undisturbed: list[Answer],
 ) -> None:
-    undisturbed = await answers(staged)
     before, num_lines = pids_of_stages(staged), len(staged.output)
 
     disturbed = await answers(staged, before[stage], signum)
@@ -163,8 +172,9 @@ async def test_a_stage_that_dies_or_stops_comes_back_as_a_new_generation(
 
 
 @pytest.mark.parametrize("service", ["scheduler", "kvpool"])
-async def test_stages_stay_in_step_when_their_streams_end(service: str, staged: Stack) -> None:
-    undisturbed = await answers(staged)
+async def test_stages_stay_in_step_when_their_streams_end(
+    service: str, staged: Stack, undisturbed: list[Answer]
+) -> None:
     before = pids_of_stages(staged)
 
     disturbed = await answers(staged, staged.pids()[service])
@@ -173,10 +183,11 @@ async def test_stages_stay_in_step_when_their_streams_end(service: str, staged: 
     assert pids_of_stages(staged) == before
 
 
-async def test_running_requests_end_before_all_stages_stop(staged: Stack) -> None:
+async def test_running_requests_end_before_all_stages_stop(
+    staged: Stack, undisturbed: list[Answer]
+) -> None:
     """SIGTERM drains: running requests finish, and then the stages end."""
     wait_for(staged.healthy)
-    undisturbed = await answers(staged)
 
     drained = await answers(staged, staged.pid, signal.SIGTERM)
 

@@ -1,5 +1,6 @@
 """Two ranks of one scheduler give the same tokens, whichever rank is killed or hangs."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -40,11 +41,15 @@ async def answers(
     return await generate_all(stack.grpc, requests, hit, HIT_AT)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(ranks: Stack) -> list[Answer]:
+    return asyncio.run(answers(ranks))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_killed_rank_takes_its_group_down_and_streams_go_on(
-    rank: int, ranks: Stack, tiny_model: TinyModel
+    rank: int, ranks: Stack, tiny_model: TinyModel, undisturbed: list[Answer]
 ) -> None:
-    undisturbed = await answers(ranks)
     before, num_lines = pids_of_ranks(ranks), len(ranks.output)
 
     disturbed = await answers(ranks, before[rank])
@@ -61,8 +66,9 @@ async def test_a_killed_rank_takes_its_group_down_and_streams_go_on(
     assert f"stepwell worker: rank {rank} is gone" in lines
 
 
-async def test_a_stopped_rank_is_killed_and_streams_go_on(ranks: Stack) -> None:
-    undisturbed = await answers(ranks)
+async def test_a_stopped_rank_is_killed_and_streams_go_on(
+    ranks: Stack, undisturbed: list[Answer]
+) -> None:
     before, num_lines = pids_of_ranks(ranks), len(ranks.output)
 
     disturbed = await answers(ranks, before[1], signal.SIGSTOP)
@@ -75,8 +81,9 @@ async def test_a_stopped_rank_is_killed_and_streams_go_on(ranks: Stack) -> None:
 
 
 @pytest.mark.parametrize("service", ["scheduler", "kvpool"])
-async def test_ranks_stay_in_step_when_their_streams_end(service: str, ranks: Stack) -> None:
-    undisturbed = await answers(ranks)
+async def test_ranks_stay_in_step_when_their_streams_end(
+    service: str, ranks: Stack, undisturbed: list[Answer]
+) -> None:
     before = pids_of_ranks(ranks)
 
     disturbed = await answers(ranks, ranks.pids()[service])
