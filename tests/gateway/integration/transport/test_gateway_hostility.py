@@ -25,7 +25,7 @@ from tests.slowness import slowness
 ROOT = Path(__file__).parents[4]
 SEED = 1
 NUM_ATTACKERS = 6
-ATTACK_SECONDS = 5.0
+ATTACK_SECONDS = 3.0
 # Maximum seconds of the event loop's own uninterrupted work, and of a pause that a client may
 # notice while two threads compute.
 MOST_WORK, MOST_PAUSE = 0.02 * slowness(), 0.1 * slowness()
