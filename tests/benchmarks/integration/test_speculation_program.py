@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.random_model import Shape, write_model
 from benchmarks.worker.speculation import (
     NUM_DRAFTS,
     draft_model_loads,
@@ -13,7 +14,13 @@ from benchmarks.worker.speculation import (
     repetition_loads,
 )
 
-DEMO = Path(__file__).parents[3] / "models" / "demo"
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with the vocabulary of the texts."""
+    directory = tmp_path_factory.mktemp("model")
+    write_model(Shape(64, 2, 1, 1, 128, 4096, tied_embeddings=True), directory)
+    return directory
 
 
 def rows_of(table: str) -> list[list[str]]:
@@ -21,8 +28,9 @@ def rows_of(table: str) -> list[list[str]]:
     return rows[2:]
 
 
-async def test_every_text_is_written_with_speculation_and_without() -> None:
-    rows = rows_of(await measure_repetition(DEMO, num_threads=1, num_rounds=1, num_tokens=24))
+async def test_every_text_is_written_with_speculation_and_without(model: Path) -> None:
+    table = await measure_repetition(model, num_threads=1, num_rounds=1, num_tokens=24)
+    rows = rows_of(table)
     expected = [(load.text.name, load.num_at_once) for load in repetition_loads(1)]
     assert [(row[0], int(row[1])) for row in rows] == expected
     assert all(float(figure) > 0 for row in rows for figure in row[2:])
@@ -36,19 +44,19 @@ async def test_every_text_is_written_with_speculation_and_without() -> None:
     assert by_suffixes > 1.3 * by_ngrams
 
 
-async def test_one_text_is_timed_with_the_clock_given() -> None:
+async def test_one_text_is_timed_with_the_clock_given(model: Path) -> None:
     """The clock advances by one second at each reading: one for a token, two for the model's part
     of a step. As steps overlap, a token's time contains two to four readings.
     """
     clock = itertools.count().__next__
-    table = await measure_repetition(DEMO, 1, 1, 24, "random tokens", clock)
+    table = await measure_repetition(model, 1, 1, 24, "random tokens", clock)
     ((name, *figures),) = rows_of(table)
     assert name == "random tokens"
     assert all(1500 < float(figures[column]) < 4500 for column in (1, 2, 5))
 
 
-async def test_a_draft_model_gains_by_how_often_it_is_right() -> None:
-    rows = rows_of(await measure_draft_model(DEMO, DEMO, 1, num_rounds=1, num_tokens=48))
+async def test_a_draft_model_gains_by_how_often_it_is_right(model: Path) -> None:
+    rows = rows_of(await measure_draft_model(model, model, 1, num_rounds=1, num_tokens=48))
     expected = [(load.share_right, load.num_at_once) for load in draft_model_loads(1)]
     assert [(float(row[0]), int(row[1])) for row in rows] == expected
     alone = [float(row[5]) for row in rows if row[1] == "1"]
