@@ -7,6 +7,7 @@ import json
 import re
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -19,13 +20,14 @@ from tests.structured_forms import FORMS, PERSON
 
 PROMPT = "class Point:"
 MAX_TOKENS = 400
+FLAGS = ("--num-blocks", "64", "--max-model-len", "512", "--dtype", "float32")
 PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\d+)", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Stack]:
     """A stack whose pool can store about a third of the tests' concurrent requests."""
-    stack = Stack(DEMO, "--num-blocks", "64", "--max-model-len", "512")
+    stack = Stack(DEMO, *FLAGS)
     yield stack
     stack.close()
 
@@ -155,21 +157,16 @@ async def test_answers_go_on_at_another_replica(demo_replicas: Stack) -> None:
         check("person", answer)
 
 
-async def test_two_ranks_agree_at_every_step() -> None:
-    flags = ("--num-blocks", "200", "--dtype", "float32")
+async def test_two_ranks_agree_at_every_step(http: httpx.AsyncClient) -> None:
     wanted = [body(seed, structured_outputs=FORMS[name].sent) for seed, name in enumerate(FORMS)]
-    texts = []
-    for more in ((), ("--tensor-parallel-size", "2")):
-        stack = Stack(DEMO, *flags, *more, environ={"STEPWELL_WORKER_CHECK_RANKS_EVERY_STEPS": "1"})
-        try:
-            async with httpx.AsyncClient(base_url=stack.url, timeout=100) as http:
-                answers = await asyncio.gather(*(ask(http, one) for one in wanted))
-        finally:
-            stack.close()
-        for name, answer in zip(FORMS, answers, strict=True):
-            check(name, answer)
-        texts.append([answer["text"] for answer in answers])
-    assert texts[0] == texts[1]
+    expected = await asyncio.gather(*(ask(http, one) for one in wanted))
+    checks = {"STEPWELL_WORKER_CHECK_RANKS_EVERY_STEPS": "1"}
+    with closing(Stack(DEMO, *FLAGS, "--tensor-parallel-size", "2", environ=checks)) as stack:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=100) as ranks:
+            answers = await asyncio.gather(*(ask(ranks, one) for one in wanted))
+    for name, answer in zip(FORMS, answers, strict=True):
+        check(name, answer)
+    assert [answer["text"] for answer in answers] == [answer["text"] for answer in expected]
 
 
 async def test_openais_client_gets_what_its_response_format_asks_for(demo: Stack) -> None:
