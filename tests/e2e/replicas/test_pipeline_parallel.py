@@ -143,9 +143,7 @@ def undisturbed(staged: Stack) -> list[Answer]:
     return asyncio.run(answers(staged))
 
 
-@pytest.mark.parametrize(
-    ("stage", "signum"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
-)
+@pytest.mark.parametrize(("stage", "signum"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
 async def test_a_stage_that_dies_or_stops_comes_back_as_a_new_generation(
     stage: int,
     signum: signal.Signals,

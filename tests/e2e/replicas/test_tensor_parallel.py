@@ -46,13 +46,12 @@ def undisturbed(ranks: Stack) -> list[Answer]:
     return asyncio.run(answers(ranks))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 async def test_a_killed_rank_takes_its_group_down_and_streams_go_on(
-    rank: int, ranks: Stack, tiny_model: TinyModel, undisturbed: list[Answer]
+    ranks: Stack, tiny_model: TinyModel, undisturbed: list[Answer]
 ) -> None:
     before, num_lines = pids_of_ranks(ranks), len(ranks.output)
 
-    disturbed = await answers(ranks, before[rank])
+    disturbed = await answers(ranks, before[0])
 
     assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
     for answer, prompt in zip(disturbed[:2], PROMPTS, strict=False):
@@ -61,9 +60,9 @@ async def test_a_killed_rank_takes_its_group_down_and_streams_go_on(
     assert after.keys() == {0, 1}
     assert not set(after.values()) & set(before.values())
     lines = "\n".join(ranks.output[num_lines:])
-    assert f"worker-{rank} died: killed by SIGKILL" in lines
-    assert f"worker-{1 - rank} died: exit status 1" in lines
-    assert f"stepwell worker: rank {rank} is gone" in lines
+    assert "worker-0 died: killed by SIGKILL" in lines
+    assert "worker-1 died: exit status 1" in lines
+    assert "stepwell worker: rank 0 is gone" in lines
 
 
 async def test_a_stopped_rank_is_killed_and_streams_go_on(
