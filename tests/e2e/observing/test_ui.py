@@ -129,7 +129,7 @@ async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -
             {"role": "system", "content": "be brief"},
             {"role": "user", "content": "say something"},
         ]
-        assert CHAT_SETTINGS.items() <= sent.items()
+        assert {name: sent.get(name) for name in CHAT_SETTINGS} == CHAT_SETTINGS
         await page.click("#messages .after .link")
         await page.wait_for_selector("#waterfall[open] .span >> text=chat tiny")
         await page.wait_for_selector("#waterfall .track i.stepwell-scheduler")
