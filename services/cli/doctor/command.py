@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.cli.doctor.report import json_of, text_of, without_directories
 from services.cli.errors import CommandError, CommandParser
 from services.common.errors import StepwellError
 from services.common.model_source.errors import ModelSourceError
@@ -28,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
+    if arguments.model is None and not _DEMO.is_dir():
+        parser.error("--model must be given: this installation has no demo model")
     try:
         model = find_model(str(_DEMO) if arguments.model is None else arguments.model)
         return _examine(model, as_json=arguments.json)
@@ -39,12 +42,12 @@ def _examine(model: Path, *, as_json: bool) -> int:
     began = time.monotonic()
 
     def progress(what: str) -> None:
-        print(f"{time.monotonic() - began:5.1f} s  {what}", file=sys.stderr, flush=True)
+        line = f"{time.monotonic() - began:5.1f} s  {without_directories(what)}"
+        print(line, file=sys.stderr, flush=True)
 
     progress("importing torch")
     # Imported only here, since importing torch takes seconds.
     from services.cli.doctor import examination  # noqa: PLC0415
-    from services.cli.doctor.report import json_of, text_of  # noqa: PLC0415
 
     report = examination.examine(model, model_name(model), progress)
     print(json.dumps(json_of(report), indent=2) if as_json else text_of(report))

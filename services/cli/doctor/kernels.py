@@ -21,14 +21,12 @@ def choose_kernels(progress: Callable[[str], None]) -> tuple[Kernels, list[Fact]
     with _logged(progress) as lines:
         kernels = select_kernels(KernelsSetting.AUTO, default_cache_directory(), lambda: None)
     features = processor_features()
-    used = _prebuilt_kind(features) if isinstance(kernels, NativeKernels) else None
-    chosen = "torch" if not isinstance(kernels, NativeKernels) else used or "compiled"
-    reasons: dict[str, str] = {}
-    for kind in prebuilt.KINDS:
-        is_better = "used" in reasons.values()
-        usable = f"{used} is better" if is_better else "its files are damaged"
-        otherwise = "used" if kind.name == used else usable
-        reasons[kind.name] = _refusal_of(kind, features) or otherwise
+    is_native = isinstance(kernels, NativeKernels)
+    has_tiles = isinstance(kernels, NativeKernels) and kernels.sums_like_tiles
+    usable = features if has_tiles else features - tiles.FEATURES
+    used = _prebuilt_kind(usable) if is_native else None
+    chosen = "torch" if not is_native else used or "compiled"
+    reasons = prebuilt_reasons(features, usable, used)
     refusal = _tiles_refusal(features)
     return kernels, [
         Fact("chosen", chosen, chosen),
@@ -38,18 +36,38 @@ def choose_kernels(progress: Callable[[str], None]) -> tuple[Kernels, list[Fact]
     ]
 
 
-def _prebuilt_kind(features: frozenset[str]) -> str | None:
+def prebuilt_reasons(
+    features: frozenset[str],
+    usable: frozenset[str],
+    used: str | None,
+    directory: Path = prebuilt.DIRECTORY,
+) -> dict[str, str]:
+    """Maps each kind of prebuilt kernels to `used`, or to why it is not used. `features` are the
+    processor's, and `usable` those that this process may use.
+    """
+    reasons: dict[str, str] = {}
+    for kind in prebuilt.KINDS:
+        missing = sorted(kind.features - features)
+        if missing:
+            reason = f"the processor lacks {' '.join(missing)}"
+        elif not kind.features <= usable:
+            reason = "this process may not use tiles"
+        elif kind.name == used:
+            reason = "used"
+        elif not (directory / kind.name).is_dir():
+            reason = "not part of this installation"
+        else:
+            has_better = "used" in reasons.values()
+            reason = f"{used} is better" if has_better else "its files are damaged"
+        reasons[kind.name] = reason
+    return reasons
+
+
+def _prebuilt_kind(usable: frozenset[str]) -> str | None:
     with suppress(OSError):
-        library = prebuilt.load_prebuilt(features)
+        library = prebuilt.load_prebuilt(usable)
         return None if library is None else Path(library._name).parent.name
     return None
-
-
-def _refusal_of(kind: prebuilt.Kind, features: frozenset[str]) -> str | None:
-    missing = sorted(kind.features - features)
-    if missing:
-        return f"the processor lacks {' '.join(missing)}"
-    return None if (prebuilt.DIRECTORY / kind.name).is_dir() else "not part of this installation"
 
 
 def _tiles_refusal(features: frozenset[str]) -> str | None:

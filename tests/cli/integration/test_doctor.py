@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.cli.doctor.kernels import choose_kernels
+from services.cli.doctor.kernels import choose_kernels, prebuilt_reasons
 from services.cli.doctor.report import Fact, json_of, text_of
 from services.cli.doctor.run import Work, work_of
+from services.worker.backends.native.prebuilt import KINDS
 from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.models.files.checkpoint import Checkpoint
 from services.worker.models.files.tensor_info import TensorInfo
@@ -69,6 +70,23 @@ def test_without_a_compiler_the_reason_for_torchs_kernels_is_reported(
     assert "used" not in found["prebuilt"].values()
     (line,) = found["log"]
     assert line.startswith("kernels: torch")
+
+
+def test_each_kind_of_prebuilt_kernels_has_its_reason(tmp_path: Path) -> None:
+    kinds = {kind.name: kind.features for kind in KINDS}
+    for name in ("avx512", "avx2", "amx"):
+        (tmp_path / name).mkdir()
+    has_tiles, usable = kinds["amx"], kinds["avx512-bf16-vbmi"]
+    assert prebuilt_reasons(has_tiles, usable, "avx512", tmp_path) == {
+        "amx": "this process may not use tiles",
+        "avx512-bf16-vbmi": "not part of this installation",
+        "avx512-bf16": "not part of this installation",
+        "avx512": "used",
+        "avx2": "avx512 is better",
+    }
+    reasons = prebuilt_reasons(kinds["avx2"], kinds["avx2"], None, tmp_path)
+    assert reasons["avx2"] == "its files are damaged"
+    assert reasons["avx512"].startswith("the processor lacks avx512bw ")
 
 
 def test_directories_are_left_out_of_text_and_json() -> None:
