@@ -43,9 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(taken: Samples, arguments: Namespace) -> None:
-    """Writes screens as plain text. By default it writes one screen, after an interval over which
-    rates are measured. Otherwise it writes screens without end.
-    """
+    """Writes screens as plain text."""
     size = shutil.get_terminal_size((_PIPE_WIDTH, _PIPE_HEIGHT))
     for before, sample in taken:
         if isinstance(sample, ServerAway):

@@ -106,9 +106,7 @@ class Addresses:
     admin: str | None
     """The address for operators' calls. It is None if they are not served."""
     metrics: str | None
-    """The address of Prometheus' metrics, which is separate from the clients' API. It is None if no
-    such address is set.
-    """
+    """The address of Prometheus' metrics, which is separate from the clients' API."""
 
 
 class Gateway:

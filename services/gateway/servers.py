@@ -110,9 +110,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
 
 
 def admin_server(parts: Parts) -> HttpServer | None:
-    """Makes the HTTP server of operators' calls, which is separate from the clients' server.
-    Returns None if its address is not set.
-    """
+    """Makes the HTTP server of operators' calls, which is separate from the clients' server."""
     settings = parts.settings
     if settings.admin_address is None:
         return None

@@ -51,9 +51,7 @@ def _are_named_paths(entries: tuple[str, ...]) -> str | None:
 
 
 def _json_object(text: str | None) -> dict[str, Any]:
-    """Parses a text that was checked to be a JSON object. Returns an empty dict if the text is
-    None.
-    """
+    """Parses a text that was checked to be a JSON object."""
     value: dict[str, Any] = json.loads(text or "{}")
     return value
 

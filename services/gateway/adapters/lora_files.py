@@ -77,8 +77,6 @@ def lora_modules(model_name: str, named: Iterable[str]) -> LoraModules:
 
 
 def _shown(entry: str) -> str:
-    """Returns an entry for an error message. A long entry is truncated, and an entry with
-    characters that are not printable is quoted.
-    """
+    """Returns an entry for an error message."""
     cut = entry[:_MAX_SHOWN_CHARACTERS] + "…" * (len(entry) > _MAX_SHOWN_CHARACTERS)
     return cut if cut.isprintable() else repr(cut)

@@ -195,9 +195,7 @@ class Options:
         return iter(self._options)
 
     def header_in(self, headers: Container[str]) -> str | None:
-        """The name of an option's header among the headers of a request. It is None if there is
-        none.
-        """
+        """The name of an option's header among the headers of a request."""
         names = (header.name for header in self.request_headers)
         return next((name for name in names if name.lower() in headers), None)
 

@@ -36,9 +36,7 @@ def reasoning_literals(reasoning: PromptedReasoning | None) -> list[str]:
 
 
 def thought(lark: Lark, reasoning: PromptedReasoning | None) -> str:
-    """Returns a rule for the reasoning before the answer. The result is empty if the answer has no
-    reasoning.
-    """
+    """Returns a rule for the reasoning before the answer."""
     if reasoning is None or reasoning.state is ReasoningState.OVER:
         return ""
     inside = lark.rule(f"{lark.text_to(reasoning.form.end)} {_SPACE}")

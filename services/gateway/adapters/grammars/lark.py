@@ -35,9 +35,7 @@ class Lark:
         return name
 
     def literal(self, text: str) -> str:
-        """Returns a rule body that matches exactly this text. The result is empty for an empty
-        text.
-        """
+        """Returns a rule body that matches exactly this text."""
         parts: list[str] = []
         for piece in _split(text):
             token_id = self._marker_ids.get(piece)

@@ -80,9 +80,7 @@ class SchedulerLink:
         """Number of consecutive sessions that timed out."""
         self._numbering = Numbering()
         self._deltas: SessionDeltas | None = None
-        """Processes the results of the session's sequences. The attribute is None before the
-        session is open.
-        """
+        """Processes the results of the session's sequences."""
         self._wrong_at = 0.0
         self._rest_seconds = _FIRST_BACKOFF_SECONDS
         self._refused_with = ""
@@ -243,9 +241,7 @@ class SchedulerLink:
             self._deltas.sent(handle, inflight)
 
     def _count_timeout(self, *, is_late: bool) -> None:
-        """Counts consecutive sessions that timed out. After two of them, the next session uses a
-        new connection.
-        """
+        """Counts consecutive sessions that timed out."""
         self._num_timeouts = self._num_timeouts + 1 if is_late else 0
         if self._num_timeouts == _MOST_TIMEOUTS:
             self._num_timeouts = 0

@@ -126,9 +126,7 @@ class Observation:
             listener.answered(self._record, usage)
 
     def _exemplar(self) -> dict[str, str] | None:
-        """Returns the trace id of this request as an exemplar. Returns None if the trace is not
-        sampled.
-        """
+        """Returns the trace id of this request as an exemplar."""
         return {"trace_id": self._record.trace_id} if self._record.origin.is_sampled else None
 
     def _waited(self, waits: Sequence[Wait]) -> None:

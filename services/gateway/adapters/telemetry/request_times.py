@@ -11,18 +11,14 @@ from services.gateway.core.traces.time_parts import EngineParts, request_parts
 
 
 def traces_of(generation: Generation | None) -> Sequence[SequenceTrace]:
-    """Returns the traces of a request's own sequences. The result is empty for a replayed
-    answer.
-    """
+    """Returns the traces of a request's own sequences."""
     if generation is None or generation.mailbox is None or generation.is_replay:
         return ()
     return generation.mailbox.traces
 
 
 def engine_times(traces: Sequence[SequenceTrace]) -> EngineTimes | None:
-    """Returns the times of the sequence that took longest at its last replica. Returns None if no
-    times are known.
-    """
+    """Returns the times of the sequence that took longest at its last replica."""
     known = [trace.times for trace in traces if trace.times is not None]
     return max(known, key=lambda times: times.queue + times.inference, default=None)
 

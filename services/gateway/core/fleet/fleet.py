@@ -246,9 +246,7 @@ class Fleet:
     # Choice of the replica.
 
     def _send(self, inflight: Inflight) -> Replica | None:
-        """Sends a sequence to a ready replica that has not refused it. Returns the replica, or None
-        if there is no such replica.
-        """
+        """Sends a sequence to a ready replica that has not refused it."""
         placed = self._placement.place(inflight, self.admission)
         if placed is None:
             return None
@@ -259,9 +257,7 @@ class Fleet:
         return replica
 
     def _continue(self, inflight: Inflight) -> bool:
-        """Sends a turn to the replica that keeps the sequence of the last turn. Returns False if no
-        replica keeps the sequence or if that replica is not ready.
-        """
+        """Sends a turn to the replica that keeps the sequence of the last turn."""
         turn = inflight.request.turn
         held = None if turn is None else turn.take_held(inflight.request)
         if held is None:

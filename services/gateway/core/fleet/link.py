@@ -39,9 +39,7 @@ class ReplicaListener(Protocol):
         """A session opened, or the replica became able or unable to run steps."""
 
     def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
-        """The session with the scheduler ended for this cause. `inflights` are the sequences that
-        were lost.
-        """
+        """The session with the scheduler ended for this cause."""
 
     def request_rejected(
         self, inflight: Inflight, error: StepwellError, replica: "Replica"

@@ -70,9 +70,7 @@ class _Sent:
     num_cached_tokens: int
     """Number of tokens that were expected to be cached."""
     cached_key: int | None
-    """The key of the last block that was expected to be cached. It is None if no block was expected
-    to be cached.
-    """
+    """The key of the last block that was expected to be cached."""
 
 
 class LoadTracker:

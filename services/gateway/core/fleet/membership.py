@@ -106,9 +106,7 @@ class Membership:
         }
 
     def why_not_ready(self) -> str:
-        """Returns why no request can be served now. The result is empty if requests can be
-        served.
-        """
+        """Returns why no request can be served now."""
         if self.num_ready:
             return ""
         states = ", ".join(f"{address} ({why})" for address, why in self.not_ready().items())
@@ -147,9 +145,7 @@ class Membership:
         self.changed.set()
 
     def _remove_leaving(self) -> bool:
-        """Removes the replicas that have ended and are not listed. Returns whether there were
-        any.
-        """
+        """Removes the replicas that have ended and are not listed."""
         named = {address for addresses in self._addresses.values() for address in addresses}
         leaving = [r for r in self.replicas if r.address not in named and _has_ended(r)]
         for replica in leaving:

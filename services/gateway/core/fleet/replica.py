@@ -104,9 +104,7 @@ class Replica:
         return len(self.running)
 
     def seconds_stalled(self) -> float | None:
-        """Seconds since the connected replica became unable to run steps. It is None if it can run
-        steps.
-        """
+        """Seconds since the connected replica became unable to run steps."""
         return None if self._stalled_since is None else self._clock.time() - self._stalled_since
 
     def seconds_disconnected(self) -> float | None:

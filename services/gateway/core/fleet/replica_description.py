@@ -19,9 +19,7 @@ class ReplicaDescription:
     """
     block_size: int
     cache_node: str = ""
-    """The pool's name in the directory of cached prefixes. It is empty if the pool is not in the
-    directory.
-    """
+    """The pool's name in the directory of cached prefixes."""
     kvpool_address: str = ""
     """The address by which the scheduler reaches the pool. The pool publishes its events there."""
     pool_id: str = ""
@@ -29,9 +27,7 @@ class ReplicaDescription:
     max_num_seqs: int = 0
     """The limit on the number of running sequences. It is 0 if it was not reported."""
     hash_block_size: int | None = None
-    """Number of tokens that one block hash covers, if it is smaller than the block size. Otherwise
-    None.
-    """
+    """Number of tokens that one block hash covers, if it is smaller than the block size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +36,7 @@ class ReplicaState:
 
     ready: bool
     reason: str = ""
-    """Why the scheduler cannot run a step, in one sentence. It is empty if the scheduler can run a
-    step.
-    """
+    """Why the scheduler cannot run a step, in one sentence."""
     draining: bool = False
     """Whether the scheduler accepts no more requests and finishes its present ones."""
     stalled: bool = False

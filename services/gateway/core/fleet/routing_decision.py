@@ -39,13 +39,9 @@ class RoutingDecision:
     num_candidates: int
     """Number of replicas that could accept the sequence."""
     num_cached_tokens: int = 0
-    """Number of the sequence's tokens that are expected to be cached at the replica. It is 0 if the
-    policy has no estimate.
-    """
+    """Number of the sequence's tokens that are expected to be cached at the replica."""
     cost_seconds: float | None = None
-    """Expected cost of the sequence, in seconds of the replica's time. It is None if the policy has
-    no estimate.
-    """
+    """Expected cost of the sequence, in seconds of the replica's time."""
     cached_key: int | None = None
     """Key of the last block that is expected to be cached. Sequences with the same key share a
     cached prefix. The key is None if no block is expected to be cached.

@@ -45,9 +45,7 @@ class EngineTimes:
     clock.
     """
     parts: tuple[TimePart, ...] = ()
-    """The sequence's whole time at the replica, divided into parts. It is empty if the replica did
-    not report the parts.
-    """
+    """The sequence's whole time at the replica, divided into parts."""
 
     @property
     def inference(self) -> float:
@@ -70,13 +68,9 @@ class SequenceTrace:
     """Number of times that the sequence was sent to a replica."""
     times: EngineTimes | None = None
     admitted: int | None = None
-    """Time when the current replica scheduled the sequence, on the clock `nanos`. It is None before
-    that.
-    """
+    """Time when the current replica scheduled the sequence, on the clock `nanos`."""
     first_token: int | None = None
-    """Time when the first token from the current replica arrived, on the clock `nanos`. It is None
-    before that.
-    """
+    """Time when the first token from the current replica arrived, on the clock `nanos`."""
     stays: dict[str, int] = field(default_factory=dict)
     """Maps a replica's address to the span number of the last stay there."""
     timeline: Timeline = field(init=False)

@@ -23,15 +23,11 @@ class Piece:
     logprobs: LogprobRows | None = None
     """One row for each token. It is None if log-probabilities were not requested."""
     offsets: list[int] | None = None
-    """For each token, the number of characters that precede it in the answer. The list is None if
-    the offsets were not computed.
-    """
+    """For each token, the number of characters that precede it in the answer."""
     prompt_logprobs: LogprobRows | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or the id of the stop token that ended the answer. It is None if something
-    else ended it.
-    """
+    """The stop string or the id of the stop token that ended the answer."""
     pooled: bytes | None = None
     """The vector of the prompt as little-endian float32 numbers."""
     events: list[OutputEvent] | None = None
@@ -174,9 +170,7 @@ class Choice:
         return "".join(shown), len(token_ids), offsets, None
 
     def _parse(self, text: str, events: list[OutputEvent] | None) -> None:
-        """Appends the parsed events of one token's text to `events`. Counts the token if it is
-        reasoning.
-        """
+        """Appends the parsed events of one token's text to `events`."""
         if self._parser is None or events is None:
             return
         if text:
@@ -202,8 +196,6 @@ class Choice:
         return self.finish_reason, delta.finish.stop_token_id
 
     def _rest(self) -> str:
-        """Returns the text that is still held back at the end of the sequence. It cannot contain a
-        stop string.
-        """
+        """Returns the text that is still held back at the end of the sequence."""
         tail = self._detokenizer.flush()
         return tail if self._stops is None else self._stops.flush() + tail

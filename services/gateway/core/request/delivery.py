@@ -131,9 +131,7 @@ class Delivery:
         self._wake()
 
     def _put_next(self) -> bool:
-        """Puts the next part of the output into the sink. Returns whether the task must be woken.
-        If more parts are left, schedules another delivery.
-        """
+        """Puts the next part of the output into the sink."""
         assert self._source is not None
         if self._parts:
             part = self._parts.popleft()

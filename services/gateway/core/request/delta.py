@@ -16,16 +16,12 @@ class Delta:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
-    """Number of cached prompt tokens, if the sequence was scheduled since the last delta. Otherwise
-    None.
-    """
+    """Number of cached prompt tokens, if the sequence was scheduled since the last delta."""
     finish: Finish | None = None
     error: StepwellError | None = None
     """The error that ended the sequence. If it is set, `finish` is None and no delta follows."""
     pooled: bytes | None = None
-    """The vector of the prompt as little-endian float32 numbers. It is None if the request
-    generates text.
-    """
+    """The vector of the prompt as little-endian float32 numbers."""
 
     def take_error(self) -> StepwellError:
         """Returns the error and removes the reference to it. When the error is raised, its

@@ -49,9 +49,7 @@ class Generation:
         self.mailbox: DeltaSource | None = None
         """The output of the sequences at the engine. It is None before `start` is called."""
         self.source: KeptSource | None = None
-        """The source of an answer that several requests share. It is None if an engine generates
-        the answer for this request.
-        """
+        """The source of an answer that several requests share."""
         self.is_replay = False
         """Whether another request started the shared answer."""
         self.was_taken = False
@@ -145,9 +143,7 @@ class Answer:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     pooled: bytes = b""
-    """The vector of the prompt as little-endian float32 numbers. It is empty if the answer is
-    text.
-    """
+    """The vector of the prompt as little-endian float32 numbers."""
     message: ParsedMessage = field(default_factory=ParsedMessage)
     """The text as a parsed message. It is empty if the request has no output form."""
     _text: list[str] = field(default_factory=list)

@@ -99,9 +99,7 @@ class Inference:
         caller.check_model(self.model_name)
 
     def _names_for(self, caller: Caller) -> str:
-        """Returns the names of the models that a caller may use, as text for an error. It contains
-        at most _MAX_NAMES names.
-        """
+        """Returns the names of the models that a caller may use, as text for an error."""
         names = [self.model_name, *(adapter.name for adapter in self.adapters)]
         allowed = [repr(name) for name in names if caller.may_use(name)]
         more = f" and {len(allowed) - _MAX_NAMES} more" if len(allowed) > _MAX_NAMES else ""

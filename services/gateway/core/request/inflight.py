@@ -93,9 +93,7 @@ class Inflight:
     was_stopped: bool = False
     """Whether a stop string ended the sequence."""
     wait_until: float | None = None
-    """Time on the event loop's clock at which the current wait for a replica ends with an error. It
-    is None if the sequence does not wait.
-    """
+    """Time on the event loop's clock at which the current wait for a replica ends with an error."""
     release: Callable[[], None] = _nothing
     """Aborts the sequence at its replica."""
     trace: SequenceTrace = field(init=False)

@@ -64,9 +64,7 @@ class ClientRequest:
     prompt_only: bool = False
     """Whether only the prompt is returned (echo with max_tokens 0)."""
     session_id: str = ""
-    """Requests with the same id are expected to share prompt prefixes. The id is empty if the
-    client gave no id.
-    """
+    """Requests with the same id are expected to share prompt prefixes."""
     caller: Caller = ANYONE
     best_of: int | None = None
     """Number of answers that are generated for each prompt. The best `n` of them are returned. None
@@ -129,9 +127,7 @@ class EngineRequest:
 
     @property
     def adapter_digest(self) -> bytes:
-        """SHA-256 of the adapter's files, which is part of the sequence's block hashes. It is empty
-        if the sequence uses no adapter.
-        """
+        """SHA-256 of the adapter's files, which is part of the sequence's block hashes."""
         return b"" if self.adapter is None else self.adapter.digest
 
 
@@ -172,9 +168,7 @@ class Turn(Protocol):
         """Called when the request has ended or was aborted. Idempotent."""
 
     def take_held(self, request: EngineRequest) -> HeldSequence | None:
-        """Returns the kept sequence that `request` continues. The caller must continue or release
-        the sequence. Returns None if no sequence is kept, or if the kept one differs.
-        """
+        """Returns the kept sequence that `request` continues."""
 
     def hold(self, held: HeldSequence) -> None:
         """Called when the sequence has ended, and the replica keeps it."""

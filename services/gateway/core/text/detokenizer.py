@@ -119,9 +119,7 @@ class WindowDetokenizer:
         return not self._tokenizer.byte_values and text.endswith(_REPLACEMENT)
 
     def _end_run(self) -> str:
-        """Returns the text of the held-back bytes. Called after a token that is not a byte
-        token.
-        """
+        """Returns the text of the held-back bytes."""
         if not self._run.values:
             return ""
         run, self._run = self._run, _ByteRun()

@@ -59,9 +59,7 @@ class Viewer(Option):
         self.store: TraceStore | None = None
         """The stored traces. It is None if traces are not stored."""
         self.address: str | None = None
-        """The address that receives spans of the other services. It is None before the start, and
-        if traces are not stored.
-        """
+        """The address that receives spans of the other services."""
         self._server: GrpcServer | None = None
         parts.observer.listeners.append(self)
         if settings.trace_address is not None:

@@ -142,9 +142,7 @@ def group_layers(
 
 
 def block_scales(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
-    """The `block_scale` of each group of attention layers. It is empty if all blocks have the same
-    number of tokens.
-    """
+    """The `block_scale` of each group of attention layers."""
     scales = tuple(group.block_scale for group in groups if not group.holds_states)
     return scales if max(scales, default=1) > 1 else ()
 

@@ -121,9 +121,7 @@ class KVTier:
                 self._changed.notify_all()
 
     def _load(self, blocks: TierBlocks) -> Int32Array:
-        """Copies blocks whose key and checksum match. Returns the cache blocks that were not
-        loaded.
-        """
+        """Copies blocks whose key and checksum match."""
         fits = np.array(
             [
                 self._fits(number, key)

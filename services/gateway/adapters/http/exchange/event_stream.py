@@ -122,9 +122,7 @@ class EventStream:
             self._record.write_nanos += time.perf_counter_ns() - began
 
     async def close(self, metrics: dict[str, Any] | None) -> None:
-        """Sends the last events of a complete answer. `metrics` contains the times of the request.
-        It is None if the client did not request them.
-        """
+        """Sends the last events of a complete answer."""
         last = self._dialect.closing(self._generation.usage(), metrics)
         await self._send({"type": "http.response.body", "body": last})
 

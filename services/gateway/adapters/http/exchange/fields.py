@@ -74,9 +74,7 @@ def text_or_object(value: Any) -> str | None:
 
 
 def by_type(value: Any) -> str | None:
-    """Returns the tag of an object, made from its `type`. Returns None if `value` has no such
-    text.
-    """
+    """Returns the tag of an object, made from its `type`."""
     kind = value.get("type") if isinstance(value, dict) else None
     return f"<{kind}>" if isinstance(kind, str) else None
 

@@ -102,9 +102,7 @@ def parse_body(
 
 
 def _unknown_fields(error: ValidationError) -> tuple[str, ...]:
-    """Returns the names of the unknown fields of a body. If it has too many problems, returns one
-    text with their number instead.
-    """
+    """Returns the names of the unknown fields of a body."""
     if error.error_count() > _MAX_PROBLEMS:
         return (f"{error.error_count()} fields",)
     problems = error.errors(include_url=False, include_input=False, include_context=False)
@@ -156,9 +154,7 @@ def refusal(error: ValidationError, whole: str) -> InvalidArgument:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Converts a location that pydantic reports to a path such as `messages[0].content`. Tags of
-    alternatives are omitted.
-    """
+    """Converts a location that pydantic reports to a path such as `messages[0].content`."""
     path = ""
     for place, part in enumerate(location):
         if isinstance(part, int):

@@ -70,9 +70,7 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
 
 
 async def _prompts(body: CompletionBody, inference: Inference) -> tuple[Prompt, ...]:
-    """Returns the prompts of a body, which may be texts, token ids or embeddings. An empty list
-    counts as one prompt without tokens.
-    """
+    """Returns the prompts of a body, which may be texts, token ids or embeddings."""
     if body.prompt_embeds is not None:
         return await _embedded_prompts(body.prompt_embeds, body, inference)
     if body.prompt is None:

@@ -99,9 +99,7 @@ class StreamingDialect(ABC):
 
     @abstractmethod
     def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
-        """Returns the last events of a complete answer. `metrics` contains the request's times. It
-        is None if the client did not request them.
-        """
+        """Returns the last events of a complete answer."""
 
     @abstractmethod
     def broken_off(self, error: StepwellError) -> bytes:

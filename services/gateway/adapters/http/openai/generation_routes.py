@@ -70,9 +70,7 @@ conventions.
 
 
 class GenerationRoutes:
-    """The handlers of the routes. Each handler reads the body of its API and answers in the API's
-    schema.
-    """
+    """The handlers of the routes."""
 
     def __init__(
         self,

@@ -127,9 +127,7 @@ class ServerRoutes:
 
 
 async def _status(replica: Replica, link: SchedulerLink) -> dict[str, Any]:
-    """Returns the status of a replica, with its scheduler's statistics. `stepwell status` displays
-    it.
-    """
+    """Returns the status of a replica, with its scheduler's statistics."""
     served = replica.description
     status: dict[str, Any] = {
         "address": replica.address,

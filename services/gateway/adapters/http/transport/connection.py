@@ -218,9 +218,7 @@ class GuardedConnection(SlicedProtocol):
         self._connections.starts.add(key, start)
 
     def _is_refused_at_once(self, cycle: RequestResponseCycle) -> bool:
-        """Refuses a request by its headers if the server has no room for it. Returns whether the
-        request was refused.
-        """
+        """Refuses a request by its headers if the server has no room for it."""
         quick = self._connections.quick_refusals
         if quick is None or not cycle.keep_alive or self.flow.write_paused:
             return False

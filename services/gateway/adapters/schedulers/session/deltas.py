@@ -119,9 +119,7 @@ class SessionDeltas:
         self._steady = None if has_ends else SteadySteps.after(handles, totals, self._sent)
 
     def _ended(self, deltas: scheduler_pb2.StepDeltas) -> frozenset[int]:
-        """Returns the handles of the sequences and turns that a message ends. Raises WrongMessage
-        if one ends twice.
-        """
+        """Returns the handles of the sequences and turns that a message ends."""
         ends = [end.handle for end in (*deltas.finished, *deltas.turns)]
         ends += [rejected.handle for rejected in deltas.rejected]
         for rejected in deltas.rejected:

@@ -87,8 +87,6 @@ def _leading_space(reader: Reader, space: list[str]) -> Reading[str]:
 
 
 def _repeats_start(reader: Reader, form: ReasoningFormat) -> Reading[bool]:
-    """Reads a start mark, if there is one, and returns whether there was. Models sometimes write
-    the mark again even if the prompt ends with it.
-    """
+    """Reads a start mark, if there is one, and returns whether there was."""
     yield from reader.skip_space()
     return bool((yield from reader.starts_with(form.start)))

@@ -151,9 +151,7 @@ class KeyedRequests:
         return request
 
     async def _open(self, request: KeyedRequest, wanted: Wanted) -> bool:
-        """Starts an answer, or finds the gateway that generates it. Returns whether another gateway
-        generates the answer or has generated it.
-        """
+        """Starts an answer, or finds the gateway that generates it."""
         request.build = wanted.build
         role = Role.RESUMES if request.recording.num_tokens else Role.BEGINS
         if self.sharing is not None:
@@ -300,9 +298,7 @@ class KeyedRequests:
     def _at(
         self, seconds: float, request: KeyedRequest, call: Callable[[KeyedRequest], None]
     ) -> None:
-        """Calls `call` with a request after `seconds`. Replaces the request's previously scheduled
-        call.
-        """
+        """Calls `call` with a request after `seconds`."""
         request.stop_timer()
         request.timer = self._clock.call_at(self._clock.time() + seconds, partial(call, request))
 

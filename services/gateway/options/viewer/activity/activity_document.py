@@ -74,9 +74,7 @@ def blocks_document(blocks: common_pb2.BlockMap) -> Document:
 
 
 def _reason(number: int) -> str | None:
-    """Returns the name of the wait reason with this number. Returns None if the number stands for
-    no reason.
-    """
+    """Returns the name of the wait reason with this number."""
     if number not in scheduler_pb2.WaitReason.values():
         return None
     name = scheduler_pb2.WaitReason.Name(scheduler_pb2.WaitReason.ValueType(number))

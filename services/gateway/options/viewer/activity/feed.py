@@ -49,9 +49,7 @@ class ReplicaSample:
     their number.
     """
     directory: str = ""
-    """State of this pool in the gateway's prefix index, a value of DirectoryState. It is empty if
-    the pool is not in the index.
-    """
+    """State of this pool in the gateway's prefix index, a value of DirectoryState."""
     stats: Document | None = None
     requests: list[Document] = field(default_factory=list)
     steps: deque[Document] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))

@@ -92,9 +92,7 @@ class RunningTraces:
         so_far: EngineParts | None = None,
         now: int | None = None,
     ) -> StoredTrace:
-        """Makes a trace of the gateway's own spans. If `is_whole` is false, it has only the root
-        span.
-        """
+        """Makes a trace of the gateway's own spans."""
         spans = RequestSpans(record, self._spans.tracing, self._model_name, so_far, now)
         (spans.make if is_whole else spans.make_root)(None)
         trace = StoredTrace(record.trace_id, is_running=True)
@@ -112,9 +110,7 @@ class RunningTraces:
     async def _ask(
         self, address: str, request: scheduler_pb2.GetRunningSpansRequest
     ) -> ExportTraceServiceRequest:
-        """Queries the spans of a scheduler. Returns no spans if the scheduler does not respond or
-        its answer cannot be decoded.
-        """
+        """Queries the spans of a scheduler."""
         try:
             answer = await self._links[address].running_spans(request, _TIMEOUT_SECONDS)
             return ExportTraceServiceRequest.FromString(answer.otlp)

@@ -59,9 +59,7 @@ class TokensChoiceBody(Body):
 
     @property
     def rows(self) -> list[GeneratedTokenBody]:
-        """The log-probabilities, with one entry per token. They are empty if the answer has
-        none.
-        """
+        """The log-probabilities, with one entry per token."""
         return (self.logprobs and self.logprobs.content) or []
 
 

@@ -87,9 +87,7 @@ class ResponsesDialect(StreamingDialect):
 
 
 def _frame(converted: ConvertedRequest[ResponsesBody]) -> dict[str, Any]:
-    """Returns a response without output. It contains the request's parameters as the client sent
-    them.
-    """
+    """Returns a response without output."""
     body, request = converted.body, converted.request
     form = None if body.text is None else body.text.format
     choice = body.tool_choice or "auto"
@@ -126,9 +124,7 @@ def _given(part: Body) -> dict[str, Any]:
 
 
 def _error_code(error: StepwellError) -> str:
-    """Returns the nearest of OpenAI's error codes. OpenAI has no code for invalid parameters other
-    than the prompt.
-    """
+    """Returns the nearest of OpenAI's error codes."""
     return "invalid_prompt" if isinstance(error, InvalidArgument) else "server_error"
 
 

@@ -76,9 +76,7 @@ def _read_call(names: Container[str] | None, reader: Reader, sink: Sink) -> Read
 
 
 def _nested(reader: Reader, take: Take) -> Reading[None]:
-    """Reads a parenthesized text and passes it to `take`. Raises Malformed if the text is too long
-    or not closed.
-    """
+    """Reads a parenthesized text and passes it to `take`."""
     depth, size = 0, 0
 
     def counted(text: str) -> None:

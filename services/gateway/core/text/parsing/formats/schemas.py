@@ -101,9 +101,7 @@ class _Schema:
             yield from self._all(part, seen)
 
     def _types(self, schema: object, above: frozenset[int]) -> frozenset[str] | None:
-        """Returns the types that a schema allows. Returns None if the schema contains itself, or
-        the limit on visits is reached.
-        """
+        """Returns the types that a schema allows."""
         if id(schema) in above or not self._takes_one():
             return None
         if not isinstance(schema, Mapping):
@@ -137,9 +135,7 @@ class _Schema:
                 yield types
 
     def _referred(self, schema: Mapping[str, Any]) -> object:
-        """Returns the target of a schema's reference. Returns None if the schema has no
-        reference.
-        """
+        """Returns the target of a schema's reference."""
         ref = schema.get("$ref")
         found = find_ref(self._root, ref) if isinstance(ref, str) else None
         return None if found is None else found[0]

@@ -179,9 +179,7 @@ class Allowance:
             kept.when_making_ends(self._give_back_unused)
 
     def _kept_source(self) -> KeptSource | None:
-        """Returns the source that may continue the answer after this request. Returns None if there
-        is none.
-        """
+        """Returns the source that may continue the answer after this request."""
         generation = self._generation
         if generation is None or len(generation.finish_reasons()) == len(generation.choices):
             return None

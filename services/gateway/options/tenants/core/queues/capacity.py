@@ -38,9 +38,7 @@ class Capacity:
     num_free: int
     """Number of free places. It is negative while sequences wait at the replicas."""
     seconds_per_request: float = 0.0
-    """Mean seconds between the ends of two requests while all places are occupied. It is 0 if the
-    mean is not known.
-    """
+    """Mean seconds between the ends of two requests while all places are occupied."""
     service_seconds: float = 0.0
     """Mean seconds from a request's admission to its end. It is 0 if the mean is not known."""
 

@@ -124,9 +124,7 @@ class FairShares:
         return self._num_free > self._num_needed + self._num_reserved
 
     def to_preempt(self) -> TenantUsage | None:
-        """Returns the tenant that must return a place. Returns None if a place is free, if no
-        tenant below its share waits, or if no tenant is above its share.
-        """
+        """Returns the tenant that must return a place."""
         if self._num_free > 0 or not self._waits_below_share:
             return None
         furthest = max(self._usages, key=self._excess)
@@ -183,9 +181,7 @@ class Places:
         return 0 if usage is None else usage.num_waiting
 
     def service_time(self, tenant: Tenant) -> ServiceTime:
-        """Returns the measured service time of a tenant's sequences. For a new tenant it has no
-        measurements.
-        """
+        """Returns the measured service time of a tenant's sequences."""
         usage = self._usages.get(tenant.caller_id)
         return ServiceTime() if usage is None else usage.service_time
 
