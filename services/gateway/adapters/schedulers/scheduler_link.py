@@ -23,14 +23,10 @@ from services.gateway.adapters.schedulers.converters import (
     replica_state_from_proto,
 )
 from services.gateway.adapters.schedulers.scheduler_admin import SchedulerAdmin
+from services.gateway.adapters.schedulers.session import reports
 from services.gateway.adapters.schedulers.session.deltas import SessionDeltas
 from services.gateway.adapters.schedulers.session.mail import Mail, messages_of
 from services.gateway.adapters.schedulers.session.numbering import Numbering
-from services.gateway.adapters.schedulers.session.reports import (
-    check_load,
-    check_opened,
-    check_queue,
-)
 from services.gateway.adapters.schedulers.session.wrong_message import WrongMessage, require
 from services.gateway.core.fleet.replica import ENDED_HERE, Replica
 from services.gateway.core.request.inflight import Inflight
@@ -270,7 +266,7 @@ class SchedulerLink:
         """Processes the first message. Raises WrongMessage or OtherProtocol."""
         require(response.WhichOneof("message") == "opened", "a session began without `opened`")
         require_same_protocol("the scheduler", response.opened.release, "gateway")
-        check_opened(response.opened)
+        reports.check_opened(response.opened)
         description = description_from_proto(response.opened)
         self._deltas = SessionDeltas(replica, description.limits)
         replica.opened(description)
@@ -285,10 +281,10 @@ class SchedulerLink:
             case "state":
                 replica.state_changed(replica_state_from_proto(response.state))
             case "queue":
-                check_queue(response.queue)
+                reports.check_queue(response.queue)
                 replica.queue_changed(queue_state_from_proto(response.queue))
             case "load":
-                check_load(response.load)
+                reports.check_load(response.load)
                 replica.load_changed(replica_load_from_proto(response.load))
             case kind:
                 raise WrongMessage(f"an open session got {kind or 'an empty message'}")
