@@ -14,14 +14,7 @@ from typing import Any
 from services.cli.errors import CommandError, CommandParser
 from services.cli.keys.stores import FileStore, RedisStore, Store
 from services.cli.keys.table import as_json, key_rows, show
-from services.common.keys.api_keys import (
-    KeyRecord,
-    TenantRecord,
-    is_tenant_id,
-    key_id_of,
-    new_key,
-    why_wrong,
-)
+from services.common.keys import api_keys
 
 _SECONDS_PER_DAY = 86_400
 _LIMITS = {
@@ -86,17 +79,17 @@ def _store(arguments: argparse.Namespace) -> Store:
 def _create(store: Store, arguments: argparse.Namespace) -> None:
     if arguments.key is not None:
         raise CommandError("create takes no ID: it makes a new one", exit_status=2)
-    if arguments.tenant is None or not is_tenant_id(arguments.tenant):
+    if arguments.tenant is None or not api_keys.is_tenant_id(arguments.tenant):
         raise CommandError(
             "--tenant must be given: 1 to 64 letters, digits, and ._@-", exit_status=2
         )
     book = store.read()
     tenant = _changed(
-        book.tenants.get(arguments.tenant) or TenantRecord(arguments.tenant), arguments
+        book.tenants.get(arguments.tenant) or api_keys.TenantRecord(arguments.tenant), arguments
     )
-    key, key_id, sha256 = new_key()
+    key, key_id, sha256 = api_keys.new_key()
     now = int(time.time())
-    record = KeyRecord(
+    record = api_keys.KeyRecord(
         key_id, sha256, tenant.tenant_id, now, _expiry(arguments, now), models=_models(arguments)
     )
     store.write(None, record, tenant, secrets.token_hex(8))
@@ -110,7 +103,7 @@ def _create(store: Store, arguments: argparse.Namespace) -> None:
     )
 
 
-def _changed(tenant: TenantRecord, arguments: argparse.Namespace) -> TenantRecord:
+def _changed(tenant: api_keys.TenantRecord, arguments: argparse.Namespace) -> api_keys.TenantRecord:
     """A copy of the tenant with the limits set by the flags."""
     given: dict[str, Any] = {
         name: getattr(arguments, name)
@@ -121,7 +114,7 @@ def _changed(tenant: TenantRecord, arguments: argparse.Namespace) -> TenantRecor
         if given.get(name) == 0:
             given[name] = None
     changed = replace(tenant, **given)
-    if (complaint := why_wrong(changed)) is not None:
+    if (complaint := api_keys.why_wrong(changed)) is not None:
         raise CommandError(f"--{complaint.replace('_', '-')}", exit_status=2)
     return changed
 
@@ -160,7 +153,7 @@ def _list(store: Store, arguments: argparse.Namespace) -> None:
 def _revoke(store: Store, arguments: argparse.Namespace) -> None:
     if arguments.key is None:
         raise CommandError("which key? `stepwell keys list` shows the ids", exit_status=2)
-    key_id = key_id_of(arguments.key) or arguments.key
+    key_id = api_keys.key_id_of(arguments.key) or arguments.key
     record = store.read().keys.get(key_id)
     if record is None:
         raise CommandError(f"there is no key with the id {key_id[:40]!r}")

@@ -18,15 +18,9 @@ import zlib
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
+from services.common.pool import packed_keys
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.kv_directory import Digest, KeyBatch, NodeLease, NodeRecord, NodeSnapshot
-from services.common.pool.packed_keys import (
-    DamagedKeys,
-    pack_key_set,
-    pack_keys,
-    unpack_key_set,
-    unpack_keys,
-)
 
 FIELD = b"b"
 """The only field of a log entry."""
@@ -87,7 +81,9 @@ def batch_to_bytes(batch: KeyBatch) -> bytes:
         len(batch.added),
     )
     tail = b"" if digest is None else _DIGEST.pack(digest.count, digest.xor)
-    return _seal(head + tail + pack_keys(batch.added) + pack_keys(batch.removed))
+    return _seal(
+        head + tail + packed_keys.pack_keys(batch.added) + packed_keys.pack_keys(batch.removed)
+    )
 
 
 def batch_from_bytes(value: bytes) -> KeyBatch:
@@ -101,8 +97,8 @@ def batch_from_bytes(value: bytes) -> KeyBatch:
         digest = Digest(*_DIGEST.unpack_from(body, at))
         at += _DIGEST.size
     try:
-        keys = unpack_keys(body[at:])
-    except DamagedKeys as error:
+        keys = packed_keys.unpack_keys(body[at:])
+    except packed_keys.DamagedKeys as error:
         raise DamagedValue(str(error)) from error
     _require(num_added <= len(keys), "fewer keys than it counts")
     return KeyBatch(epoch, sequence, keys[:num_added], keys[num_added:], digest)
@@ -126,7 +122,7 @@ def snapshot_to_bytes(snapshot: NodeSnapshot, keys: Sequence[int]) -> Generator[
     """Encodes a snapshot. Yields periodically, as `pack_key_set` does."""
     log_id = snapshot.log_id.encode()
     head = _SNAPSHOT.pack(_VERSION, snapshot.epoch, snapshot.sequence, len(log_id))
-    packed = yield from pack_key_set(keys)
+    packed = yield from packed_keys.pack_key_set(keys)
     return _seal(head + log_id + packed)
 
 
@@ -139,8 +135,8 @@ def snapshot_from_bytes(value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]
     log_id = body[_SNAPSHOT.size : begin]
     _require(_LOG_ID.fullmatch(log_id) is not None, "no id of a log entry")
     try:
-        keys = unpack_key_set(body[begin:])
-    except DamagedKeys as error:
+        keys = packed_keys.unpack_key_set(body[begin:])
+    except packed_keys.DamagedKeys as error:
         raise DamagedValue(str(error)) from error
     return NodeSnapshot(epoch, sequence, log_id.decode()), keys
 

@@ -13,15 +13,9 @@ from services.common.pool.kv_cache_groups_proto import (
     kv_cache_group_to_proto,
 )
 from services.common.pool.kv_directory import node_name
+from services.kvpool.core import events
 from services.kvpool.core.block_map import BlockMap
 from services.kvpool.core.errors import UnsupportedGroup
-from services.kvpool.core.events import (
-    AllBlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    Event,
-    EventBatch,
-)
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.pool_host import HostedPool
 from services.kvpool.core.ports import PoolMatch
@@ -73,7 +67,7 @@ def pool_matches_to_proto(matches: Iterable[PoolMatch]) -> kvpool_pb2.MatchPrefi
 
 
 def event_batch_to_proto(
-    batch: EventBatch, groups: Sequence[KVCacheGroup]
+    batch: events.EventBatch, groups: Sequence[KVCacheGroup]
 ) -> kvpool_pb2.WatchEventsResponse:
     """Converts a batch of events. A snapshot includes the groups of its pool."""
     return kvpool_pb2.WatchEventsResponse(
@@ -98,15 +92,15 @@ def pool_stats_to_proto(
     )
 
 
-def event_to_proto(event: Event) -> kvpool_pb2.Event:
+def event_to_proto(event: events.Event) -> kvpool_pb2.Event:
     match event:
-        case BlocksStored(group, hashes):
+        case events.BlocksStored(group, hashes):
             stored = kvpool_pb2.BlocksStored(hashes=b"".join(hashes), group=group)
             return kvpool_pb2.Event(stored=stored)
-        case BlocksRemoved(group, hashes):
+        case events.BlocksRemoved(group, hashes):
             removed = kvpool_pb2.BlocksRemoved(hashes=b"".join(hashes), group=group)
             return kvpool_pb2.Event(removed=removed)
-        case AllBlocksCleared():
+        case events.AllBlocksCleared():
             return kvpool_pb2.Event(cleared=kvpool_pb2.AllBlocksCleared())
 
 

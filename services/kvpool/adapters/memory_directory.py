@@ -8,13 +8,7 @@ from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import PoolId
 from services.common.pool.kv_cache_groups import KVCacheGroup
 from services.common.pool.prefix_depth import IsCached, prefix_depth
-from services.kvpool.core.events import (
-    AllBlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
-    Event,
-    EventBatch,
-)
+from services.kvpool.core import events
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.ports import PoolMatch
 
@@ -25,13 +19,13 @@ class _Entry:
     groups: Sequence[KVCacheGroup]
     cached: list[set[BlockHash]]
 
-    def apply(self, event: Event) -> None:
+    def apply(self, event: events.Event) -> None:
         match event:
-            case BlocksStored(group, hashes):
+            case events.BlocksStored(group, hashes):
                 self.cached[group].update(hashes)
-            case BlocksRemoved(group, hashes):
+            case events.BlocksRemoved(group, hashes):
                 self.cached[group].difference_update(hashes)
-            case AllBlocksCleared():
+            case events.AllBlocksCleared():
                 for cached in self.cached:
                     cached.clear()
 
@@ -57,12 +51,12 @@ class MemoryDirectory:
             cached: list[set[BlockHash]] = [set() for _ in config.groups]
             self._entries[pool_id] = _Entry(generation, config.groups, cached)
 
-    def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
+    def publish(self, pool_id: PoolId, batch: events.EventBatch) -> None:
         entry = self._entries.get(pool_id)
         if entry is None or entry.generation != batch.generation:
             return
         if batch.snapshot:
-            entry.apply(AllBlocksCleared())
+            entry.apply(events.AllBlocksCleared())
         for event in batch.events:
             entry.apply(event)
 

@@ -4,71 +4,64 @@ RequestNotAdmitted, RequestAlreadyAdmitted, StaleGeneration, OutOfSequence Abort
 Unavailable Draining
 """
 
-from services.common.errors import (
-    Aborted,
-    FailedPrecondition,
-    InvalidArgument,
-    NotFound,
-    ResourceExhausted,
-    Unavailable,
-)
+from services.common import errors
 
 
-class InvalidPool(InvalidArgument):
+class InvalidPool(errors.InvalidArgument):
     """The pool's configuration is invalid."""
 
     reason = "INVALID_POOL"
 
 
-class UnsupportedGroup(InvalidArgument):
+class UnsupportedGroup(errors.InvalidArgument):
     """The pool does not support the attention type or parameters of a group."""
 
     reason = "UNSUPPORTED_GROUP"
 
 
-class PoolNotFound(NotFound):
+class PoolNotFound(errors.NotFound):
     """No open pool has this name."""
 
     reason = "POOL_NOT_FOUND"
 
 
-class TooManyPools(ResourceExhausted):
+class TooManyPools(errors.ResourceExhausted):
     """The process has its maximum number of open pools."""
 
     reason = "TOO_MANY_POOLS"
 
 
-class RequestNotAdmitted(FailedPrecondition):
+class RequestNotAdmitted(errors.FailedPrecondition):
     """The request has no blocks in this pool. Nothing of the transaction is applied."""
 
     reason = "REQUEST_NOT_ADMITTED"
 
 
-class RequestAlreadyAdmitted(FailedPrecondition):
+class RequestAlreadyAdmitted(errors.FailedPrecondition):
     """The request already has blocks. Nothing of the transaction is applied."""
 
     reason = "REQUEST_ALREADY_ADMITTED"
 
 
-class StaleGeneration(FailedPrecondition):
+class StaleGeneration(errors.FailedPrecondition):
     """The caller names an earlier generation, but the pool was opened again since then."""
 
     reason = "STALE_GENERATION"
 
 
-class OutOfSequence(FailedPrecondition):
+class OutOfSequence(errors.FailedPrecondition):
     """The sequence number belongs to another transaction than the next or the last one."""
 
     reason = "OUT_OF_SEQUENCE"
 
 
-class TakenOver(Aborted):
+class TakenOver(errors.Aborted):
     """A newer stream now sends the transactions of this pool."""
 
     reason = "TAKEN_OVER"
 
 
-class Draining(Unavailable):
+class Draining(errors.Unavailable):
     """The process is shutting down, and closes streams that would stay open."""
 
     reason = "DRAINING"

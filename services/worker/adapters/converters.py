@@ -14,17 +14,8 @@ from services.common.request.pooling_proto import pooler_to_proto, pooling_from_
 from services.common.request.prompt_embeds_proto import prompt_embeds_from_proto
 from services.common.request.sampling_proto import sampling_from_proto
 from services.common.rpc.protocol import own_release
+from services.worker.core import step
 from services.worker.core.errors import InvalidStep
-from services.worker.core.step import (
-    AppendedBlocks,
-    Int32Array,
-    NewRequest,
-    StepInput,
-    StepOutput,
-    TierBlocks,
-    TierLoad,
-    no_ints,
-)
 from services.worker.core.worker import WorkerDescription
 from services.worker.sampling.logprobs import LogprobRows
 
@@ -33,13 +24,15 @@ KEY_BYTES = HASH_BYTES + 4
 
 _INT32_BYTES = 4
 _INT32 = np.dtype("<i4")
-_NO_INTS = no_ints()
+_NO_INTS = step.no_ints()
 _NO_INTS.flags.writeable = False
 
 
-def step_from_proto(message: worker_pb2.ExecuteRequest, *, with_digest: bool = False) -> StepInput:
+def step_from_proto(
+    message: worker_pb2.ExecuteRequest, *, with_digest: bool = False
+) -> step.StepInput:
     """Decodes a step. Raises InvalidStep if a packed array is malformed."""
-    return StepInput(
+    return step.StepInput(
         generation=message.generation,
         step=message.step,
         rows=_array(message.rows, "rows"),
@@ -63,7 +56,7 @@ def step_from_proto(message: worker_pb2.ExecuteRequest, *, with_digest: bool = F
 
 
 def step_output_to_proto(
-    output: StepOutput, *, queue_nanos: int, execute_nanos: int, slack_nanos: int | None = None
+    output: step.StepOutput, *, queue_nanos: int, execute_nanos: int, slack_nanos: int | None = None
 ) -> worker_pb2.ExecuteResponse:
     message = worker_pb2.ExecuteResponse(
         generation=output.generation,
@@ -123,8 +116,8 @@ def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeR
     )
 
 
-def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
-    return NewRequest(
+def _new_request(message: worker_pb2.NewRequest) -> step.NewRequest:
+    return step.NewRequest(
         row=message.row,
         token_ids=_array(message.token_ids, "new_requests.token_ids"),
         num_prompt_tokens=message.num_prompt_tokens,
@@ -142,24 +135,24 @@ def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
     )
 
 
-def _appended_blocks(message: worker_pb2.AppendedBlocks) -> AppendedBlocks:
-    return AppendedBlocks(
+def _appended_blocks(message: worker_pb2.AppendedBlocks) -> step.AppendedBlocks:
+    return step.AppendedBlocks(
         _array(message.rows, "appended_blocks.rows"),
         _array(message.num_blocks, "appended_blocks.num_blocks"),
         _array(message.block_ids, "appended_blocks.block_ids"),
     )
 
 
-def _tier_load(message: worker_pb2.TierLoad) -> TierLoad:
-    return TierLoad(message.request, _tier_blocks(message.blocks, "tier_loads.blocks"))
+def _tier_load(message: worker_pb2.TierLoad) -> step.TierLoad:
+    return step.TierLoad(message.request, _tier_blocks(message.blocks, "tier_loads.blocks"))
 
 
-def _tier_blocks(message: worker_pb2.TierBlocks, field: str) -> TierBlocks:
+def _tier_blocks(message: worker_pb2.TierBlocks, field: str) -> step.TierBlocks:
     keys = message.keys
     if len(keys) % KEY_BYTES:
         problem = f"{len(keys)} bytes are no keys of {KEY_BYTES}"
         raise InvalidStep(f"{field}.keys: {problem}", field=f"{field}.keys")
-    return TierBlocks(
+    return step.TierBlocks(
         _array(message.block_ids, f"{field}.block_ids"),
         _array(message.tier_block_ids, f"{field}.tier_block_ids"),
         tuple(keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)),
@@ -177,7 +170,7 @@ def _logprobs(rows: LogprobRows | None) -> common_pb2.Logprobs | None:
     )
 
 
-def _array(packed: bytes, field: str) -> Int32Array:
+def _array(packed: bytes, field: str) -> step.Int32Array:
     if not packed:
         return _NO_INTS
     if len(packed) % _INT32_BYTES:
@@ -186,5 +179,5 @@ def _array(packed: bytes, field: str) -> Int32Array:
     return array if sys.byteorder == "little" else array.astype(np.int32)
 
 
-def _packed(values: Int32Array) -> bytes:
+def _packed(values: step.Int32Array) -> bytes:
     return values.astype(_INT32, copy=False).tobytes()

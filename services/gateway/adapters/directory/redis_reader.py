@@ -20,16 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.pool.kv_directory import NodeLease, NodeRecord, NodeSnapshot
+from services.common.redis import directory_layout
 from services.common.redis.connection import RedisConnection, RedisUnavailable
-from services.common.redis.directory_layout import (
-    FIELD,
-    DamagedValue,
-    DirectoryKeys,
-    batch_from_bytes,
-    lease_from_bytes,
-    record_from_bytes,
-    snapshot_from_bytes,
-)
 from services.gateway.adapters.directory.counts import ReaderCounts
 from services.gateway.core.prefix_index.directory_state import DirectoryState
 from services.gateway.core.prefix_index.node_view import Applied
@@ -78,7 +70,7 @@ class RedisReader:
         self._redis = redis
         self._tail = tail
         self._times = times or ReaderTimes()
-        self._keys = DirectoryKeys.of(b"")
+        self._keys = directory_layout.DirectoryKeys.of(b"")
         self._cursor: str | None = None
         self._refresh_at = 0.0
         self._contact_at = 0.0
@@ -104,8 +96,8 @@ class RedisReader:
                 if (found := fingerprint()) is None:
                     await asyncio.sleep(times.refresh_seconds)
                     continue
-                if DirectoryKeys.of(found) != self._keys:
-                    self._begin(DirectoryKeys.of(found))
+                if directory_layout.DirectoryKeys.of(found) != self._keys:
+                    self._begin(directory_layout.DirectoryKeys.of(found))
                 try:
                     await self._read_once()
                     backoff = times.first_backoff_seconds
@@ -118,7 +110,7 @@ class RedisReader:
             self._index.contact = DirectoryState.FALLBACK
             await asyncio.gather(self._redis.close(), self._tail.close())
 
-    def _begin(self, keys: DirectoryKeys) -> None:
+    def _begin(self, keys: directory_layout.DirectoryKeys) -> None:
         for view in self._index.views:
             self._index.remove(view.node)
         self._keys, self._cursor, self._refresh_at = keys, None, 0.0
@@ -172,8 +164,10 @@ class RedisReader:
 
     def _apply(self, fields: dict[bytes, bytes] | None) -> None:
         try:
-            batch = batch_from_bytes((fields or {}).get(FIELD, b""))
-        except DamagedValue as error:
+            batch = directory_layout.batch_from_bytes(
+                (fields or {}).get(directory_layout.FIELD, b"")
+            )
+        except directory_layout.DamagedValue as error:
             self.counts.damaged += 1
             logger.warning("an entry of the directory's log is passed over: %s", error)
             return
@@ -235,8 +229,8 @@ class RedisReader:
         records = []
         for node, value in found.items():
             try:
-                records.append(record_from_bytes(node.decode(), value))
-            except (DamagedValue, UnicodeDecodeError):
+                records.append(directory_layout.record_from_bytes(node.decode(), value))
+            except (directory_layout.DamagedValue, UnicodeDecodeError):
                 self.counts.damaged += 1
         return records
 
@@ -248,8 +242,8 @@ class RedisReader:
             if value is None:
                 continue
             try:
-                lease = lease_from_bytes(value)
-            except DamagedValue:
+                lease = directory_layout.lease_from_bytes(value)
+            except directory_layout.DamagedValue:
                 self.counts.damaged += 1
                 continue
             if lease.epoch == record.epoch:
@@ -317,8 +311,8 @@ class RedisReader:
         damaged.
         """
         try:
-            return snapshot_from_bytes(value)
-        except DamagedValue:
+            return directory_layout.snapshot_from_bytes(value)
+        except directory_layout.DamagedValue:
             self.counts.damaged += 1
             return None
 

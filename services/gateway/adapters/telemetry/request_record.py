@@ -6,13 +6,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from services.common.errors import (
-    Aborted,
-    InternalError,
-    ResourceExhausted,
-    StepwellError,
-    Unavailable,
-)
+from services.common import errors
 from services.common.process.logs import REQUEST_FIELDS
 from services.common.telemetry import names
 from services.common.telemetry.trace_context import new_span_id, traceparent_text
@@ -31,7 +25,7 @@ CLIENT_CLOSED_REQUEST = "499"
 """The status that is recorded for an HTTP request whose client disconnected before the answer
 began.
 """
-_FAILURES = (InternalError, Aborted, Unavailable)
+_FAILURES = (errors.InternalError, errors.Aborted, errors.Unavailable)
 _QUEUE_TIMEOUT = "QUEUE_TIMEOUT"
 
 CALL_RECORD: ContextVar["RequestRecord"] = ContextVar("call_record")
@@ -178,10 +172,10 @@ def new_record(
     return RequestRecord(call, headers, request_id, origin, timeline, baggage)
 
 
-def is_failure(error: StepwellError) -> bool:
+def is_failure(error: errors.StepwellError) -> bool:
     """Whether an error counts as the server's. Errors of the client, and refusals by a full server,
     do not. A refusal after the request has waited in a queue counts as the server's error.
     """
-    if isinstance(error, ResourceExhausted):
+    if isinstance(error, errors.ResourceExhausted):
         return error.error_reason == _QUEUE_TIMEOUT
     return isinstance(error, _FAILURES)

@@ -26,13 +26,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine.replica_state import Connect
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import KVPool
-from services.scheduler.core.step_log.log_entry import (
-    SCHEMA,
-    VERSION,
-    Entry,
-    config_entry,
-    group_entry,
-)
+from services.scheduler.core.step_log import log_entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
 
 logger = logging.getLogger(__name__)
@@ -60,7 +54,7 @@ class StepLog:
         self._thread = threading.Thread(target=self._write_all, name="step-log", daemon=True)
         self._thread.start()
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: log_entry.Entry) -> None:
         if self._has_ended:
             return
         line = json.dumps(entry, separators=(",", ":")) + "\n"
@@ -121,18 +115,20 @@ def scheduler_with_log(
         log.close()
 
 
-def header(config: SchedulerConfig, shape: ReplicaShape, started_unix_nanos: int) -> Entry:
+def header(
+    config: SchedulerConfig, shape: ReplicaShape, started_unix_nanos: int
+) -> log_entry.Entry:
     """The first line of a log: the configuration that a replay needs."""
     return {
-        "schema": SCHEMA,
-        "version": VERSION,
+        "schema": log_entry.SCHEMA,
+        "version": log_entry.VERSION,
         "model_name": shape.description.model_name,
         "started_unix_nanos": started_unix_nanos,
         "fingerprint": config.fingerprint.hex(),
-        "config": config_entry(config),
+        "config": log_entry.config_entry(config),
         "pool": {
             "num_blocks": config.num_blocks,
-            "groups": [group_entry(group) for group in shape.groups],
+            "groups": [log_entry.group_entry(group) for group in shape.groups],
         },
     }
 

@@ -10,6 +10,7 @@ from itertools import chain
 from services.common.errors import FailedPrecondition, Unavailable
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish_reason import FinishReason
+from services.scheduler.core import ports
 from services.scheduler.core.engine.batch_queue import BatchQueue
 from services.scheduler.core.engine.engine_lock import EngineLock
 from services.scheduler.core.engine.pauses import Pauses
@@ -18,15 +19,6 @@ from services.scheduler.core.engine.planning_clock import PlanningClock
 from services.scheduler.core.engine.recovery import Recovery
 from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause
 from services.scheduler.core.planning.scheduler import Scheduler
-from services.scheduler.core.ports import (
-    Delivery,
-    Executor,
-    PoolAndWorkers,
-    PoolLost,
-    Readiness,
-    StepObserver,
-    WorkersLost,
-)
 from services.scheduler.core.request import Request, RequestStatus
 
 logger = logging.getLogger(__name__)
@@ -58,11 +50,11 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: Executor,
-        replica: PoolAndWorkers,
-        delivery: Delivery,
-        observer: StepObserver,
-        readiness: Readiness,
+        executor: ports.Executor,
+        replica: ports.PoolAndWorkers,
+        delivery: ports.Delivery,
+        observer: ports.StepObserver,
+        readiness: ports.Readiness,
         now: Callable[[], float],
         linger_seconds: float = LINGER_SECONDS,
     ) -> None:
@@ -84,7 +76,7 @@ class EngineCore:
         )
         self._lock = EngineLock(self._wake, lambda: bool(self._batch_queue))
         self._pauses = Pauses(scheduler, self.changes, observer, self._lock, self._wake)
-        self._lost: PoolLost | WorkersLost | None = None
+        self._lost: ports.PoolLost | ports.WorkersLost | None = None
         self._recovery = Recovery(
             scheduler, replica, self.changes, observer, self._lock, self._wake
         )
@@ -120,7 +112,7 @@ class EngineCore:
         waiting = chain(self.scheduler.queues, self.changes.arrivals)
         return (request for request in waiting if request.num_cached_tokens is None)
 
-    def lost(self, lost: PoolLost | WorkersLost) -> None:
+    def lost(self, lost: ports.PoolLost | ports.WorkersLost) -> None:
         """Records a loss of pool or workers that was detected outside a step."""
         self._lost = lost
         self._wake.set()
@@ -135,7 +127,7 @@ class EngineCore:
                         await self._batch_queue.until_due()
                     async with self._lock:
                         await self._turn()
-                except (PoolLost, WorkersLost) as lost:
+                except (ports.PoolLost, ports.WorkersLost) as lost:
                     await self._recover(lost)
         finally:
             self._batch_queue.drop()
@@ -266,14 +258,14 @@ class EngineCore:
             finally:
                 timer.cancel()
 
-    async def _recover(self, lost: PoolLost | WorkersLost) -> None:
+    async def _recover(self, lost: ports.PoolLost | ports.WorkersLost) -> None:
         """Restarts with an empty pool and workers once both are open. Requests keep tokens."""
         logger.warning("%s; recovering", lost.message)
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
         self._readiness.not_ready(lost.message)
         async with self._lock:
             failed = self._batch_queue.drop()
-            if isinstance(lost, PoolLost):
+            if isinstance(lost, ports.PoolLost):
                 failed = [self._recovery.plan_of(lost.suspects)]
             preempted = self.scheduler.forget_pool()
             self._observer.lost(preempted, lost)

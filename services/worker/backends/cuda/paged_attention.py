@@ -25,13 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.worker.backends.attention import (
-    AttentionLayer,
-    AttentionShape,
-    Int32Array,
-    Rotation,
-    StepLayout,
-)
+from services.worker.backends import attention
 from services.worker.backends.cuda.sub_chunks import bucket
 from services.worker.backends.cuda.xformers_calls import Call, DecodeCall, LayerKind
 from services.worker.backends.cuda.xformers_ops import (
@@ -51,7 +45,7 @@ class XformersPagedAttention:
 
     def __init__(
         self,
-        shape: AttentionShape,
+        shape: attention.AttentionShape,
         device: Device,
         max_blocks_per_seq: int,
         split_k: Operator | None = None,
@@ -92,7 +86,7 @@ class XformersPagedAttention:
         )
         self._decodes: dict[int, DecodeStep] = {}
 
-    def begin_step(self, layouts: Sequence[StepLayout]) -> "XformersStep":
+    def begin_step(self, layouts: Sequence[attention.StepLayout]) -> "XformersStep":
         num_tokens, num_decodes = layouts[0].num_tokens, layouts[0].num_decodes
         parts: list[tuple[int, Mapping[CallKey, Call]]] = []
         if num_decodes:
@@ -108,7 +102,7 @@ class XformersPagedAttention:
         slots = [self._device.upload(layout.slot_mapping) for layout in layouts]
         return XformersStep(self, slots, parts)
 
-    def zero_blocks(self, block_ids: Int32Array) -> None:
+    def zero_blocks(self, block_ids: attention.Int32Array) -> None:
         cleared = self._device.upload(block_ids.astype(np.int64))
         for pool in self._pools:
             blocks = pool.view(2, self._shape.num_blocks, self._shape.block_size, *pool.shape[2:])
@@ -144,7 +138,7 @@ class CallKey:
     """Identifies layers of one group with equal attention parameters, which share their calls."""
 
     group: int
-    layer: AttentionLayer
+    layer: attention.AttentionLayer
 
 
 @dataclass(slots=True)
@@ -164,7 +158,7 @@ class XformersStep:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        rotation: Rotation | None,
+        rotation: attention.Rotation | None,
     ) -> torch.Tensor:
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
@@ -203,7 +197,7 @@ class DecodeStep(XformersStep):
         ]
         super().__init__(cache, slots, [(num_lanes, decodes)])
 
-    def set(self, layouts: Sequence[StepLayout]) -> None:
+    def set(self, layouts: Sequence[attention.StepLayout]) -> None:
         """Replaces the inputs by layouts of at most `num_lanes` decodes and no chunks."""
         self.set_lanes(layouts)
         for own, layout in zip(self.slots, layouts, strict=True):
@@ -211,7 +205,7 @@ class DecodeStep(XformersStep):
             slots = self._device.upload(layout.slot_mapping)
             own[: layout.num_decodes].copy_(slots, non_blocking=True)
 
-    def set_lanes(self, layouts: Sequence[StepLayout]) -> None:
+    def set_lanes(self, layouts: Sequence[attention.StepLayout]) -> None:
         """Copies in the lengths and tables of the layouts' decodes, without their slots."""
         num_decodes = layouts[0].num_decodes
         for at, call in self.decodes.items():

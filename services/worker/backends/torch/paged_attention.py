@@ -34,13 +34,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.backends.attention import (
-    AttentionLayer,
-    AttentionShape,
-    Int32Array,
-    Rotation,
-    StepLayout,
-)
+from services.worker.backends import attention
 from services.worker.backends.device import CpuDevice, Device
 from services.worker.backends.kv_codes import coded, decoded
 from services.worker.backends.torch.attend import MOST_ROWS, attend, rotate, row_multiple
@@ -51,7 +45,7 @@ MAX_GROUP_TOKENS = 16384
 """Maximum number of keys in a group of several decodes, including padding."""
 
 
-def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
+def workspace_bytes(shape: attention.AttentionShape, max_model_len: int) -> int:
     """Upper estimate of the memory of gathered pages and masks, in bytes."""
     widest = max(layer.num_kv_heads * layer.head_dim for layer in shape.layers)
     per_token = 2 * widest + MOST_ROWS * len({layer.window for layer in shape.layers})
@@ -65,7 +59,7 @@ class TorchPagedAttention:
 
     def __init__(
         self,
-        shape: AttentionShape,
+        shape: attention.AttentionShape,
         device: Device | None = None,
         max_group_tokens: int = MAX_GROUP_TOKENS,
         *,
@@ -98,14 +92,14 @@ class TorchPagedAttention:
         self._run_masks: dict[int | None, torch.Tensor] = {}
         self._mask_width = 0
 
-    def begin_step(self, layouts: Sequence[StepLayout]) -> "TorchPagedStep":
+    def begin_step(self, layouts: Sequence[attention.StepLayout]) -> "TorchPagedStep":
         steps = [
             self._begin_group(layout, windows)
             for layout, windows in zip(layouts, self._windows, strict=True)
         ]
         return TorchPagedStep(self, [steps[group] for group in self._shape.group_of])
 
-    def _begin_group(self, layout: StepLayout, windows: set[int | None]) -> "_GroupStep":
+    def _begin_group(self, layout: attention.StepLayout, windows: set[int | None]) -> "_GroupStep":
         groups = self._cutter.decodes(layout, windows)
         chunks = self._cutter.chunks(layout, windows)
         blocks = [len(group.block_ids) for group in groups]
@@ -115,7 +109,7 @@ class TorchPagedAttention:
         slots = self._device.upload(layout.slot_mapping)
         return _GroupStep(slots, self._opened_blocks(layout), groups, chunks)
 
-    def zero_blocks(self, block_ids: Int32Array) -> None:
+    def zero_blocks(self, block_ids: attention.Int32Array) -> None:
         cleared = self._device.upload(block_ids.astype(np.int64))
         for pages in self.pages:
             pages.index_fill_(1, cleared, 0)
@@ -211,7 +205,7 @@ class TorchPagedAttention:
         if held < needed:
             self._workspace = self._workspace.new_empty(2, max(needed, 2 * held))
 
-    def _opened_blocks(self, layout: StepLayout) -> torch.Tensor:
+    def _opened_blocks(self, layout: attention.StepLayout) -> torch.Tensor:
         """Blocks that the step begins and does not fill. They are cleared, because they may contain
         values of an earlier request. A mask hides such values, except NaN.
         """
@@ -222,13 +216,13 @@ class TorchPagedAttention:
         return self._device.upload(layout.block_tables[opened, last[opened]].astype(np.int64))
 
 
-def _grouped(heads: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+def _grouped(heads: torch.Tensor, layer: attention.AttentionLayer) -> torch.Tensor:
     """[n, num_heads, head_dim] as [num_kv_heads, heads per kv head, n, head_dim], a view."""
     grouped = heads.view(len(heads), layer.num_kv_heads, -1, layer.head_dim)
     return grouped.permute(1, 2, 0, 3)
 
 
-def _repeated(heads: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+def _repeated(heads: torch.Tensor, layer: attention.AttentionLayer) -> torch.Tensor:
     """[n, num_kv_heads, head_dim] as [num_kv_heads, heads per kv head, n, head_dim], a view."""
     repeats = layer.num_heads // layer.num_kv_heads
     return heads.permute(1, 0, 2).unsqueeze(1).expand(-1, repeats, -1, -1)
@@ -257,7 +251,7 @@ class TorchPagedStep:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        rotation: Rotation | None,
+        rotation: attention.Rotation | None,
     ) -> torch.Tensor:
         step = self.steps[layer]
         if rotation is not None:

@@ -18,17 +18,11 @@ from services.gateway.adapters.http.exchange.fields import (
     TokenIds,
     given,
 )
+from services.gateway.adapters.http.openai import vllm_fields
 from services.gateway.adapters.http.openai.content_parts import TextOrParts, read, said, thought
 from services.gateway.adapters.http.openai.formats import ResponseFormat, TextFormat
 from services.gateway.adapters.http.openai.sampling_fields import SamplingFields
 from services.gateway.adapters.http.openai.tool_bodies import ToolCalls, ToolChoice, Tools
-from services.gateway.adapters.http.openai.vllm_fields import (
-    UnservedChatFields,
-    UnservedPoolingFields,
-    UnservedPromptFields,
-    UnservedSamplingFields,
-    UnservedTemplateFields,
-)
 from services.gateway.core.request.request import ChatRole
 
 _NO_FUNCTIONS = "functions have become tools"
@@ -54,7 +48,9 @@ class TruncationFields(Body):
     truncation_side: Literal["left", "right"] | None = None
 
 
-class SamplingBody(StreamedBody, SamplingFields, UnservedSamplingFields, TruncationFields):
+class SamplingBody(
+    StreamedBody, SamplingFields, vllm_fields.UnservedSamplingFields, TruncationFields
+):
     """The fields that completions and chat completions share."""
 
     # OpenAI's.
@@ -176,7 +172,7 @@ class ChatMessage(HistoryBody):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
-class ChatTemplateBody(UnservedTemplateFields):
+class ChatTemplateBody(vllm_fields.UnservedTemplateFields):
     """The fields that determine how a conversation is rendered."""
 
     add_generation_prompt: bool | None = None
@@ -185,7 +181,7 @@ class ChatTemplateBody(UnservedTemplateFields):
     tools: Tools | None = None
 
 
-class ChatCompletionBody(SamplingBody, ChatTemplateBody, UnservedChatFields):
+class ChatCompletionBody(SamplingBody, ChatTemplateBody, vllm_fields.UnservedChatFields):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -217,7 +213,7 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody, UnservedChatFields):
         return renamed(super().in_client_words(error), names)
 
 
-class PooledBody(AskingBody, UnservedPoolingFields, TruncationFields):
+class PooledBody(AskingBody, vllm_fields.UnservedPoolingFields, TruncationFields):
     """The fields that embeddings and scores share."""
 
     user: str | None = None
@@ -260,7 +256,7 @@ class ScoreBody(PooledBody):
         return renamed(error, {"prompt": "text_2"})
 
 
-class TokenizeBody(ChatTemplateBody, UnservedPromptFields):
+class TokenizeBody(ChatTemplateBody, vllm_fields.UnservedPromptFields):
     """POST /tokenize: plain text in `prompt`, or a conversation in `messages`."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [given("prompt"), given("messages")]})

@@ -7,13 +7,7 @@ from services.common.request.finish_reason import FinishReason
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Answer
 from services.gateway.core.request.request import ClientRequest
-from services.gateway.core.text.parsing.events import (
-    CallArguments,
-    CallStart,
-    ContentDelta,
-    OutputEvent,
-    ReasoningDelta,
-)
+from services.gateway.core.text.parsing import events
 
 _PREFIX = "chatcmpl-tool-"
 _DIGITS = 32
@@ -78,13 +72,13 @@ class MessageWriter:
             return "tool_calls"
         return reason.value
 
-    def _delta(self, index: int, event: OutputEvent) -> dict[str, Any] | None:
+    def _delta(self, index: int, event: events.OutputEvent) -> dict[str, Any] | None:
         match event:
-            case ContentDelta(text):
+            case events.ContentDelta(text):
                 return {"content": text}
-            case ReasoningDelta(text):
+            case events.ReasoningDelta(text):
                 return {"reasoning": text} if self._shows_reasoning else None
-            case CallStart(call, name):
+            case events.CallStart(call, name):
                 self._have_called.add(index)
                 started = {
                     "index": call,
@@ -93,5 +87,5 @@ class MessageWriter:
                     "function": {"name": name, "arguments": ""},
                 }
                 return {"tool_calls": [started]}
-            case CallArguments(call, text):
+            case events.CallArguments(call, text):
                 return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}

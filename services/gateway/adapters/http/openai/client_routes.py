@@ -19,23 +19,7 @@ from services.gateway.adapters.http.exchange.route import (
     body_route,
     computed_route,
 )
-from services.gateway.adapters.http.openai.bodies import (
-    ChatCompletionBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    ScoreBody,
-    TokenizeBody,
-)
-from services.gateway.adapters.http.openai.generation_routes import (
-    CHAT_COMPLETIONS,
-    COMPLETIONS,
-    EMBEDDINGS,
-    RESPONSES,
-    SCORE,
-    V1_SCORE,
-    GenerationRoutes,
-)
+from services.gateway.adapters.http.openai import bodies, generation_routes
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.openai.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
 from services.gateway.adapters.http.openapi import (
@@ -67,7 +51,7 @@ _SESSION_HEADER = RequestHeader(
 
 
 def client_routes(
-    generation: GenerationRoutes,
+    generation: generation_routes.GenerationRoutes,
     tokenizer: TokenizerRoutes,
     server: ServerRoutes,
     further: Sequence[Route],
@@ -96,23 +80,23 @@ def client_routes(
 
 
 def _generating(
-    generation: GenerationRoutes, headers: tuple[RequestHeader, ...]
+    generation: generation_routes.GenerationRoutes, headers: tuple[RequestHeader, ...]
 ) -> Sequence[Route]:
     generating = partial(computed_route, tag="openai", headers=headers)
     return (
         generating(
-            COMPLETIONS,
+            generation_routes.COMPLETIONS,
             generation.completions,
             answers.Completion,
-            body=CompletionBody,
+            body=bodies.CompletionBody,
             events=answers.CompletionChunk,
             errors=(404, 409, 504),
         ),
         generating(
-            CHAT_COMPLETIONS,
+            generation_routes.CHAT_COMPLETIONS,
             generation.chat_completions,
             answers.ChatCompletion,
-            body=ChatCompletionBody,
+            body=bodies.ChatCompletionBody,
             events=answers.ChatCompletionChunk,
         ),
         generating(
@@ -127,7 +111,7 @@ def _generating(
             headers=(*headers, _SESSION_HEADER),
         ),
         generating(
-            RESPONSES,
+            generation_routes.RESPONSES,
             generation.responses,
             responses_answers.ResponseObject,
             body=ResponsesBody,
@@ -137,21 +121,31 @@ def _generating(
     )
 
 
-def _pooling(generation: GenerationRoutes) -> Sequence[Route]:
+def _pooling(generation: generation_routes.GenerationRoutes) -> Sequence[Route]:
     pooling = partial(computed_route, tag="pooling", headers=HEADERS)
     embeddings, scores = answers.Embeddings, answers.Scores
     return (
-        pooling(EMBEDDINGS, generation.embeddings, embeddings, tag="openai", body=EmbeddingBody),
-        pooling(SCORE, generation.score, scores, body=ScoreBody),
-        pooling(V1_SCORE, generation.v1_score, scores, body=ScoreBody),
+        pooling(
+            generation_routes.EMBEDDINGS,
+            generation.embeddings,
+            embeddings,
+            tag="openai",
+            body=bodies.EmbeddingBody,
+        ),
+        pooling(generation_routes.SCORE, generation.score, scores, body=bodies.ScoreBody),
+        pooling(generation_routes.V1_SCORE, generation.v1_score, scores, body=bodies.ScoreBody),
     )
 
 
 def _tokenizing(tokenizer: TokenizerRoutes) -> Sequence[Route]:
     tokenizing = partial(body_route, tag="tokenizer")
     return (
-        tokenizing("/tokenize", tokenizer.tokenize, server_answers.Tokens, body=TokenizeBody),
-        tokenizing("/detokenize", tokenizer.detokenize, server_answers.Text, body=DetokenizeBody),
+        tokenizing(
+            "/tokenize", tokenizer.tokenize, server_answers.Tokens, body=bodies.TokenizeBody
+        ),
+        tokenizing(
+            "/detokenize", tokenizer.detokenize, server_answers.Text, body=bodies.DetokenizeBody
+        ),
         tokenizing(
             COUNT_TOKENS,
             tokenizer.count_tokens,

@@ -9,15 +9,9 @@ from typing import Any
 from services.common.errors import InvalidArgument
 from services.common.request.structured_outputs import StructuredOutputs
 from services.common.request.thinking_budget import MAX_TOKENS, ThinkingBudget
+from services.gateway.adapters.grammars import tool_calls
 from services.gateway.adapters.grammars.after_reasoning import after_reasoning
 from services.gateway.adapters.grammars.refused import check_schemas, check_written
-from services.gateway.adapters.grammars.tool_calls import (
-    CallableTool,
-    bare,
-    calls_or_form,
-    forced_calls,
-    strict_calls,
-)
 from services.gateway.adapters.http.openai.formats import json_form
 from services.gateway.adapters.http.openai.tool_bodies import CHAT_TOOLS, ToolFields
 from services.gateway.core.ports import Tokenizer
@@ -40,7 +34,7 @@ class ToolUse:
     `choice` is ignored.
     """
 
-    tools: Sequence[CallableTool] = ()
+    tools: Sequence[tool_calls.CallableTool] = ()
     choice: str = NONE
     named: str | None = None
     parallel: bool = True
@@ -75,7 +69,7 @@ class ToolUse:
         return self.named is not None or self.choice == REQUIRED
 
     @property
-    def held_tools(self) -> dict[str, CallableTool]:
+    def held_tools(self) -> dict[str, tool_calls.CallableTool]:
         """The tools whose arguments must conform to their schemas. The keys are the paths of the
         schemas in the body, for errors.
         """
@@ -85,7 +79,7 @@ class ToolUse:
             if (tool.name == self.named if self.named is not None else self._holds(tool))
         }
 
-    def _holds(self, tool: CallableTool) -> bool:
+    def _holds(self, tool: tool_calls.CallableTool) -> bool:
         return self.choice == REQUIRED or (self.choice == AUTO and tool.strict)
 
 
@@ -234,17 +228,19 @@ async def _grammar(
     grammar: StructuredOutputs | None
     if use.named is not None:
         [named] = tools.values()
-        grammar = await _after(json_form(bare(named.schema)), reasoning, tokenizer)
+        grammar = await _after(json_form(tool_calls.bare(named.schema)), reasoning, tokenizer)
     elif use.choice == REQUIRED:
-        grammar = await forced_calls(use.tools, tokenizer, reasoning, parallel=use.parallel)
+        grammar = await tool_calls.forced_calls(
+            use.tools, tokenizer, reasoning, parallel=use.parallel
+        )
     elif wanted is not None and use.choice == AUTO and envelope is not None:
-        grammar = await calls_or_form(
+        grammar = await tool_calls.calls_or_form(
             use.tools, envelope, wanted, tokenizer, reasoning, parallel=use.parallel
         )
     elif wanted is not None:
         grammar = await _after(wanted, reasoning, tokenizer)
     elif tools and envelope is not None:
-        grammar = await strict_calls(
+        grammar = await tool_calls.strict_calls(
             use.tools, envelope, tokenizer, reasoning, parallel=use.parallel
         )
     else:

@@ -4,14 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from services.gateway.core.text.parsing.formats import headed_calls
 from services.gateway.core.text.parsing.formats.harmony import HARMONY_MARKS, read_harmony
-from services.gateway.core.text.parsing.formats.headed_calls import (
-    DEEPSEEK_MARKS,
-    MISTRAL_MARKS,
-    read_deepseek_v3,
-    read_deepseek_v31,
-    read_mistral,
-)
 from services.gateway.core.text.parsing.formats.json_calls import (
     LLAMA3_MARKS,
     read_hermes,
@@ -97,16 +91,16 @@ TOOL_FORMATS = {
     "llama3_json": _LLAMA3,
     "llama4_json": _LLAMA3,
     "mistral": ToolFormat(
-        _same(read_mistral),
-        MISTRAL_MARKS,
+        _same(headed_calls.read_mistral),
+        headed_calls.MISTRAL_MARKS,
         Envelope("[TOOL_CALLS]", "[TOOL_CALLS]{name}[ARGS]", ""),
         id_length=9,
     ),
     "pythonic": _PYTHONIC,
     "llama4_pythonic": _PYTHONIC,
     "deepseek_v3": ToolFormat(
-        _same(read_deepseek_v3),
-        DEEPSEEK_MARKS,
+        _same(headed_calls.read_deepseek_v3),
+        headed_calls.DEEPSEEK_MARKS,
         Envelope(
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
@@ -114,8 +108,8 @@ TOOL_FORMATS = {
         ),
     ),
     "deepseek_v31": ToolFormat(
-        _same(read_deepseek_v31),
-        DEEPSEEK_MARKS,
+        _same(headed_calls.read_deepseek_v31),
+        headed_calls.DEEPSEEK_MARKS,
         Envelope(
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",

@@ -7,14 +7,8 @@ from services.common.errors import InvalidArgument
 from services.common.request.pooling import PoolingParams, PoolingTask
 from services.common.telemetry import names
 from services.gateway.adapters.http.exchange.json_pieces import LongList
+from services.gateway.adapters.http.openai import pooled
 from services.gateway.adapters.http.openai.dialect import ConvertedRequest, usage_body
-from services.gateway.adapters.http.openai.pooled import (
-    ListDialect,
-    pair_request,
-    pair_scores,
-    prompts_request,
-    vector_body,
-)
 from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.request import ClientRequest
@@ -30,7 +24,7 @@ async def rerank_request(body: RerankBody, inference: Inference, request_id: str
     """Makes the request that computes the score of the query with each document."""
     if body.top_n is not None and body.top_n < 0:
         raise InvalidArgument(f"top_n must be at least 0, not {body.top_n}", field="top_n")
-    return await pair_request(
+    return await pooled.pair_request(
         body, inference, request_id, {"query": [body.query], "documents": body.texts}
     )
 
@@ -41,7 +35,7 @@ async def classify_request(
     """Makes the request that computes the class probabilities of each input."""
     inference.check_pools(PoolingTask.CLASSIFY)
     params = PoolingParams(use_activation=body.use_activation)
-    return await prompts_request(body, inference, request_id, params)
+    return await pooled.prompts_request(body, inference, request_id, params)
 
 
 async def pooling_request(
@@ -50,7 +44,7 @@ async def pooling_request(
     """Makes the request that computes the vector of each input."""
     inference.check_pools(None if body.task is None else PoolingTask(body.task))
     params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
-    return await prompts_request(body, inference, request_id, params)
+    return await pooled.prompts_request(body, inference, request_id, params)
 
 
 class RerankDialect:
@@ -68,7 +62,7 @@ class RerankDialect:
         self._head = {"id": converted.request.request_id, "model": converted.model_name}
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        scores = pair_scores(answers, len(self._texts))
+        scores = pooled.pair_scores(answers, len(self._texts))
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results = (self._result(index, scores[index]) for index in order[: self._top_n])
         return {**self._head, "usage": usage_body(usage), "results": LongList(results, nested=True)}
@@ -80,7 +74,7 @@ class RerankDialect:
         return result
 
 
-class ClassifyDialect(ListDialect):
+class ClassifyDialect(pooled.ListDialect):
     """Writes the probabilities of the classes, and the name of the most probable class."""
 
     def __init__(self, converted: ConvertedRequest[ClassifyBody], labels: Sequence[str]) -> None:
@@ -108,7 +102,7 @@ class ClassifyApi:
         return ClassifyDialect(converted, self._labels)
 
 
-class PoolingDialect(ListDialect):
+class PoolingDialect(pooled.ListDialect):
     """Writes the vectors that the model computed."""
 
     operation = names.GENAI_OPERATION_EMBEDDINGS
@@ -120,5 +114,5 @@ class PoolingDialect(ListDialect):
 
     def items(self, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
         for index, answer in enumerate(answers):
-            vector = vector_body(answer.pooled, in_base64=self._in_base64)
+            vector = pooled.vector_body(answer.pooled, in_base64=self._in_base64)
             yield {"index": index, "object": "pooling", "data": vector}

@@ -15,14 +15,8 @@ from dataclasses import dataclass
 from services.common.pool.ids import NULL_BLOCK, BlockId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.operations import BlockTables
+from services.scheduler.core import kv_transfer
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.kv_transfer import (
-    BlockTransfer,
-    ConnectorLoad,
-    KVConnectorMetadata,
-    KVTransferResults,
-    TierBlockId,
-)
 from services.scheduler.core.request import Request
 from services.scheduler.options.transfers.core.kv_connector import ExternalMatch, KVConnector
 from services.scheduler.options.transfers.core.tier_index import TierIndex, tier_key
@@ -49,7 +43,7 @@ class _Stores:
     """
 
     step: int
-    blocks: tuple[BlockTransfer, ...]
+    blocks: tuple[kv_transfer.BlockTransfer, ...]
 
 
 class OffloadingConnector(KVConnector):
@@ -74,13 +68,13 @@ class OffloadingConnector(KVConnector):
         """Number of leading blocks of each request that were considered for storing."""
         self._num_asked: dict[Request, int] = {}
         """Number of tokens of a waiting request after its local prefix hit, at the last query."""
-        self._stores: dict[TierBlockId, BlockTransfer] = {}
+        self._stores: dict[kv_transfer.TierBlockId, kv_transfer.BlockTransfer] = {}
         """Copies to the tier. The next step begins them. If a tier block is assigned to another
         key before that step, only the last copy to the block remains.
         """
-        self._loads: list[ConnectorLoad] = []
+        self._loads: list[kv_transfer.ConnectorLoad] = []
         self._uncertain: deque[_Stores] = deque()
-        self._loading: dict[RequestKey, ConnectorLoad] = {}
+        self._loading: dict[RequestKey, kv_transfer.ConnectorLoad] = {}
 
     # Methods of KVConnector
 
@@ -106,10 +100,10 @@ class OffloadingConnector(KVConnector):
             end = request.num_computed_tokens // self._size
             begin = end - num_external_tokens // self._size
             transfers = tuple(
-                BlockTransfer(block, self.index.pin(key), key)
+                kv_transfer.BlockTransfer(block, self.index.pin(key), key)
                 for key, block in self._keys(request, blocks, begin, end)
             )
-            load = self._loading[request.key] = ConnectorLoad(request.key, transfers)
+            load = self._loading[request.key] = kv_transfer.ConnectorLoad(request.key, transfers)
             self._loads.append(load)
 
     def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
@@ -124,22 +118,22 @@ class OffloadingConnector(KVConnector):
             if key in self.index:
                 self.index.touch(key)
             elif (tier_block := self.index.put(key)) is not None:
-                self._stores[tier_block] = BlockTransfer(block, tier_block, key)
+                self._stores[tier_block] = kv_transfer.BlockTransfer(block, tier_block, key)
 
     def blocks_released(self, request: Request) -> None:
         self._num_stored.pop(request, None)
         self._num_asked.pop(request, None)
 
-    def build_connector_meta(self, step: int) -> KVConnectorMetadata | None:
+    def build_connector_meta(self, step: int) -> kv_transfer.KVConnectorMetadata | None:
         if not (self._stores or self._loads):
             return None
         stores, loads = tuple(sorted(self._stores.values())), tuple(self._loads)
         self._stores, self._loads = {}, []
         if stores:
             self._uncertain.append(_Stores(step, stores))
-        return KVConnectorMetadata(stores, loads)
+        return kv_transfer.KVConnectorMetadata(stores, loads)
 
-    def update_connector_output(self, step: int, results: KVTransferResults) -> None:
+    def update_connector_output(self, step: int, results: kv_transfer.KVTransferResults) -> None:
         while self._uncertain and self._uncertain[0].step <= step:
             self.stats.num_stored_blocks += len(self._uncertain.popleft().blocks)
         for request in results.finished_recving:
@@ -160,7 +154,7 @@ class OffloadingConnector(KVConnector):
         self.forget()
         self.index.clear()
 
-    def _end_load(self, load: ConnectorLoad, invalid: Collection[BlockId]) -> None:
+    def _end_load(self, load: kv_transfer.ConnectorLoad, invalid: Collection[BlockId]) -> None:
         for transfer in load.blocks:
             if transfer.block in invalid:
                 self.index.discard(transfer.key, transfer.tier_block)
