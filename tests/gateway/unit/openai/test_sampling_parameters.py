@@ -117,7 +117,9 @@ NOT_WRITTEN = {"bad_words", "eos_token_ids", "thinking_budget", "prompt_logprobs
 NO_FLAG = {"min_tokens", "logprobs", "prompt_logprobs"}
 """Numbers that the terminal's commands do not set."""
 
-INFERENCE = SimpleNamespace(default_sampling=SamplingParams(), bad_words=bad_words, tokenizer=None)
+INFERENCE = SimpleNamespace(
+    default_sampling=SamplingParams(), texts=SimpleNamespace(bad_words=bad_words), tokenizer=None
+)
 
 
 def test_the_contract_has_the_fields_of_the_dataclass() -> None:
