@@ -73,20 +73,38 @@ inline void multiply_bfloat16(const char* a, const char* b, int rows, int pairs,
   }
 }
 
+// The bytes at even and at odd positions, as words of the same value.
+template <class Byte>
+inline __m256i even_words(__m256i bytes) {
+  if (Byte(-1) > 0) return _mm256_and_si256(bytes, _mm256_set1_epi16(255));
+  return _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
+}
+
+template <class Byte>
+inline __m256i odd_words(__m256i bytes) {
+  return Byte(-1) > 0 ? _mm256_srli_epi16(bytes, 8) : _mm256_srai_epi16(bytes, 8);
+}
+
 // TDPBSSD, TDPBSUD, TDPBUSD or TDPBUUD, depending on the types of the bytes of a and b, for `quads`
 // quads of depth and 16 columns. Products are exact, and sums are modulo 2^32.
 template <class A, class B>
 inline void multiply_bytes(const char* a, const char* b, int rows, int quads, char* c) {
   for (int row = 0; row < rows; ++row, a += TILE_ROW_BYTES, c += TILE_ROW_BYTES) {
-    std::uint32_t totals[TILE_ROWS];
-    std::memcpy(totals, c, sizeof totals);
-    for (int d = 0; d < 4 * quads; ++d) {
-      const char* columns = b + d / 4 * TILE_ROW_BYTES + d % 4;
-      for (int column = 0; column < TILE_ROWS; ++column) {
-        totals[column] += std::uint32_t(int(A(a[d])) * int(B(columns[4 * column])));
+    for (int column = 0; column < TILE_ROW_BYTES; column += 32) {
+      __m256i* to = reinterpret_cast<__m256i*>(c + column);
+      __m256i total = _mm256_loadu_si256(to);
+      for (int quad = 0; quad < quads; ++quad) {
+        std::int32_t bits;
+        std::memcpy(&bits, a + 4 * quad, sizeof bits);
+        const __m256i value = _mm256_set1_epi32(bits);
+        const __m256i columns = _mm256_loadu_si256(
+            reinterpret_cast<const __m256i*>(b + quad * TILE_ROW_BYTES + column));
+        const __m256i even = _mm256_madd_epi16(even_words<A>(value), even_words<B>(columns));
+        const __m256i odd = _mm256_madd_epi16(odd_words<A>(value), odd_words<B>(columns));
+        total = _mm256_add_epi32(total, _mm256_add_epi32(even, odd));
       }
+      _mm256_storeu_si256(to, total);
     }
-    std::memcpy(c, totals, sizeof totals);
   }
 }
 
