@@ -112,8 +112,8 @@ class ServedModel:
             return ""
         return (
             f"its model has the fingerprint {_short(description.fingerprint)}, the one in use is"
-            f" {_short(self._fingerprint or b'')}: weights, tokenizer, block size, data type or"
-            " draft model differ"
+            f" {_short(self._fingerprint or b'')}: weights, tokenizer, block size, data type,"
+            " draft model or order of sums (AMX) differ"
         )
 
     def _other_tokenizer(self, description: ReplicaDescription) -> str:

@@ -9,6 +9,7 @@ writable directory, each process compiles for itself.
 
 import ctypes
 import fcntl
+import functools
 import logging
 import os
 import platform
@@ -56,8 +57,14 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
             if library.tile_palettes() > 0:
                 return library
             reason = "the processor has no palette"
-        logger.warning("kernels: without the processor's tiles (AMX): %s", reason)
+        _warn_without_tiles(reason)
     return _load(features - tiles.FEATURES, cache, checkpoint_reached)
+
+
+@functools.cache
+def _warn_without_tiles(reason: str) -> None:
+    """Logs the reason once for a process. A worker may load the library several times."""
+    logger.warning("kernels: without the processor's tiles (AMX): %s", reason)
 
 
 def _load(
