@@ -21,7 +21,8 @@ RUN apt-get update \
 WORKDIR /build
 COPY services/worker/backends/native/cpp services/worker/backends/native/cpp
 COPY services/worker/backends/native/build.py services/worker/backends/native/cached_library.py \
-     services/worker/backends/native/prebuilt.py services/worker/backends/native/
+     services/worker/backends/native/prebuilt.py services/worker/backends/native/tiles.py \
+     services/worker/backends/native/
 RUN python3 -m services.worker.backends.native.prebuilt /kernels
 
 FROM python AS packages

@@ -1,6 +1,7 @@
 """Which kernels compute on this machine, and why the others do not."""
 
 import logging
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,7 +47,7 @@ def prebuilt_reasons(
     processor's, and `usable` those that this process may use.
     """
     reasons: dict[str, str] = {}
-    for kind in prebuilt.KINDS:
+    for kind in prebuilt.kinds_for(platform.machine()):
         missing = sorted(kind.features - features)
         if missing:
             reason = f"the processor lacks {' '.join(missing)}"

@@ -13,7 +13,7 @@ import torch
 from services.cli.doctor.kernels import choose_kernels, prebuilt_reasons
 from services.cli.doctor.report import Fact, json_of, text_of
 from services.cli.doctor.run import Work, work_of
-from services.worker.backends.native.prebuilt import KINDS
+from services.worker.backends.native.prebuilt import X86_KINDS
 from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.models.files.checkpoint import Checkpoint
 from services.worker.models.files.tensor_info import TensorInfo
@@ -73,7 +73,7 @@ def test_without_a_compiler_the_reason_for_torchs_kernels_is_reported(
 
 
 def test_each_kind_of_prebuilt_kernels_has_its_reason(tmp_path: Path) -> None:
-    kinds = {kind.name: kind.features for kind in KINDS}
+    kinds = {kind.name: kind.features for kind in X86_KINDS}
     for name in ("avx512", "avx2", "amx"):
         (tmp_path / name).mkdir()
     has_tiles, usable = kinds["amx"], kinds["avx512-bf16-vbmi"]

@@ -23,12 +23,11 @@ from pathlib import Path
 from services.worker.backends.native import tiles
 from services.worker.backends.native.build import FLAGS, NAME, SOURCES, BuildFailed, built
 from services.worker.backends.native.cached_library import CachedLibrary
-from services.worker.backends.native.prebuilt import X86, load_prebuilt
+from services.worker.backends.native.prebuilt import ARM, kinds_for, load_prebuilt
 
 logger = logging.getLogger(__name__)
 
-_THIS_PROCESSOR = ("-march=native",)
-_NEEDED_FEATURES = frozenset({"avx2", "fma"})
+_THIS_PROCESSOR = ("-mcpu=native" if platform.machine() in ARM else "-march=native",)
 _POLL_SECONDS = 0.2
 _LOG_INTERVAL_SECONDS = 5.0
 
@@ -48,8 +47,8 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
     NotCompiled, and any error that `checkpoint_reached` raises.
     """
     features = processor_features()
-    if not features >= _NEEDED_FEATURES:
-        raise NotCompiled("the processor has no AVX2")
+    if not (features >= {"avx2", "fma"} or "asimd" in features):
+        raise NotCompiled("the processor has neither AVX2 nor NEON")
     if features >= tiles.FEATURES:
         reason = tiles.refusal()
         if reason is None:
@@ -91,16 +90,18 @@ def _load(
     return library
 
 
-def processor_features() -> frozenset[str]:
-    """Linux's names of the processor's features. Empty if they are unknown, or if it is not x86."""
-    if platform.machine() not in X86:
+def processor_features(information: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Linux's names of the processor's features. Empty if they are unknown, or if the architecture
+    is neither x86-64 nor 64-bit ARM.
+    """
+    if not kinds_for(platform.machine()):
         return frozenset()
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = information.read_text().splitlines()
     except OSError:
         return frozenset()
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return frozenset(flags.partition(":")[2].split())
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(found.partition(":")[2].split())
 
 
 def _key(flags: tuple[str, ...], features: frozenset[str], compiler: str | None) -> str:

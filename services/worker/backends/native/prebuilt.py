@@ -12,7 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +22,16 @@ from services.worker.backends.native.cached_library import CachedLibrary
 
 DIRECTORY = Path(__file__).parent / "prebuilt"
 """The directory of prebuilt kernels. It does not exist in a source tree."""
-X86 = ("x86_64", "AMD64")
-"""Machine names for which there are kernels."""
+ARM = ("aarch64", "arm64")
+"""Names of 64-bit ARM machines."""
 _OPENMP = "libgomp.so.1"
 _V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
 _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+_NEON = frozenset({"asimd"})
+_DOT = _NEON | {"atomics", "asimdrdm", "crc32", "asimddp"}
+_DOT_FLAG = "-march=armv8.2-a+dotprod"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Kind:
     features: frozenset[str]
 
 
-KINDS = (
+X86_KINDS = (
     Kind(
         "amx",
         (*_BF16_FLAGS, "-mavx512vbmi", *tiles.FLAGS),
@@ -51,14 +54,26 @@ KINDS = (
     Kind("avx512", ("-march=x86-64-v4",), _V4),
     Kind("avx2", ("-march=x86-64-v3",), _V3),
 )
-"""Kinds of processors, best first."""
+ARM_KINDS = (
+    Kind("neon-bf16", (f"{_DOT_FLAG}+bf16+i8mm",), _DOT | {"bf16", "i8mm"}),
+    Kind("neon-dot", (_DOT_FLAG,), _DOT),
+    Kind("neon", ("-march=armv8-a",), _NEON),
+)
+"""Kinds of processors of an architecture, best first."""
+
+
+def kinds_for(machine: str) -> Sequence[Kind]:
+    """The kinds of processors of a machine with this name. Empty if it has no kernels."""
+    if machine in ARM:
+        return ARM_KINDS
+    return X86_KINDS if machine in ("x86_64", "AMD64") else ()
 
 
 def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> ctypes.CDLL | None:
     """Loads the best complete library for a processor with these features, if there is one. Raises
     OSError if a complete library cannot be loaded.
     """
-    for kind in KINDS:
+    for kind in (*X86_KINDS, *ARM_KINDS):
         if kind.features <= frozenset(features):
             library = CachedLibrary(directory / kind.name, NAME).load()
             if library is not None:
@@ -66,7 +81,7 @@ def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> cty
     return None
 
 
-def build(directory: Path, kinds: Collection[Kind] = KINDS) -> None:
+def build(directory: Path, kinds: Collection[Kind]) -> None:
     """Compiles the kernels of each kind. Raises BuildFailed, and CalledProcessError if the compiler
     has no OpenMP library.
     """
@@ -81,11 +96,11 @@ def build(directory: Path, kinds: Collection[Kind] = KINDS) -> None:
 
 
 def main() -> None:
-    """Compiles the kernels for this machine's architecture. Only x86 has kernels."""
+    """Compiles the kernels for this machine's architecture."""
     directory = Path(sys.argv[1])
     directory.mkdir(parents=True, exist_ok=True)
-    if platform.machine() in X86:
-        build(directory)
+    if kinds := kinds_for(platform.machine()):
+        build(directory, kinds)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,25 @@ extern "C" void sums(const KeyByte* keys, const KeyByte* query, const ValueByte*
 """
 
 
+def assert_exact(sums: Callable[..., object], copy: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Compares the sums of random bytes with exact ones. `copy` puts an array where `sums`, the
+    function of PROGRAM, can access it.
+    """
+    random = np.random.default_rng(1)
+    for steps in (1, 16, 64):
+        keys = random.integers(0, 256, (steps, LANES, 4), np.uint8)
+        query = random.integers(-128, 128, (steps, 4), np.int8)
+        values = random.integers(-128, 128, (steps, LANES, 4), np.int8)
+        weights = random.integers(0, 256, (steps, 4), np.uint8)
+        keys[:, 0], query[:, :2] = 255, -128
+        values[:, 0], weights[:, :2] = -128, 255
+        scores, weighted = copy(np.zeros(LANES, np.float32)), copy(np.zeros(LANES, np.float32))
+        sums(*map(copy, (keys, query, values, weights)), steps, scores, weighted)
+        for found, panel, row in ((scores, keys, query), (weighted, values, weights)):
+            expected = np.einsum("slk,sk->l", panel.astype(np.int64), row.astype(np.int64))
+            assert np.array_equal(found, expected)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_are_exact(way: str, tmp_path: Path) -> None:
     flags, needed = WAYS[way]
@@ -46,19 +66,7 @@ def test_sums_are_exact(way: str, tmp_path: Path) -> None:
     source.write_text(PROGRAM)
     command = [compiler, *FLAGS, *flags, "-I", str(SOURCES), "-shared", str(source)]
     subprocess.run([*command, "-o", str(library)], check=True)
+    pointer = np.ctypeslib.ndpointer()
     sums = ctypes.CDLL(str(library)).sums
-    random = np.random.default_rng(1)
-    for steps in (1, 16, 64):
-        keys = random.integers(0, 256, (steps, LANES, 4), np.uint8)
-        query = random.integers(-128, 128, (steps, 4), np.int8)
-        values = random.integers(-128, 128, (steps, LANES, 4), np.int8)
-        weights = random.integers(0, 256, (steps, 4), np.uint8)
-        keys[:, 0], query[:, :2] = 255, -128
-        values[:, 0], weights[:, :2] = -128, 255
-        scores, weighted = np.zeros((2, LANES), np.float32)
-        given = (keys, query, values, weights)
-        pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (*given, scores, weighted)]
-        sums(*pointers[:4], steps, *pointers[4:])
-        for found, panel, row in ((scores, keys, query), (weighted, values, weights)):
-            expected = np.einsum("slk,sk->l", panel.astype(np.int64), row.astype(np.int64))
-            assert np.array_equal(found, expected)
+    sums.argtypes = (*4 * (pointer,), ctypes.c_int, *2 * (pointer,))
+    assert_exact(sums, np.copy)

@@ -1,6 +1,7 @@
 """Tests how precompiled kernels are built, and which of them a processor selects."""
 
 import itertools
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,9 +10,15 @@ import pytest
 
 from services.worker.backends.native import compiled, tiles
 from services.worker.backends.native.build import NAME
-from services.worker.backends.native.prebuilt import KINDS, Kind, build, load_prebuilt
+from services.worker.backends.native.prebuilt import (
+    X86_KINDS,
+    Kind,
+    build,
+    kinds_for,
+    load_prebuilt,
+)
 
-AMX, VBMI, BF16, AVX512, AVX2 = (kind.features for kind in KINDS)
+AMX, VBMI, BF16, AVX512, AVX2 = (kind.features for kind in X86_KINDS)
 
 
 @pytest.fixture
@@ -49,7 +56,7 @@ def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_the_best_kernels_for_the_processor_are_loaded(tmp_path: Path) -> None:
-    build(tmp_path / "built")
+    build(tmp_path / "built", X86_KINDS)
 
     def taken(features: frozenset[str]) -> int | None:
         library = load_prebuilt(features, tmp_path / "built")
@@ -66,8 +73,8 @@ def test_the_best_kernels_for_the_processor_are_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_kernels_find_the_openmp_library_beside_them(tmp_path: Path) -> None:
-    build(tmp_path, KINDS[-1:])
-    built = tmp_path / KINDS[-1].name
+    build(tmp_path, X86_KINDS[-1:])
+    built = tmp_path / X86_KINDS[-1].name
     assert sorted(path.name for path in built.iterdir()) == [
         "libgomp.so.1",
         f"{NAME}.sha256",
@@ -82,15 +89,45 @@ def test_kernels_find_the_openmp_library_beside_them(tmp_path: Path) -> None:
     assert "$ORIGIN" in listed.stdout
 
 
-def test_each_kind_needs_what_the_next_one_needs() -> None:
-    for better, worse in itertools.pairwise(KINDS):
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_each_kind_needs_what_the_next_one_needs(machine: str) -> None:
+    for better, worse in itertools.pairwise(kinds_for(machine)):
         assert better.features > worse.features
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        (
+            "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm jscvt "
+            "fcma lrcpc dcpop sha3 sm3 sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs "
+            "paca pacg dcpodp svei8mm svebf16 i8mm bf16 dgh rng",
+            "neon-bf16",
+        ),
+        (
+            "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc "
+            "dcpop asimddp ssbs",
+            "neon-dot",
+        ),
+        ("fp asimd evtstrm crc32 cpuid", "neon"),
+    ],
+    ids=["Graviton 3", "Graviton 2", "Raspberry Pi 4"],
+)
+def test_the_kind_of_an_arm_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: str, expected: str
+) -> None:
+    information = tmp_path / "cpuinfo"
+    information.write_text(f"processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: {features}\n")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    found = compiled.processor_features(information)
+    usable = [kind.name for kind in kinds_for("aarch64") if kind.features <= found]
+    assert usable[0] == expected
 
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_damaged_kernels_are_skipped(tmp_path: Path) -> None:
-    build(tmp_path)
-    (tmp_path / KINDS[-2].name / f"{NAME}.so").write_bytes(b"")
+    build(tmp_path, X86_KINDS)
+    (tmp_path / X86_KINDS[-2].name / f"{NAME}.so").write_bytes(b"")
     library = load_prebuilt(AVX512, tmp_path)
     assert library is not None
     assert library.kind() == 0
@@ -118,7 +155,7 @@ def test_without_usable_tiles_the_next_kernels_are_loaded(
     refusal: str | None,
 ) -> None:
     """The system refuses permission, or grants it on a machine whose processor has no palette."""
-    build(tmp_path, KINDS[:2])
+    build(tmp_path, X86_KINDS[:2])
     monkeypatch.setattr(
         compiled, "load_prebuilt", lambda features: load_prebuilt(features, tmp_path)
     )

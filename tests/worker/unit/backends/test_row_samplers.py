@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from services.worker.backends.native.build import FLAGS, SOURCES
 from services.worker.backends.native.compiled import processor_features
-from services.worker.backends.native.prebuilt import KINDS
+from services.worker.backends.native.prebuilt import X86_KINDS
 from services.worker.backends.native.row_sampler import NativeRowSampler
 from services.worker.backends.row_sampler import REFUSED, UNUSABLE, RowMasks, RowParameters
 from services.worker.sampling.filters import NUM_ROW_VALUES
 from services.worker.sampling.numpy_row_sampler import NumpyRowSampler
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=[kind.name for kind in KINDS])
+@pytest.fixture(scope="module", params=X86_KINDS, ids=[kind.name for kind in X86_KINDS])
 def native(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> NativeRowSampler:

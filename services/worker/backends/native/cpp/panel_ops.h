@@ -42,7 +42,7 @@ struct PanelOps<BFloat16> {
   static Vector broadcast(const BFloat16* a) {
     std::int32_t pair;
     std::memcpy(&pair, a, sizeof pair);
-    return to_vector(IntRegister{} + pair);
+    return repeat((Register)(IntRegister{} + pair));
   }
   static Vector load(const BFloat16* b) {
     return stepwell::load(reinterpret_cast<const float*>(b));
@@ -84,18 +84,23 @@ struct PanelOps<BFloat16> {
     return load(some);
   }
   static Vector multiply_add(Vector total, Vector a, Vector b) {
-    return {add_pairs(total.low, a.low, b.low), add_pairs(total.high, a.high, b.high)};
+    return map_registers([](Register t, Register x, Register y) { return add_pairs(t, x, y); },
+                         total, a, b);
   }
   static void interleave(const BFloat16* const (&rows)[2], int from, int count,
                          Vector (&result)[PANEL_VECTORS]) {
     const Vector even = load_part(rows[0] + from, count), odd = load_part(rows[1] + from, count);
-    result[0] = pairs(even.low, odd.low);
-    result[1] = pairs(even.high, odd.high);
+    result[0] = zip_words<0>(even, odd);
+    result[1] = zip_words<1>(even, odd);
   }
   static void to_interleaved_order(Vector (&)[PANEL_VECTORS]) {}
   static void to_element_order(Vector (&)[PANEL_VECTORS]) {}
-  static Vector first_of(Vector pairs) { return {first_of(pairs.low), first_of(pairs.high)}; }
-  static Vector second_of(Vector pairs) { return {second_of(pairs.low), second_of(pairs.high)}; }
+  static Vector first_of(Vector pairs) {
+    return map_registers([](Register part) { return first_of(part); }, pairs);
+  }
+  static Vector second_of(Vector pairs) {
+    return map_registers([](Register part) { return second_of(part); }, pairs);
+  }
 #endif
 
   // The first and the second elements of pairs, as floats.
@@ -104,20 +109,12 @@ struct PanelOps<BFloat16> {
 
  private:
   static Register add_pairs(Register total, Register a, Register b) {
-    return fmadd(first_of(a), first_of(b), fmadd(second_of(a), second_of(b), total));
-  }
-#ifdef __AVX512F__
-  static Vector to_vector(IntRegister part) { return (Vector)part; }
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    return (Register)vbfdotq_f32((float32x4_t)total, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
-  static Vector to_vector(IntRegister part) { return {(Register)part, (Register)part}; }
-  // Sixteen pairs of words, in order.
-  static Vector pairs(Register even, Register odd) {
-    const __m256i low = _mm256_unpacklo_epi16((__m256i)even, (__m256i)odd);
-    const __m256i high = _mm256_unpackhi_epi16((__m256i)even, (__m256i)odd);
-    return {(Register)_mm256_permute2x128_si256(low, high, 0x20),
-            (Register)_mm256_permute2x128_si256(low, high, 0x31)};
-  }
+    return fmadd(first_of(a), first_of(b), fmadd(second_of(a), second_of(b), total));
 #endif
+  }
 };
 
 }  // namespace stepwell

@@ -73,7 +73,7 @@ struct SharedRanks {
   bool wait_for(RankCell& cell) const {
     for (int spins = 0; spins < BARRIER_SPINS; ++spins) {
       if (has_arrived(cell)) return true;
-      _mm_pause();
+      pause();
     }
     using Clock = std::chrono::steady_clock;
     const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_seconds);

@@ -9,7 +9,6 @@
 
 #pragma once
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <omp.h>
 #include <sched.h>
@@ -54,6 +53,15 @@ inline void futex(std::atomic<Word>& word, int operation, int value,
   syscall(SYS_futex, &word, operation, value, timeout.count() > 0 ? &limit : nullptr, nullptr, 0);
 }
 
+// Tells the processor that this thread is in a loop that waits for another thread.
+inline void pause() {
+#ifdef __aarch64__
+  asm volatile("yield" ::: "memory");
+#else
+  __builtin_ia32_pause();
+#endif
+}
+
 // A waiting thread spins for a few microseconds and then sleeps. If a thread is still missing then,
 // it has lost its processor to another process, and may need the processor of the spinning thread.
 // Yielding instead would give the thread's time slice to that process: every barrier could cost a
@@ -74,7 +82,7 @@ class Barrier {
     }
     for (int spins = 0; spins < BARRIER_SPINS; ++spins) {
       if (phase_.load(std::memory_order_acquire) != phase) return;
-      _mm_pause();
+      pause();
     }
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     while (phase_.load(std::memory_order_seq_cst) == phase) {

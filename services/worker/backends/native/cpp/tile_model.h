@@ -6,7 +6,9 @@
 
 #pragma once
 
+#ifndef __aarch64__
 #include <immintrin.h>
+#endif
 
 #include <cstdint>
 #include <cstring>
@@ -20,6 +22,7 @@ constexpr int TILE_ROW_BYTES = 64;
 
 namespace tile_model {
 
+#ifndef __aarch64__
 // Assembly, since the compiler may exchange the operands of its own instructions, which would
 // return the bits of another NaN, and may move them out of the scope of a FlushingMode.
 inline __m256 fma(__m256 a, __m256 b, __m256 c) {
@@ -72,6 +75,7 @@ inline void multiply_bfloat16(const char* a, const char* b, int rows, int pairs,
     for (; row < rows; ++row) add_pairs<1>(at(a), b + column, pairs, at(c) + column);
   }
 }
+#endif
 
 // The bytes at even and at odd positions, as words of the same value.
 template <class Byte>

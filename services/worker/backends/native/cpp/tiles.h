@@ -11,7 +11,9 @@
 
 #pragma once
 
+#ifndef __aarch64__
 #include <cpuid.h>
+#endif
 
 #include <cstdint>
 #include <cstdio>
@@ -42,9 +44,13 @@ struct alignas(64) TileShapes {
 // The maximum palette number of the processor. Tiles are usable if it is at least 1: some virtual
 // machines announce tile registers, but have none.
 inline int num_tile_palettes() {
+#ifdef __aarch64__
+  return 0;
+#else
   unsigned eax = 0, ebx, ecx, edx;
   if (!__get_cpuid_count(0x1d, 0, &eax, &ebx, &ecx, &edx)) return 0;
   return int(eax);
+#endif
 }
 
 namespace tiles {

@@ -70,12 +70,16 @@ inline Register hyperbolic_tangent(Register x) {
 }
 
 #ifndef __AVX512F__
-inline Vector exponential(Vector x) { return {exponential(x.low), exponential(x.high)}; }
+inline Vector exponential(Vector x) {
+  return map_registers([](Register part) { return exponential(part); }, x);
+}
 
-inline Vector power_of_two(Vector x) { return {power_of_two(x.low), power_of_two(x.high)}; }
+inline Vector power_of_two(Vector x) {
+  return map_registers([](Register part) { return power_of_two(part); }, x);
+}
 
 inline Vector hyperbolic_tangent(Vector x) {
-  return {hyperbolic_tangent(x.low), hyperbolic_tangent(x.high)};
+  return map_registers([](Register part) { return hyperbolic_tangent(part); }, x);
 }
 #endif
 
