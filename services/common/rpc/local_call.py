@@ -75,14 +75,42 @@ class LocalCall:
             self.cancel()
             raise
 
+    async def for_each(self, take: Callable[[Any], None]) -> None:
+        """Calls `take` with each message, in the event loop's callback that receives it. Returns at
+        the end of the call. Raises the errors that `read` raises, and the first error of `take`,
+        which is then not called again.
+        """
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def receive(data: bytes) -> None:
+            if not failed.done():
+                try:
+                    take(self._decoded(data))
+                except Exception as error:
+                    failed.set_exception(error)
+
+        try:
+            self._stream.receive(receive)
+            await asyncio.wait((failed, self.ended), return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+            await self._read()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def _decoded(self, data: bytes) -> Any:
+        """Decodes a message. Cancels the call and raises an error if it cannot be decoded."""
+        message = self._deserialize(data)
+        if message is UNDECODABLE:
+            self.cancel()
+            raise UndecodableAnswer(self._method)
+        return message
+
     async def _read(self) -> Any:
         data = None if self.cancelled() else await self._stream.read()
         if data is not None:
-            message = self._deserialize(data)
-            if message is UNDECODABLE:
-                self.cancel()
-                raise UndecodableAnswer(self._method)
-            return message
+            return self._decoded(data)
         status = await asyncio.shield(self.ended)
         if status is _CANCELLED:
             raise asyncio.CancelledError
@@ -134,6 +162,18 @@ class LocalCall:
         if not self.ended.done():
             self.ended.set_result(status)
         self._stream.close()
+
+
+async def for_each(call: Any, take: Callable[[Any], None]) -> None:
+    """Calls `take` with each message of a call, over a local stream or over gRPC. Returns at the
+    end of the call. Raises the call's error, and an error of `take`. Over a local stream, no task
+    is woken for a message.
+    """
+    if isinstance(call, LocalCall):
+        await call.for_each(take)
+    else:
+        async for message in call:
+            take(message)
 
 
 def _code(status: status_pb2.Status) -> grpc.StatusCode:

@@ -84,6 +84,7 @@ class LocalStream:
         self._begun = bytearray()
         """The received bytes of an incomplete frame."""
         self._messages: deque[bytes] = deque()
+        self._receiver: Callable[[bytes], None] | None = None
         self._num_unread_bytes = 0
         self._is_held = False
         """Whether receiving pauses until messages are read."""
@@ -153,6 +154,15 @@ class LocalStream:
             self._writer = self._loop.create_future()
             await self._writer
 
+    def receive(self, receiver: Callable[[bytes], None]) -> None:
+        """Calls `receiver` with each message when it arrives, before any later frame is processed.
+        `receiver` must raise no error. Unread messages are passed to it at once. Call this instead
+        of `read`.
+        """
+        while self._messages:
+            receiver(self._next())
+        self._receiver = receiver
+
     async def read(self) -> bytes | None:
         """Returns the next message. None if the peer sends no more or the connection has ended."""
         while not self._messages:
@@ -160,6 +170,10 @@ class LocalStream:
                 return None
             self._reader = self._loop.create_future()
             await self._reader
+        return self._next()
+
+    def _next(self) -> bytes:
+        """Takes the next message, and resumes receiving if it was paused."""
         message = self._messages.popleft()
         self._num_unread_bytes -= _HEADER.size + len(message)
         if self._is_held and not self._is_ahead and not self._is_closed:
@@ -267,12 +281,14 @@ class LocalStream:
         return start
 
     def _take(self, kind: FrameKind, payload: bytes) -> None:
-        if kind is FrameKind.MESSAGE:
+        if kind is not FrameKind.MESSAGE:
+            self._on_frame(kind, payload)
+        elif self._receiver is not None:
+            self._receiver(payload)
+        else:
             self._messages.append(payload)
             self._num_unread_bytes += _HEADER.size + len(payload)
             _wake(self._reader)
-        else:
-            self._on_frame(kind, payload)
 
 
 def _is_frame(kind: int, length: int) -> bool:

@@ -13,6 +13,7 @@ from services.common.process.watchdog.silence import Silence
 from services.common.replica.load_proto import replica_load_from_proto
 from services.common.replica.queue_state_proto import queue_state_from_proto
 from services.common.rpc.channel import open_channel
+from services.common.rpc.local_call import for_each
 from services.common.rpc.protocol import OtherProtocol, own_release, require_same_protocol
 from services.common.rpc.status import from_peer
 from services.common.telemetry.metrics_servicer import collect_from
@@ -249,16 +250,16 @@ class SchedulerLink:
         """
         loop = asyncio.get_running_loop()
         self._received_at = loop.time()
+
+        def take(response: scheduler_pb2.SessionResponse) -> None:
+            self._received_at = loop.time()
+            self._numbering.check(response, self._received_at)
+            self._take(response, replica)
+
         async with asyncio.timeout(None) as alarm:
             watch = asyncio.create_task(self._watch(alarm))
             try:
-                async for response in call:
-                    self._received_at = loop.time()
-                    self._numbering.check(response, self._received_at)
-                    if self._deltas is not None:
-                        self._take(response, replica, self._deltas)
-                    else:
-                        self._open(response, replica)
+                await for_each(call, take)
             finally:
                 watch.cancel()
 
@@ -271,13 +272,14 @@ class SchedulerLink:
         self._deltas = SessionDeltas(replica, description.limits)
         replica.opened(description)
 
-    def _take(
-        self, response: scheduler_pb2.SessionResponse, replica: Replica, deltas: SessionDeltas
-    ) -> None:
-        """Processes a message of an open session. Raises WrongMessage."""
+    def _take(self, response: scheduler_pb2.SessionResponse, replica: Replica) -> None:
+        """Processes a message. Raises WrongMessage or OtherProtocol."""
+        if self._deltas is None:
+            self._open(response, replica)
+            return
         match response.WhichOneof("message"):
             case "deltas":
-                deltas.take(response.deltas)
+                self._deltas.take(response.deltas)
             case "state":
                 replica.state_changed(replica_state_from_proto(response.state))
             case "queue":

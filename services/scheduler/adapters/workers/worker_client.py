@@ -19,6 +19,7 @@ from services.common.request.adapter_proto import adapter_to_proto
 from services.common.request.pooling_proto import pooler_from_proto
 from services.common.request.structured_outputs import StructuredOutputs
 from services.common.request.structured_outputs_proto import structured_outputs_to_proto
+from services.common.rpc.local_call import for_each
 from services.common.rpc.protocol import own_release, require_same_protocol
 from services.common.rpc.status import from_peer
 from services.scheduler.adapters.workers.answer_check import ModelFacts, WrongAnswer
@@ -144,9 +145,7 @@ class Rank:
     async def _read_answers(self, call: _ExecuteCall) -> None:
         why, reason = "it ended the stream", None
         try:
-            async for response in call:
-                self._has_answered = True
-                self._take(response)
+            await for_each(call, self._take)
         except grpc.aio.AioRpcError as error:
             failure = from_peer("it", error)
             why, reason = failure.message, failure.error_reason
@@ -161,6 +160,7 @@ class Rank:
 
     def _take(self, response: worker_pb2.ExecuteResponse) -> None:
         """Records the answer to the oldest step. Raises WrongAnswer if the steps differ."""
+        self._has_answered = True
         if not self._unanswered:
             raise WrongAnswer(f"it answered step {response.step}, which it was not sent")
         self._unanswered[0].answered(self.address, response)

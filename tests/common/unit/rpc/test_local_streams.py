@@ -20,7 +20,7 @@ from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.errors import InvalidArgument, ResourceExhausted
 from services.common.rpc.channel import open_channel
-from services.common.rpc.local_call import LocalCall
+from services.common.rpc.local_call import LocalCall, for_each
 from services.common.rpc.local_stream import FrameKind, LocalStream, streams_path
 from services.common.rpc.message_limits import LOOKAHEAD_BYTES, MAX_MESSAGE_BYTES
 from services.common.rpc.server import GrpcServer
@@ -48,6 +48,46 @@ async def test_each_message_is_answered_and_the_end_is_seen(listening: str) -> N
         assert await call.code() is grpc.StatusCode.OK
         with pytest.raises(asyncio.InvalidStateError):
             await call.write(request(4))
+
+
+async def test_each_message_is_taken_before_the_end_or_the_error(listening: str) -> None:
+    async def answered(requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:
+        async for one in requests:
+            for number in range(one.sequence):
+                yield response(number)
+        raise InvalidArgument("nothing more", field="operations")
+
+    async with serving(answered, listening, lookahead=LOOKAHEAD_BYTES) as (_, _, transact):
+        call, taken = transact(), list[int]()
+        await call.write(request(3))
+        await asyncio.sleep(0.05)  # some messages wait when the first is taken
+        await call.write(request(500))
+        await call.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await for_each(call, lambda one: taken.append(one.sequence))
+        assert from_rpc_error(ended.value).field == "operations"
+        assert taken == [*range(3), *range(500)]
+
+        call = transact()
+        await call.write(request(500))
+
+        def refuse(one: Any) -> None:
+            taken.append(-one.sequence)
+            if one.sequence == 7:
+                raise ValueError("seven")
+
+        with pytest.raises(ValueError, match="seven"):
+            await for_each(call, refuse)
+        assert taken[-2:] == [-6, -7]
+        call.cancel()
+
+        call = transact()
+        taking = asyncio.create_task(for_each(call, lambda _: None))
+        await asyncio.sleep(0.05)
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        assert call.cancelled()
 
 
 async def test_an_error_comes_with_its_field_after_what_was_answered(listening: str) -> None:
