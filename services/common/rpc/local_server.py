@@ -152,17 +152,33 @@ class _Call:
 
     async def write(self, response: Any) -> None:
         """Sends a response, and waits while the client does not read. Raises AbortError."""
+        self.write_now(response)
+        if self._stream.has_unsent:
+            await self._stream.drained()
+            self._end_if_broken()
+        if self._is_cancelled:
+            await asyncio.sleep(0)  # the call's task is cancelled here
+
+    @property
+    def can_write(self) -> bool:
+        """Whether the client has read so much that a response does not have to wait."""
+        return not self._stream.has_unsent
+
+    def write_now(self, response: Any) -> None:
+        """Sends a response, or stores it until the client has read earlier ones. Must be called in
+        the event loop's thread. Raises AbortError.
+        """
         message = self._handler.response_serializer(response)
         if len(message) > MAX_MESSAGE_BYTES:
             self._status = TOO_LARGE
             raise grpc.aio.AbortError(TOO_LARGE.message)
         self._stream.send(FrameKind.MESSAGE, message)
-        if self._stream.has_unsent:
-            await self._stream.drained()
-        if self._stream.is_broken:
+        self._end_if_broken()
+
+    def _end_if_broken(self) -> None:
+        if self._stream.is_broken and not self._is_cancelled:
             self.close()
             self._lost()
-            await asyncio.sleep(0)  # the call's task is cancelled here
 
     def write_at_once(self, response: Any) -> bool:
         """Sends a response from any thread, unless `write` would wait or fail. Returns whether the

@@ -1,6 +1,7 @@
 """One gateway's stream, and the requests that arrived through it."""
 
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -12,6 +13,18 @@ from services.scheduler.adapters.gateways.outbox import Outbox
 from services.scheduler.core.request import Request
 
 
+@runtime_checkable
+class StreamWriter(Protocol):
+    """The server's side of a local stream."""
+
+    @property
+    def can_write(self) -> bool:
+        """Whether a message does not have to wait until the gateway has read earlier ones."""
+
+    def write_now(self, response: scheduler_pb2.SessionResponse) -> None:
+        """Sends a message, or stores it until the gateway has read earlier ones."""
+
+
 @dataclass(slots=True, eq=False)
 class GatewaySession:
     """One gateway's stream, and the requests that arrived through it."""
@@ -19,6 +32,10 @@ class GatewaySession:
     gateway_id: str
     outbox: Outbox = field(default_factory=Outbox)
     """Messages to be sent to the gateway."""
+    writer: StreamWriter | None = None
+    """Writes messages without waking the session's task. None over gRPC, and until the session's
+    first messages were written.
+    """
     requests: dict[int, Request] = field(default_factory=dict)
     """Maps handles, which the gateway chose, to unfinished requests."""
     queue_announced: QueueState | None = None
@@ -48,6 +65,15 @@ class GatewaySession:
         response.taken_number = self.taken_number
         response.num_taken_requests = self.num_taken_requests
         return response
+
+    def flush(self) -> None:
+        """Sends the collected deltas at once if they end no request and nothing must be sent before
+        them. Otherwise wakes the session's task, which sends them.
+        """
+        if self.writer is not None and self.outbox.may_be_taken_at_once and self.writer.can_write:
+            self.writer.write_now(self.numbered(self.outbox.take_response()))
+        else:
+            self.outbox.flush()
 
     def reject(self, handle: int, error: StepwellError) -> None:
         """Sends the refusal of a request."""

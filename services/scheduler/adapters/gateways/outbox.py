@@ -46,8 +46,11 @@ class Outbox:
         self._untaken: dict[int, list[int]] = {}
         self._num_output_of: dict[int, int] = {}
         """Maps a handle to its number of output tokens, including tokens in `_untaken`."""
-        self._deltas = scheduler_pb2.StepDeltas()
+        self._response = scheduler_pb2.SessionResponse()
+        self._deltas = self._response.deltas
         self._is_empty = True
+        self._has_more_than_tokens = False
+        """Whether the deltas have ends, log-probabilities or vectors."""
         self._state: scheduler_pb2.ReplicaState | None = None
         self._queue: scheduler_pb2.QueueState | None = None
         self._load: scheduler_pb2.ReplicaLoad | None = None
@@ -88,27 +91,27 @@ class Outbox:
             del added.prompt.token_ids[: num_skipped * item.prompt.width]
             del added.prompt.logprobs[: num_skipped * item.prompt.width]
             del added.prompt.ranks[:num_skipped]
-        self._is_empty = False
+        self._is_empty, self._has_more_than_tokens = False, True
 
     def pooled(self, handle: int, values: bytes) -> None:
         """Adds the vector of a prompt. The request's end follows."""
         self._deltas.pooled.add(handle=handle, values=values)
-        self._is_empty = False
+        self._is_empty, self._has_more_than_tokens = False, True
 
     def finished(self, handle: int, request: Request) -> None:
         self._deltas.finished.append(_finished(handle, request))
         self._num_ended += 1
-        self._is_empty = False
+        self._is_empty, self._has_more_than_tokens = False, True
 
     def turn_ended(self, handle: int, turn: Request) -> None:
         """Adds the end of a session's turn. `turn` is a copy of the session at that time."""
         self._deltas.turns.append(_finished(handle, turn))
-        self._is_empty = False
+        self._is_empty, self._has_more_than_tokens = False, True
 
     def rejected(self, rejection: scheduler_pb2.Rejection) -> None:
         self._deltas.rejected.append(rejection)
         self._num_ended += 1
-        self._is_empty = False
+        self._is_empty, self._has_more_than_tokens = False, True
         self.flush()
 
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
@@ -176,9 +179,29 @@ class Outbox:
         load, self._load = self._load, None
         return scheduler_pb2.SessionResponse(load=load)
 
+    @property
+    def may_be_taken_at_once(self) -> bool:
+        """Whether deltas were collected that contain only tokens and admissions, and the reader has
+        nothing to do. After deltas of other kinds, the reader may have to end the session.
+        """
+        return not (
+            self._is_empty
+            or self._has_more_than_tokens
+            or self.has_deltas
+            or self._state is not None
+            or self._woken.is_set()
+        )
+
     def take(self) -> scheduler_pb2.StepDeltas:
         """Takes all collected deltas, with queue state and load if they were set."""
-        deltas, self._deltas = self._deltas, scheduler_pb2.StepDeltas()
+        return self.take_response().deltas
+
+    def take_response(self) -> scheduler_pb2.SessionResponse:
+        """Does the same as `take`, and returns the deltas in a message."""
+        response, deltas = self._response, self._deltas
+        self._response = scheduler_pb2.SessionResponse()
+        self._deltas = self._response.deltas
+        deltas.SetInParent()
         handles, token_ids, num_output = self._handles, self._token_ids, self._num_output
         if self._untaken:
             self._merge_by_handle()
@@ -198,8 +221,9 @@ class Outbox:
         deltas.num_output_tokens.extend(num_output)
         self._handles = self._token_ids = self._num_output = ()
         self._is_empty, self.has_deltas, self.num_quiet_calls = True, False, 0
+        self._has_more_than_tokens = False
         self._woken.clear()
-        return deltas
+        return response
 
     def _merge_by_handle(self) -> None:
         """Merges the tokens of the last step into the tokens of earlier steps."""

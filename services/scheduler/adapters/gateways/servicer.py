@@ -14,7 +14,7 @@ from services.common.request.finish_reason import FinishReason
 from services.common.rpc.protocol import require_same_protocol
 from services.common.telemetry.span_collector import SpanCollector
 from services.common.telemetry.span_encoding import encoded_spans
-from services.scheduler.adapters.gateways.gateway_session import GatewaySession
+from services.scheduler.adapters.gateways.gateway_session import GatewaySession, StreamWriter
 from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.adapters.gateways.submitter import RequestSubmitter
 from services.scheduler.adapters.telemetry.activity import MAX_CELLS, Activity
@@ -62,6 +62,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             yield session.numbered(scheduler_pb2.SessionResponse(opened=self.opened))
             state = scheduler_pb2.SessionResponse(state=self.sessions.state)
             yield session.numbered(state)
+            session.writer = context if isinstance(context, StreamWriter) else None
             async for response in self._responses(session, reader):
                 yield session.numbered(response)
             if reader.done():
@@ -162,7 +163,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             if (announced := outbox.take_announced()) is not None:
                 yield announced
             elif outbox.has_deltas:
-                yield scheduler_pb2.SessionResponse(deltas=outbox.take())
+                yield outbox.take_response()
             elif reader.done() or (self.submitter.is_draining and not session.requests):
                 return
             else:

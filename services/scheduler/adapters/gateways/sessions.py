@@ -218,7 +218,7 @@ class Sessions:
         if plan.requests or update.ended:  # other steps have no deltas
             self._send_load_if_changed()
         for session in self._sessions:
-            session.outbox.flush()
+            session.flush()
 
     def _deliver_admissions(self, plan: SchedulerOutput) -> None:
         """Sends each request's first admission, or the next one if its step was lost."""
