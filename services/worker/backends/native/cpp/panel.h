@@ -9,6 +9,7 @@
 
 #include <type_traits>
 
+#include "pair_halves.h"
 #include "panel_ops.h"
 #include "rounding.h"
 #include "tiles.h"
@@ -37,6 +38,15 @@ using ComputeScope = std::conditional_t<SUMS_LIKE_TILES<T>, TileScope, StandardM
 // them.
 template <class T>
 constexpr int SUM_STEPS = SUMS_LIKE_TILES<T> ? TILE_ROWS : 1;
+
+// Whether a step is multiplied in halves (pair_halves.h).
+#ifdef __AVX512F__
+template <class T>
+constexpr bool MULTIPLIES_HALVES = false;
+#else
+template <class T>
+constexpr bool MULTIPLIES_HALVES = std::is_same_v<T, BFloat16> && !SUMS_LIKE_TILES<T>;
+#endif
 
 // Adds products to totals [ROWS][VECTORS] in order of depth. `end_step` must be called after each
 // step of depth, and `finish` after the last one.
@@ -115,8 +125,12 @@ class RowPointers {
 
   // Elements of this step in a row.
   __attribute__((always_inline)) Vector at(int row) const {
+    return PanelOps<T>::broadcast(address_of(row));
+  }
+
+  __attribute__((always_inline)) const T* address_of(int row) const {
     const std::int64_t offset = row % 4 == 3 ? triple_ : row % 4 * stride_;
-    return PanelOps<T>::broadcast(fourths_[row / 4] + offset);
+    return fourths_[row / 4] + offset;
   }
 
   // Advances to the next step. If a pass has several steps, each advances separately: with steps at
@@ -174,7 +188,12 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
       if (PREFETCH) __builtin_prefetch(fetched + v * vector_bytes, 0, 2);
     }
     fetched += prefetch.step_bytes;
-    add_step(total, sums, rows, columns);
+    if constexpr (MULTIPLIES_HALVES<T>) {
+      add_pairs(total, rows, panel);
+      rows.advance();
+    } else {
+      add_step(total, sums, rows, columns);
+    }
     panel += WIDTH * Ops::DEPTH;
   }
   sums.finish(total);
