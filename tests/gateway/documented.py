@@ -19,6 +19,7 @@ class Documented:
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document
         self._components = _closed(document["components"])
+        self._validators: dict[int, Draft202012Validator] = {}
 
     def check(self, path: str, response: httpx.Response) -> None:
         """Fails unless a complete answer to a request is documented for its path."""
@@ -54,8 +55,10 @@ class Documented:
             self._validate(schema, body)
 
     def _validate(self, schema: dict[str, Any], value: Any) -> None:
-        whole = {**_closed(schema), "components": self._components}
-        Draft202012Validator(whole).validate(value)
+        if id(schema) not in self._validators:
+            whole = {**_closed(schema), "components": self._components}
+            self._validators[id(schema)] = Draft202012Validator(whole)
+        self._validators[id(schema)].validate(value)
 
 
 def _closed(node: Any) -> Any:

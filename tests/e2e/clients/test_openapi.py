@@ -16,7 +16,7 @@ from benchmarks.soak.openapi import command, environment
 from tests.e2e.stack import Stack
 from tests.plain_http import http_get
 
-SECONDS = 12
+SECONDS = 8
 
 
 def test_no_answer_is_a_server_error_or_undocumented(demo_stack: Stack, tmp_path: Path) -> None:
