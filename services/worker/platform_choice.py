@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from services.common.process.processors import usable_processors
 from services.common.process.settings import SettingError
 from services.worker.backends.attention import CPU
 from services.worker.backends.choices import BIND_AUTO, BIND_NONE, DeviceSetting, KVCacheDtype
@@ -17,7 +18,7 @@ from services.worker.platforms.cpu import CpuPlatform
 from services.worker.platforms.cpu_kernels import select_kernels
 from services.worker.platforms.cuda import CudaPlatform
 from services.worker.platforms.interface import Platform
-from services.worker.platforms.placement import LocalWorker
+from services.worker.platforms.placement import LocalWorker, memory_sharers
 from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,9 @@ def select_platform(
         checkpoint_reached,
         batch_invariant=is_batch_invariant(settings, CPU),
     )
-    num_sharers = local_worker(settings, group).count
+    num_sharers = memory_sharers(
+        usable_processors(), local_worker(settings, group), threads_bind(settings)
+    )
     return CpuPlatform(kernels, settings.gpu_memory_utilization, num_sharers)
 
 

@@ -4,7 +4,8 @@ The memory of a node is read faster by its own cores, and a barrier between thre
 a node. Linux allocates memory on the node of the thread that first writes it. A worker's compute
 thread is therefore bound to the cores of one node before it loads the model, and the threads of its
 team inherit the binding. Weights, KV cache and activations are then on this node, as long as its
-memory suffices. Other threads of the process, such as the event loop's, are not bound.
+memory suffices. By default the cache is sized by the node's part of the memory. Other threads of
+the process, such as the event loop's, are not bound.
 
 On a single node threads are not bound, since the operating system also places other processes.
 Under a quota they are not bound either, since other containers would choose the same cores.
@@ -54,6 +55,15 @@ def place_threads(
     numbers = tuple(sorted(processor.number for processor in order[:asked]))
     chosen = len(numbers) if asked is None else asked
     return ThreadChoice(chosen, f"{reason}, bound to {list_text(numbers)}", numbers)
+
+
+def memory_sharers(processors: Processors, worker: LocalWorker, bind: str = BIND_AUTO) -> int:
+    """The number of equal parts of the machine's memory. Each local worker may use one. A worker
+    that is bound to a node gets at most the node's part, even if other nodes have no worker.
+    """
+    if bind != BIND_AUTO or not _suits(processors):
+        return worker.count
+    return max(worker.count, len({processor.node for processor in processors.allowed}))
 
 
 def bind_and_set(choice: ThreadChoice) -> None:

@@ -2,7 +2,9 @@
 
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -11,17 +13,29 @@ from services.common.process.processors import usable_processors
 from services.common.process.settings import SettingError
 from services.worker.backends.choices import bind_problem
 from services.worker.build import load_worker
+from services.worker.parallel.group import Group
+from services.worker.parallel.membership import Membership
 from services.worker.platform_choice import local_worker
 from services.worker.platforms.placement import (
     LocalWorker,
     bind_and_set,
     cores_first,
     list_text,
+    memory_sharers,
     place_threads,
 )
 from services.worker.platforms.threads import ThreadChoice
 from services.worker.settings import WorkerSettings
 from tests.machines import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class FormedGroup:
+    """A fake Group: the ranks of this machine, and the own rank."""
+
+    local_ranks: list[int]
+    membership: Membership
+
 
 TWO_SOCKETS = Machine(64, num_threads=2, num_nodes=2)
 QUOTA = {"cpu.max": "150000 100000"}
@@ -113,6 +127,36 @@ def test_replicas_are_numbered_before_their_ranks(tmp_path: Path) -> None:
     assert local_worker(WorkerSettings(model=tmp_path), None) == LocalWorker(0, 1)
     with pytest.raises(SettingError, match="--local-replica 1 must be below"):
         local_worker(WorkerSettings(model=tmp_path, local_replica=1), None)
+
+
+def test_two_ranks_of_a_replica_have_successive_numbers(tmp_path: Path) -> None:
+    settings = WorkerSettings(model=tmp_path, num_local_replicas=2, local_replica=1)
+    workers = [
+        local_worker(settings, cast(Group, FormedGroup([0, 1], Membership(rank, 2))))
+        for rank in range(2)
+    ]
+    assert workers == [LocalWorker(2, 4), LocalWorker(3, 4)]
+    # Of a group on two machines, the second machine has ranks 2 and 3.
+    far = FormedGroup([2, 3], Membership(3, 4))
+    assert local_worker(WorkerSettings(model=tmp_path), cast(Group, far)) == LocalWorker(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("machine", "count", "bind", "expected"),
+    [
+        (Machine(8), 1, "auto", 1),
+        (Machine(8), 3, "auto", 3),
+        (TWO_SOCKETS, 1, "auto", 2),
+        (TWO_SOCKETS, 4, "auto", 4),
+        (TWO_SOCKETS, 1, "nobind", 1),
+        (Machine(64, 1, 2, limits=QUOTA), 1, "auto", 1),
+    ],
+)
+def test_a_worker_that_is_bound_to_a_node_uses_the_nodes_part_of_the_memory(
+    machine: Machine, count: int, bind: str, expected: int, tmp_path: Path
+) -> None:
+    processors = usable_processors(machine.record(tmp_path))
+    assert memory_sharers(processors, LocalWorker(0, count), bind) == expected
 
 
 def test_the_threads_of_a_team_are_bound_and_others_are_not() -> None:
