@@ -2,8 +2,8 @@
 //
 // Scores and weighted sums are float32. Weights are rounded to the data type before they are
 // multiplied by the values. A single query reads keys and values directly from the pages; for a
-// chunk they are packed first. Pages of values are [num_blocks, block_size, num_kv_heads,
-// head_dim]; for pages of keys see key_block.h.
+// chunk they are packed first, except keys that tiles read from the pages. Pages of values are
+// [num_blocks, block_size, num_kv_heads, head_dim]; for pages of keys see key_block.h.
 
 #pragma once
 

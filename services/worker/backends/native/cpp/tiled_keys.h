@@ -36,7 +36,7 @@ struct TiledColumns {
 
 // Computes the products of ROWS tiles of rows and COLUMNS tiles of columns, `depth` tiles deep.
 // With ADD they are added to the totals. Rows of totals are `stride` elements apart. Calls
-// visit(tile of depth) before each.
+// visit(tile of depth) before the products of each tile of depth.
 template <int ROWS, int COLUMNS, bool ADD, class Visit>
 void multiply_in_tiles(const TiledRows& rows, const TiledColumns& columns, int depth, float* total,
                        int stride, Visit&& visit) {
@@ -80,7 +80,7 @@ void multiply_in_tiles(const TiledRows& rows, const TiledColumns& columns, int d
 }
 
 // Calls work.template operator()<tiles of rows>(first row, rows of its first tile) for tiles that
-// cover `rows` rows. Only the first tile has fewer than TILE_ROWS rows.
+// cover `rows` rows, two at a time. Only the first tile of all may have fewer than TILE_ROWS rows.
 template <class Work>
 inline void for_tiles_of_rows(int rows, Work&& work) {
   constexpr int PAIR = 2 * TILE_ROWS;
