@@ -21,6 +21,14 @@ LENGTH, TABLE = 100, 112
 """Tokens of the sequence, and the tokens for which its pages have room."""
 
 
+RANDOM = np.random.default_rng()
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    RANDOM.bit_generator.state = np.random.default_rng(7).bit_generator.state
+
+
 class Elements:
     """Conversions between float64 and a data type of the kernels. bfloat16 numbers are stored as
     the upper halves of float32 numbers.
@@ -46,9 +54,6 @@ class Elements:
 
     def drawn(self, *shape: int, scale: float = 1.0) -> np.ndarray:
         return self.of(RANDOM.standard_normal(shape) * scale)
-
-
-RANDOM = np.random.default_rng(7)
 
 
 @pytest.fixture(params=TOLERANCES)
@@ -149,8 +154,7 @@ def test_quantized_projections(
     found = elements.values(products(arm, elements, projection, x))
     inputs = elements.values(x)
     if weight_format == W8A8:
-        largest = np.abs(inputs).max(1, keepdims=True).astype(np.float32)
-        inputs = np.rint(np.float32(inputs) * (127 / largest)) * (largest / 127).astype(np.float64)
+        inputs = in_eight_bits(inputs)
     wide = np.repeat(scales, group, 1).astype(np.float64), np.repeat(offsets, group, 1)
     exact = inputs @ (code_values(weight_format, codes) * wide[0] + wide[1]).T
     assert_near(found, exact, elements.tolerance)
@@ -167,6 +171,15 @@ def test_norms(arm: EmulatedLibrary, elements: Elements) -> None:
     assert np.array_equal(elements.values(x), total)
     exact = total / np.sqrt((total**2).mean(1, keepdims=True) + 1e-6) * weight
     assert_near(elements.values(output), exact, elements.tolerance)
+
+
+def in_eight_bits(heads: np.ndarray) -> np.ndarray:
+    """What is left of heads [..., dim] that are quantized, as cpp/codes.h describes. Codes are
+    rounded in float32, as in the library: otherwise ties could become other codes.
+    """
+    single = heads.astype(np.float32)
+    largest, most = np.abs(single).max(-1, keepdims=True), np.float32(127)
+    return np.rint(single * (most / largest)) * (largest / most).astype(np.float64)
 
 
 class Sequence:
@@ -216,8 +229,10 @@ class Sequence:
             begin += count
         return output.copy()
 
-    def exact(self) -> np.ndarray:
-        """The outputs in double precision, of rotated heads that are rounded."""
+    def exact(self, cache_format: int) -> np.ndarray:
+        """The outputs in double precision, of rotated heads that are rounded, and of keys and
+        values that are quantized if the cache has codes.
+        """
         values = self.elements.values(self.fused)
         cos, sin = (self.elements.values(part)[:, None] for part in (self.cos, self.sin))
         end = 2 * self.half
@@ -225,18 +240,22 @@ class Sequence:
         turned = first * cos - second * sin, second * cos + first * sin
         rotated = np.concatenate((*turned, values[:, :, end:]), axis=2)
         rotated = self.elements.values(self.elements.of(rotated))
+        keys = rotated[:, self.num_heads : -self.num_kv_heads]
+        values = values[:, -self.num_kv_heads :]
+        if cache_format:
+            keys, values = map(in_eight_bits, (keys, values))
         past = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
         is_hidden = (past < 0) | (past >= (self.window or LENGTH))
         outputs = []
         for head in range(self.num_heads):
-            kv_head = head // (self.num_heads // self.num_kv_heads) + self.num_heads
-            scores = rotated[:, head] @ rotated[:, kv_head].T * self.dim**-0.5
+            kv_head = head // (self.num_heads // self.num_kv_heads)
+            scores = rotated[:, head] @ keys[:, kv_head].T * self.dim**-0.5
             if self.softcap:
                 scores = self.softcap * np.tanh(scores / self.softcap)
             scores[is_hidden] = -math.inf
             weights = np.exp(scores - scores.max(1, keepdims=True))
             weights /= weights.sum(1, keepdims=True)
-            outputs.append(weights @ values[:, kv_head + self.num_kv_heads])
+            outputs.append(weights @ values[:, kv_head])
         return np.concatenate(outputs, axis=1)
 
 
@@ -256,8 +275,8 @@ def test_attention(
 ) -> None:
     sequence = Sequence(elements, dim, window, softcap)
     whole = sequence.outputs(arm, [LENGTH], 16, cache_format)
-    tolerance = 0.05 if cache_format else max(1e-4, 3 * elements.tolerance)
-    assert_near(elements.values(whole), sequence.exact(), tolerance)
+    tolerance = max(1e-3, 3 * elements.tolerance)
+    assert_near(elements.values(whole), sequence.exact(cache_format), tolerance)
     for page, counts in WAYS:
         others = sequence.outputs(arm, counts, page, cache_format)
         assert np.array_equal(others, whole), (page, counts)
