@@ -9,10 +9,13 @@
 
 #include <type_traits>
 
-#include "pair_halves.h"
 #include "panel_ops.h"
 #include "rounding.h"
 #include "tiles.h"
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#include "pair_halves_avx2.h"
+#endif
 
 namespace stepwell {
 
@@ -39,13 +42,13 @@ using ComputeScope = std::conditional_t<SUMS_LIKE_TILES<T>, TileScope, StandardM
 template <class T>
 constexpr int SUM_STEPS = SUMS_LIKE_TILES<T> ? TILE_ROWS : 1;
 
-// Whether a step is multiplied in halves (pair_halves.h).
-#ifdef __AVX512F__
-template <class T>
-constexpr bool MULTIPLIES_HALVES = false;
-#else
+// Whether a step is multiplied in halves (pair_halves_avx2.h).
+#if defined(__AVX2__) && !defined(__AVX512F__)
 template <class T>
 constexpr bool MULTIPLIES_HALVES = std::is_same_v<T, BFloat16> && !SUMS_LIKE_TILES<T>;
+#else
+template <class T>
+constexpr bool MULTIPLIES_HALVES = false;
 #endif
 
 // Adds products to totals [ROWS][VECTORS] in order of depth. `end_step` must be called after each

@@ -75,7 +75,6 @@ inline void multiply_bfloat16(const char* a, const char* b, int rows, int pairs,
     for (; row < rows; ++row) add_pairs<1>(at(a), b + column, pairs, at(c) + column);
   }
 }
-#endif
 
 // The bytes at even and at odd positions, as words of the same value.
 template <class Byte>
@@ -111,6 +110,7 @@ inline void multiply_bytes(const char* a, const char* b, int rows, int quads, ch
     }
   }
 }
+#endif
 
 }  // namespace tile_model
 

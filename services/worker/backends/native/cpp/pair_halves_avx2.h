@@ -8,8 +8,6 @@
 
 #include "panel_ops.h"
 
-#ifndef __AVX512F__
-
 namespace stepwell {
 
 enum class Half { SECOND, FIRST };
@@ -81,5 +79,3 @@ inline __attribute__((always_inline)) void add_pairs(Vector (&total)[ROWS][VECTO
 }
 
 }  // namespace stepwell
-
-#endif
