@@ -46,11 +46,8 @@ _MAX_AWAY_BACKOFF_SECONDS = 5.0
 _CHECKS_PER_TIMEOUT = 8
 _MOST_TIMEOUTS = 2
 _UNREAD_BYTES = 512
-"""Number of bytes that gRPC may receive before the gateway reads them. It is enough for the tokens
-of a few steps.
-
-Results of further steps stay at the scheduler, which merges them into one message. So even a
-gateway that reads slowly has only a few old messages to read before it gets the newest results.
+"""Number of bytes that gRPC may receive before the gateway reads them: the tokens of a few steps.
+Results of further steps stay at the scheduler, which merges them into one message.
 """
 _LAST_CALLS_SECONDS = 1.0
 """Time limit in seconds of the calls of GetStats that are in progress when the link is closed."""
