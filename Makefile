@@ -27,7 +27,7 @@ test: $(VENV)/.dev gen/.built ## Run every test, on the CPU
 
 # The log of a run names the order: "bfloat16 in the order of tiles".
 tiles: ## Run the tests of computation, or those of ARGS, with emulated tile registers (Intel AMX)
-	@CXX=$(CURDIR)/tests/worker/emulated-tiles-c++ $(MAKE) test \
+	@CXX=$(CURDIR)/tests/worker/emulated/tiles-c++ $(MAKE) test \
 	    ARGS="$(or $(ARGS),tests/parity tests/worker/unit/backends tests/worker/unit/models)"
 
 check: $(VENV)/.dev gen/.built ## Format, lint, types, layering, contracts, generated code

@@ -101,7 +101,7 @@ def _build_cached(
         settings.quantization,
         b"" if parts.draft_model is None else parts.draft_model.fingerprint,
         settings.kv_cache_dtype,
-        sums_like_tiles=parts.kernels.sums_like_tiles,
+        bfloat16_order=parts.kernels.bfloat16_order,
     )
     parts = TIER(setup, with_group(setup, parts, fingerprint))
     adapters = make_adapters(setup, loaded)

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from services.cli.doctor.report import Fact
-from services.worker.backends.choices import KernelsSetting
+from services.worker.backends.choices import KernelsSetting, SumOrder
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.native import prebuilt, tiles
 from services.worker.backends.native.compiled import default_cache_directory, processor_features
@@ -23,7 +23,7 @@ def choose_kernels(progress: Callable[[str], None]) -> tuple[Kernels, list[Fact]
         kernels = select_kernels(KernelsSetting.AUTO, default_cache_directory(), lambda: None)
     features = processor_features()
     is_native = isinstance(kernels, NativeKernels)
-    has_tiles = isinstance(kernels, NativeKernels) and kernels.sums_like_tiles
+    has_tiles = kernels.bfloat16_order is SumOrder.TILES
     usable = features if has_tiles else features - tiles.FEATURES
     used = _prebuilt_kind(usable) if is_native else None
     chosen = "torch" if not is_native else used or "compiled"

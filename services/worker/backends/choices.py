@@ -34,6 +34,19 @@ class KernelsSetting(enum.Enum):
     TORCH = "torch"
 
 
+class SumOrder(enum.Enum):
+    """The order in which products of bfloat16 are added. Each rounds to other bits.
+
+    PAIRS: the second product of each pair, then the first, both added to the total (AVX-512's
+    VDPBF16PS, and its order computed by other instructions). TILES: Intel AMX's. DOT_PRODUCTS:
+    ARM's BFDOT, which rounds the sum of a pair once.
+    """
+
+    PAIRS = "pairs"
+    TILES = "tiles"
+    DOT_PRODUCTS = "dot products"
+
+
 class KVCacheDtype(enum.Enum):
     """The data type of cached keys and values. AUTO is the data type in which they are computed."""
 

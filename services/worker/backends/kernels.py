@@ -15,7 +15,7 @@ from services.worker.backends.attention import (
     PagedAttention,
     Rotation,
 )
-from services.worker.backends.choices import Activation
+from services.worker.backends.choices import Activation, SumOrder
 from services.worker.backends.lora import (
     NO_DELTAS,
     Delta,
@@ -158,9 +158,9 @@ class Kernels(Protocol):
         """Whether bfloat16 is about as fast as float32, or faster."""
 
     @property
-    def sums_like_tiles(self) -> bool:
-        """Whether products of bfloat16 are added in the order of the processor's tiles (Intel AMX).
-        Keys, values and logits in bfloat16 have other bits then.
+    def bfloat16_order(self) -> SumOrder:
+        """The order in which products of bfloat16 are added. Keys, values and logits in bfloat16
+        depend on it.
         """
 
     def padded_rows(self, num_rows: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.common.pool.block_hash import HASH_VERSION
 from services.common.request.tokenizer_files import TOKENIZER_FILES
-from services.worker.backends.choices import KVCacheDtype
+from services.worker.backends.choices import KVCacheDtype, SumOrder
 from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.models.files.checkpoint import Checkpoint
 from services.worker.models.files.json_file import read_json_object
@@ -37,7 +37,7 @@ def model_fingerprint(
     draft_model: bytes = b"",
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
     *,
-    sums_like_tiles: bool = False,
+    bfloat16_order: SumOrder = SumOrder.PAIRS,
 ) -> bytes:
     """A fingerprint of 32 bytes, equal if and only if cached keys and values are interchangeable.
 
@@ -47,8 +47,8 @@ def model_fingerprint(
     are pooled. `quantization`: how weights that are stored unquantized are quantized.
     `draft_model`: the fingerprint of the draft model whose keys and values are in the same blocks,
     or empty without one. `kv_cache_dtype`: the data type of keys and values in the cache.
-    `sums_like_tiles`: whether products of bfloat16 are added in the order of the processor's tiles.
-    It changes only models in bfloat16.
+    `bfloat16_order`: the order in which products of bfloat16 are added. It changes only models in
+    bfloat16.
     """
     parts = [
         *_model_parts(checkpoint),
@@ -63,8 +63,8 @@ def model_fingerprint(
         parts.append(("draft model", draft_model))
     if kv_cache_dtype is not KVCacheDtype.AUTO:
         parts.append(("kv_cache_dtype", kv_cache_dtype.value.encode()))
-    if sums_like_tiles and kv_dtype == "bfloat16":
-        parts.append(("sums", b"like tiles"))
+    if bfloat16_order is not SumOrder.PAIRS and kv_dtype == "bfloat16":
+        parts.append(("sums", bfloat16_order.value.encode()))
     digest = sha256()
     for label, content in parts:
         for piece in (label.encode(), content):

@@ -89,6 +89,6 @@ def _load_draft_model(setup: RankSetup, parts: RunnerParts, directory: Path) -> 
     )
     fingerprint = model_fingerprint(
         *(checkpoint, shape.block_size, dtype_name(loaded.dtype), loaded.rope_length),
-        sums_like_tiles=parts.kernels.sums_like_tiles,
+        bfloat16_order=parts.kernels.bfloat16_order,
     )
     return DraftModelParts(loaded, shape, group, fingerprint)

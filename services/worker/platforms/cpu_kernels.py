@@ -46,6 +46,5 @@ def select_kernels(
             raise KernelsUnavailable(f"native kernels cannot be used: {error}") from error
         logger.warning("kernels: torch, %s, which is slower: %s", mode, error)
         return TorchKernels(batch_invariant=batch_invariant)
-    order = ", bfloat16 in the order of tiles (AMX)" if kernels.sums_like_tiles else ""
-    logger.info("kernels: native%s", order)
+    logger.info("kernels: native, bfloat16 in the order of %s", kernels.bfloat16_order.value)
     return kernels

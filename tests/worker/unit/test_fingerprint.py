@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from services.worker.backends.choices import KVCacheDtype
+from services.worker.backends.choices import KVCacheDtype, SumOrder
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.models.files.checkpoint import open_checkpoint
@@ -72,11 +72,14 @@ def test_the_caches_data_type_changes_the_fingerprint(directory: Path) -> None:
     assert fingerprint(directory) in found
 
 
-def test_the_order_of_tiles_changes_the_fingerprint_in_bfloat16(directory: Path) -> None:
+def test_the_order_of_sums_changes_the_fingerprint_in_bfloat16(directory: Path) -> None:
     checkpoint = open_checkpoint(directory)
-    for dtype, is_other in (("float32", False), ("bfloat16", True)):
-        like_tiles = model_fingerprint(checkpoint, 16, dtype, sums_like_tiles=True)
-        assert (like_tiles != fingerprint(directory, 16, dtype)) == is_other
+    for dtype, num_orders in (("float32", 1), ("bfloat16", len(SumOrder))):
+        found = {
+            model_fingerprint(checkpoint, 16, dtype, bfloat16_order=order) for order in SumOrder
+        }
+        assert len(found) == num_orders
+        assert fingerprint(directory, 16, dtype) in found
 
 
 def test_the_groups_of_layers_change_the_fingerprint(directory: Path) -> None:

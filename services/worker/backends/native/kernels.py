@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from services.worker.backends.attention import AttentionShape, PagedAttention
-from services.worker.backends.choices import Activation
+from services.worker.backends.choices import Activation, SumOrder
 from services.worker.backends.kernels import DecoderConstants, DecoderWeights, FusedDecoder, Linear
 from services.worker.backends.lora import LoraLayer, LoraRows, LoraShape, LoraStep, PackedLora
 from services.worker.backends.native.decoder import fused_decoder
@@ -41,8 +41,8 @@ class NativeKernels(TorchKernels):
         return True
 
     @property
-    def sums_like_tiles(self) -> bool:
-        return bool(self._library.sums_like_tiles())
+    def bfloat16_order(self) -> SumOrder:
+        return list(SumOrder)[int(self._library.bfloat16_order())]
 
     def padded_rows(self, num_rows: int) -> int:
         return num_rows

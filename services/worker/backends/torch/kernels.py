@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.attention import AttentionShape, PagedAttention
-from services.worker.backends.choices import Activation
+from services.worker.backends.choices import Activation, SumOrder
 from services.worker.backends.kernels import DecoderConstants, DecoderWeights, FusedDecoder, Linear
 from services.worker.backends.lora import LoraLayer, LoraRows, LoraShape, LoraStep, PackedLora
 from services.worker.backends.quantized import QuantizedWeight, Weight
@@ -32,8 +32,8 @@ class TorchKernels:
         self._batch_invariant = batch_invariant
 
     @property
-    def sums_like_tiles(self) -> bool:
-        return False
+    def bfloat16_order(self) -> SumOrder:
+        return SumOrder.PAIRS
 
     def padded_rows(self, num_rows: int) -> int:
         return padded_rows(num_rows, batch_invariant=self._batch_invariant)

@@ -11,8 +11,11 @@ namespace stepwell {
 // Number of columns in a panel. Packed weights are padded to whole panels.
 extern "C" int panel_width() { return PANEL_WIDTH; }
 
-// Whether products of bfloat16 are added in the order of tiles.
-extern "C" int sums_like_tiles() { return SUMS_LIKE_TILES<BFloat16>; }
+// The order in which products of bfloat16 are added, as an index of SumOrder (choices.py).
+extern "C" int bfloat16_order() {
+  if (SUMS_LIKE_TILES<BFloat16>) return 1;
+  return PanelOps<BFloat16>::HAS_DOT_PRODUCTS ? 2 : 0;
+}
 
 // See num_tile_palettes. At least 1 if tiles are emulated.
 extern "C" int tile_palettes() { return tiles::ARE_EMULATED ? 1 : num_tile_palettes(); }

@@ -103,6 +103,12 @@ struct PanelOps<BFloat16> {
   }
 #endif
 
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+  static constexpr bool HAS_DOT_PRODUCTS = true;  // BFDOT, whose sums are rounded otherwise.
+#else
+  static constexpr bool HAS_DOT_PRODUCTS = false;
+#endif
+
   // The first and the second elements of pairs, as floats.
   static Register first_of(Register pairs) { return (Register)((IntRegister)pairs << 16); }
   static Register second_of(Register pairs) { return (Register)((IntRegister)pairs & -0x10000); }

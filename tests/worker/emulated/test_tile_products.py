@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.backends.choices import SumOrder
 from services.worker.backends.native.compiled import default_cache_directory, load_compiled
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.library import Functions, functions_by_dtype
 from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.quantized import QuantizedWeight, quantized_rows
 
-COMPILER = Path(__file__).parents[2] / "emulated-tiles-c++"
+COMPILER = Path(__file__).with_name("tiles-c++")
 ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257)
 COLUMNS = 70
 
@@ -23,7 +24,7 @@ def emulated() -> Functions:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CXX", str(COMPILER))
         library: ctypes.CDLL = load_compiled(default_cache_directory(), lambda: None)
-    assert library.sums_like_tiles()
+    assert tuple(SumOrder)[library.bfloat16_order()] is SumOrder.TILES
     return functions_by_dtype(library)[torch.bfloat16]
 
 
