@@ -61,6 +61,7 @@ def is_ready(stack: Stack, address: str) -> bool:
 async def ask_all(stack: Stack, when_half_done: Any = None) -> list[list[int]]:
     """The tokens of concurrent streams. No stream may be silent for long after `when_half_done`."""
     halfway = asyncio.Event()
+    begun: set[int] = set()
 
     async def ask(prompt: list[int]) -> list[int]:
         last = time.monotonic()
@@ -69,7 +70,8 @@ async def ask_all(stack: Stack, when_half_done: Any = None) -> list[list[int]]:
             nonlocal last
             before, last = last, time.monotonic()
             assert not halfway.is_set() or last - before < LONGEST_SILENCE_SECONDS
-            if num_tokens >= NUM_TOKENS // 4:
+            begun.add(id(prompt))
+            if num_tokens >= NUM_TOKENS // 4 and len(begun) == NUM_STREAMS:
                 halfway.set()
 
         return (await generate(stub, request(prompt, NUM_TOKENS), on_tokens)).token_ids
