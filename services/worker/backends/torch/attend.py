@@ -19,6 +19,7 @@ _FEW_ROWS, _MANY_ROWS = 4, 32
 _PROBED_ROWS = (4, 8, 20, 32, 36, 64, MOST_ROWS)
 _PROBED_LENGTHS = (64, 192, 512, 1024)
 _HEADS = 2
+_TILE_WIDTH = 32
 
 
 def attend(
@@ -35,8 +36,13 @@ def attend(
     The mask is added to the scores. If scores are capped, operations are computed one by one. With
     `alike`, the bits do not depend on the number of threads. A single head is then computed twice,
     because the libraries would divide it among threads, and sum in an order that depends on their
-    number.
+    number. Heads in bfloat16 are padded with zeros to a multiple of _TILE_WIDTH, because the
+    tile registers of some processors (AMX) sum an incomplete tile in another order.
     """
+    head_dim = query.shape[-1]
+    if alike and query.dtype is torch.bfloat16 and head_dim % _TILE_WIDTH:
+        missing = (0, -head_dim % _TILE_WIDTH)
+        query, keys, values = (F.pad(x, missing) for x in (query, keys, values))
     is_doubled = alike and query.shape[0] * query.shape[1] == 1
     if is_doubled:
         query, keys, values = (x.expand(2, -1, -1, -1) for x in (query, keys, values))
@@ -49,7 +55,7 @@ def attend(
         scores.tanh_().mul_(layer.softcap)
         scores += mask
         output = torch.softmax(scores, dim=-1).to(values.dtype) @ values
-    return output[:1] if is_doubled else output
+    return (output[:1] if is_doubled else output)[..., :head_dim]
 
 
 @functools.cache

@@ -1,15 +1,24 @@
-"""Divided linear layers, each a rank's part of a layer that transformers runs.
+"""Linear layers of models that transformers runs: divided ones, and products alike in any batch.
 
-A divided layer is constructed, without weights, from the whole layer that it replaces. `parts`: the
-parts of the whole layer's tensors that the rank has. Batches may have any shape [..., width].
+A divided layer is a rank's part of a whole layer. It is constructed, without weights, from the
+layer that it replaces. `parts`: the parts of the whole layer's tensors that the rank has. Batches
+may have any shape [..., width].
 """
+
+import logging
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from services.worker.backends.ranks import Ranks
+from services.worker.backends.torch.packed_linear import in_tiles, rows_agree
 from services.worker.models.files.checkpoint import WHOLE
+
+logger = logging.getLogger(__name__)
 
 Part = tuple[slice, ...]
 """The index of a part along a tensor's first axes. It is empty for the whole tensor."""
@@ -27,6 +36,11 @@ class DividedLinear(nn.Linear):
             dtype=whole.weight.dtype,
         )
         self.parts: dict[str, Part] = {"weight": (rows, columns), "bias": (rows,)}
+        self.multiply: Callable[..., torch.Tensor] = F.linear
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        """[..., in] -> [..., out], of this rank's rows and columns."""
+        return self.multiply(input, self.weight, self.bias)
 
 
 class GatheredLinear(DividedLinear):
@@ -52,7 +66,7 @@ class GatheredTiedLinear(DividedLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """[..., in] -> [..., out]."""
         bias = None if self.bias is None else self.bias[self._rows]
-        return _gather(self._ranks, F.linear(input, self.weight[self._rows], bias))
+        return _gather(self._ranks, self.multiply(input, self.weight[self._rows], bias))
 
 
 class SummedLinear(DividedLinear):
@@ -70,9 +84,53 @@ class SummedLinear(DividedLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         """[..., in] -> [..., out]."""
-        product = F.linear(input[..., self._taken], self.weight)
+        product = self.multiply(input[..., self._taken], self.weight)
         total = self._ranks.sum(product.flatten(0, -2)).view(product.shape)
         return total if self.bias is None else total + self.bias
+
+
+def multiply_alike(model: nn.Module) -> None:
+    """Makes rows of linear layers independent of the number of rows, from four rows on.
+
+    Each shape of weight is tested, as in PackedLinear. If the libraries of torch fail the test, the
+    layers of that shape compute tiles of equally many rows.
+    """
+    agreeing: dict[object, bool] = {}
+    for module in model.modules():
+        if not isinstance(module, nn.Linear | Conv1D):
+            continue
+        shape = (type(module), *module.weight.shape, module.weight.dtype, module.bias is not None)
+        if shape not in agreeing:
+            agreeing[shape] = rows_agree(*_whole_product(module), module.weight.dtype)
+        if agreeing[shape]:
+            continue
+        if isinstance(module, DividedLinear):
+            module.multiply = partial(_multiply_in_tiles, F.linear)
+        else:
+            module.forward = partial(_multiply_in_tiles, module.forward)  # type: ignore[method-assign]
+    if failed := len(agreeing) - sum(agreeing.values()):
+        logger.warning(
+            "rows of the products by weights of %d shapes, of %d, depend on how many there are; "
+            "they are computed in tiles",
+            *(failed, len(agreeing)),
+        )
+
+
+def _whole_product(
+    module: nn.Linear | Conv1D,
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
+    """A layer's product, before ranks exchange anything, and the width of its input."""
+    if isinstance(module, Conv1D):
+        return module.forward, module.nx
+    return partial(F.linear, weight=module.weight, bias=module.bias), module.in_features
+
+
+def _multiply_in_tiles(
+    multiply: Callable[..., torch.Tensor], x: torch.Tensor, *parameters: torch.Tensor | None
+) -> torch.Tensor:
+    """The product of x [..., in], computed in tiles of equally many rows."""
+    product = in_tiles(lambda tile: multiply(tile, *parameters), x.flatten(0, -2))
+    return product.view(*x.shape[:-1], -1)
 
 
 def normalize_gathered(norm: nn.Module, own: slice, ranks: Ranks) -> None:

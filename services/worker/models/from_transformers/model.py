@@ -26,6 +26,7 @@ from services.worker.models.from_transformers import checkpoint as transformers_
 from services.worker.models.from_transformers.checkpoint import model_class, one_line
 from services.worker.models.from_transformers.decoder import ProbedLayers, TransformersDecoder
 from services.worker.models.from_transformers.division import Division
+from services.worker.models.from_transformers.linear import multiply_alike
 from services.worker.models.from_transformers.probe import Refused
 from services.worker.models.layer_config import SLIDING
 from services.worker.models.model import LoadedModel, LoadOptions, log_loading, resolve_dtype
@@ -73,6 +74,9 @@ def load_transformers_model(
         model = transformers_checkpoint.load_checkpoint(checkpoint, config, dtype, division)
         model.to(checkpoint.device)  # type: ignore[arg-type]
         _check_model(model)
+        if kernels.padded_rows(1) > 1:
+            with torch.inference_mode():
+                multiply_alike(model)
         wait_for_ranks()
         decoder = TransformersDecoder(model, kernels.padded_rows)
         layers = _probe(decoder, model)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -21,11 +22,13 @@ from transformers import (
     PretrainedConfig,
     T5Config,
 )
+from transformers.pytorch_utils import Conv1D
 
 from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.models.config import DtypeSetting
 from services.worker.models.errors import ModelError, ModelTensorError, UnsupportedModel
 from services.worker.models.files.checkpoint import open_checkpoint
+from services.worker.models.from_transformers.linear import DividedLinear, multiply_alike
 from services.worker.models.from_transformers.probe import Refused
 from services.worker.models.from_transformers.recurrent import RecurrentLayer, RecurrentProbe
 from services.worker.models.load import load_model
@@ -212,3 +215,30 @@ def test_a_model_that_needs_the_tokens_of_embedded_prompts_is_refused(tmp_path: 
     save_tiny_model(tmp_path, "gemma4", **by_layer)
     with pytest.raises(UnsupportedModel, match="cannot compute a prompt that is given as embed"):
         load(tmp_path)
+
+
+def test_products_whose_rows_depend_on_their_number_are_computed_in_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    linear, addmm = F.linear, torch.addmm
+
+    def uneven(x: torch.Tensor) -> float:
+        return 1 + x[..., 0].numel() * 1e-3
+
+    monkeypatch.setattr(
+        F, "linear", lambda x, *parts, **named: linear(x, *parts, **named) * uneven(x)
+    )
+    monkeypatch.setattr(torch, "addmm", lambda bias, x, weight: addmm(bias, x, weight) * uneven(x))
+    whole = nn.Linear(8, 12)
+    layers = nn.ModuleList([whole, Conv1D(12, 8), DividedLinear(whole, rows=slice(0, 6))])
+    random = torch.Generator().manual_seed(0)
+    for parameter in layers.parameters():
+        nn.init.normal_(parameter, generator=random)
+    rows = torch.randn(1, 100, 8, generator=random)
+    before = [layer(rows) for layer in layers]
+    multiply_alike(layers)
+    for layer, plain in zip(layers, before, strict=True):
+        product = layer(rows)
+        assert product.shape == plain.shape
+        assert torch.equal(layer(rows[:, 90:97]), product[:, 90:97])
+        assert torch.allclose(product / 1.032, plain / 1.1)
