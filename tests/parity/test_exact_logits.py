@@ -24,8 +24,8 @@ NATIVE_KINDS = sorted(
     - SAME_BUT_FOR_CONSTANTS
 )
 TORCH_KINDS = [row.kinds[0] for row in rows() if row.run_by == "native"]
-TORCH_KINDS += ["mistral_window", "gpt_neox", "starcoder2"]
-CASES = [(KernelsSetting.NATIVE, kind) for kind in NATIVE_KINDS]
+TORCH_KINDS += ["mistral_window", "starcoder2"]
+CASES = [(KernelsSetting.NATIVE, kind) for kind in [*NATIVE_KINDS, "gpt_neox"]]
 CASES += [(KernelsSetting.TORCH, kind) for kind in TORCH_KINDS]
 WHOLE = 512
 COLUMNS = ("token_ids", "logprobs", "ranks")

@@ -166,6 +166,9 @@ class Kernels(Protocol):
     def padded_rows(self, num_rows: int) -> int:
         """The number of rows to compute instead of `num_rows`. It is at least `num_rows`."""
 
+    def padded_torch_rows(self, num_rows: int) -> int:
+        """The same for operations that torch computes, whatever these kernels are."""
+
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         """A projection. The weight is packed, and the caller's tensor is not kept. A quantized
         weight may be stored dequantized, rounded to the data type of the computation. Inputs are

@@ -24,7 +24,7 @@ class CudaKernels(TorchKernels):
         self._grouped = grouped
         self._last_lora_step: GroupedLoraStep | None = None
 
-    def padded_rows(self, num_rows: int) -> int:
+    def padded_torch_rows(self, num_rows: int) -> int:
         return num_rows
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:

@@ -36,6 +36,9 @@ class TorchKernels:
         return SumOrder.PAIRS
 
     def padded_rows(self, num_rows: int) -> int:
+        return self.padded_torch_rows(num_rows)
+
+    def padded_torch_rows(self, num_rows: int) -> int:
         return padded_rows(num_rows, batch_invariant=self._batch_invariant)
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:

@@ -57,8 +57,8 @@ class ProbedLayers:
 
 class TransformersDecoder:
     """A Model. A flattened batch is computed as one sequence, with the positions of its requests.
-    Batches are padded by `padded_rows` (see Kernels), because torch computes the model's products,
-    and their results depend on the number of rows.
+    Batches are padded by `padded_rows` (padded_torch_rows of Kernels), because torch computes the
+    model's products, and their results depend on the number of rows.
     """
 
     def __init__(

@@ -74,11 +74,11 @@ def load_transformers_model(
         model = transformers_checkpoint.load_checkpoint(checkpoint, config, dtype, division)
         model.to(checkpoint.device)  # type: ignore[arg-type]
         _check_model(model)
-        if kernels.padded_rows(1) > 1:
+        if kernels.padded_torch_rows(1) > 1:
             with torch.inference_mode():
                 multiply_alike(model)
         wait_for_ranks()
-        decoder = TransformersDecoder(model, kernels.padded_rows)
+        decoder = TransformersDecoder(model, kernels.padded_torch_rows)
         layers = _probe(decoder, model)
         if _is_stateful(model) and not layers.states:
             raise Refused("carries a state from token to token")

@@ -185,7 +185,7 @@ def is_recurrent(module: nn.Module) -> bool:
 
 def recurring_from(step: HybridStep, padded_rows: Callable[[int], int]) -> RecurFunction:
     """A function that computes recurrent layers of a flattened batch, from the states in blocks.
-    The outputs of padding tokens are zeros. `padded_rows`: see Kernels.
+    The outputs of padding tokens are zeros. `padded_rows`: see Kernels.padded_torch_rows.
     """
 
     def recur(layer: RecurrentLayer, hidden_states: torch.Tensor) -> torch.Tensor:
