@@ -1,6 +1,7 @@
 """Checks the pool's answers against the operations that were sent, before they are used."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import le
 from types import NoneType
 
@@ -32,6 +33,15 @@ def requests_of(operations: Iterable[ops.Operation]) -> list[RequestKey]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _HitChange:
+    """An admission that was refused, and the hit that the pool has instead of the planned one."""
+
+    planned: ops.Admission
+    num_hit_tokens: int
+    shared_prefix_boundary: int
+
+
 class OutcomeCheck:
     """Checks the answers of a pool. A new object is created each time the pool is opened."""
 
@@ -40,6 +50,8 @@ class OutcomeCheck:
         self._groups = groups
         self._only_full = all(one.attention_type is AttentionType.FULL for one in groups)
         self._has_states = any(one.attention_type is AttentionType.STATE_SPACE for one in groups)
+        self._change: _HitChange | None = None
+        """The changed hit of the last Admit, if no hit was looked up since."""
 
     def check(
         self,
@@ -81,13 +93,30 @@ class OutcomeCheck:
                     _require_distinct(block for one in result.groups for block in one.block_ids)
             case ops.Lookup(), ops.LookupResult():
                 _check_hits(operation, result)
+                self._change = None
             case ops.Admit(), ops.AdmitResult():
                 count = len(operation.admissions)
                 if stop is not None:
                     count = _stopped(stop, count, *ops.StopReason)
                     _check_change(stop, operation.admissions[count])
+                self._check_progress(operation.admissions, stop)
                 self._check_blocks(result.groups, count)
                 self._check_tables(operation.admissions[:count], result.groups)
+
+    def _check_progress(self, admissions: Sequence[ops.Admission], stop: ops.Stop | None) -> None:
+        """Raises WrongAnswer if a changed hit is reported that was reported for the same admission
+        before. The scheduler expects blocks that the pool does not have, for example because the
+        pool got other hashes. Both would repeat the admission for ever.
+        """
+        before, self._change = self._change, None
+        if stop is not None and stop.reason is ops.StopReason.HIT_CHANGED:
+            self._change = _HitChange(
+                admissions[stop.item_index], stop.num_hit_tokens, stop.shared_prefix_boundary
+            )
+            if self._change == before:
+                raise WrongAnswer(
+                    f"stop: the hit has changed to {stop.num_hit_tokens} tokens twice"
+                )
 
     def _check_blocks(self, groups: Sequence[ops.GroupBlocks], count: int) -> None:
         if len(groups) != len(self._groups):

@@ -120,6 +120,19 @@ def test_a_right_outcome_is_taken(outcome: Outcome) -> None:
     OutcomeCheck(20, GROUPS).check(OPERATIONS, outcome)
 
 
+def test_a_hit_does_not_change_to_the_same_tokens_twice() -> None:
+    admit = Admit([Admission(6, 9, 4, 10, 10, 0)])
+    none = AdmitResult((GroupBlocks([], []), GroupBlocks([], [])))
+    changed = Outcome(5, (none,), Stop(0, 0, HIT_CHANGED, 0))
+    check = OutcomeCheck(20, GROUPS)
+    check.check([admit], changed)
+    check.check([admit], Outcome(5, (none,), Stop(0, 0, HIT_CHANGED, 8)))
+    check.check([Lookup([6], [9], [[]])], Outcome(5, (LookupResult([4], [0]),)))
+    check.check([admit], changed)
+    with pytest.raises(WrongAnswer, match="stop: the hit has changed to 0 tokens twice"):
+        check.check([admit], changed)
+
+
 def test_states_are_cleared_and_copied_within_the_pool() -> None:
     check = OutcomeCheck(20, MIXED)
     check.check([BeginStep()], Outcome(5, (None,), None, (3, 4), (BlockCopy(1, 3, 4),)))
