@@ -180,7 +180,10 @@ async def _try_all(run: Sweep, options: Options) -> tuple[str, bool]:
         if time.monotonic() > deadline:
             break
         num_tried += 1
-        effect = await run.inject(fault, draw.randrange(MOST_SPARED))
+        try:
+            effect = await run.inject(fault, draw.randrange(MOST_SPARED))
+        except TimeoutError as error:
+            raise TimeoutError(f"{fault}: its answers or its blocks never came back") from error
         if effect is not None:
             effects.append(effect)
             mark = "BAD " if effect.is_bad else ""
