@@ -22,6 +22,14 @@ from services.worker.platforms.threads import ThreadChoice
 _GIB = 2**30
 _FEATURES = ("amx", "avx", "asimd", "bf16", "f16c", "fma", "i8mm", "sve")
 """Prefixes of the features that matter to kernels."""
+_ARM_PARTS = {
+    ("0x41", "0xd0c"): "Neoverse N1",
+    ("0x41", "0xd40"): "Neoverse V1",
+    ("0x41", "0xd49"): "Neoverse N2",
+    ("0x41", "0xd4f"): "Neoverse V2",
+}
+"""Names of ARM's cores by implementer and part, from Linux's asm/cputype.h."""
+_ARM_IMPLEMENTERS = {"0x41": "ARM", "0x61": "Apple"}
 
 
 def software() -> list[Fact]:
@@ -45,7 +53,7 @@ def hardware(processors: Processors, threads: ThreadChoice) -> list[Fact]:
     load = os.getloadavg()[0]
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return [
-        Fact("processor", _processor(), f"{_processor()} ({platform.machine()})"),
+        Fact("processor", processor_name(), f"{processor_name()} ({platform.machine()})"),
         Fact("features", features, " ".join(features) or "unknown"),
         Fact("processors", processors.num_allowed, f"{processors.num_allowed} usable"),
         Fact("cores", processors.num_cores, str(processors.num_cores)),
@@ -95,12 +103,19 @@ def _meminfo(key: str) -> int:
     return 0
 
 
-def _processor() -> str:
-    for line in read_text(Path("/proc/cpuinfo")).splitlines():
+def processor_name(information: Path = Path("/proc/cpuinfo")) -> str:
+    """The model of the first processor. Linux on ARM has only numbers for it."""
+    found: dict[str, str] = {}
+    for line in read_text(information).splitlines():
         name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return "unknown"
+        found.setdefault(name.strip(), value.strip())
+    if "model name" in found:
+        return found["model name"]
+    implementer, part = found.get("CPU implementer", ""), found.get("CPU part", "")
+    if not implementer:
+        return "unknown"
+    name = _ARM_PARTS.get((implementer, part)) or _ARM_IMPLEMENTERS.get(implementer, "unknown")
+    return f"{name}, implementer {implementer}, part {part}"
 
 
 def _version(package: str) -> str | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from services.cli.doctor.kernels import choose_kernels, prebuilt_reasons
+from services.cli.doctor.machine import processor_name
 from services.cli.doctor.report import Fact, json_of, text_of
 from services.cli.doctor.run import Work, work_of
 from services.worker.backends.native.prebuilt import X86_KINDS
@@ -87,6 +88,31 @@ def test_each_kind_of_prebuilt_kernels_has_its_reason(tmp_path: Path) -> None:
     reasons = prebuilt_reasons(kinds["avx2"], kinds["avx2"], None, tmp_path)
     assert reasons["avx2"] == "its files are damaged"
     assert reasons["avx512"].startswith("the processor lacks avx512bw ")
+
+
+@pytest.mark.parametrize(
+    ("implementer", "part", "expected"),
+    [
+        ("0x41", "0xd40", "Neoverse V1, implementer 0x41, part 0xd40"),
+        ("0x41", "0xd08", "ARM, implementer 0x41, part 0xd08"),
+        ("0x61", "0x022", "Apple, implementer 0x61, part 0x022"),
+        ("0x48", "0xd01", "unknown, implementer 0x48, part 0xd01"),
+    ],
+    ids=["Graviton 3", "Raspberry Pi 4", "Apple M1", "Kunpeng 920"],
+)
+def test_an_arm_processor_is_named_by_its_numbers(
+    tmp_path: Path, implementer: str, part: str, expected: str
+) -> None:
+    core = (
+        "BogoMIPS\t: 2100.00\nFeatures\t: fp asimd evtstrm\n"
+        f"CPU implementer\t: {implementer}\nCPU architecture: 8\nCPU variant\t: 0x1\n"
+        f"CPU part\t: {part}\nCPU revision\t: 1\n"
+    )
+    information = tmp_path / "cpuinfo"
+    information.write_text("\n".join(f"processor\t: {index}\n{core}" for index in range(2)))
+    assert processor_name(information) == expected
+    information.write_text("processor\t: 0\n")
+    assert processor_name(information) == "unknown"
 
 
 def test_directories_are_left_out_of_text_and_json() -> None:
