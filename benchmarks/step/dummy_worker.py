@@ -113,6 +113,7 @@ def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
         kv_cache_sizing="as set",
         dtype="none",
         kv_cache_dtype="none",
+        kernels="none",
     )
 
 

@@ -84,7 +84,12 @@ class Parts:
             client_sessions=client_sessions,
         )
         self.statistics = Statistics(
-            self.engine, self.sessions, counts, incarnation, description.model_name
+            self.engine,
+            self.sessions,
+            counts,
+            incarnation,
+            description.model_name,
+            lambda: replica.kernels,
         )
         self.collectors = (
             EngineCollector(

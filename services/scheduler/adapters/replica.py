@@ -119,6 +119,11 @@ class ReplicaClient:
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
 
     @property
+    def kernels(self) -> str:
+        """What the present worker 0 computes with, as text. Empty before the first opening."""
+        return "" if self._shape is None else self._shape.description.kernels
+
+    @property
     def workers_were_ended(self) -> bool:
         return self._workers.were_ended
 
@@ -213,7 +218,7 @@ _NAMES = {
 _MAY_CHANGE = frozenset(
     {
         *("incarnation", "model_name", "num_blocks", "bytes_per_block", "kv_cache_sizing"),
-        *("dtype", "kv_cache_dtype", "seen_generation"),
+        *("dtype", "kv_cache_dtype", "kernels", "seen_generation"),
     }
 )
 """Fields whose change has no effect, or is handled elsewhere."""

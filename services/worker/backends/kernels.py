@@ -154,6 +154,10 @@ class Kernels(Protocol):
     """
 
     @property
+    def description(self) -> str:
+        """What computes, in a few words for people."""
+
+    @property
     def has_bfloat16(self) -> bool:
         """Whether bfloat16 is about as fast as float32, or faster."""
 

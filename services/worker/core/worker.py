@@ -56,6 +56,8 @@ class WorkerDescription:
     """Explains the number of blocks, as text."""
     dtype: str
     kv_cache_dtype: str
+    kernels: str
+    """What computes the model, as text."""
     rank: int = 0
     world_size: int = 1
     """Number of ranks, over all pipeline stages."""

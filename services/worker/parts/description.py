@@ -39,6 +39,7 @@ def describe(
         kv_cache_sizing=sizing.explanation,
         dtype=dtype,
         kv_cache_dtype=settings.kv_cache_dtype.value if shape.has_codes else dtype,
+        kernels=parts.kernels.description,
         rank=own.rank,
         world_size=own.size,
         pipeline_parallel_size=own.pipeline_parallel_size,

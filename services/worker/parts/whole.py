@@ -72,6 +72,7 @@ def _build(
         kv_cache_sizing="no cache: prompts are computed whole",
         dtype=dtype,
         kv_cache_dtype=dtype,
+        kernels="torch, each prompt alone",
         pooler=end.pooler,
     )
     return Worker(runner, description)

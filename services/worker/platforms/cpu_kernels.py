@@ -34,17 +34,17 @@ def select_kernels(
     Logs the choice and its reason. Raises KernelsUnavailable if the setting is NATIVE and there are
     no compiled kernels.
     """
-    mode = "batch-invariant" if batch_invariant else "not batch-invariant"
+    torch_kernels = TorchKernels(batch_invariant=batch_invariant)
     if setting is KernelsSetting.TORCH:
-        logger.info("kernels: torch, %s, as asked for", mode)
-        return TorchKernels(batch_invariant=batch_invariant)
+        logger.info("kernels: %s, as asked for", torch_kernels.description)
+        return torch_kernels
     try:
         library = load_compiled(cache, checkpoint_reached)
         kernels = NativeKernels(library)
     except NotCompiled as error:
         if setting is KernelsSetting.NATIVE:
             raise KernelsUnavailable(f"native kernels cannot be used: {error}") from error
-        logger.warning("kernels: torch, %s, which is slower: %s", mode, error)
-        return TorchKernels(batch_invariant=batch_invariant)
-    logger.info("kernels: native, bfloat16 in the order of %s", kernels.bfloat16_order.value)
+        logger.warning("kernels: %s, which is slower: %s", torch_kernels.description, error)
+        return torch_kernels
+    logger.info("kernels: %s", kernels.description)
     return kernels

@@ -2,6 +2,7 @@
 killed.
 """
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from services.worker.backends.choices import SumOrder
+from services.worker.backends.native.compiled import processor_features
 from tests.e2e.conftest import TinyModel
 from tests.e2e.stack import ROOT, Stack, wait_for
 from tests.hub_cache import in_hub_cache
@@ -101,6 +104,13 @@ def test_two_replicas_answer_and_heal(two: Stack) -> None:
     assert complete(two) == text
     # Replicas take turns, so each has served one request.
     wait_for(lambda: [r["stats"]["num_finished"] for r in replicas(two)] == [1, 1])
+    (kernels,) = {replica["stats"]["kernels"] for replica in replicas(two)}
+    order = SumOrder(kernels.removeprefix("native, bfloat16 in the order of "))
+    assert order is not SumOrder.TILES or "amx_tile" in processor_features()
+    metrics = http_get(f"{two.url}/metrics").text
+    assert (
+        len(re.findall(rf'^stepwell_worker_kernels_info{{.*="{kernels}".*}} 1', metrics, re.M)) == 2
+    )
     first, second = shown_by_status(two)
     assert first.endswith("/scheduler-0.sock: idle")
     assert second.endswith("/scheduler-1.sock: idle")

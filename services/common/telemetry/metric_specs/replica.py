@@ -177,6 +177,14 @@ WORKER_TOKENS = _worker.counter("stepwell_worker_tokens", "tokens", "Tokens comp
 WORKER_KV_CACHE_BYTES = _worker.gauge(
     "stepwell_worker_kv_cache_bytes", "bytes", "Memory of the KV cache."
 )
+WORKER_KERNELS = _worker.gauge(
+    "stepwell_worker_kernels_info",
+    "",
+    "Always 1; the labels tell what computes, and in which data types.",
+    "kernels",
+    "dtype",
+    "cache_dtype",
+)
 WORKER_STREAMS = _worker.counter(
     "stepwell_worker_streams", "streams", "Streams of steps that a scheduler opened."
 )

@@ -1,6 +1,7 @@
 """Answers the RPC GetStats with present numbers of the replica."""
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -68,6 +69,7 @@ class Statistics:
     counts: StepCounts
     incarnation: str
     model_name: str
+    kernels: Callable[[], str]
 
     def message(self) -> scheduler_pb2.GetStatsResponse:
         """The numbers as the answer to GetStats."""
@@ -98,4 +100,5 @@ class Statistics:
             else scheduler_pb2.WAIT_REASON_UNSPECIFIED,
             num_lost_tokens=counts.num_lost_tokens,
             paused=scheduler.pause_mode is not None,
+            kernels=self.kernels(),
         )

@@ -24,6 +24,10 @@ class CudaKernels(TorchKernels):
         self._grouped = grouped
         self._last_lora_step: GroupedLoraStep | None = None
 
+    @property
+    def description(self) -> str:
+        return "xFormers and torch"
+
     def padded_torch_rows(self, num_rows: int) -> int:
         return num_rows
 
@@ -57,6 +61,10 @@ class BatchInvariantKernels(CudaKernels):
     Torch's norms, gates and embeddings are batch-invariant. Experts are computed one by one,
     because torch's grouped product chooses its tiles by the number of rows.
     """
+
+    @property
+    def description(self) -> str:
+        return "xFormers and Triton, batch-invariant"
 
     def _plain_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         # Imported here, since a worker on the CPU does not need Triton.

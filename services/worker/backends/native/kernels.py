@@ -37,6 +37,10 @@ class NativeKernels(TorchKernels):
         self._memory = LargePages()
 
     @property
+    def description(self) -> str:
+        return f"native, bfloat16 in the order of {self.bfloat16_order.value}"
+
+    @property
     def has_bfloat16(self) -> bool:
         return True
 

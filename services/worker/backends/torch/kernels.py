@@ -32,6 +32,10 @@ class TorchKernels:
         self._batch_invariant = batch_invariant
 
     @property
+    def description(self) -> str:
+        return f"torch, {'' if self._batch_invariant else 'not '}batch-invariant"
+
+    @property
     def bfloat16_order(self) -> SumOrder:
         return SumOrder.PAIRS
 

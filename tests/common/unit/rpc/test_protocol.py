@@ -12,7 +12,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.rpc.protocol import PROTOCOL, OtherProtocol, own_release, require_same_protocol
 
-CONTRACTS_DIGEST = "4ec6bd413a1dac8dc9fecfacba0d1094f8c9d000b3cce95eeb259aa3115cee62"
+CONTRACTS_DIGEST = "f8f72ae794dde17aaf691bac75e574000d7ebe38e060dfa0060b36c6aa0e23ad"
 """The digest of the contracts between services. When they change, decide whether PROTOCOL has to be
 raised, as its description explains, and set the new digest here.
 """
