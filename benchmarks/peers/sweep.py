@@ -110,8 +110,6 @@ class Sweep:
         self._proxy.rule = Clean()
         await self._until_carried()
         seconds = time.monotonic() - began
-        if wrong or why_undetectable(fault):  # Blocks with wrong contents may be cached.
-            await self._batch.reset_prefix_caches(self._admin)
         lines = [
             line.partition(" ")[2]
             for line in self._log_file.read_bytes()[logged:].decode(errors="replace").splitlines()
@@ -119,7 +117,17 @@ class Sweep:
         ]
         ended = tuple(line for line in lines if _ENDED.match(line))
         warnings = tuple(line for line in lines if _WARNING.match(line))
+        if wrong or why_undetectable(fault):
+            await self._forget()
         return Effect(fault, ended, tuple(wrong), warnings, seconds)
+
+    async def _forget(self) -> None:
+        """Restarts the link's stream and empties the prefix caches. What a receiver could not
+        detect may last as long: limits of a model, requests that nobody waits for, wrong blocks.
+        """
+        self._proxy.break_calls()
+        await self._until_carried()
+        await self._batch.reset_prefix_caches(self._admin)
 
     async def _until_carried(self) -> None:
         """Sends requests until the link's stream carries a message, or for RECOVERY_SECONDS."""
