@@ -6,6 +6,8 @@ and `before` beyond the shape are arbitrary.
 """
 
 import ctypes
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -58,6 +60,18 @@ extern "C" void multiply_rows(const BFloat16* a, const BFloat16* panel, int step
 }
 """
 
+WITH_SMALL_STACK = """
+import ctypes
+from services.worker.backends.native import tiles
+
+class SignalStack(ctypes.Structure):
+    _fields_ = [("first", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+memory = ctypes.create_string_buffer(8192)
+stack = SignalStack(ctypes.addressof(memory), 0, len(memory))
+print(ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None), tiles.refusal())
+"""
+
 Compile = Callable[[tuple[str, ...]], ctypes.CDLL]
 
 
@@ -106,9 +120,22 @@ def test_the_emulation_equals_recorded_results(emulated: ctypes.CDLL) -> None:
     assert_as_recorded(emulated)
 
 
-def test_the_hardware_equals_recorded_results(compile_program: Compile) -> None:
+@pytest.fixture(scope="module")
+def _hardware() -> None:
     if not processor_features() >= tiles.FEATURES or tiles.refusal() is not None:
         pytest.skip("this process has no tile registers")
+
+
+@pytest.mark.usefixtures("_hardware")
+def test_linux_refuses_tiles_to_a_process_with_a_small_signal_stack() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", WITH_SMALL_STACK], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == f"0 {os.strerror(errno.ENOSPC)}\n"
+
+
+@pytest.mark.usefixtures("_hardware")
+def test_the_hardware_equals_recorded_results(compile_program: Compile) -> None:
     assert_as_recorded(compile_program(tiles.FLAGS))
 
 
