@@ -40,6 +40,10 @@ from transformers import (
 
 VOCAB_SIZE = 320
 MAX_POSITION_EMBEDDINGS = 512
+TILED = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
+"""Sizes for which a processor with tile registers computes projections and scores with them. They
+are changes to a kind's configuration.
+"""
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -24,6 +24,7 @@ from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.model import Model
 from services.worker.models.quantization_config import QuantizationSetting
+from services.worker.sampling.logprobs import LogprobRows
 from tests.worker.runner_driver import Driver, Request, build_runner
 
 BLOCK_SIZE = 4
@@ -97,6 +98,20 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) ->
         f"{what}: rows {differing.nonzero().flatten().tolist()} differ, by up to "
         f"{(actual - expected).abs().max().item():.1e}"
     )
+
+
+def assert_same_answer(request: Request, other: Request, what: str) -> None:
+    """Asserts that two requests have the same tokens, and log-probabilities equal in every bit."""
+    assert request.output == other.output, what
+    for own, others in (
+        (request.prompt_rows, other.prompt_rows),
+        (request.sampled_rows, other.sampled_rows),
+    ):
+        assert bool(own) == bool(others), what
+        if own:
+            found, expected = LogprobRows.joined(own), LogprobRows.joined(others)
+            np.testing.assert_array_equal(found.token_ids, expected.token_ids, what)
+            np.testing.assert_array_equal(found.logprobs, expected.logprobs, what)
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """Under any schedule, requests continue as transformers does, token for token in float32, and with
-the same log-probabilities.
+the same log-probabilities. In bfloat16 they have the bits of each request alone.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,13 @@ from services.worker.backends.choices import KernelsSetting, KVCacheDtype
 from services.worker.core.drafts.suffix_source import SuffixSource
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
+from tests.parity.exact import assert_same_answer
 from tests.parity.oracle import assert_served, embedded_prompt
 from tests.parity.proposers import KnownProposer, RandomProposer
 from tests.parity.random_serving import Happened, RandomServing
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import TILED, VOCAB_SIZE, save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
-from tests.worker.runner_driver import Request, build_runner
+from tests.worker.runner_driver import Driver, Request, build_runner
 from tests.worker.suffix_reference import suffix_trees
 
 MAX_NUM_SEQS = 6
@@ -57,6 +58,10 @@ class Served:
     directory: Path
     num_groups: int
 
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.hidden_size)
+
     def runner(self, schedule: Schedule, **options: Any) -> ModelRunner:
         """A runner with a pool that can store all requests, and not much more."""
         each = -(-MOST_TOKENS // schedule.block_size) + 1
@@ -65,6 +70,7 @@ class Served:
             block_size=schedule.block_size,
             num_blocks=MAX_NUM_SEQS * each * self.num_groups,
             max_num_seqs=MAX_NUM_SEQS,
+            dtype=self.model.dtype,
             **options,
         )
 
@@ -74,6 +80,15 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp(request.param)
     model = save_tiny_model(directory, request.param)
+    return Served(model, directory, GROUPS[request.param])
+
+
+@pytest.fixture(scope="module", params=GROUPS)
+def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A model in bfloat16."""
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    model = save_tiny_model(directory, request.param, dtype=torch.bfloat16, **TILED)
     return Served(model, directory, GROUPS[request.param])
 
 
@@ -120,6 +135,16 @@ def check(served: Served, requests: list[Request]) -> None:
         assert_served(served.model, request, f"request {number}")
 
 
+def check_alone(runner: ModelRunner, schedule: Schedule, requests: list[Request]) -> None:
+    """Serves each request alone, with its prompt in one step, and compares all bits."""
+    runner.reset()
+    driver = Driver(runner, block_size=schedule.block_size, num_blocks=runner.limits.num_blocks)
+    for number, request in enumerate(requests):
+        alone = Request(request.prompt, request.max_tokens, request.sampling, embeds=request.embeds)
+        driver.run([alone])
+        assert_same_answer(request, alone, f"request {number}")
+
+
 @pytest.mark.parametrize("kernels", [KernelsSetting.AUTO, KernelsSetting.TORCH])
 @settings(
     max_examples=3,
@@ -132,7 +157,7 @@ def test_any_schedule_gives_the_tokens_of_transformers(
     served: Served, schedule: Schedule, kernels: KernelsSetting
 ) -> None:
     runner = served.runner(schedule, kernels_setting=kernels)
-    requests, _ = serve(runner, schedule, served.model.config.hidden_size)
+    requests, _ = serve(runner, schedule, served.hidden_size)
     check(served, requests)
 
 
@@ -143,18 +168,36 @@ def test_any_schedule_gives_the_tokens_of_transformers(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(schedule=schedules)
-def test_a_model_that_drafts_for_itself_is_always_right(served: Served, schedule: Schedule) -> None:
-    runner = served.runner(schedule, draft_model=served.directory)
+def test_any_schedule_gives_the_bits_of_each_request_alone(
+    rounded: Served, schedule: Schedule
+) -> None:
+    runner = rounded.runner(schedule, kernels_setting=KernelsSetting.NATIVE)
+    requests, _ = serve(runner, schedule, rounded.hidden_size)
+    check_alone(runner, schedule, requests)
+
+
+@settings(
+    max_examples=3,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(schedule=schedules)
+def test_a_model_that_drafts_for_itself_is_always_right(
+    rounded: Served, schedule: Schedule
+) -> None:
+    runner = rounded.runner(schedule, draft_model=rounded.directory)
     requests, happened = serve_tokens(runner, schedule)
-    check(served, requests)
+    check_alone(rounded.runner(schedule), schedule, requests)
     assert happened.accepted == happened.drafts
 
 
-def test_a_model_that_drafts_for_itself_is_always_right_with_codes(served: Served) -> None:
+def test_a_model_that_drafts_for_itself_is_always_right_with_codes(rounded: Served) -> None:
     schedule = Schedule(seed=0, block_size=4, max_chunk=7)
     codes = KVCacheDtype.INT8_PER_TOKEN_HEAD
-    runner = served.runner(schedule, draft_model=served.directory, kv_cache_dtype=codes)
-    _, happened = serve_tokens(runner, schedule)
+    runner = rounded.runner(schedule, draft_model=rounded.directory, kv_cache_dtype=codes)
+    requests, happened = serve_tokens(runner, schedule)
+    check_alone(rounded.runner(schedule, kv_cache_dtype=codes), schedule, requests)
     assert happened.accepted == happened.drafts > 20
 
 
@@ -203,24 +246,33 @@ def test_two_ranks_draft_alike_from_what_others_wrote(served: Served) -> None:
     assert happened.drafts > happened.accepted > 5
 
 
-@pytest.mark.parametrize("proposes", [False, True])
-def test_any_schedule_on_two_ranks_gives_the_tokens_of_transformers(
-    served: Served, *, proposes: bool
-) -> None:
+def test_any_schedule_on_two_ranks_gives_the_tokens_of_transformers(served: Served) -> None:
     schedule = Schedule(seed=3, block_size=4, max_chunk=7)
 
     def work(thread: RankThread) -> tuple[list[Request], Happened]:
-        lockstep = Lockstep(thread.ranks, 1, thread.group.watch.explain)
-        known = KnownProposer([]) if proposes else None
-        runner = served.runner(
-            schedule,
-            ranks=thread.ranks,
-            lockstep=lockstep,
-            proposer=RandomProposer(known) if known is not None else None,
-        )
-        return serve(runner, schedule, served.model.config.hidden_size, known)
+        runner = served.runner(schedule, ranks=thread.ranks)
+        return serve(runner, schedule, served.hidden_size)
 
     (requests, happened), (others, _) = on_ranks(2, work)
     check(served, requests)
     assert [request.output for request in others] == [request.output for request in requests]
+    assert min(vars(happened).values()) > 1, happened
+
+
+def test_any_schedule_on_two_ranks_gives_the_bits_of_each_request_alone(rounded: Served) -> None:
+    """Both ranks propose the same drafts."""
+    schedule = Schedule(seed=3, block_size=4, max_chunk=7)
+
+    def work(thread: RankThread) -> Happened:
+        lockstep = Lockstep(thread.ranks, 1, thread.group.watch.explain)
+        known = KnownProposer([])
+        runner = rounded.runner(
+            schedule, ranks=thread.ranks, lockstep=lockstep, proposer=RandomProposer(known)
+        )
+        requests, happened = serve(runner, schedule, rounded.hidden_size, known)
+        check_alone(rounded.runner(schedule, ranks=thread.ranks), schedule, requests)
+        return happened
+
+    happened, other = on_ranks(2, work)
+    assert happened == other
     assert min(vars(happened).values()) > 1, happened
