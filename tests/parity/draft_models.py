@@ -25,7 +25,7 @@ def save_perturbed(model: Path, directory: Path, amount: float = 0.01) -> Path:
     for name, tensor in tensors.items():
         if tensor.dim() > 1:
             noise = torch.randn(tensor.shape, generator=random)
-            tensors[name] = tensor + amount * tensor.std() * noise
+            tensors[name] = (tensor + amount * tensor.std() * noise).to(tensor.dtype)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 

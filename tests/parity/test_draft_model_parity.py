@@ -4,6 +4,7 @@ always right, so a rejected draft shows that its keys and values are wrong.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,35 +19,34 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from services.worker.core.worker import Worker
 from services.worker.models.config import DtypeSetting
 from tests.parity.draft_models import Proposed, Recorded, record_drafts, save_perturbed
-from tests.parity.parallel.test_services_parity import Outputs, answers_together, generate, serving
+from tests.parity.parallel.test_services_parity import Outputs, generate, serving
 from tests.parity.situations import (
     BLOCK_SIZE,
     GREEDY,
     MAX_TOKENS,
-    SAMPLED,
     SITUATIONS,
     prompts,
     reference_outputs,
 )
 from tests.parity.situations import build as build_worker
-from tests.parity.test_speculation_parity import DEMO, EDITED
+from tests.parity.test_speculation_parity import DEMO, outputs_without_drafts
 from tests.scheduler.serving_replica import sampling
 from tests.tiny_models import save_tiny_model
+from tests.worker.runner_driver import Driver, Request, build_runner
 
 NUM_DRAFTS = 4
 TOGETHER = SITUATIONS["sixteen together"]
 NUM_CHECKED = 60
-"""The number of proposals that transformers computes again."""
+"""The number of proposals that are computed again."""
 
 
 def build(
     directory: Path, draft: Path | None, num_drafts: int = NUM_DRAFTS, **changes: Any
 ) -> Worker:
-    """A worker in float32, with or without a draft model."""
+    """A worker with or without a draft model."""
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": num_drafts}
     drafts = None if draft is None else json.dumps({**config, "num_rows": 0})
-    settings = {"dtype": DtypeSetting.FLOAT32, "speculative_config": drafts, **changes}
-    return build_worker(directory, **settings)
+    return build_worker(directory, speculative_config=drafts, **changes)
 
 
 def save_draft(kind: str, model: Path, directory: Path) -> Path:
@@ -63,9 +63,12 @@ def save_draft(kind: str, model: Path, directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A worker with a draft model, and its model's answers without drafts, by parameters."""
+    """A worker with a draft model, and its model's answers without drafts, by parameters. Both
+    models have the data type.
+    """
 
     kind: str
+    dtype: torch.dtype
     directory: Path
     worker: Worker
     outputs: list[tuple[dict[str, Any], Outputs]]
@@ -74,33 +77,32 @@ class Drafting:
 @pytest.fixture(
     scope="module",
     params=[
-        ("llama", "itself"),
-        ("llama", "perturbed"),
-        ("llama", "mistral_window"),
-        ("gemma3", "itself"),
-        ("gemma3", "llama"),
-        ("gemma4_moe", "llama"),
+        ("llama", "itself", torch.bfloat16),
+        ("llama", "perturbed", torch.bfloat16),
+        ("llama", "mistral_window", torch.float32),
+        ("gemma3", "itself", torch.bfloat16),
+        ("gemma3", "llama", torch.float32),
+        ("gemma4_moe", "llama", torch.float32),
     ],
-    ids=" by ".join,
+    ids=lambda case: " by ".join(case[:2]),
 )
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafting:
     """Models with full attention, or with full attention and windows, also with smaller blocks.
     Each has every kind of draft model.
     """
     torch.set_num_threads(1)
-    model, kind = request.param
+    model, kind, dtype = request.param
     directory: Path = tmp_path_factory.mktemp(model)
-    save_tiny_model(directory / "model", model)
-    plain = build(directory / "model", None)
-    outputs = [(GREEDY, reference_outputs(model))]
-    for params in (SAMPLED, EDITED):
-        outputs.append((params, answers_together(plain, params)))
+    outputs = outputs_without_drafts(model, dtype, directory / "model")
     draft = save_draft(kind, directory / "model", directory / "draft")
-    return Drafting(kind, draft, build(directory / "model", draft), outputs)
+    return Drafting(kind, dtype, draft, build(directory / "model", draft), outputs)
 
 
 always_right = pytest.mark.parametrize(
-    "drafting", [("llama", "itself"), ("gemma3", "itself")], indirect=True, ids=" by ".join
+    "drafting",
+    [("llama", "itself", torch.bfloat16), ("gemma3", "itself", torch.bfloat16)],
+    indirect=True,
+    ids=lambda case: " by ".join(case[:2]),
 )
 
 
@@ -155,8 +157,10 @@ async def test_a_model_that_drafts_for_itself_takes_a_step_for_all_drafts_and_on
     assert (each - 1) * len(prompts()) < stats.num_steps <= each * len(prompts()) + 1
 
 
-async def test_what_is_proposed_is_how_transformers_continues(drafting: Drafting) -> None:
-    model = AutoModelForCausalLM.from_pretrained(drafting.directory, dtype=torch.float32).eval()
+async def test_what_is_proposed_is_how_the_draft_model_continues(drafting: Drafting) -> None:
+    """The reference is transformers in float32, and the model alone, token by token, in
+    bfloat16.
+    """
     recorded = record_drafts(drafting.worker)
     async with serving(drafting.worker, SITUATIONS["chunks of 11"], async_scheduling=True) as (
         _,
@@ -164,9 +168,25 @@ async def test_what_is_proposed_is_how_transformers_continues(drafting: Drafting
     ):
         for params, _ in drafting.outputs:
             await generate(gateway, prompts(), params)
-    chosen = np.random.default_rng(0).permutation(len(recorded.proposed))[:NUM_CHECKED]
-    for index in chosen.tolist():
-        assert_continued(model, recorded.proposed[index])
+    order = np.random.default_rng(0).permutation(len(recorded.proposed))[:NUM_CHECKED]
+    chosen = [recorded.proposed[index] for index in order.tolist()]
+    if drafting.dtype is torch.bfloat16:
+        assert_continued_alone(drafting.directory, chosen)
+        return
+    model = AutoModelForCausalLM.from_pretrained(drafting.directory, dtype=torch.float32).eval()
+    for proposed in chosen:
+        assert_continued(model, proposed)
+
+
+def assert_continued_alone(directory: Path, chosen: Sequence[Proposed]) -> None:
+    """Asserts that drafts are how a model in bfloat16 continues a request alone."""
+    runner = build_runner(directory, dtype=torch.bfloat16)
+    driver = Driver(runner, block_size=16, num_blocks=runner.limits.num_blocks)
+    for proposed in chosen:
+        forced, own = np.split(np.array(proposed.drafts), [proposed.num_forced])
+        request = Request([*proposed.known, *forced.tolist()], len(own))
+        driver.run([request])
+        assert request.output == own.tolist()
 
 
 @torch.inference_mode()
@@ -258,7 +278,8 @@ async def test_what_a_form_forces_comes_before_drafts(temperature: float) -> Non
         **{"temperature": temperature, "seed": 3, "max_tokens": 60},
         "structured_outputs": wanted,
     }
-    plain, worker = build(DEMO, None), build(DEMO, DEMO, num_drafts=12)
+    in_float32 = {"dtype": DtypeSetting.FLOAT32}
+    plain, worker = build(DEMO, None, **in_float32), build(DEMO, DEMO, 12, **in_float32)
     recorded, answers = record_drafts(worker), []
     for served in (plain, worker):
         async with serving(served, TOGETHER, async_scheduling=True) as (_, gateway):

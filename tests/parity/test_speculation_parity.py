@@ -32,7 +32,7 @@ from tests.parity.situations import (
     reference_outputs,
 )
 from tests.scheduler.serving_replica import sampling
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import TILED, save_tiny_model
 from tests.worker.suffix_reference import suffix_trees
 
 NUM_DRAFTS = 4
@@ -58,6 +58,20 @@ PROPOSERS: dict[str, Callable[[KnownProposer], DraftSource]] = {
 }
 
 
+def outputs_without_drafts(
+    kind: str, dtype: torch.dtype, directory: Path
+) -> list[tuple[dict[str, Any], Outputs]]:
+    """Saves a model, and returns its answers by parameters. In float32 the greedy ones are
+    transformers' own.
+    """
+    is_float32 = dtype is torch.float32
+    save_tiny_model(directory, kind, dtype=dtype, **({} if is_float32 else TILED))
+    plain = build(directory)
+    greedy = reference_outputs(kind) if is_float32 else answers_together(plain, GREEDY)
+    others = [(params, answers_together(plain, params)) for params in (SAMPLED, EDITED)]
+    return [(GREEDY, greedy), *others]
+
+
 @dataclass
 class Speculating:
     """A worker that verifies drafts, and its model's answers without drafts, by parameters."""
@@ -75,18 +89,19 @@ class Speculating:
         self.loaded.runner.drafter = Drafter(source, NUM_DRAFTS)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(
+    scope="module",
+    params=[("llama", torch.float32), ("gemma3", torch.bfloat16)],
+    ids=lambda case: case[0],
+)
 def speculating(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Speculating:
-    """A model with full attention, and one that also has windows."""
+    """A model with full attention in float32, and one that also has windows in bfloat16."""
     torch.set_num_threads(1)
-    directory: Path = tmp_path_factory.mktemp(request.param)
-    save_tiny_model(directory, request.param)
-    plain = build(directory)
-    outputs = [(GREEDY, reference_outputs(request.param))]
-    for params in (SAMPLED, EDITED):
-        outputs.append((params, answers_together(plain, params)))
+    kind, dtype = request.param
+    directory: Path = tmp_path_factory.mktemp(kind)
+    outputs = outputs_without_drafts(kind, dtype, directory)
     assert 8 <= min(map(len, outputs[-1][1])) < MAX_TOKENS
     drafts = json.dumps({"num_speculative_tokens": NUM_DRAFTS, "num_rows": 0})
     return Speculating(build(directory, speculative_config=drafts), outputs)
