@@ -180,10 +180,17 @@ class ExactServing:
     model: ExactModel
     driver: Driver
 
-    def step(self, scheduled: Sequence[tuple[Request, int]], what: str) -> None:
-        """Runs a step with a number of tokens for each request."""
+    def step(
+        self,
+        scheduled: Sequence[tuple[Request, int]],
+        what: str,
+        beside: Sequence[tuple[Request, int]] = (),
+    ) -> None:
+        """Runs a step with a number of tokens for each request. Requests `beside` are not
+        compared.
+        """
         begins = [request.num_computed for request, _ in scheduled]
-        self.driver.step(scheduled)
+        self.driver.step([*scheduled, *beside])
         for begin, (request, count) in zip(begins, scheduled, strict=True):
             expected = self.model.references[tuple(request.prompt)][begin : begin + count]
             actual = self.model.recorder.logits_of(self.row_of(request))

@@ -1,5 +1,5 @@
 """Serves checkpoints with quantized weights, and compares them with models of the same weights in
-float32.
+float32, or bits of the same request in other steps.
 """
 
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from services.common.request.sampling import SamplingParams
+from tests.parity.exact import ExactModel, drawn
 from tests.parity.oracle import assert_served
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker.rank_threads import RankThread, on_ranks
@@ -37,6 +38,16 @@ def assert_is_what_transformers_computes(checkpoint: Checkpoint, **options: obje
     directory, model = checkpoint
     for request in serve(directory, **options):
         assert_served(model, request)
+
+
+def assert_logits_are_exact(model: ExactModel) -> None:
+    """Asserts that logits do not depend on what is computed with them."""
+    sequences = [drawn(length, length, VOCAB_SIZE) for length in (1, 5, 33, 90)]
+    for tokens in sequences:
+        model.reference(tokens)
+    for chunks in ([7], [16, 1, 90, 3]):
+        requests = [Request(tokens, 1) for tokens in sequences]
+        model.serving(seed=1).run(requests, chunks, f"chunks of {chunks}")
 
 
 def assert_two_ranks_divide(checkpoint: Checkpoint) -> None:

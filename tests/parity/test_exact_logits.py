@@ -13,7 +13,7 @@ from services.worker.backends.choices import KernelsSetting
 from tests.parity.exact import BLOCK_SIZE, ExactModel, drawn
 from tests.parity.models_table import rows
 from tests.parity.oracle import embedded_prompt
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import TILED, VOCAB_SIZE, save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Request
 
@@ -159,6 +159,30 @@ def test_embedded_prompts_and_those_beside_them(model: ExactModel) -> None:
     model.references[tuple(alone.prompt)] = model.recorder.logits_of(serving.row_of(alone)).clone()
     together = [embedded(), *requests()[3:9]]
     model.serving(seed=9).run(together, [7, 16, 5], "beside an embedded prompt")
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "mixtral"])
+def test_a_request_of_nan_changes_no_logits_beside_it(
+    tmp_path: Path, dtype: torch.dtype, kind: str
+) -> None:
+    save_tiny_model(tmp_path, kind, dtype=dtype, **TILED)
+    model = ExactModel(tmp_path, dtype, KernelsSetting.NATIVE)
+    others = requests()[3:10]
+    for request in others:
+        model.reference(request.prompt)
+    embeds = embedded_prompt(torch.full((300, TILED["hidden_size"]), torch.nan))
+    spoiled = Request([*embeds.placeholders, 9], 1, embeds=embeds)
+    serving = model.serving(seed=10)
+    while running := [request for request in others if not request.finished]:
+        chunks = [
+            (one, min(number % 3 * 8 + 1, len(one.prompt) - one.num_computed))
+            for number, one in enumerate(running)
+        ]
+        count = 3 if spoiled.num_computed < 300 else 0
+        serving.step(chunks, "beside NaN", [(spoiled, count)] if count else ())
+        if count:
+            assert model.recorder.logits_of(serving.row_of(spoiled)).isnan().all()
+        serving.driver.remove_finished(running)
 
 
 def test_log_probabilities_are_the_same_bits_however_served(model: ExactModel) -> None:

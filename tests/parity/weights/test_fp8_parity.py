@@ -13,9 +13,11 @@ from services.worker.backends.choices import KernelsSetting
 from services.worker.models.errors import UnsupportedModel
 from tests.dequantized import is_projection
 from tests.lora_adapters import adapted_model
+from tests.parity.exact import ExactModel
 from tests.parity.quantized_serving import (
     Checkpoint,
     assert_is_what_transformers_computes,
+    assert_logits_are_exact,
     assert_two_ranks_divide,
     serve,
 )
@@ -103,6 +105,13 @@ def test_it_is_what_transformers_computes(checkpoint: Checkpoint, kernels: Kerne
 
 def test_two_ranks_divide_it(checkpoint: Checkpoint) -> None:
     assert_two_ranks_divide(checkpoint)
+
+
+def test_logits_in_bfloat16_do_not_depend_on_what_is_computed_with_them(
+    checkpoint: Checkpoint,
+) -> None:
+    directory, _ = checkpoint
+    assert_logits_are_exact(ExactModel(directory, torch.bfloat16, KernelsSetting.NATIVE))
 
 
 @pytest.mark.parametrize(

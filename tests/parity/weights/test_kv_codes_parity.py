@@ -28,7 +28,7 @@ from tests.parity.situations import (
     build,
     prompts,
 )
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import TILED, VOCAB_SIZE, save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Driver, Request, build_runner
 from tests.worker.staged_runner import StagedRunner
@@ -51,7 +51,8 @@ class Case:
     dtype: torch.dtype
 
     def model(self, directory: Path, kv_cache_dtype: KVCacheDtype = INT8) -> ExactModel:
-        save_tiny_model(directory, self.kind, dtype=self.dtype)
+        sizes = TILED if self.dtype is torch.bfloat16 else {}
+        save_tiny_model(directory, self.kind, dtype=self.dtype, **sizes)
         torch.set_num_threads(1)
         made = ExactModel(
             directory,
@@ -132,10 +133,11 @@ def root_mean_square(numbers: torch.Tensor) -> torch.Tensor:
 async def test_tokens_are_the_same_in_every_situation(
     kind: str, params: dict[str, object], tmp_path: Path
 ) -> None:
-    save_tiny_model(tmp_path, kind)
+    dtype = torch.float32 if kind == "bamba" else torch.bfloat16
+    save_tiny_model(tmp_path, kind, dtype=dtype)
     torch.set_num_threads(1)
     runner = build_runner(
-        tmp_path, block_size=BLOCK_SIZE, num_blocks=LARGE_POOL, kv_cache_dtype=INT8
+        tmp_path, block_size=BLOCK_SIZE, num_blocks=LARGE_POOL, dtype=dtype, kv_cache_dtype=INT8
     )
     runs = {
         name: await generate(
@@ -189,7 +191,7 @@ def test_two_ranks_and_two_stages_give_the_same_tokens(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 async def test_blocks_come_back_from_the_tier(kind: str, tmp_path: Path) -> None:
     """Prompts are preempted again and again, with and without a tier of offloaded blocks."""
-    save_tiny_model(tmp_path, kind)
+    save_tiny_model(tmp_path, kind, dtype=torch.bfloat16)
     torch.set_num_threads(1)
     answers: list[Sequence[Sequence[int]]] = []
     for gib in (None, 1 / 16):

@@ -12,8 +12,9 @@ from services.common.request.sampling import SamplingParams
 from services.worker.backends.choices import KernelsSetting
 from services.worker.backends.native import lora
 from tests.lora_adapters import CONFIGS, adapted_model, save_adapter
+from tests.parity.exact import assert_same_answer
 from tests.parity.oracle import assert_served
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import TILED, VOCAB_SIZE, save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Driver, Request, build_runner
 from tests.worker.staged_runner import StagedRunner
@@ -54,9 +55,9 @@ class Adapted:
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    """A model with its adapters. The second kind of model has biases."""
+    """A model with its adapters. The second kind of model has biases, and sizes for tiles."""
     directory = tmp_path_factory.mktemp("model")
-    save_tiny_model(directory, request.param)
+    save_tiny_model(directory, request.param, **(TILED if request.param == "qwen2" else {}))
     adapters = [
         save_adapter(directory, directory / "adapters" / name, seed, **config)
         for seed, (name, config) in enumerate(CONFIGS.items())
@@ -107,9 +108,7 @@ def test_a_mixed_batch_is_each_request_alone(
             request, output=[], tables=[], num_computed=0, prompt_rows=[], sampled_rows=[]
         )
         alone.run([other], chunk=64)
-        assert other.output == request.output
-        for rows, others in zip(request.sampled_rows, other.sampled_rows, strict=True):
-            assert np.array_equal(rows.logprobs, others.logprobs)
+        assert_same_answer(request, other, str(request.adapter))
 
 
 def test_two_ranks_share_each_layer(adapted: Adapted) -> None:

@@ -2,23 +2,27 @@
 token for token, with every kind of kernels and on two ranks.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from services.worker.backends.choices import KernelsSetting
 from services.worker.models.errors import UnsupportedModel
 from tests.lora_adapters import adapted_model
+from tests.parity.exact import ExactModel
 from tests.parity.quantized_serving import (
     Checkpoint,
     assert_is_what_transformers_computes,
+    assert_logits_are_exact,
     assert_two_ranks_divide,
     serve,
 )
 from tests.quantized_checkpoints import FORMATS, GROUP, save_quantized
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import TILED, save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
 
 
@@ -39,6 +43,19 @@ def test_it_is_what_transformers_computes(checkpoint: Checkpoint, kernels: Kerne
 
 def test_two_ranks_divide_it(checkpoint: Checkpoint) -> None:
     assert_two_ranks_divide(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_logits_in_bfloat16_do_not_depend_on_what_is_computed_with_them(
+    tmp_path: Path, name: str
+) -> None:
+    """Groups of codes are as deep as tiles."""
+    save_tiny_model(tmp_path / "plain", "llama", **TILED)
+    of = FORMATS[name]
+    of = replace(of, group=32, config=of.config | {"group_size": 32})
+    save_quantized(tmp_path / "plain", tmp_path / "quantized", of)
+    model = ExactModel(tmp_path / "quantized", torch.bfloat16, KernelsSetting.NATIVE)
+    assert_logits_are_exact(model)
 
 
 def test_ranks_that_would_divide_a_group_are_refused(tmp_path: Path) -> None:

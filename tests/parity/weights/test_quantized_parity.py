@@ -15,9 +15,10 @@ from services.worker.backends.choices import KernelsSetting
 from services.worker.models.quantization_config import QuantizationSetting
 from tests.dequantized import save_dequantized
 from tests.lora_adapters import CONFIGS, adapted_model, save_adapter
-from tests.parity.exact import ExactModel, drawn
+from tests.parity.exact import ExactModel
 from tests.parity.oracle import assert_served
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.parity.quantized_serving import assert_logits_are_exact
+from tests.tiny_models import TILED, VOCAB_SIZE, save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Driver, Request, build_runner
 from tests.worker.staged_runner import StagedRunner
@@ -125,11 +126,6 @@ def test_two_pipeline_stages_serve_what_transformers_computes(tmp_path: Path) ->
 def test_logits_do_not_depend_on_what_is_computed_with_them(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    save_tiny_model(tmp_path, "llama", dtype=dtype)
+    save_tiny_model(tmp_path, "llama", dtype=dtype, **TILED)
     model = ExactModel(tmp_path, dtype, KernelsSetting.NATIVE, quantization=INT8)
-    sequences = [drawn(length, length, VOCAB_SIZE) for length in (1, 5, 33, 90)]
-    for tokens in sequences:
-        model.reference(tokens)
-    for chunks in ([7], [16, 1, 90, 3]):
-        requests = [Request(tokens, 1) for tokens in sequences]
-        model.serving(seed=1).run(requests, chunks, f"chunks of {chunks}")
+    assert_logits_are_exact(model)

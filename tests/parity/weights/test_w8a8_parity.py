@@ -20,11 +20,16 @@ from services.worker.backends.choices import KernelsSetting
 from services.worker.models.quantization_config import QuantizationSetting
 from tests.dequantized import HEAD, is_projection, save_dequantized
 from tests.lora_adapters import CONFIGS, adapted_model, save_adapter
-from tests.parity.exact import ExactModel, drawn
+from tests.parity.exact import ExactModel
 from tests.parity.oracle import LOGPROB_TOLERANCE, first_choices, logprobs
-from tests.parity.quantized_serving import BLOCK_SIZE, NUM_BLOCKS, WITH_LOGPROBS
+from tests.parity.quantized_serving import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    WITH_LOGPROBS,
+    assert_logits_are_exact,
+)
 from tests.quantized_checkpoints import W8A8, save_quantized
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import TILED, VOCAB_SIZE, save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Driver, Request, build_runner
 
@@ -174,11 +179,6 @@ def test_each_of_two_ranks_rounds_its_part(model: Model) -> None:
 def test_logits_do_not_depend_on_what_is_computed_with_them(
     tmp_path: Path, kind: str, dtype: torch.dtype, kernels: KernelsSetting
 ) -> None:
-    save_tiny_model(tmp_path, kind)
+    save_tiny_model(tmp_path, kind, **TILED)
     exact = ExactModel(tmp_path, dtype, kernels, quantization=QuantizationSetting.W8A8)
-    sequences = [drawn(length, length, VOCAB_SIZE) for length in (1, 5, 33, 90)]
-    for tokens in sequences:
-        exact.reference(tokens)
-    for chunks in ([7], [16, 1, 90, 3]):
-        requests = [Request(tokens, 1) for tokens in sequences]
-        exact.serving(seed=1).run(requests, chunks, f"chunks of {chunks}")
+    assert_logits_are_exact(exact)
