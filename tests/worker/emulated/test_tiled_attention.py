@@ -109,7 +109,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("dim", "rows", "is_single"),
-    [(64, 3, True), (40, 3, True), (128, 7, True), (64, 40, False), (48, 18, False)],
+    [(64, 3, True), (40, 3, True), (112, 7, True), (64, 40, False), (80, 18, False)],
 )
 @pytest.mark.parametrize(("length", "block_size"), [(64, 16), (49, 3), (7, 16)])
 def test_products_equal_a_scalar_model(

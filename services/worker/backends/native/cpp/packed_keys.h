@@ -10,15 +10,15 @@
 
 namespace stepwell {
 
-// Packs keys that are stored like values into panels of PANEL_WIDTH columns, [dim / DEPTH,
-// PANEL_WIDTH, DEPTH] each.
+// Packs keys that are stored like values into panels of PANEL_WIDTH columns, [depth / DEPTH,
+// PANEL_WIDTH, DEPTH] each. Zeros follow their `dim` elements.
 template <class T>
-void pack_token_rows(const TokenRows<T>& keys, int dim, T* packed) {
+void pack_token_rows(const TokenRows<T>& keys, int dim, int depth, T* packed) {
   using Ops = PanelOps<T>;
-  const int steps = dim / Ops::DEPTH;
+  const int steps = depth / Ops::DEPTH;
   alignas(64) float lines[LANES * LANES], turned[LANES * LANES];
   for (int first = 0; first < keys.count(); first += LANES) {
-    T* target = packed + round_down(first, PANEL_WIDTH) * dim + first % PANEL_WIDTH * Ops::DEPTH;
+    T* target = packed + round_down(first, PANEL_WIDTH) * depth + first % PANEL_WIDTH * Ops::DEPTH;
     for (int step = 0; step < steps; step += LANES) {
       const int begin = step * Ops::DEPTH;
       for (int i = 0; i < LANES; ++i) {
@@ -37,25 +37,28 @@ void pack_token_rows(const TokenRows<T>& keys, int dim, T* packed) {
   }
 }
 
-// Packs `count` panels of stored keys into panels of PANEL_WIDTH columns.
+// Packs `count` panels of stored keys as pack_token_rows does.
 template <class T>
-void pack_panels(const KeyPanels<T>& panels, int count, int dim, T* packed) {
+void pack_panels(const KeyPanels<T>& panels, int count, int dim, int depth, T* packed) {
   constexpr int SIZE = LANES * PanelOps<T>::DEPTH;
   for (int p = 0; p < count; ++p) {
-    T* target = packed + p / PANEL_VECTORS * PANEL_WIDTH * dim + p % PANEL_VECTORS * SIZE;
+    T* target = packed + p / PANEL_VECTORS * PANEL_WIDTH * depth + p % PANEL_VECTORS * SIZE;
     for (int d = 0; d < dim; d += PanelOps<T>::DEPTH) {
       std::memcpy(target + d * PANEL_WIDTH, panels.current[p] + d * LANES, SIZE * sizeof(T));
       __builtin_prefetch(panels.next[p] + d * LANES, 0, 2);
+    }
+    for (int d = dim; d < depth; d += PanelOps<T>::DEPTH) {
+      std::memset(target + d * PANEL_WIDTH, 0, SIZE * sizeof(T));
     }
   }
 }
 
 // The panels of LANES columns in packed keys. `next` is `current`, since nothing is prefetched.
 template <class T>
-KeyPanels<T> packed_panels(const T* packed, int dim) {
+KeyPanels<T> packed_panels(const T* packed, int depth) {
   KeyPanels<T> found{.step = PANEL_WIDTH * PanelOps<T>::DEPTH};
   for (int p = 0; p < BLOCK_PANELS; ++p) {
-    found.current[p] = packed + p / PANEL_VECTORS * PANEL_WIDTH * dim +
+    found.current[p] = packed + p / PANEL_VECTORS * PANEL_WIDTH * depth +
                        p % PANEL_VECTORS * LANES * PanelOps<T>::DEPTH;
     found.next[p] = found.current[p];
   }

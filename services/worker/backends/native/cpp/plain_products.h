@@ -91,16 +91,18 @@ class PlainProducts {
     block_ = &block;
     next_block_ = &next_block;
     const T* query = query_ + rows.first * padded_dim_;
+    // Tiles read keys of whole tiles of depth from the pages. Other keys get zeros when packed.
     if constexpr (SUMS_LIKE_TILES<T>) {
-      if (dim_ % SUM_DEPTH == 0) {
-        return score_in_tiles(query, padded_dim_, rows.count, panels(), block.num_panels(), dim_,
+      if (dim_ == padded_dim_ || !reads_pages()) {
+        const auto keys = dim_ == padded_dim_ ? panels() : packed_keys();
+        return score_in_tiles(query, padded_dim_, rows.count, keys, block.num_panels(), padded_dim_,
                               scores_);
       }
     }
     if (reads_pages()) {
       score_queries(query, padded_dim_, rows.count, panels(), block.num_panels(), dim_, scores_);
     } else {
-      pack_keys();
+      packed_keys();
       score_rows(query, padded_dim_, packed_, rows.count, dim_, scores_);
     }
   }
@@ -148,21 +150,22 @@ class PlainProducts {
     if (has_panels_) {
       return panels_in_pages(keys_ + rows_.head * dim_ * LANES, *block_, *next_block_);
     }
-    pack_keys();
-    return packed_panels(packed_, dim_);
+    return packed_keys();
   }
 
-  // Packs the head's keys of the block.
-  void pack_keys() {
+  // Packs the head's keys of the block, for tiles with whole tiles of depth.
+  KeyPanels<T> packed_keys() {
+    const int depth = SUMS_LIKE_TILES<T> ? padded_dim_ : dim_;
     if (has_panels_) {
       const T* keys = keys_ + rows_.head * dim_ * LANES;
-      pack_panels(panels_in_pages(keys, *block_, *next_block_), block_->num_panels(), dim_,
+      pack_panels(panels_in_pages(keys, *block_, *next_block_), block_->num_panels(), dim_, depth,
                   packed_);
     } else {
       const TokenRows<T> keys{keys_ + rows_.head * dim_, *block_, *next_block_};
       keys.prefetch_rest(0, dim_);
-      pack_token_rows(keys, dim_, packed_);
+      pack_token_rows(keys, dim_, depth, packed_);
     }
+    return packed_panels(packed_, depth);
   }
 
   T* keys_;

@@ -18,6 +18,7 @@ namespace stepwell {
 
 // Elements of depth in a tile.
 constexpr int SUM_DEPTH = SUM_STEPS<BFloat16> * PanelOps<BFloat16>::DEPTH;
+static_assert(!SUMS_LIKE_TILES<BFloat16> || PANEL_WIDTH % SUM_DEPTH == 0);
 
 // Rows that are `stride` elements apart. With two tiles of rows the first one has `first_rows`
 // rows.
