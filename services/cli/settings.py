@@ -191,7 +191,13 @@ class UpSettings:
     dtype: str | None = passed_to(
         "worker", doc="data type of weights and KV cache: auto, float32, bfloat16"
     )
-    device: str | None = passed_to("worker", doc="what the worker computes on: auto, cpu, cuda")
+    device: str | None = passed_to(
+        "worker", doc="what the worker computes on: auto, cpu, cuda, simulated"
+    )
+    profile: str | None = passed_to(
+        "worker",
+        doc="the times and the memory of device simulated: the name of a profile, or a TOML file",
+    )
     gpu_memory_utilization: float | None = passed_to(
         "worker",
         doc="share of memory that the worker may use, on a GPU of all of it",

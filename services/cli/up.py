@@ -27,6 +27,7 @@ from services.common.process.standard_streams import drop_unwritten
 from services.common.redis.url import NEEDS_REDIS, missing_file, without_secrets
 from services.common.request.tokenizer_files import has_tokenizer
 from services.common.rpc.addresses import LARGEST_PORT, join_host_port
+from services.worker.backends.choices import DeviceSetting
 from services.worker.models.errors import ModelError
 from services.worker.models.pooling_config import RunnerSetting
 from services.worker.models.suitability.check import check_model
@@ -92,10 +93,14 @@ def _up(argv: Sequence[str]) -> int:
 def _check_model(settings: UpSettings) -> None:
     """Raises CommandError at once if the worker's own checks reject the model."""
     runner = settings.runner or os.environ.get(variable_name("worker", "runner"))
+    device = settings.device or os.environ.get(variable_name("worker", "device"))
     known = [each for each in RunnerSetting if each.value == runner]
     sizes = settings.tensor_parallel_size, settings.pipeline_parallel_size
     try:
-        check_model(settings.model, *sizes, known[0] if known else RunnerSetting.AUTO)
+        check_model(
+            *(settings.model, *sizes, known[0] if known else RunnerSetting.AUTO),
+            needs_weights=device != DeviceSetting.SIMULATED.value,
+        )
     except ModelError as error:
         raise CommandError(str(error)) from error
     if not has_tokenizer(settings.model):

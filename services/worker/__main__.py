@@ -18,6 +18,7 @@ from importlib import import_module
 from services.common.process.lifecycle import run_service
 from services.common.telemetry.tracing import service_tracing
 from services.common.tls.settings import tls_of
+from services.worker.backends.choices import DeviceSetting
 from services.worker.models.suitability.check import check_model
 from services.worker.parallel.membership import find_membership
 from services.worker.settings import WorkerSettings
@@ -37,7 +38,8 @@ def prepare(settings: WorkerSettings) -> None:
     """
     own = find_membership(settings, os.environ)
     check_model(
-        settings.model, own.tensor_parallel_size, own.pipeline_parallel_size, settings.runner
+        *(settings.model, own.tensor_parallel_size, own.pipeline_parallel_size, settings.runner),
+        needs_weights=settings.device is not DeviceSetting.SIMULATED,
     )
     logger.info("%s can be served; importing torch", settings.model)
     import_module("services.worker.service")

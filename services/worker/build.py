@@ -13,12 +13,11 @@ from services.common.process.processors import usable_processors
 from services.worker.backends.device import dtype_name
 from services.worker.backends.out_of_memory import memory_for
 from services.worker.core.fingerprint import model_fingerprint
-from services.worker.core.model_runner import ModelRunner
-from services.worker.core.worker import Worker
-from services.worker.models.files.checkpoint import Checkpoint, open_checkpoint
+from services.worker.core.worker import StepRunner, Worker
+from services.worker.models.files.checkpoint import Checkpoint
 from services.worker.models.pooling_config import PoolingConfig, read_pooling
 from services.worker.models.suitability.check import takes_whole_prompts
-from services.worker.options.listed import TIER
+from services.worker.options.listed import PLATFORM, TIER
 from services.worker.parallel.group import Group
 from services.worker.parts.adapters import make_adapters
 from services.worker.parts.description import describe
@@ -74,10 +73,10 @@ def build_worker(
     `checkpoint_reached` is called many times during startup, and may raise to abort it. Raises
     ModelError if the directory cannot be served, KVCacheTooSmall or NotEnoughMemory if memory is
     too small, and GroupBroken if the ranks of the group do not match. Also raises NoSpeculation,
-    NoTier, UnsuitableDevice and KernelsUnavailable.
+    NoTier, UnsuitableDevice, KernelsUnavailable and SettingError.
     """
-    setup = set_up_rank(settings, checkpoint_reached, group)
-    checkpoint = open_checkpoint(settings.model, setup.platform.torch_device)
+    setup = set_up_rank(settings, checkpoint_reached, group, PLATFORM)
+    checkpoint = setup.platform.open(settings.model)
     pooling = read_pooling(settings.model, settings.runner)
     if pooling is None or not takes_whole_prompts(settings.model):
         return _build_cached(setup, checkpoint, pooling, incarnation)
@@ -122,7 +121,7 @@ def make_grammars(model: Path, parts: RunnerParts) -> Grammars | None:
     return Grammars(partial(model_compiler, model, loaded.vocab_size, loaded.eos_token_ids))
 
 
-def warm_runner(setup: RankSetup, parts: RunnerParts) -> ModelRunner:
+def warm_runner(setup: RankSetup, parts: RunnerParts) -> StepRunner:
     """A runner with its KV cache, after the warm-up steps. Raises NotEnoughMemory."""
     with memory_for("the KV cache", "lower num_blocks, kv_cache_memory_bytes or max_num_seqs"):
         runner = setup.platform.runner(parts)

@@ -21,6 +21,8 @@ from services.worker.platforms.interface import Platform
 from services.worker.platforms.placement import LocalWorker, memory_sharers
 from services.worker.settings import WorkerSettings
 
+SelectPlatform = Callable[[WorkerSettings, Callable[[], None], Group | None], Platform]
+
 logger = logging.getLogger(__name__)
 
 
@@ -31,8 +33,10 @@ def select_platform(
 
     By default CUDA is selected if the machine has everything that CUDA needs, and the dtype setting
     is not float32. If a part is missing, it is logged. Raises UnsuitableDevice if the setting is
-    CUDA and something is missing, and KernelsUnavailable.
+    CUDA and something is missing, or if it is SIMULATED. Raises KernelsUnavailable.
     """
+    if settings.device is DeviceSetting.SIMULATED:
+        raise UnsuitableDevice("device: this worker has no simulated device")
     may_be_cuda = torch.cuda.is_available() and settings.dtype is not DtypeSetting.FLOAT32
     tries_cuda = settings.device is DeviceSetting.AUTO and may_be_cuda
     for reason in _reasons_for_the_cpu(settings):

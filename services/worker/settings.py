@@ -36,7 +36,12 @@ class WorkerSettings(ServiceSettings):
     )
     device: DeviceSetting = setting(
         DeviceSetting.AUTO,
-        doc="device to compute on; auto: cuda if the machine has all that it needs, else cpu",
+        doc="device to compute on; auto: cuda if the machine has all that it needs, else cpu; "
+        "simulated: none, see docs/simulated-device.md",
+    )
+    profile: str | None = setting(
+        None,
+        doc="the times and the memory of device simulated: the name of a profile, or a TOML file",
     )
     batch_invariant: bool | None = setting(
         None,

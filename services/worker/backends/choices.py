@@ -17,11 +17,14 @@ def bind_problem(value: str) -> str | None:
 
 
 class DeviceSetting(enum.Enum):
-    """The device of a worker. AUTO selects CUDA if possible, and the CPU otherwise."""
+    """The device of a worker. AUTO selects CUDA if possible, and the CPU otherwise. SIMULATED
+    computes no model: its steps take the time that a profile says.
+    """
 
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+    SIMULATED = "simulated"
 
 
 class KernelsSetting(enum.Enum):

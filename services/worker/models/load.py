@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.models import config as model_config
+from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import Decoder, attention_layers
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.files.checkpoint import Checkpoint
@@ -52,12 +54,29 @@ def load_model(
 
         loaded = load_transformers_model(checkpoint, options, kernels, ranks, wait_for_ranks)
         progress(1, 1)
-    # A window at least as long as the longest sequence has no effect.
+    return without_idle_windows(loaded)
+
+
+def without_idle_windows(loaded: LoadedModel) -> LoadedModel:
+    """The model without windows that are at least as long as the longest sequence. They have no
+    effect.
+    """
     attention = tuple(
         replace(x, window=None) if x.window and x.window >= loaded.max_model_len else x
         for x in loaded.attention
     )
     return replace(loaded, attention=attention)
+
+
+def native_max_model_len(config: ModelConfig, options: LoadOptions, path: Path) -> int:
+    """The maximum length of a sequence of a native model. `path`: its config.json. Raises
+    ModelConfigError if the options exceed the model's limit.
+    """
+    longest, pooling = config.rope.max_model_len, options.pooling
+    default = min(longest, config.rope.max_position_embeddings)
+    if pooling is not None and pooling.max_seq_length is not None:
+        default = min(default, pooling.max_seq_length)
+    return model_config.resolve_max_model_len(options.max_model_len, default, longest, path)
 
 
 def _load_natively(
@@ -67,12 +86,7 @@ def _load_natively(
     config, pooling = model_config.read_model_config(directory), options.pooling
     if pooling is not None:  # only logits of the vocabulary are capped
         config = replace(config, logits_softcap=None)
-    longest = config.rope.max_model_len
-    default = min(longest, config.rope.max_position_embeddings)
-    if pooling is not None and pooling.max_seq_length is not None:
-        default = min(default, pooling.max_seq_length)
-    asked, path = options.max_model_len, directory / "config.json"
-    max_model_len = model_config.resolve_max_model_len(asked, default, longest, path)
+    max_model_len = native_max_model_len(config, options, directory / "config.json")
     dtype = resolve_dtype(options.dtype, config.checkpoint_dtype, has_bfloat16=kernels.has_bfloat16)
     log_loading(config.architecture.value, directory, dtype)
     stage = layers_of_stage(checkpoint, config.num_layers, options.stage, options.num_stages)

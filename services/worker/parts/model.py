@@ -9,7 +9,6 @@ from services.worker.core.kv import kv_groups
 from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.core.pooler import PromptPooler, vector_end
 from services.worker.models.files.checkpoint import Checkpoint
-from services.worker.models.load import load_model
 from services.worker.models.model import LoadedModel, LoadOptions
 from services.worker.models.pooling_config import PoolingConfig
 from services.worker.parts.rank_setup import RankSetup
@@ -39,7 +38,7 @@ def load_parts(
     weights = f"the weights ({checkpoint.num_bytes / 2**20:.0f} MiB in their files)"
     with memory_for(weights, "use a machine with more, a smaller dtype, or more ranks"):
         layer_read = setup.progress("loading layers")
-        loaded = load_model(checkpoint, options, kernels, layer_read, setup.ranks, wait_for_ranks)
+        loaded = setup.platform.load(checkpoint, options, layer_read, setup.ranks, wait_for_ranks)
     kinds = kv_groups.layer_kinds(
         loaded.attention,
         settings.kv_cache_dtype,

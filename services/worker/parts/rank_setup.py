@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.parallel.group import Group
 from services.worker.parallel.membership import Membership
-from services.worker.platform_choice import select_platform
+from services.worker.platform_choice import SelectPlatform, select_platform
 from services.worker.platforms.interface import Platform
 from services.worker.settings import WorkerSettings
 
@@ -56,10 +56,15 @@ class RankSetup:
 
 
 def set_up_rank(
-    settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
+    settings: WorkerSettings,
+    checkpoint_reached: Callable[[], None],
+    group: Group | None,
+    select: SelectPlatform = select_platform,
 ) -> RankSetup:
-    """Selects the platform and its collectives. Raises UnsuitableDevice and KernelsUnavailable."""
-    platform = select_platform(settings, checkpoint_reached, group)
+    """Selects the platform and its collectives. Raises UnsuitableDevice, KernelsUnavailable and
+    SettingError.
+    """
+    platform = select(settings, checkpoint_reached, group)
     return RankSetup(
         settings,
         platform,

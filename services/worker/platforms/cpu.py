@@ -15,12 +15,13 @@ from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import StagedModel
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
+from services.worker.platforms.computing import ComputingPlatform
 from services.worker.platforms.interface import RunnerParts
 from services.worker.platforms.machine import available_memory_bytes
 from services.worker.platforms.prompt_shapes import PromptShape, first_shapes
 
 
-class CpuPlatform:
+class CpuPlatform(ComputingPlatform):
     """The Platform of the CPU. `num_sharers`: workers that share the machine's memory."""
 
     torch_device = CPU

@@ -19,6 +19,7 @@ from services.worker.core.model_runner import ModelRunner
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
 from services.worker.platforms import cuda_setup
+from services.worker.platforms.computing import ComputingPlatform
 from services.worker.platforms.cuda_setup import suits_xformers
 from services.worker.platforms.interface import RunnerParts
 from services.worker.platforms.prompt_shapes import (
@@ -33,7 +34,7 @@ _PROFILE_BLOCKS = 2
 """Blocks for profiling: the null block, and one block shared by all tokens of a step."""
 
 
-class CudaPlatform:
+class CudaPlatform(ComputingPlatform):
     """The Platform of CUDA. Raises UnsuitableDevice if the machine lacks something.
 
     `batch_invariant`: a request's results do not depend on the other requests in its steps (see

@@ -2,23 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.kernels import Kernels
+from services.worker.backends.ranks import Ranks
 from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.batch.lora_adapters import LoraAdapters
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.kv.kv_cache import FreeMemory
 from services.worker.core.kv.tier import Tier
 from services.worker.core.lockstep import Lockstep
-from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
+from services.worker.core.worker import StepRunner
 from services.worker.models.config import DtypeSetting
-from services.worker.models.model import LoadedModel
+from services.worker.models.files.checkpoint import Checkpoint
+from services.worker.models.model import LoadedModel, LoadOptions
+from services.worker.models.weights import Progress
 from services.worker.platforms.prompt_shapes import PromptShape
 from services.worker.sampling.grammar import Grammars
 
@@ -102,13 +106,29 @@ class Platform(Protocol):
     def kernels(self) -> Kernels:
         """The operations that the model runs with."""
 
+    def open(self, directory: Path) -> Checkpoint:
+        """The tensors of a model directory. Raises ModelError if the model cannot be served."""
+
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        options: LoadOptions,
+        progress: Progress,
+        ranks: Ranks,
+        wait_for_ranks: Callable[[], None],
+    ) -> LoadedModel:
+        """Loads a decoder, or this rank's part of it, see load_model."""
+
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Raises UnsuitableDevice for a model that this device cannot compute."""
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:
         """The memory that is available to the KV cache. `parts` must not have a cache yet."""
 
-    def runner(self, parts: RunnerParts) -> ModelRunner:
+    def stored_block_bytes(self, parts: RunnerParts) -> int:
+        """Bytes of all pages of a block, as they are stored in a tier."""
+
+    def runner(self, parts: RunnerParts) -> StepRunner:
         """Builds a runner with its KV cache."""
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:

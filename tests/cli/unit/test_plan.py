@@ -56,6 +56,7 @@ EVERYTHING = {
     "tls_cert_file": Path(__file__),
     "tls_key_file": Path(__file__),
     "tls_client_ca_file": Path(__file__),
+    "profile": "l4",
     "device": "cpu",
     "batch_invariant": True,
     "dtype": "float32",

@@ -18,14 +18,17 @@ def check_model(
     num_ranks: int = 1,
     num_stages: int = 1,
     runner: RunnerSetting = RunnerSetting.AUTO,
+    *,
+    needs_weights: bool = True,
 ) -> None:
     """Raises ModelError if the directory cannot be served: by `check_configuration`, or because
-    weight files are missing, damaged or of another format.
+    weight files are needed, and are missing, damaged or of another format.
     """
     if not (directory / "config.json").exists():
         raise no_configuration(directory)
     check_configuration(directory, num_ranks, num_stages, runner)
-    find_tensors(directory)
+    if needs_weights:
+        find_tensors(directory)
 
 
 def check_configuration(

@@ -40,7 +40,7 @@ def with_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
         )
     num_blocks = setup.least_of_ranks("num_tier_blocks", num_blocks)
     with memory_for("offloaded blocks", "lower kv_offloading_size"):
-        memory = tier_memory(num_blocks, block)
+        memory = tier_memory(num_blocks, setup.platform.stored_block_bytes(parts))
     logger.info(
         "KV tier: %d blocks, %.1f MiB: kv_offloading_size", num_blocks, memory.nbytes / 2**20
     )

@@ -23,6 +23,7 @@ PAGES = (
     "performance.md",
     "cuda.md",
     "security.md",
+    "simulated-device.md",
 )
 SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
 

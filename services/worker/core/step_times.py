@@ -1,0 +1,57 @@
+"""The time of a step as a linear function of its tokens and their contexts.
+
+The function is the one of several simulators of serving. Profiles of the simulated device have its
+coefficients, and `stepwell profile` fits them.
+"""
+
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from services.worker.core.step import Int32Array
+from services.worker.sampling.arrays import Float64Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCosts:
+    """The coefficients of a step's time. A token's context is the tokens that it attends to,
+    including itself.
+    """
+
+    seconds: float
+    """Time of any step with tokens."""
+    seconds_per_token: float = 0.0
+    seconds_per_new_context: float = 0.0
+    """Time for each pair of a token and a token of its context, in chunks of several tokens."""
+    seconds_per_decoded_context: float = 0.0
+    """Time for each token of the contexts of single tokens."""
+    seconds_per_request: float = 0.0
+
+
+def step_features(
+    num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array
+) -> Float64Array:
+    """The numbers that the fields of StepCosts are multiplied by, [5], given the numbers of
+    scheduled and computed tokens of a step's requests.
+    """
+    counts = num_scheduled_tokens.astype(np.int64)
+    contexts = counts * num_computed_tokens + counts * (counts + 1) // 2
+    single = int(contexts[counts == 1].sum())
+    chunks = int(contexts.sum()) - single
+    return np.array([1, counts.sum(), chunks, single, len(counts)], np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The times of steps with only single tokens (`decode`), and of all other steps (`mixed`)."""
+
+    decode: StepCosts
+    mixed: StepCosts
+
+    def seconds(self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) -> float:
+        """The time of a step, see step_features. It is 0 for a step without requests."""
+        if not len(num_scheduled_tokens):
+            return 0.0
+        costs = self.decode if (num_scheduled_tokens == 1).all() else self.mixed
+        features = step_features(num_scheduled_tokens, num_computed_tokens)
+        return float(features @ np.array(astuple(costs)))

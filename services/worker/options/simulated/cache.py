@@ -1,0 +1,102 @@
+"""The cache of the simulated device: one key and one value of 8 bytes for each token.
+
+Attention of layer 0 stores the numbers of a step's tokens as keys, and attention of layer 1 stores
+values. For each token, both return the sum over the numbers that the token sees in each KV-cache
+group, times the factors of their positions. All numbers are read through the block tables, after
+the step's own numbers were stored. So a wrong block, a block that was freed too early, or a token
+that was not computed changes the sum.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.worker.backends.attention import (
+    AttentionShape,
+    Int32Array,
+    LayerAttention,
+    Rotation,
+    StepLayout,
+)
+from services.worker.options.simulated.hashing import PositionFactors
+from services.worker.sampling.arrays import UInt64Array
+
+_GROUP = np.uint64(1 << 56)
+"""The difference between the numbers that neighbouring groups store for a token."""
+
+
+class SimulatedCache:
+    """A PagedAttention with one page, [2, num_blocks, tokens of the largest block]. Groups with
+    smaller blocks leave the end of a block unused.
+    """
+
+    def __init__(self, shape: AttentionShape) -> None:
+        page = torch.zeros(2, shape.num_blocks, max(shape.block_sizes), dtype=torch.int64)
+        self.pages = [page]
+        self.planes: UInt64Array = page.numpy().view(np.uint64)
+        self.windows = [shape.layers[group[0]].window for group in shape.layer_groups]
+        self.factors = PositionFactors()
+
+    def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
+        return _SimulatedStep(self, layouts)
+
+    def zero_blocks(self, block_ids: Int32Array) -> None:
+        self.planes[:, block_ids] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _SimulatedStep:
+    """A LayerAttention with two layers. Only `key` is used, int64 [n]. Returns int64 [n]."""
+
+    cache: SimulatedCache
+    layouts: Sequence[StepLayout]
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotation: Rotation | None,
+    ) -> torch.Tensor:
+        numbers: UInt64Array = key.numpy().view(np.uint64)
+        plane, sums = self.cache.planes[layer], np.zeros_like(numbers)
+        for group, layout in enumerate(self.layouts):
+            positions, size = layout.positions, layout.block_size
+            blocks = layout.tables[layout.token_rows, positions // size]
+            plane[blocks, positions % size] = numbers + np.uint64(group + 1) * _GROUP
+        for layout, window in zip(self.layouts, self.cache.windows, strict=True):
+            self._add_sums(plane, layout, window, sums)
+        return torch.from_numpy(sums.view(np.int64))
+
+    def _add_sums(
+        self, plane: UInt64Array, layout: StepLayout, window: int | None, sums: UInt64Array
+    ) -> None:
+        factors = self.cache.factors.up_to(int(layout.seq_lens.max()))
+        starts, size = layout.query_starts.tolist(), layout.block_size
+        for index, (row, length) in enumerate(
+            zip(layout.rows.tolist(), layout.seq_lens.tolist(), strict=True)
+        ):
+            begin, end = starts[index], starts[index + 1]
+            seen = 0 if window is None else max(0, length - (end - begin) - window + 1)
+            first = seen // size
+            blocks = layout.tables[row, first : -(-length // size)]
+            held = plane[blocks, :size].reshape(-1)[: length - first * size]
+            terms = held * factors[first * size : length]
+            if end - begin == 1:
+                sums[begin:end] += np.add.reduce(terms[seen - first * size :])
+            else:
+                sums[begin:end] += _sums_of_last(terms, end - begin, window)
+
+
+def _sums_of_last(terms: UInt64Array, count: int, window: int | None) -> UInt64Array:
+    """For each of the last `count` terms, the sum of the terms up to it, in its window."""
+    totals = np.zeros(len(terms) + 1, np.uint64)
+    np.add.accumulate(terms, out=totals[1:])
+    sums: UInt64Array = totals[-count:]
+    if window is not None:
+        first_seen = np.arange(len(terms) - count, len(terms)) + 1 - window
+        sums = sums - totals[np.maximum(first_seen, 0)]
+    return sums

@@ -1,0 +1,143 @@
+"""The simulated model: the next token is a hash of the keys and values that are read.
+
+A token's key is its id, with the LoRA adapter of its request. Its value is a hash of the keys that
+it sees. So a value depends on the whole sequence before it, like the keys of a real model's later
+layers, and a block with the right tokens after the wrong prefix is detected. The hash of the keys
+and values that a token sees determines the next token.
+
+The next token has by far the largest logit, so that it is drawn at any usual temperature. All other
+logits are noise, from which a grammar or a logit bias selects.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+import torch
+
+from services.worker.backends.attention import LayerAttention
+from services.worker.backends.lora import LoraLayer, LoraRows
+from services.worker.models.model import wanted_logits
+from services.worker.options.simulated.hashing import mix, numbers_from
+from services.worker.options.simulated.model_size import ModelSize
+from services.worker.sampling.arrays import UInt64Array
+
+_PEAK = 40.0
+"""The logit of the next token. Other logits are between 0 and 1."""
+_NUM_WINDOWS = 1 << 16
+_ADAPTER = np.uint64(32)
+"""The first bit of the adapter in a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedLora:
+    """A PackedLora. `number`: 16 bits of the hash of the adapter's weights."""
+
+    number: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, layers: Sequence[LoraLayer]) -> "SimulatedLora":
+        digest, num_bytes = sha256(), 0
+        for layer in layers:
+            for factors in (*layer.qkv, *layer.output, *layer.gate_up, *layer.down):
+                for tensor in (factors.a, factors.b):
+                    digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+                    num_bytes += tensor.nbytes
+        return cls(int.from_bytes(digest.digest()[:2], "little"), num_bytes)
+
+
+class SimulatedModel:
+    """A Model. Hidden states are hashes, int64 [n, 1]. If it pools, they are float32 [n,
+    hidden_size], and logits are class scores.
+
+    `end_token_ids` end an answer. One of them follows a token with the probability 1 /
+    `mean_output_tokens`, or never if that is 0.
+    """
+
+    def __init__(
+        self,
+        size: ModelSize,
+        end_token_ids: Sequence[int],
+        mean_output_tokens: int = 0,
+        *,
+        pools: bool = False,
+        num_labels: int = 0,
+    ) -> None:
+        self.size = size
+        self._ends = tuple(end_token_ids)
+        self._mean_output_tokens = mean_output_tokens if self._ends else 0
+        self._pools = pools
+        self._num_labels = num_labels
+        self._tokens = np.setdiff1d(np.arange(size.vocab_size), self._ends)
+        width = size.hidden_size if pools else size.vocab_size
+        words = numbers_from(0, _NUM_WINDOWS + width) >> np.uint64(40)
+        noise = torch.from_numpy((words / 2.0**24).astype(np.float32))
+        self._windows = noise.as_strided((_NUM_WINDOWS, width), (1, 1))
+        """Row i is a view of the noise from its i-th number on."""
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Float32 [n, hidden_size]: the token id, then zeros."""
+        embedded = torch.zeros(len(token_ids), self.size.hidden_size)
+        embedded[:, 0] = token_ids
+        return embedded
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: LayerAttention,
+        embedded: torch.Tensor | None = None,
+        wanted: torch.Tensor | None = None,
+        lora: LoraRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        keys: UInt64Array = token_ids.numpy().astype(np.uint64)
+        if embedded is not None:
+            keys = _read_embedded(embedded)
+        if lora is not None:
+            starts = lora.starts.tolist()
+            for index, adapter in enumerate(lora.adapters):
+                assert isinstance(adapter, SimulatedLora)
+                rows = lora.rows[starts[index] : starts[index + 1]]
+                keys[rows] += np.uint64(adapter.number + 1) << _ADAPTER
+        seen = _attend(attention, 0, keys)
+        hashes = mix(seen ^ mix(_attend(attention, 1, mix(seen))))
+        hidden = torch.from_numpy(hashes.view(np.int64))[:, None]
+        if self._pools:
+            hidden = self._noise(hashes) - 0.5
+        return hidden, wanted_logits(self, hidden, wanted)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._pools:
+            return hidden[:, torch.arange(self._num_labels) % self.size.hidden_size]
+        hashes: UInt64Array = hidden[:, 0].contiguous().numpy().view(np.uint64)
+        logits = self._noise(hashes)
+        tokens = self._tokens[hashes % np.uint64(len(self._tokens))]
+        if self._mean_output_tokens:
+            chance = (hashes >> np.uint64(16)) % np.uint64(self._mean_output_tokens)
+            tokens = np.where(chance == 0, self._ends[0], tokens)
+        logits[torch.arange(len(tokens)), torch.from_numpy(tokens)] = _PEAK
+        return logits
+
+    def _noise(self, hashes: UInt64Array) -> torch.Tensor:
+        """A row of noise for each hash, new, float32 [n, width]."""
+        indexes = (hashes >> np.uint64(48)).astype(np.int64)
+        return self._windows.index_select(0, torch.from_numpy(indexes))
+
+
+def _attend(attention: LayerAttention, layer: int, numbers: UInt64Array) -> UInt64Array:
+    key = torch.from_numpy(numbers.view(np.int64))
+    sums: UInt64Array = attention(layer, key, key, key, None).numpy().view(np.uint64)
+    return sums
+
+
+def _read_embedded(embedded: torch.Tensor) -> UInt64Array:
+    """The keys of embeddings: the token ids in rows of `embed`, and 31 bits of a hash for other
+    rows.
+    """
+    bits = embedded.contiguous().numpy().view(np.uint32).astype(np.uint64)
+    sums = np.add.reduce(mix(bits) * numbers_from(0, bits.shape[1]), axis=1)
+    is_token = ~bits[:, 1:].any(axis=1)
+    token_ids = np.where(is_token, embedded[:, 0].numpy(), 0).astype(np.uint64)
+    return np.where(is_token, token_ids, mix(sums) >> np.uint64(33))

@@ -1,0 +1,168 @@
+"""Profiles of simulated devices: TOML files with step times and memory.
+
+A measured profile has the coefficients of step times, fitted to the steps of a real worker with one
+model. A computed profile has the bandwidth, the speed and the memory of a device. The coefficients
+are computed from these numbers and the size of the served model.
+"""
+
+import tomllib
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+from services.common.process.settings import SettingError
+from services.worker.core.batch.input_batch import BatchLimits
+from services.worker.core.kv.kv_cache import FreeMemory
+from services.worker.core.step_times import StepCosts, StepTimes
+from services.worker.options.simulated.model_size import ModelSize
+
+T = TypeVar("T")
+
+_DEFAULT_UTILIZATION = 0.9
+_PROFILES = files("services.worker.options.simulated") / "profiles"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredProfile:
+    times: StepTimes
+    kv_cache_memory_bytes: int
+    mean_output_tokens: int = 0
+    """The mean length of answers that no limit ends. 0 means that answers end at limits only."""
+
+    def step_times(self, size: ModelSize) -> StepTimes:
+        """The times of steps. A measured profile has the times of one model and ignores `size`."""
+        return self.times
+
+    def free_memory(
+        self, size: ModelSize, limits: BatchLimits, utilization: float | None
+    ) -> FreeMemory:
+        """The memory for the KV cache. `utilization`: the share to use, by default all of it."""
+        share = utilization or 1.0
+        return FreeMemory(self.kv_cache_memory_bytes, share, 0, of_what="in the profile")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedProfile:
+    """A device by the numbers of its data sheet.
+
+    The formula. A step reads all weights once, and all keys and values that single tokens attend
+    to, at `bandwidth_efficiency` of the bandwidth. It multiplies at `compute_efficiency` of the
+    speed: two operations for each weight and token, and four for each element of a query and each
+    token in its context.
+    """
+
+    memory_bytes: int
+    bandwidth_bytes_per_second: float
+    operations_per_second: float
+    """The speed of products in the model's data type, of two operations for each product."""
+    bandwidth_efficiency: float
+    compute_efficiency: float
+    seconds_per_step: float
+    """Time of a step besides reading and computing, such as launches of kernels and sampling."""
+    mean_output_tokens: int = 0
+
+    def step_times(self, size: ModelSize) -> StepTimes:
+        """The times of steps of a model of this size."""
+        bandwidth = self.bandwidth_bytes_per_second * self.bandwidth_efficiency
+        speed = self.operations_per_second * self.compute_efficiency
+        costs = StepCosts(
+            seconds=self.seconds_per_step + size.read_bytes / bandwidth,
+            seconds_per_token=2 * size.products_per_token / speed,
+            seconds_per_new_context=4 * size.attention_width / speed,
+            seconds_per_decoded_context=size.kv_bytes_per_token / bandwidth,
+        )
+        return StepTimes(costs, costs)
+
+    def free_memory(
+        self, size: ModelSize, limits: BatchLimits, utilization: float | None
+    ) -> FreeMemory:
+        """The device's memory, less the weights and an estimate of what the largest step needs."""
+        width = 6 * size.hidden_size + 4 * size.intermediate_size
+        activation_bytes = limits.max_num_batched_tokens * width * size.itemsize
+        activation_bytes += limits.max_sampled_rows * 4 * 4 * size.vocab_size
+        share = utilization or _DEFAULT_UTILIZATION
+        return FreeMemory(
+            self.memory_bytes, share, activation_bytes, size.weight_bytes, "of the profile"
+        )
+
+
+Profile = MeasuredProfile | ComputedProfile
+
+
+def profile_names() -> list[str]:
+    """The names of the profiles that come with Stepwell."""
+    paths = (Path(entry.name) for entry in _PROFILES.iterdir())
+    return sorted(path.stem for path in paths if path.suffix == ".toml")
+
+
+def read_profile(name: str | None) -> Profile:
+    """The profile with this name, or in this TOML file. Raises SettingError."""
+    if name is None:
+        raise SettingError(f"--device simulated needs --profile: a file, or {_listed()}")
+    if name in profile_names():
+        text = (_PROFILES / f"{name}.toml").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(name).expanduser().read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise SettingError(f"--profile {name}: no such file, and not {_listed()}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"--profile {name}: the file cannot be read: {error}") from error
+    try:
+        return _parse(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, ValueError) as error:
+        raise SettingError(f"--profile {name}: {error}") from error
+
+
+def _listed() -> str:
+    return f"one of {', '.join(profile_names())}"
+
+
+def _parse(table: dict[str, Any]) -> Profile:
+    """Raises ValueError that names the key with a problem."""
+    table.pop("about", None)
+    ending = {key: table.pop(key) for key in ("mean_output_tokens",) if key in table}
+    if "hardware" in table:
+        hardware = _pop_table(table, "hardware")
+        _refuse_others(table)
+        return _read(ComputedProfile, hardware | ending, "hardware")
+    mixed = _read(StepCosts, _pop_table(table, "mixed"), "mixed")
+    decode = mixed
+    if "decode" in table:
+        decode = _read(StepCosts, _pop_table(table, "decode"), "decode")
+    memory = {"kv_cache_memory_bytes": table.pop("kv_cache_memory_bytes", None)}
+    _refuse_others(table)
+    numbers = _numbers(memory | ending, "")
+    return MeasuredProfile(StepTimes(decode, mixed), **numbers)
+
+
+def _pop_table(table: dict[str, Any], key: str) -> dict[str, Any]:
+    found = table.pop(key, None)
+    if not isinstance(found, dict):
+        raise ValueError(f"must have the table [{key}]")
+    return found
+
+
+def _refuse_others(table: dict[str, Any]) -> None:
+    if table:
+        raise ValueError(f"has {min(table)!r}, which no profile of its kind has")
+
+
+def _read(cls: type[T], table: dict[str, Any], where: str) -> T:
+    """An object of a dataclass of numbers, from the table `where`."""
+    known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    if unknown := sorted(table.keys() - known):
+        raise ValueError(f"has {where}.{unknown[0]}, which is none of {', '.join(sorted(known))}")
+    try:
+        return cls(**_numbers(table, f"{where}."))
+    except TypeError as error:
+        raise ValueError(f"[{where}] {str(error).partition('__init__() ')[2]}") from None
+
+
+def _numbers(table: dict[str, Any], prefix: str) -> dict[str, Any]:
+    for key, value in table.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < 1e18:
+            raise ValueError(f"must have {prefix}{key} as a number of 0 or more, not {value!r}")
+    return table

@@ -1,0 +1,41 @@
+"""The part of platforms that all devices that compute models have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from services.worker.backends.kernels import Kernels
+from services.worker.backends.ranks import Ranks
+from services.worker.models.files.checkpoint import Checkpoint, open_checkpoint
+from services.worker.models.load import load_model
+from services.worker.models.model import LoadedModel, LoadOptions
+from services.worker.models.weights import Progress
+from services.worker.platforms.interface import RunnerParts
+
+
+class ComputingPlatform(ABC):
+    """Implements methods of Platform for devices that compute models with weights."""
+
+    torch_device: torch.device
+
+    @abstractmethod
+    def kernels(self) -> Kernels:
+        """The operations that the model runs with."""
+
+    def open(self, directory: Path) -> Checkpoint:
+        return open_checkpoint(directory, self.torch_device)
+
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        options: LoadOptions,
+        progress: Progress,
+        ranks: Ranks,
+        wait_for_ranks: Callable[[], None],
+    ) -> LoadedModel:
+        return load_model(checkpoint, options, self.kernels(), progress, ranks, wait_for_ranks)
+
+    def stored_block_bytes(self, parts: RunnerParts) -> int:
+        return parts.bytes_per_block

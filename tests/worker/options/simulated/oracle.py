@@ -1,0 +1,55 @@
+"""The simulated model in plain Python: the next token as a function of the tokens before it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """`windows`: for each KV-cache group, its window. `ends` are never the next token."""
+
+    vocab_size: int
+    ends: tuple[int, ...]
+    windows: tuple[int | None, ...] = (None,)
+
+    def next_token(self, token_ids: Sequence[int], adapter: int = 0) -> int:
+        """`adapter`: the number of the request's adapter plus 1, or 0 without an adapter."""
+        keys = [token + (adapter << 32) for token in token_ids]
+        seen = self._seen(keys)
+        values = [_mix(total) for total in seen]
+        chosen = _mix(seen[-1] ^ _mix(self._seen(values)[-1]))
+        candidates = [token for token in range(self.vocab_size) if token not in self.ends]
+        return candidates[chosen % len(candidates)]
+
+    def continuation(self, prompt: Sequence[int], count: int, adapter: int = 0) -> list[int]:
+        """The `count` tokens after a prompt."""
+        token_ids = list(prompt)
+        for _ in range(count):
+            token_ids.append(self.next_token(token_ids, adapter))
+        return token_ids[len(prompt) :]
+
+    def _seen(self, numbers: Sequence[int]) -> list[int]:
+        """For each position, the sum over the numbers in the windows of all groups."""
+        sums = [0] * len(numbers)
+        for group, window in enumerate(self.windows, start=1):
+            terms = ((number + (group << 56)) * _factor(i) for i, number in enumerate(numbers))
+            before = [0, *accumulate(terms)]
+            for position in range(len(numbers)):
+                first = 0 if window is None else max(0, position - window + 1)
+                sums[position] += before[position + 1] - before[first]
+        return [total & _MASK for total in sums]
+
+
+def _mix(number: int) -> int:
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & _MASK
+    return number ^ (number >> 31)
+
+
+@cache
+def _factor(index: int) -> int:
+    return _mix((index + 1) * 0x9E3779B97F4A7C15 & _MASK) | 1

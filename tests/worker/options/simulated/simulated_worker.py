@@ -1,0 +1,64 @@
+"""Simulated workers of tiny models without weights."""
+
+from pathlib import Path
+from typing import Any
+
+from services.worker.backends.choices import DeviceSetting
+from services.worker.build import build_worker
+from services.worker.core.model_runner import ModelRunner
+from services.worker.core.worker import Worker
+from services.worker.options.simulated.runner import TimedRunner
+from services.worker.parallel.group import Group
+from services.worker.settings import WorkerSettings
+from tests.tiny_models import save_tiny_model
+from tests.worker.options.simulated.oracle import Oracle
+
+PROFILE = """
+about = "a device that takes no time"
+kv_cache_memory_bytes = 4_000_000
+
+[mixed]
+seconds = 0
+"""
+
+
+def save_profile(directory: Path, text: str = PROFILE) -> str:
+    """Saves a profile beside a model. Returns its path."""
+    path = directory / "profile.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def save_configuration(directory: Path, kind: str = "llama") -> None:
+    """Saves a tiny model without its weights."""
+    save_tiny_model(directory, kind)
+    for weights in directory.glob("*.safetensors"):
+        weights.unlink()
+
+
+def build(directory: Path, group: Group | None = None, **settings: Any) -> Worker:
+    """A simulated worker of the model in a directory. By default its steps take no time."""
+    profile = settings.pop("profile", None) or save_profile(directory)
+    wanted = WorkerSettings(
+        model=directory, device=DeviceSetting.SIMULATED, profile=profile, **settings
+    )
+    return build_worker(wanted, "simulated", lambda: None, group)
+
+
+def simulated(directory: Path, kind: str = "llama", **settings: Any) -> Worker:
+    """A simulated worker of a kind of model."""
+    save_configuration(directory, kind)
+    return build(directory, **settings)
+
+
+def model_runner(worker: Worker) -> ModelRunner:
+    """The runner without the times of steps."""
+    assert isinstance(worker.runner, TimedRunner)
+    assert isinstance(worker.runner.runner, ModelRunner)
+    return worker.runner.runner
+
+
+def oracle_of(worker: Worker) -> Oracle:
+    """The expected answers of a worker."""
+    own = worker.description
+    return Oracle(own.vocab_size, own.eos_token_ids, worker.runner.limits.windows)

@@ -1,0 +1,248 @@
+"""Profiles, the times of steps, and the settings of the simulated device that are refused."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.common.process.settings import SettingError
+from services.common.request.sampling import SamplingParams
+from services.worker.backends.choices import DeviceSetting
+from services.worker.backends.device import UnsuitableDevice
+from services.worker.build import build_worker
+from services.worker.core.batch.input_batch import BatchLimits
+from services.worker.core.errors import NoSpeculation
+from services.worker.core.step import StepInput, StepOutput
+from services.worker.models.errors import UnsupportedModel
+from services.worker.models.quantization_config import QuantizationSetting
+from services.worker.options.simulated.model_size import ModelSize
+from services.worker.options.simulated.profile import (
+    ComputedProfile,
+    MeasuredProfile,
+    profile_names,
+    read_profile,
+)
+from services.worker.options.simulated.runner import TimedRunner
+from services.worker.core.step_times import StepCosts, StepTimes
+from services.worker.settings import WorkerSettings
+from tests.worker.options.simulated.simulated_worker import (
+    build,
+    save_configuration,
+    save_profile,
+    simulated,
+)
+from tests.worker.runner_driver import ints
+from tests.worker.step_story import new, step
+
+COSTS = StepCosts(
+    seconds=1000,
+    seconds_per_token=100,
+    seconds_per_new_context=10,
+    seconds_per_decoded_context=2,
+    seconds_per_request=0.5,
+)
+TIMES = StepTimes(StepCosts(seconds=7, seconds_per_request=1), COSTS)
+
+
+def test_the_time_of_a_step_is_the_sum_of_the_formula() -> None:
+    """The chunk of three tokens after two attends to 3 + 4 + 5 tokens. The single token attends to
+    nine.
+    """
+    expected = 1000 + 4 * 100 + (3 + 4 + 5) * 10 + 9 * 2 + 2 * 0.5
+    assert TIMES.seconds(ints(3, 1), ints(2, 8)) == expected
+
+
+def test_steps_of_single_tokens_have_their_own_costs() -> None:
+    assert TIMES.seconds(ints(1, 1, 1), ints(0, 5, 8)) == 7 + 3
+    assert TIMES.seconds(ints(), ints()) == 0
+
+
+@dataclass
+class Clock:
+    """A clock that only `sleep` and `work` advance."""
+
+    now: float = 0.0
+    slept: list[float] = field(default_factory=list)
+
+    def read(self) -> float:
+        """The current time."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Waits."""
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@dataclass
+class SlowRunner:
+    """A StepRunner whose steps take some time, and verify one draft of each request."""
+
+    clock: Clock
+    seconds: float
+    limits: BatchLimits = field(default_factory=lambda: BatchLimits(4, 64, 64, 9, 4, 9))
+
+    def reset(self) -> None:
+        """There is nothing to reset."""
+
+    def begin(self, step: StepInput) -> StepOutput:
+        """Takes the time."""
+        self.clock.now += self.seconds
+        drafts = np.minimum(step.num_draft_tokens, 1)
+        return StepOutput(1, step.step, step.rows, step.rows, num_draft_tokens=drafts)
+
+    execute = begin
+
+
+@pytest.mark.parametrize(("work", "slept"), [(0.5, [7.5]), (8.0, []), (20.0, [])])
+def test_a_step_ends_when_its_time_is_over(work: float, slept: list[float]) -> None:
+    """A decode step of one request takes eight seconds, less the time of its computation."""
+    clock = Clock()
+    runner = TimedRunner(SlowRunner(clock, work), TIMES, clock.read, clock.sleep)
+    runner.begin(step(0, (0, 1, 5)))
+    assert clock.slept == slept
+
+
+def test_only_the_drafts_that_the_worker_proposed_take_time() -> None:
+    """The scheduler planned three drafts, and the worker proposed one."""
+    clock = Clock()
+    times = StepTimes(StepCosts(seconds=1), StepCosts(seconds=0, seconds_per_token=10))
+    runner = TimedRunner(SlowRunner(clock, 0), times, clock.read, clock.sleep)
+    drafts = {"num_draft_tokens": ints(3), "draft_token_ids": ints(-1, -1, -1)}
+    runner.begin(step(0, (0, 4, 5), **drafts))
+    assert clock.slept == [20]
+
+
+def test_a_worker_takes_the_time_of_its_profile(tmp_path: Path) -> None:
+    worker = simulated(
+        tmp_path,
+        profile=save_profile(tmp_path, "kv_cache_memory_bytes = 1_000_000\n[mixed]\nseconds=0.05"),
+        max_model_len=96,
+    )
+    assert isinstance(worker.runner, TimedRunner)
+    began = worker.runner.clock()
+    worker.runner.execute(step(0, (0, 5, 0), new_requests=(new(0, SamplingParams()),)))
+    assert 0.05 <= worker.runner.clock() - began < 0.5
+
+
+def test_a_measured_profile_has_the_memory_of_the_cache(tmp_path: Path) -> None:
+    """A block of 16 tokens, two layers and two heads of 12 numbers in float32 has 6144 bytes."""
+    text = "kv_cache_memory_bytes = 100_000\n[mixed]\nseconds = 0"
+    save_configuration(tmp_path)
+    worker = build(tmp_path, profile=save_profile(tmp_path, text), max_model_len=64)
+    assert worker.description.bytes_per_block == 6144
+    assert worker.description.num_blocks == 100_000 // 6144
+    assert "of 0.1 MiB in the profile" in worker.description.kv_cache_sizing
+
+
+HARDWARE = ComputedProfile(
+    memory_bytes=10_000,
+    bandwidth_bytes_per_second=200,
+    operations_per_second=4000,
+    bandwidth_efficiency=0.5,
+    compute_efficiency=0.25,
+    seconds_per_step=3,
+)
+SIZE = ModelSize(
+    weight_bytes=900,
+    read_bytes=800,
+    products_per_token=500,
+    attention_width=50,
+    kv_bytes_per_token=20,
+    hidden_size=2,
+    intermediate_size=3,
+    vocab_size=5,
+    itemsize=2,
+)
+
+
+def test_a_computed_profile_follows_its_formula() -> None:
+    """The device reads 100 bytes and computes 1000 operations in a second."""
+    times = HARDWARE.step_times(SIZE)
+    assert times.seconds(ints(1), ints(9)) == 3 + 8 + 1 + 10 * 0.2
+    assert times.seconds(ints(2), ints(0)) == pytest.approx(3 + 8 + 2 + 3 * 0.2)
+    limits = BatchLimits(4, 64, 10, 5, 4, 9)
+    free = HARDWARE.free_memory(SIZE, limits, None)
+    assert (free.of_bytes, free.utilization, free.used_bytes) == (10_000, 0.9, 900)
+    assert free.activation_bytes == 10 * (6 * 2 + 4 * 3) * 2 + 4 * 4 * 4 * 5
+
+
+def test_every_profile_is_read_and_says_how_it_was_made() -> None:
+    names = profile_names()
+    assert {"h100-80gb", "a100-80gb", "l4"} <= set(names)
+    for name in names:
+        assert isinstance(read_profile(name), MeasuredProfile | ComputedProfile)
+
+
+def test_a_large_model_on_a_large_gpu(tmp_path: Path) -> None:
+    """Llama 3 8B on an H100: 16 GB of weights, 128 KiB of keys and values for a token. A decode
+    step reads the weights in six milliseconds.
+    """
+    save_configuration(tmp_path)
+    (tmp_path / "config.json").write_text(
+        """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
+        "eos_token_id": 128001}"""
+    )
+    worker = build(tmp_path, profile="h100-80gb", max_num_seqs=256)
+    own = worker.description
+    assert own.kernels == "simulated, profile h100-80gb"
+    assert own.bytes_per_block == 16 * 128 * 1024
+    assert 400_000 < own.num_blocks * 16 < 500_000
+    assert isinstance(worker.runner, TimedRunner)
+    seconds = worker.runner.times.seconds(ints(1), ints(0))
+    assert 0.0062 < seconds < 0.0072
+    prompt = worker.runner.times.seconds(ints(8192), ints(0))
+    assert 0.2 < prompt < 0.3
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[mixed]", r"\[mixed\] missing 1 required keyword-only argument: 'seconds'"),
+        ("[mixed]\nsecond = 1", r"has mixed.second, which is none of seconds, seconds_per_"),
+        ("[mixed]\nseconds = -1", r"must have mixed.seconds as a number of 0 or more, not -1"),
+        ("[mixed]\nseconds = 1", r"must have kv_cache_memory_bytes as a number"),
+        ("kv_cache_memory_bytes = 1", r"must have the table \[mixed\]"),
+        ("kv_cache_memory = 1\n[mixed]\nseconds = 1", r"has 'kv_cache_memory'"),
+        ("[hardware]\nmemory_bytes = 1", r"\[hardware\] missing 5 required"),
+        ("mixed", r"Expected '='"),
+    ],
+)
+def test_a_wrong_profile_is_one_sentence(tmp_path: Path, text: str, problem: str) -> None:
+    path = save_profile(tmp_path, text)
+    with pytest.raises(SettingError, match=f"--profile {path}: .*{problem}"):
+        read_profile(path)
+
+
+def test_an_unknown_profile_names_those_that_there_are() -> None:
+    with pytest.raises(SettingError, match="--profile h1000: no such file, and not one of a100-"):
+        read_profile("h1000")
+    with pytest.raises(SettingError, match="--device simulated needs --profile: a file, or one of"):
+        read_profile(None)
+
+
+def test_settings_that_are_not_simulated_are_refused(tmp_path: Path) -> None:
+    save_configuration(tmp_path)
+    with pytest.raises(UnsuitableDevice, match="stages are not simulated; set --pipeline-parallel"):
+        build(tmp_path, pipeline_parallel_size=2)
+    with pytest.raises(UnsuitableDevice, match="at load is not simulated; set --quantization auto"):
+        build(tmp_path, quantization=QuantizationSetting.INT8)
+    draft = f'{{"model": "{tmp_path}", "num_speculative_tokens": 2}}'
+    with pytest.raises(
+        NoSpeculation, match="speculative_config: only workers on the CPU run a dra"
+    ):
+        build(tmp_path, speculative_config=draft)
+    profile = save_profile(tmp_path)
+    wanted = WorkerSettings(model=tmp_path, device=DeviceSetting.CPU, profile=profile)
+    with pytest.raises(SettingError, match="--profile belongs to --device simulated"):
+        build_worker(wanted, "w", lambda: None)
+
+
+def test_a_model_whose_cache_only_its_code_knows_is_refused(tmp_path: Path) -> None:
+    save_configuration(tmp_path, "opt")
+    with pytest.raises(UnsupportedModel, match="device simulated: architecture OPTForCausalLM"):
+        build(tmp_path)
