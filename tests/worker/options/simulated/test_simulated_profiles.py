@@ -14,6 +14,7 @@ from services.worker.build import build_worker
 from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.errors import NoSpeculation
 from services.worker.core.step import StepInput, StepOutput
+from services.worker.core.step_times import StepCosts, StepTimes
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.options.simulated.model_size import ModelSize
@@ -24,7 +25,6 @@ from services.worker.options.simulated.profile import (
     read_profile,
 )
 from services.worker.options.simulated.runner import TimedRunner
-from services.worker.core.step_times import StepCosts, StepTimes
 from services.worker.settings import WorkerSettings
 from tests.worker.options.simulated.simulated_worker import (
     build,
