@@ -1,0 +1,5 @@
+"""`stepwell profile`: measures a worker's steps, and fits a profile of the simulated device."""
+
+from services.cli.profile.command import main
+
+__all__ = ["main"]

@@ -1,0 +1,103 @@
+"""`stepwell profile`: its arguments, its report and the profile that it writes."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import astuple, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from services.cli.errors import CommandError, CommandParser
+from services.common.errors import StepwellError
+from services.common.process.settings import SettingError, parse_settings
+
+if TYPE_CHECKING:
+    from services.cli.profile.fit import Errors, Fit
+    from services.worker.core.worker import WorkerDescription
+
+_LEAST_STEPS = 100
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = CommandParser(
+        "profile",
+        description="Loads a model as a worker does, measures steps of random shapes, and fits the "
+        "times of a profile for --device simulated. Prints the profile and its errors for steps "
+        "that were not fitted.",
+        epilog="Further settings of the worker are variables such as STEPWELL_WORKER_NUM_THREADS.",
+    )
+    parser.add_argument("--model", required=True, help="directory, GGUF file or name on the hub")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the profile to this TOML file"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=1000,
+        metavar="N",
+        help=f"steps to measure, at least {_LEAST_STEPS} (default: 1000)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the shapes")
+    arguments = parser.parse_args(argv)
+    if arguments.steps < _LEAST_STEPS:
+        parser.error(f"--steps must be at least {_LEAST_STEPS}")
+    # Imported only here, since importing torch takes seconds.
+    from services.cli.profile.fit import fit_times  # noqa: PLC0415
+    from services.cli.profile.steps import MeasuredWorker  # noqa: PLC0415
+    from services.worker.build import load_worker  # noqa: PLC0415
+    from services.worker.settings import WorkerSettings  # noqa: PLC0415
+
+    try:
+        settings = parse_settings(
+            WorkerSettings, "worker", ["--model", arguments.model], os.environ
+        )
+        worker = load_worker(settings, lambda: None, None)
+    except (SettingError, StepwellError) as error:
+        raise CommandError(str(error)) from error
+    if worker.description.pooler is not None:
+        raise CommandError("the model answers with vectors, whose steps are not measured")
+
+    def progress(done: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done} of {arguments.steps} steps", end="", file=sys.stderr, flush=True)
+
+    measuring = MeasuredWorker(worker.runner, arguments.seed)
+    fit = fit_times(list(measuring.measure(arguments.steps, progress)))
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    text = profile_text(fit, worker.description)
+    if arguments.output is None:
+        print(text, end="")
+        return 0
+    try:
+        arguments.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{arguments.output} cannot be written: {error.strerror}") from error
+    print(f"decode: {_errors(fit.decode)}\nmixed:  {_errors(fit.mixed)}")
+    return 0
+
+
+def profile_text(fit: "Fit", described: "WorkerDescription") -> str:
+    """The profile, in the format of services/worker/options/simulated/profile.py."""
+    memory = described.num_blocks * described.bytes_per_block
+    name, computed_with = described.model_name, f"{described.dtype}, {described.kernels}"
+    lines = [
+        "# Measured by `stepwell profile`. Relative errors for steps that were not fitted:",
+        f"# decode: {_errors(fit.decode)}",
+        f"# mixed:  {_errors(fit.mixed)}",
+        f"about = {json.dumps(f'{name}, {computed_with}, measured')}",
+        f"kv_cache_memory_bytes = {memory:_}",
+    ]
+    for kind, costs in (("mixed", fit.times.mixed), ("decode", fit.times.decode)):
+        lines += ["", f"[{kind}]"]
+        lines += [
+            f"{field.name} = {value:.4g}"
+            for field, value in zip(fields(costs), astuple(costs), strict=True)
+            if value or field.name == "seconds"
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _errors(errors: "Errors") -> str:
+    return f"median {errors.median:.1%}, p90 {errors.p90:.1%} of {errors.num_steps} steps"

@@ -1,0 +1,102 @@
+"""Fits step times by least squares, and computes the errors of the fit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from services.worker.core.step_times import StepCosts, StepTimes, step_features
+from services.worker.sampling.arrays import Float64Array, Int32Array
+
+_HELD_OUT = 5
+"""One in five measurements is not fitted, and only used to compute errors."""
+_DECODE, _MIXED = (0, 3, 4), (0, 1, 2, 3, 4)
+"""The fitted fields of StepCosts. In steps of single tokens there are as many tokens as requests,
+and no chunks.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The scheduled and computed tokens of a step's requests, and the step's time."""
+
+    num_scheduled_tokens: Int32Array
+    num_computed_tokens: Int32Array
+    seconds: float
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request has a single token."""
+        return bool((self.num_scheduled_tokens == 1).all())
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Relative errors of the predicted times of steps."""
+
+    num_steps: int
+    median: float
+    p90: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Fitted times, and their errors for steps that were not fitted."""
+
+    times: StepTimes
+    decode: Errors
+    mixed: Errors
+
+
+def fit_times(measured: Sequence[Measurement]) -> Fit:
+    """Fits both kinds of steps. Each kind needs at least ten measurements."""
+    fitted = [one for index, one in enumerate(measured) if index % _HELD_OUT]
+    others = [one for index, one in enumerate(measured) if not index % _HELD_OUT]
+    times = StepTimes(
+        _fit([one for one in fitted if one.is_decode], _DECODE),
+        _fit([one for one in fitted if not one.is_decode], _MIXED),
+    )
+    return Fit(
+        times,
+        _errors(times, [one for one in others if one.is_decode]),
+        _errors(times, [one for one in others if not one.is_decode]),
+    )
+
+
+def _fit(measured: Sequence[Measurement], columns: tuple[int, ...]) -> StepCosts:
+    """The coefficients of 0 or more that minimize the squares of the relative errors.
+
+    The solution is the best one of all subsets of coefficients whose unconstrained solution is not
+    negative. There are at most 32 subsets.
+    """
+    seconds = np.array([one.seconds for one in measured])
+    features = np.array(
+        [step_features(one.num_scheduled_tokens, one.num_computed_tokens) for one in measured]
+    )
+    scales = features.max(axis=0).clip(min=1)
+    rows: Float64Array = features / scales / seconds[:, None]
+    best, least = np.zeros(len(scales)), np.inf
+    for count in range(1, len(columns) + 1):
+        for subset in map(list, combinations(columns, count)):
+            found = np.linalg.lstsq(rows[:, subset], np.ones(len(rows)))[0]
+            error = float(((rows[:, subset] @ found - 1) ** 2).sum())
+            if error < least and found.min() >= 0:
+                best, least = np.zeros(len(scales)), error
+                best[subset] = found
+    fixed, *slopes = (best / scales).tolist()
+    return StepCosts(
+        seconds=fixed,
+        seconds_per_token=slopes[0],
+        seconds_per_new_context=slopes[1],
+        seconds_per_decoded_context=slopes[2],
+        seconds_per_request=slopes[3],
+    )
+
+
+def _errors(times: StepTimes, measured: Sequence[Measurement]) -> Errors:
+    errors = [
+        abs(times.seconds(one.num_scheduled_tokens, one.num_computed_tokens) / one.seconds - 1)
+        for one in measured
+    ]
+    return Errors(len(errors), float(np.median(errors)), float(np.quantile(errors, 0.9)))
