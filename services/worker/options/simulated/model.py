@@ -18,10 +18,10 @@ import torch
 
 from services.worker.backends.attention import LayerAttention
 from services.worker.backends.lora import LoraLayer, LoraRows
-from services.worker.models.model import wanted_logits
+from services.worker.models.model import wanted_logits, wanted_rows
 from services.worker.options.simulated.hashing import mix, numbers_from
 from services.worker.options.simulated.model_size import ModelSize
-from services.worker.sampling.arrays import UInt64Array
+from services.worker.sampling.arrays import Float32Array, UInt64Array
 
 _PEAK = 40.0
 """The logit of the next token. Other logits are between 0 and 1."""
@@ -49,8 +49,9 @@ class SimulatedLora:
 
 
 class SimulatedModel:
-    """A Model. Hidden states are hashes, int64 [n, 1]. If it pools, they are float32 [n,
-    hidden_size], and logits are class scores.
+    """A Model. Hidden states are hashes, int64 [n, 1]. Logits of `forward` are valid until the next
+    step. If the model pools, hidden states are float32 [n, hidden_size], and logits are class
+    scores.
 
     `end_token_ids` end an answer. One of them follows a token with the probability 1 /
     `mean_output_tokens`, or never if that is 0.
@@ -71,11 +72,11 @@ class SimulatedModel:
         self._pools = pools
         self._num_labels = num_labels
         self._tokens = np.setdiff1d(np.arange(size.vocab_size), self._ends)
-        width = size.hidden_size if pools else size.vocab_size
-        words = numbers_from(0, _NUM_WINDOWS + width) >> np.uint64(40)
-        noise = torch.from_numpy((words / 2.0**24).astype(np.float32))
-        self._windows = noise.as_strided((_NUM_WINDOWS, width), (1, 1))
-        """Row i is a view of the noise from its i-th number on."""
+        self._width = size.hidden_size if pools else size.vocab_size
+        words = numbers_from(0, _NUM_WINDOWS + self._width) >> np.uint64(40)
+        self._noise: Float32Array = (words / 2.0**24).astype(np.float32)
+        self._logits: Float32Array = np.empty((0, self._width), np.float32)
+        """Memory for the logits of a step, since new memory would take ten times as long."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Float32 [n, hidden_size]: the token id, then zeros."""
@@ -105,25 +106,36 @@ class SimulatedModel:
         hashes = mix(seen ^ mix(_attend(attention, 1, mix(seen))))
         hidden = torch.from_numpy(hashes.view(np.int64))[:, None]
         if self._pools:
-            hidden = self._noise(hashes) - 0.5
-        return hidden, wanted_logits(self, hidden, wanted)
+            hidden = torch.from_numpy(self._noise_of(hashes) - np.float32(0.5))
+            return hidden, wanted_logits(self, hidden, wanted)
+        states = wanted_rows(hidden, wanted)
+        if states is None:
+            return hidden, None
+        if len(self._logits) < len(states):
+            self._logits = np.empty((len(states), self._width), np.float32)
+        return hidden, self._compute_logits(states, self._logits[: len(states)])
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._pools:
             return hidden[:, torch.arange(self._num_labels) % self.size.hidden_size]
+        return self._compute_logits(hidden, np.empty((len(hidden), self._width), np.float32))
+
+    def _compute_logits(self, hidden: torch.Tensor, logits: Float32Array) -> torch.Tensor:
         hashes: UInt64Array = hidden[:, 0].contiguous().numpy().view(np.uint64)
-        logits = self._noise(hashes)
+        self._noise_of(hashes, logits)
         tokens = self._tokens[hashes % np.uint64(len(self._tokens))]
         if self._mean_output_tokens:
             chance = (hashes >> np.uint64(16)) % np.uint64(self._mean_output_tokens)
             tokens = np.where(chance == 0, self._ends[0], tokens)
-        logits[torch.arange(len(tokens)), torch.from_numpy(tokens)] = _PEAK
-        return logits
+        logits[np.arange(len(tokens)), tokens] = _PEAK
+        return torch.from_numpy(logits)
 
-    def _noise(self, hashes: UInt64Array) -> torch.Tensor:
-        """A row of noise for each hash, new, float32 [n, width]."""
-        indexes = (hashes >> np.uint64(48)).astype(np.int64)
-        return self._windows.index_select(0, torch.from_numpy(indexes))
+    def _noise_of(self, hashes: UInt64Array, rows: Float32Array | None = None) -> Float32Array:
+        """A row of noise for each hash, [n, width], in `rows` if it is given."""
+        found = np.empty((len(hashes), self._width), np.float32) if rows is None else rows
+        for row, start in zip(found, (hashes >> np.uint64(48)).tolist(), strict=True):
+            row[:] = self._noise[start : start + self._width]
+        return found
 
 
 def _attend(attention: LayerAttention, layer: int, numbers: UInt64Array) -> UInt64Array:
