@@ -181,8 +181,8 @@ def test_every_request_gets_its_own_tokens(worker: Worker, async_scheduling: boo
         asyncio.run(SimulatedLife(world, happened, worker=worker).live())
 
     live()
-    for rare in ("preemptions", "hits", "drafts", "LOSS"):
-        assert happened[rare] >= 5, f"{rare} hardly happened: {happened}"
+    for rare, least in {"preemptions": 5, "hits": 5, "drafts": 5, "LOSS": 1}.items():
+        assert happened[rare] >= least, f"{rare} hardly happened: {happened}"
 
 
 async def test_a_wrong_block_table_is_seen_in_the_answer(worker: Worker) -> None:
