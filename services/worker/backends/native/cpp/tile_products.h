@@ -32,8 +32,8 @@ constexpr std::int64_t CHUNK_TILES = 8;
 // The maximum size of the rows of a block. They stay in the second-level cache.
 constexpr std::int64_t TILE_BLOCK_BYTES = 1152 * 1024;
 
-// Prefetch distance in a sequential stream, in bytes.
-constexpr std::int64_t TILES_AHEAD = 8192;
+// Prefetch distances in a sequential stream, in bytes: for one tile of rows, and for two.
+constexpr std::int64_t TILES_AHEAD[] = {2048, 8192};
 
 // Whether a weight is multiplied with tiles, for all numbers of rows. In W8A8, sums are exact in
 // any order.
@@ -120,7 +120,7 @@ inline void add_tiles(const float* from, std::int64_t from_stride, const char* r
 // What rows from `row` on prefetch while they are multiplied by a chunk of `count` tiles of depth:
 // with few rows the stream of panels, otherwise their part of the next chunk.
 inline Prefetch prefetch_of_rows(const char* chunk, std::int64_t count, int row, int rows) {
-  if (rows <= PAIR_ROWS) return {chunk + TILES_AHEAD, PANEL_TILE_BYTES};
+  if (rows <= PAIR_ROWS) return {chunk + TILES_AHEAD[rows > TILE_ROWS ? 1 : 0], PANEL_TILE_BYTES};
   const std::int64_t lines = count * PANEL_TILE_BYTES / LINE_BYTES;
   const std::int64_t own = divide_up(lines, divide_up(rows, PAIR_ROWS));
   const std::int64_t step_bytes = divide_up(own, count) * LINE_BYTES;
