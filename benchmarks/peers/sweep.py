@@ -123,7 +123,7 @@ class Sweep:
 
     async def _forget(self) -> None:
         """Restarts the link's stream and empties the prefix caches. What a receiver could not
-        detect may last as long: limits of a model, requests that nobody waits for, wrong blocks.
+        detect may last as long: limits of a model, requests without a client, wrong blocks.
         """
         self._proxy.break_calls()
         await self._until_carried()
