@@ -1,5 +1,3 @@
-"""Durations and counts as text for people."""
-
 _MINUTE = 60.0
 
 
@@ -25,5 +23,4 @@ def count_text(number: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Formats a value with three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -81,7 +81,6 @@ class Client:
         return _parse(response.text)
 
     def default_model(self) -> str:
-        """The first model that the server lists."""
         models = self.get("/v1/models").get("data", [])
         if not models:
             raise CommandError(f"{self._url} serves no model")

@@ -1,5 +1,3 @@
-"""Settings of the gateway."""
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

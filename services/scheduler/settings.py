@@ -1,5 +1,3 @@
-"""Settings of the scheduler."""
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Settings of a worker."""
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""The limits that are measured: arithmetic by the kernels themselves, and reads of memory."""
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""What the machine has: software, processor, cores, quota, memory and GPUs."""
-
 import os
 import platform
 import shutil

@@ -1,5 +1,3 @@
-"""The stores in which `stepwell keys` reads and writes records: a file or Redis."""
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,9 +19,7 @@ class Store(Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def read(self) -> KeyBook:
-        """Returns all records."""
-        ...
+    def read(self) -> KeyBook: ...
 
     def write(
         self, before: KeyRecord | None, after: KeyRecord, tenant: TenantRecord | None, version: str

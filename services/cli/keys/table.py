@@ -1,5 +1,3 @@
-"""Formats the records of `stepwell keys`."""
-
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,3 @@
-"""The KV-cache groups of a step log's header, and the pool for them."""
-
 from services.cli.replay.fields import Field, FieldError
 from services.common.errors import InvalidArgument
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
@@ -24,7 +22,6 @@ def read_group(group: Field) -> KVCacheGroup:
 
 
 def pool_config_of(config: SchedulerConfig) -> PoolConfig:
-    """The pool configuration for a scheduler configuration."""
     return PoolConfig(
         num_blocks=config.num_blocks,
         groups=config.all_groups,

@@ -1,5 +1,3 @@
-"""The scheduler's pool port on a pool in the same process, without gRPC."""
-
 from collections.abc import Sequence
 
 from services.cli.replay.groups import pool_config_of

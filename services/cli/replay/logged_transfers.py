@@ -17,7 +17,6 @@ class LoggedAnswers:
         self._answers: deque[Field] = deque()
 
     def read(self, entry: Field) -> None:
-        """Reads the answers of a log entry."""
         self._entry = entry
         self._answers = deque(entry.get("connector", []).items())
 

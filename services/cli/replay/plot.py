@@ -111,7 +111,6 @@ def _draw_queues(axes: "Axes", run: RunStatistics, columns: Columns) -> None:
 
 
 def _in_short(run: RunStatistics) -> str:
-    """The most important numbers of the run, in one line."""
     wanted = ("requests", "steps", "tokens generated", "preemptions", "recomputed tokens")
     shown = figures(run)
     counts = [f"{shown[name]} {name}" for name in wanted]

@@ -14,8 +14,6 @@ from services.scheduler.core.request import Request
 
 
 class SchedulerRun:
-    """One run of a scheduler, with its statistics."""
-
     def __init__(self, scheduler: Scheduler, pool: InProcessPool) -> None:
         self.scheduler = scheduler
         self.pool = pool

@@ -43,8 +43,6 @@ class RequestAccount:
 
 
 class RunStatistics:
-    """Collects the statistics of a run."""
-
     def __init__(self, scheduler: Scheduler) -> None:
         self.config = scheduler.config
         self.samples: list[StepSample] = []

@@ -1,5 +1,3 @@
-"""A table that compares two runs."""
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

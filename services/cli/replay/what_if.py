@@ -61,8 +61,6 @@ async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
 
 
 class WhatIf(SchedulerRun):
-    """One run of a history with a configuration."""
-
     def __init__(self, history: History, config: SchedulerConfig) -> None:
         pool = InProcessPool(config)
         super().__init__(Scheduler(config, pool), pool)

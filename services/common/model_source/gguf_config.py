@@ -91,8 +91,6 @@ def gguf_generation_config(header: GgufHeader) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads numbers in the metadata of one architecture."""
-
     def __init__(self, file: Path, header: GgufHeader, architecture: str) -> None:
         self.file = file
         self._metadata = header.metadata

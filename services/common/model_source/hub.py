@@ -41,7 +41,6 @@ class HubName:
 
     @property
     def command(self) -> str:
-        """The shell command that downloads the model."""
         revision = "" if self.revision is None else f" --revision {self.revision}"
         return f"hf download {self.repo}{revision}"
 
@@ -106,7 +105,6 @@ def needed_files(names: Collection[str], *, with_weights: bool) -> list[str]:
 
 
 def _ask(name: HubName, with_weights: bool) -> Any:
-    """Returns the hub's description of a model."""
     try:
         from huggingface_hub import HfApi  # noqa: PLC0415 - slow to import
 

@@ -1,5 +1,3 @@
-"""Converts KV-cache groups from and to their message."""
-
 from stepwell.common.v1 import common_pb2
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode

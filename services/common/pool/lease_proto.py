@@ -1,5 +1,3 @@
-"""Converts lease holders from their message."""
-
 from stepwell.common.v1 import common_pb2
 
 from services.common.pool.lease import Holder

@@ -271,8 +271,6 @@ class Stop:
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a transaction."""
-
     num_free_blocks: int
     results: tuple[OperationResult | None, ...] = ()
     """One result for each started operation, None for operations without a result. If `stop` is
@@ -320,7 +318,6 @@ class Outcome:
 
     @property
     def reset_done(self) -> bool:
-        """Whether every hash was removed."""
         return ResetPrefixCacheResult(done=True) in self.results
 
 

@@ -1,5 +1,3 @@
-"""Runs long computations on an event loop without blocking it."""
-
 import asyncio
 from collections.abc import Generator
 from typing import TypeVar

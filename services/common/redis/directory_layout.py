@@ -60,7 +60,6 @@ class DirectoryKeys:
 
     @property
     def nodes(self) -> str:
-        """The name of the hash with the nodes' records."""
         return f"{self.prefix}:nodes"
 
     def lease(self, node: str) -> str:
@@ -142,7 +141,6 @@ def snapshot_from_bytes(value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]
 
 
 def record_to_bytes(record: NodeRecord) -> bytes:
-    """Encodes a node's record as JSON."""
     groups = [
         {
             "attention_type": group.attention_type.value,

@@ -1,5 +1,3 @@
-"""The load of a replica, which consists of its outstanding work and its speed."""
-
 from dataclasses import dataclass
 
 

@@ -1,5 +1,3 @@
-"""An adapter, which requests can name instead of the model."""
-
 from dataclasses import dataclass
 
 

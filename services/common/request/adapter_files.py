@@ -1,5 +1,3 @@
-"""The files of an adapter in PEFT's format, and the digest that identifies them."""
-
 import errno
 import hashlib
 import stat

@@ -1,5 +1,3 @@
-"""Reasons why a request ended."""
-
 import enum
 
 

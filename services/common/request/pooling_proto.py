@@ -1,5 +1,3 @@
-"""Converts pooling parameters and poolers from and to their messages."""
-
 from stepwell.common.v1 import common_pb2
 
 from services.common.request.pooling import Pooler, PoolingParams, PoolingTask, PoolingType

@@ -1,5 +1,3 @@
-"""Converts embedded prompts from and to their message."""
-
 from stepwell.common.v1 import common_pb2
 
 from services.common.errors import InvalidArgument

@@ -1,5 +1,3 @@
-"""The sampling parameters of a request, and their ranges."""
-
 from dataclasses import dataclass
 
 from services.common.errors import InvalidArgument

@@ -1,5 +1,3 @@
-"""Converts sampling parameters from and to their message. Plain numbers need no code here."""
-
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from operator import attrgetter

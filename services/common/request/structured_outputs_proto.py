@@ -1,5 +1,3 @@
-"""Converts structured outputs from and to their message."""
-
 from stepwell.common.v1 import common_pb2
 
 from services.common.request.structured_outputs import (

@@ -52,7 +52,6 @@ def is_listen_address(value: str) -> str | None:
 
 
 def is_unix_address(address: str) -> bool:
-    """Whether an address is a Unix socket."""
     return address.startswith(_UNIX)
 
 

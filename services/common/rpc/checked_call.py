@@ -1,5 +1,3 @@
-"""Calls that raise an error if an answer cannot be decoded."""
-
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 

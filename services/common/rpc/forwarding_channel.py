@@ -1,5 +1,3 @@
-"""A client channel that forwards calls to another grpc channel."""
-
 from abc import abstractmethod
 from typing import Any, Self
 

@@ -1,5 +1,3 @@
-"""A client channel to a Unix socket, in which each bidirectional stream has its own connection."""
-
 import asyncio
 import socket
 from typing import Any
@@ -90,7 +88,6 @@ class LocalChannel(ForwardingChannel):
 
 
 def _is_there(path: str) -> bool:
-    """Whether a server listens at the path."""
     connection = _connected(path)
     if connection is None:
         return False

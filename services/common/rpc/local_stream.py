@@ -30,8 +30,6 @@ _READ_BYTES = 64 * 1024
 
 
 class FrameKind(enum.IntEnum):
-    """The kinds of frames."""
-
     OPEN = 0
     MESSAGE = 1
     END = 2
@@ -259,7 +257,6 @@ class LocalStream:
             self._loop.remove_reader(self._connection)
 
     def _is_complete(self) -> bool:
-        """Whether the started frame is complete or invalid."""
         if len(self._begun) < _HEADER.size:
             return False
         kind, length = _HEADER.unpack_from(self._begun)

@@ -1,5 +1,3 @@
-"""Converts between a Python enum and the enum of a contract."""
-
 import enum
 from typing import Generic, Protocol, TypeVar
 

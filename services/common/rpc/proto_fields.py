@@ -1,5 +1,3 @@
-"""Compares the fields of a dataclass with the fields of its message."""
-
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 

@@ -29,7 +29,6 @@ class OtherProtocol(FailedPrecondition):
 
 @cache
 def own_release() -> common_pb2.Release:
-    """The protocol and version of this process."""
     return common_pb2.Release(protocol=PROTOCOL, version=version("stepwell"))
 
 

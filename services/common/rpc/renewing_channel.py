@@ -1,5 +1,3 @@
-"""A client channel that reconnects when its certificate changes or its connection is broken."""
-
 import asyncio
 from collections.abc import Callable
 

@@ -1,5 +1,3 @@
-"""The time that clients are asked to wait before a retry."""
-
 import random
 
 from services.common.errors import StepwellError

@@ -1,5 +1,3 @@
-"""Unix socket files of listening processes."""
-
 import errno
 import socket
 from contextlib import suppress

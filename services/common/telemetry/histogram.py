@@ -39,7 +39,6 @@ class Histogram:
             self._exemplars[bisect_left(self._bounds, value)] = exemplar
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
-        """Adds the buckets to a family, with these label values."""
         total, exemplars = 0, dict(self._exemplars)
         buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
         for number, (bound, count) in enumerate(

@@ -1,5 +1,3 @@
-"""Metrics over HTTP, for Prometheus."""
-
 import logging
 import socket
 import socketserver

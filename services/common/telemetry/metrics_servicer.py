@@ -1,5 +1,3 @@
-"""Serves the metrics of a process over gRPC, and collects metrics of other processes."""
-
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -34,7 +32,6 @@ class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
 
 
 def serve_collect(server: GrpcServer, collect: Collect) -> None:
-    """Adds the Metrics contract to a server."""
     server.add(
         metrics_pb2_grpc.add_MetricsServicer_to_server,
         MetricsServicer(collect),

@@ -85,8 +85,6 @@ WAITS_FOR: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TimePart:
-    """A part of a request's time."""
-
     name: str
     nanos: int
     request_id: str = ""
@@ -105,7 +103,6 @@ class TimePart:
 
 
 def part_of_reason(reason: str) -> str:
-    """The name of the part for waits with this reason."""
     name = _OF_REASONS.get(reason, reason)
     return name if name in EXPLANATIONS else OTHER
 

@@ -1,5 +1,3 @@
-"""Prometheus metrics of the spans that a service sends to its collectors."""
-
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric

@@ -19,8 +19,6 @@ class CertificateError(SettingError):
 
 @dataclass(frozen=True, slots=True)
 class PemFile:
-    """A file that a setting names."""
-
     setting: str
     path: Path
 
@@ -32,7 +30,6 @@ class PemFile:
             raise self.error(f"cannot be read: {error.strerror}") from error
 
     def error(self, complaint: str) -> CertificateError:
-        """Creates the error for a problem of this file."""
         return CertificateError(f"{flag_name(self.setting)} {self.path} {complaint}")
 
 

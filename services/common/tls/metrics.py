@@ -1,5 +1,3 @@
-"""Prometheus metrics of certificates."""
-
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,3 @@
-"""The caller of a request: its identity and its rights."""
-
 from dataclasses import dataclass
 
 

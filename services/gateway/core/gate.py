@@ -1,5 +1,3 @@
-"""Limits the number of concurrent requests, and waits until none is in progress."""
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,5 +46,4 @@ class Gate:
         self.is_open = False
 
     async def empty(self) -> None:
-        """Waits until no request is in progress."""
         await self._empty.wait()

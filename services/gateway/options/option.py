@@ -89,7 +89,6 @@ class Option:
 
     @property
     def max_streams(self) -> int:
-        """Limit on the gRPC streams of this option's calls."""
         return 0
 
     def routes(self, parts: "RouteParts", options: "Options") -> Sequence[Route]:  # noqa: ARG002
@@ -162,7 +161,6 @@ class Option:
         """Starts the option's own servers. Raises Unavailable if an address cannot be bound."""
 
     async def run(self) -> None:
-        """Runs until cancelled, from the start of the gateway."""
         await asyncio.Event().wait()
 
     def begin_drain(self, error: StepwellError) -> None:
@@ -195,7 +193,6 @@ class Options:
         return iter(self._options)
 
     def header_in(self, headers: Container[str]) -> str | None:
-        """The name of an option's header among the headers of a request."""
         names = (header.name for header in self.request_headers)
         return next((name for name in names if name.lower() in headers), None)
 

@@ -8,8 +8,6 @@ from services.common import errors
 
 
 class InvalidPool(errors.InvalidArgument):
-    """The pool's configuration is invalid."""
-
     reason = "INVALID_POOL"
 
 
@@ -20,8 +18,6 @@ class UnsupportedGroup(errors.InvalidArgument):
 
 
 class PoolNotFound(errors.NotFound):
-    """No open pool has this name."""
-
     reason = "POOL_NOT_FOUND"
 
 

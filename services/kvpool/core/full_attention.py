@@ -1,5 +1,3 @@
-"""Block tables of full-attention groups. A request keeps every block until it finishes."""
-
 from collections.abc import Iterable
 
 from services.common.pool.block_hash import BlockHash

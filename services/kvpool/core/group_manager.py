@@ -64,8 +64,6 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class GroupHit:
-    """A prefix hit in one group."""
-
     blocks: Sequence[BlockId]
     num_tokens: int
     num_computed_tokens: int

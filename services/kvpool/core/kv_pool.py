@@ -1,5 +1,3 @@
-"""A pool of blocks. Transactions change the block tables of requests."""
-
 from collections.abc import Sequence
 
 from services.common.pool import operations as ops

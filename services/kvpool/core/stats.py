@@ -1,5 +1,3 @@
-"""The counts of a pool."""
-
 from dataclasses import dataclass
 
 

@@ -1,5 +1,3 @@
-"""The state of a request's grammar: whether the workers have compiled it."""
-
 import enum
 
 

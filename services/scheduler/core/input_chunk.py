@@ -1,5 +1,3 @@
-"""The input of a session's next turn."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -18,8 +18,6 @@ from services.scheduler.core.planning.transfers import LoggedAnswers
 
 
 class TransferMessages:
-    """The transfers in the messages to and from the workers."""
-
     def __init__(self, num_ranks: int) -> None: ...
 
     def begin(self, metadata: KVConnectorMetadata) -> None:
@@ -35,7 +33,6 @@ class TransferMessages:
         raise ValueError("ended_tier_loads: no load is under way")
 
     def take(self) -> KVTransferResults:
-        """Returns the transfers that ended since the last call."""
         return NO_RESULTS
 
     def forget(self) -> None:

@@ -1,5 +1,3 @@
-"""This process as a rank of a group."""
-
 import asyncio
 from collections.abc import Callable
 

@@ -1,5 +1,3 @@
-"""The worker's gRPC contract, implemented over a StepRunner."""
-
 import asyncio
 import logging
 import time

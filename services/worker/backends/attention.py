@@ -57,7 +57,6 @@ class StepLayout:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether every request has one token."""
         return self.num_decodes == len(self.seq_lens)
 
     @cached_property
@@ -168,7 +167,6 @@ class StateLayer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the state of one sequence."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
 
 
@@ -210,7 +208,6 @@ class AttentionShape:
 
     @property
     def page_dtype(self) -> torch.dtype:
-        """Data type of page elements."""
         return torch.int8 if self.has_codes else self.dtype
 
     def page_shape(self, layer: int) -> tuple[int, ...]:
@@ -232,7 +229,6 @@ class AttentionShape:
 
     @property
     def group_of(self) -> tuple[int, ...]:
-        """The group of each layer."""
         groups = {layer: i for i, group in enumerate(self.layer_groups) for layer in group}
         return tuple(groups[layer] for layer in range(len(self.layers)))
 

@@ -34,8 +34,6 @@ class Download(Protocol):
 
 
 class Device(Protocol):
-    """A device that computes."""
-
     torch_device: torch.device
     num_processors: int
     """Number of independent processors that can compute parts of attention."""
@@ -61,8 +59,6 @@ class _FinishedDownload:
 
 
 class CpuDevice:
-    """The CPU as a Device."""
-
     torch_device = torch.device("cpu")
     num_processors = 1
 

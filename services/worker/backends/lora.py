@@ -95,8 +95,6 @@ NO_DELTAS = LayerDeltas()
 
 
 class LoraStep(Protocol):
-    """The adapters of a step."""
-
     def layer(self, index: int) -> LayerDeltas:
         """The deltas in the projections of a layer."""
 

@@ -12,8 +12,6 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SuffixRules:
-    """Rules for drafts from suffix trees."""
-
     max_tree_depth: int
     """Maximum number of tokens in a match and its drafts together."""
     max_cached_requests: int

@@ -20,8 +20,6 @@ def no_ints() -> Int32Array:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that enters the batch."""
-
     row: int
     token_ids: Int32Array
     """Prompt tokens, then output tokens known so far."""

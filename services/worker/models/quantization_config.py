@@ -63,7 +63,6 @@ class QuantizationConfig:
     """Whether inputs are quantized to 8 bits, with a scale for each token."""
 
     def quantizes(self, module: str) -> bool:
-        """Whether the projection with this name is quantized."""
         if module == "lm_head" and not self.quantizes_head:
             return False
         if self.format is StoredFormat.AWQ:

@@ -1,5 +1,3 @@
-"""Builds the storage of LoRA adapters."""
-
 from pathlib import Path
 
 from services.common.errors import InvalidArgument
@@ -34,7 +32,6 @@ def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
 
 
 def adapter_bytes(setup: RankSetup, loaded: LoadedModel) -> int:
-    """Bytes of memory that the maximum number of loaded adapters needs."""
     settings, reader = setup.settings, loaded.lora
     if reader is None or not settings.num_lora_places:
         return 0

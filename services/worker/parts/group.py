@@ -1,5 +1,3 @@
-"""Builds the parts that connect a rank to the other ranks of its group."""
-
 from dataclasses import replace
 
 from services.worker.backends.device import dtype_name

@@ -1,5 +1,3 @@
-"""Sizes the KV cache of a rank."""
-
 import logging
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""Loads the model, and determines the shape of its cache and the limits of its batch."""
-
 from dataclasses import replace
 
 from services.worker.backends.attention import AttentionShape

@@ -1,5 +1,3 @@
-"""A worker on the CPU."""
-
 from collections.abc import Sequence
 from typing import cast
 

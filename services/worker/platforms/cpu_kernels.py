@@ -1,5 +1,3 @@
-"""Selects the kernels on the CPU, once at a worker's start."""
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

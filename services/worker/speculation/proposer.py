@@ -1,5 +1,3 @@
-"""The interface of a proposer of drafts."""
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -1,5 +1,3 @@
-"""The server's address, parsed from its URL."""
-
 import ssl
 from dataclasses import dataclass
 from typing import Self

@@ -1,5 +1,3 @@
-"""The clock of a load."""
-
 import asyncio
 import time
 

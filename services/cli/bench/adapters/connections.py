@@ -1,5 +1,3 @@
-"""Reusable connections to one HTTP server."""
-
 import asyncio
 import ssl
 from collections.abc import Callable

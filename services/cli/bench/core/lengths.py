@@ -26,7 +26,6 @@ class Range:
 
     @property
     def is_whole(self) -> bool:
-        """Whether both ends are whole numbers."""
         return self.low == int(self.low) and self.high == int(self.high)
 
     def number(self, draw: random.Random) -> float:

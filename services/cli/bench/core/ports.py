@@ -1,13 +1,9 @@
-"""The ports of a load: the server, a clock, and an observer."""
-
 from typing import Any, Protocol
 
 from services.cli.bench.core.record import RequestRecord
 
 
 class Server(Protocol):
-    """The server under load."""
-
     def encode(self, fields: dict[str, Any], output_len: int) -> bytes:
         """Encodes a request from `prompt` or `messages` and the length of the answer."""
         ...
@@ -22,9 +18,7 @@ class Server(Protocol):
 class Clock(Protocol):
     """A clock that counts seconds since the start of the load."""
 
-    def now(self) -> float:
-        """Returns the current time."""
-        ...
+    def now(self) -> float: ...
 
     async def sleep_until(self, seconds: float) -> None:
         """Returns at that time, or at once if the time has passed."""
@@ -38,6 +32,4 @@ class Observer(Protocol):
         """Called just before a request is sent."""
         ...
 
-    def ended(self, record: RequestRecord) -> None:
-        """Called when a request was answered or has failed."""
-        ...
+    def ended(self, record: RequestRecord) -> None: ...

@@ -1,5 +1,3 @@
-"""The measurements of one request."""
-
 from array import array
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -50,7 +48,6 @@ class RequestRecord:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the complete answer arrived."""
         return self.failure is None and self.ended is not None
 
     @property

@@ -1,5 +1,3 @@
-"""Runs the turns of one session, one after the other."""
-
 import asyncio
 from contextlib import nullcontext
 

@@ -29,17 +29,13 @@ class Follower(Protocol):
     """Mirrors the cached prefixes of the replicas' pools in the index."""
 
     @property
-    def counts(self) -> ReaderCounts:
-        """Counts of the entries that were read."""
-        ...
+    def counts(self) -> ReaderCounts: ...
 
     async def require_usable(self) -> None:
         """Raises SettingError if a setting is wrong."""
         ...
 
-    async def run(self) -> None:
-        """Writes to the index until cancelled."""
-        ...
+    async def run(self) -> None: ...
 
 
 def make_follower(

@@ -1,5 +1,3 @@
-"""Prometheus metrics of the index of cached prefixes."""
-
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric

@@ -28,8 +28,6 @@ ID_PREFIX = "gen"
 
 
 class GenerateRequests:
-    """Converts messages of Generate to requests."""
-
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
 

@@ -1,5 +1,3 @@
-"""Ends the requests of gRPC streams whose client has stopped reading."""
-
 import asyncio
 import time
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Operators' calls to one scheduler."""
-
 from collections.abc import Awaitable
 from typing import TypeVar
 

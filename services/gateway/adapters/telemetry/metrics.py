@@ -80,7 +80,6 @@ class Metrics:
         self._traces_kept.labels(self._model, reason.value).inc()
 
     def trace_cut(self, num_spans: int) -> None:
-        """Counts spans that were dropped from a request."""
         self._spans_cut.inc(num_spans)
 
     def _counter(self, spec: MetricSpec) -> Counter:

@@ -130,7 +130,6 @@ class RequestRecord:
 
     @property
     def trace_headers(self) -> TraceHeaders:
-        """The trace headers that are sent with the sequences."""
         if not self.origin.is_sampled:
             return TraceHeaders(baggage=self.baggage)
         traceparent = traceparent_text(self.origin.trace_id, self.generate_span_id)
@@ -142,14 +141,12 @@ class RequestRecord:
         return ((self.timeline.ended or self.timeline.now()) - self.timeline.began) / 1e9
 
     def rename(self, request_id: str) -> None:
-        """Sets the request id that the client specified in the body."""
         self.request_id = self.log_fields["request_id"] = request_id
 
     def enter(self, part: Part) -> None:
         self.timeline.enter(part)
 
     def wait(self, reason: str) -> None:
-        """Marks the request as waiting, with the reason."""
         self.timeline.enter(Part.WAIT, {names.ATTR_WAIT_REASON: reason})
 
     def failed(self, error_type: str, message: str, *, is_failure: bool) -> None:

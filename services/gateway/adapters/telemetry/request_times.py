@@ -11,7 +11,6 @@ from services.gateway.core.traces.time_parts import EngineParts, request_parts
 
 
 def traces_of(generation: Generation | None) -> Sequence[SequenceTrace]:
-    """Returns the traces of a request's own sequences."""
     if generation is None or generation.mailbox is None or generation.is_replay:
         return ()
     return generation.mailbox.traces

@@ -1,5 +1,3 @@
-"""The operator's settings of the chat template."""
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +14,6 @@ _MARKS_OF_TEXT = "{}\n"
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplateOptions:
-    """The chat template, and its variables."""
-
     template: str | None = None
     """The path of a file, or the text of a template. None selects the model's template."""
     variables: Mapping[str, Any] = field(default_factory=dict)

@@ -228,7 +228,6 @@ class HfTokenizer:
         return described(self._tokenizer)
 
     def to_json(self) -> str:
-        """Returns the text of a tokenizer.json."""
         text: str = self._backend.to_str()
         return text
 

@@ -106,7 +106,6 @@ class Membership:
         }
 
     def why_not_ready(self) -> str:
-        """Returns why no request can be served now."""
         if self.num_ready:
             return ""
         states = ", ".join(f"{address} ({why})" for address, why in self.not_ready().items())

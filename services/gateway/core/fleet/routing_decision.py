@@ -1,5 +1,3 @@
-"""The choice of a replica for a sequence, and the reason for the choice."""
-
 import enum
 from dataclasses import dataclass
 
@@ -7,8 +5,6 @@ from services.common.telemetry import names
 
 
 class RoutingReason(enum.Enum):
-    """The reason for which a replica was chosen."""
-
     ONLY = "only"
     """No other replica could accept the sequence."""
     SAME_PROMPT = "same_prompt"
@@ -48,7 +44,6 @@ class RoutingDecision:
     """
 
     def details(self) -> dict[str, str | int | float]:
-        """Returns the choice as attributes of a span."""
         details: dict[str, str | int | float] = {
             names.ATTR_ROUTING_REPLICA: self.address,
             names.ATTR_ROUTING_REASON: self.reason.value,

@@ -1,5 +1,3 @@
-"""How reliable the index of cached prefixes is."""
-
 import enum
 
 

@@ -1,5 +1,3 @@
-"""Loads a node's view from a snapshot."""
-
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -19,11 +17,9 @@ class Loading:
         self._view = view
 
     def add(self, keys: Iterable[int]) -> None:
-        """Adds a part of the keys."""
         self._index.add_keys(self._view, keys)
 
     def finish(self) -> None:
-        """Replaces the node's view with the loaded one."""
         self._index.remove(self._view.node)
         self._index.show(self._view)
 

@@ -51,5 +51,4 @@ class NodeView:
 
     @property
     def digest(self) -> Digest:
-        """The digest of the keys in the view."""
         return Digest(self.count, self.xor)

@@ -1,5 +1,3 @@
-"""The output that steps add to one sequence."""
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 

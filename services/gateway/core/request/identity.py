@@ -1,5 +1,3 @@
-"""The identity of a request. Another gateway with the same identity generates the same answer."""
-
 from dataclasses import dataclass
 
 

@@ -1,5 +1,3 @@
-"""The log-probabilities of tokens at consecutive positions."""
-
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""The limits that replicas set for requests."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

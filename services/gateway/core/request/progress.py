@@ -1,5 +1,3 @@
-"""The state from which an engine resumes a sequence."""
-
 from dataclasses import dataclass
 
 

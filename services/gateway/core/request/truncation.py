@@ -1,5 +1,3 @@
-"""Truncation of prompts that exceed the client's limit."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,5 +1,3 @@
-"""Vectors of prompts: decoding and similarity."""
-
 import math
 from array import array
 from collections.abc import Sequence

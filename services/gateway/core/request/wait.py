@@ -1,5 +1,3 @@
-"""A sequence's wait for a place: its reason and duration."""
-
 from dataclasses import dataclass
 
 

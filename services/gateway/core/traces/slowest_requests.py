@@ -1,5 +1,3 @@
-"""Selects the slowest requests of each minute."""
-
 from heapq import heappush, heapreplace
 
 _MINUTE_SECONDS = 60.0

@@ -69,7 +69,6 @@ class Timeline:
 
     @property
     def part(self) -> Part:
-        """The current part. After the end, the last part."""
         return self.stretches[-1].part
 
     @property
@@ -95,7 +94,6 @@ class Timeline:
         self.stretches.append(Stretch(part, self._nanos() if at is None else at, details))
 
     def explain(self, details: Details) -> None:
-        """Sets the details of the current part."""
         if not self.num_dropped:
             self.stretches[-1].details = details
 

@@ -1,5 +1,3 @@
-"""The option that adds idempotency keys to the gateway."""
-
 from collections.abc import Mapping, Sequence
 
 from prometheus_client.registry import Collector

@@ -1,5 +1,3 @@
-"""The option that adds clients' sessions to the gateway."""
-
 import secrets
 import time
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,3 @@
-"""The option that adds tenants to the gateway."""
-
 import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager

@@ -1,5 +1,3 @@
-"""Settings of tenants: their keys and queues."""
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""The option that shows what the replicas do."""
-
 import asyncio
 import contextlib
 import logging

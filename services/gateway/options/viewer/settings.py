@@ -1,5 +1,3 @@
-"""Settings of the viewer."""
-
 from dataclasses import dataclass
 
 from services.common.process.settings import at_least, setting

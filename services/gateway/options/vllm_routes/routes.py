@@ -1,5 +1,3 @@
-"""All routes of the option."""
-
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 

@@ -69,7 +69,6 @@ class WatchedSteps:
             self._open[plan.step] = step_to_proto(plan, self._begun_nanos)
 
     def done(self, plan: SchedulerOutput) -> None:
-        """Records that the tokens of a step have arrived."""
         step = self._open.pop(plan.step, None)
         if step is not None:
             step.done_unix_nanos = time.time_ns()
@@ -102,7 +101,6 @@ class Activity:
     async def message(
         self, request: scheduler_pb2.GetActivityRequest
     ) -> scheduler_pb2.GetActivityResponse:
-        """The present activity of the replica."""
         blocks = await self._blocks(request.max_cells) if request.max_cells else None
         reason = self._counts.wait_reasons.current
         return scheduler_pb2.GetActivityResponse(

@@ -1,5 +1,3 @@
-"""The observer of a replica's engine, for traces, metrics and recorded steps."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

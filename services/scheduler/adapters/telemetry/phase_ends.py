@@ -17,8 +17,6 @@ from services.scheduler.core.timelines.timeline import PhaseKind, Timeline
 
 @dataclass(slots=True, eq=False)
 class Tracked:
-    """A request and its timeline."""
-
     request: Request
     timeline: Timeline
     waiting: WaitStart | None

@@ -1,5 +1,3 @@
-"""Serves the metrics of a replica's scheduler, pool and workers on one port."""
-
 import asyncio
 from collections.abc import Mapping, Sequence
 

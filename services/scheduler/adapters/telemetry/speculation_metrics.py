@@ -1,5 +1,3 @@
-"""Counters of proposed and accepted draft tokens, with vLLM's names."""
-
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric

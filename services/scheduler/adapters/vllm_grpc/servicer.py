@@ -108,7 +108,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetModelInfoResponse:
-        """The model, from the worker's description and the model's files."""
         response = self.info.model()
         self.files.describe(response)
         return response
@@ -135,7 +134,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """Streams the events of the prefix cache."""
         async with aclosing(self.events.batches(request.start_sequence_number)) as batches:
             async for batch in batches:
                 yield batch

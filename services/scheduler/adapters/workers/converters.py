@@ -58,7 +58,6 @@ def last_token_ids(plan: SchedulerOutput) -> bytes:
 
 
 def num_stages(description: worker_pb2.DescribeResponse) -> int:
-    """The number of pipeline stages of a worker's model."""
     return description.pipeline_parallel_size or 1
 
 

@@ -1,5 +1,3 @@
-"""Records which grammars all workers have compiled, so that requests need not wait for them."""
-
 from collections import OrderedDict
 
 from services.common.request.structured_outputs import KEPT_GRAMMARS, StructuredOutputs
@@ -25,7 +23,6 @@ class PreparedGrammars:
         return False
 
     def add(self, wanted: StructuredOutputs) -> None:
-        """Records that all workers have compiled a grammar."""
         self._known[wanted] = None
         self._known.move_to_end(wanted)
         if len(self._known) > MAX_KNOWN:

@@ -15,8 +15,6 @@ from services.scheduler.core.request import Request, RequestStatus
 
 @dataclass(slots=True)  # see Admission
 class PlannedAdmission:
-    """One admission of a step."""
-
     request: Request
     terms: Admission
     """The operation for the pool."""
@@ -29,7 +27,6 @@ class PlannedAdmission:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the admission takes from the step's budget."""
         return self.num_new_tokens + self.num_drafts
 
 

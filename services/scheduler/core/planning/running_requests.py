@@ -150,5 +150,4 @@ def num_computed_tokens_of(requests: Iterable[Request]) -> list[int]:
 
 
 def with_num_computed_tokens(requests: Iterable[Request]) -> list[tuple[Request, int]]:
-    """Pairs each request with its count."""
     return [(request, request.origin + request.clock.now) for request in requests]

@@ -1,5 +1,3 @@
-"""First come, first served."""
-
 from collections import deque
 
 from services.scheduler.core.planning.running_requests import RunningRequests

@@ -1,5 +1,3 @@
-"""The policy PRIORITY orders requests by priority, then by arrival time."""
-
 from bisect import insort
 from heapq import heappop, heappush
 

@@ -25,8 +25,6 @@ class ReasonStart(NamedTuple):
 
 @dataclass(slots=True)
 class Wait:
-    """A part of a phase in which a request waits."""
-
     start: int
     end: int
     reasons: dict[str, int]
@@ -41,7 +39,6 @@ class Wait:
         return max(self.reasons, key=self.reasons.__getitem__)
 
     def merge(self, later: "Wait") -> None:
-        """Merges a later wait into this one."""
         if later.end - later.start > self.end - self.start:
             self.step, self.holder = later.step, later.holder
         self.end = later.end
@@ -79,7 +76,6 @@ class Chunk:
     """Total duration, in nanoseconds, of the waits that were merged into this chunk."""
 
     def merge(self, later: "Chunk | Wait") -> None:
-        """Merges a later part into this chunk."""
         if isinstance(later, Wait):
             self.wait_nanos += later.end - later.start
         else:

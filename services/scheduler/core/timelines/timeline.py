@@ -33,8 +33,6 @@ MAX_PHASES = 64
 
 
 class PhaseKind(Enum):
-    """The kinds of phases of a request."""
-
     QUEUE = "queue"
     """The request waits for its first admission."""
     PREFILL = "prefill"
@@ -195,7 +193,6 @@ class Timeline:
         return phase.parts[-1].end if phase.parts else phase.start
 
     def enter(self, kind: PhaseKind, now: int) -> Phase:
-        """Ends the open phase and begins a new one."""
         now = self._end_phase(now)
         if len(self.phases) >= MAX_PHASES:
             self._merge_oldest()

@@ -1,5 +1,3 @@
-"""Prometheus metrics of the tier of offloaded blocks, collected at each scrape."""
-
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric

@@ -81,8 +81,6 @@ class AttentionLayer(ctypes.Structure):
 
 
 class Layout(ctypes.Structure):
-    """The arrays of a StepLayout."""
-
     _fields_ = _fields(
         {"num_requests": _INT, "query_starts seq_lens rows tables": _ADDRESS, "table_width": _COUNT}
     )
@@ -177,8 +175,6 @@ class Decoder(ctypes.Structure):
 
 
 class NativeSharedRanks(ctypes.Structure):
-    """The structure SharedRanks of cpp/shared_ranks.h."""
-
     _fields_ = _fields(
         {
             "cells slots": _ADDRESS,
@@ -198,14 +194,10 @@ class LoraProjection(ctypes.Structure):
 
 
 class NativeLoraLayer(ctypes.Structure):
-    """An adapter's A and B for the projections of a layer."""
-
     _fields_ = _fields({"parts": LoraProjection * len(PARTS)})
 
 
 class StepLora(ctypes.Structure):
-    """The adapters of a step's rows."""
-
     _fields_ = _fields({"adapters rows starts": _ADDRESS, "width": _COUNT, "num_adapters": _INT})
 
 
@@ -230,8 +222,6 @@ class NativeRowMasks(ctypes.Structure):
 
 
 class NativeRowParameters(ctypes.Structure):
-    """The RowParameters of rows."""
-
     _fields_ = _fields({"values seeds positions": _ADDRESS})
 
 

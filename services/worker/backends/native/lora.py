@@ -144,8 +144,6 @@ def _panels(weight: torch.Tensor, width: int, pairs: int) -> torch.Tensor:
 
 
 class NativeLoraStep:
-    """A LoraStep in C++."""
-
     def __init__(self, rows: LoraRows) -> None:
         adapters = [one for one in rows.adapters if isinstance(one, NativeLora)]
         assert len(adapters) == len(rows.adapters)

@@ -53,8 +53,6 @@ class NativeLayer:
 
 
 class NativePagedAttention:
-    """A PagedAttention in C++."""
-
     def __init__(
         self, functions: library.Functions, memory: LargePages, shape: AttentionShape
     ) -> None:
@@ -81,8 +79,6 @@ class NativePagedAttention:
 
 
 class NativePagedStep:
-    """The attention of one step over a NativePagedAttention."""
-
     def __init__(
         self, attend: Any, layers: Sequence[NativeLayer], layouts: Sequence[StepLayout]
     ) -> None:

@@ -48,7 +48,6 @@ class BatchLimits:
 
     @property
     def first_state_group(self) -> int:
-        """Index of the first group of recurrent layers."""
         return len(self.windows) - len(self.state_block_sizes)
 
     @property
@@ -148,7 +147,6 @@ class InputBatch:
         return token_ids
 
     def append_one(self, rows: Int64Array, token_ids: Int32Array) -> None:
-        """Appends one sampled token to each of these rows."""
         num_tokens = self.num_tokens[rows]
         self.token_ids[rows, num_tokens] = token_ids
         self.num_tokens[rows] = num_tokens + 1

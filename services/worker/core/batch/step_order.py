@@ -1,5 +1,3 @@
-"""Checks the order of a stream's steps."""
-
 from services.worker.core.errors import InvalidStep
 
 

@@ -1,5 +1,3 @@
-"""The interface of a tier of offloaded blocks."""
-
 from collections.abc import Sequence
 from typing import Protocol
 

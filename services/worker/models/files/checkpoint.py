@@ -57,7 +57,6 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors in the files."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property
@@ -121,8 +120,6 @@ def check_dtype(tensor: TensorInfo, others: Collection[str] = ()) -> None:
 
 
 class TensorReader:
-    """Reads tensors of an open checkpoint."""
-
     def __init__(self, checkpoint: Checkpoint, handles: dict[Path, Any]) -> None:
         self._checkpoint = checkpoint
         self._handles = handles
@@ -134,7 +131,6 @@ class TensorReader:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes read so far, as stored in the files."""
         return sum(self._sizes)
 
     def dimensions(self, name: str) -> int:

@@ -125,7 +125,6 @@ def _read_shard(directory: Path, file_name: str) -> list[TensorInfo]:
 
 
 def _read_weight_map(index: Path) -> Mapping[str, str]:
-    """Maps the names of tensors to their files."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(index, "weight_map must map tensor names to files")

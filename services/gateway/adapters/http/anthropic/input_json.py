@@ -63,7 +63,6 @@ class InputWriter:
         yield from self._reader.rest(drop)
 
     def _nested(self, before: str, opener: str, closer: str) -> Reading[None]:
-        """Reads an object or a list."""
         if len(self._closers) == _MAX_DEPTH:
             raise Malformed
         self._reader.skip(1)

@@ -78,7 +78,6 @@ async def render(body: CountTokensBody, inference: Inference) -> str:
 
 
 def _tool_use(body: MessagesBody) -> ToolUse:
-    """Returns the tools that the model may call."""
     choice, tools = body.tool_choice, body.tools or []
     if choice is None:
         return ToolUse([tool.callable for tool in tools], AUTO if tools else NONE, fields=_TOOLS)

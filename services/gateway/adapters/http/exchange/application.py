@@ -1,5 +1,3 @@
-"""An ASGI application that calls the handler of each route, and answers its errors."""
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache

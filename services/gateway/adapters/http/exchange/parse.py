@@ -102,7 +102,6 @@ def parse_body(
 
 
 def _unknown_fields(error: ValidationError) -> tuple[str, ...]:
-    """Returns the names of the unknown fields of a body."""
     if error.error_count() > _MAX_PROBLEMS:
         return (f"{error.error_count()} fields",)
     problems = error.errors(include_url=False, include_input=False, include_context=False)

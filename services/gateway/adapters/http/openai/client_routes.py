@@ -1,5 +1,3 @@
-"""The table of the routes for clients."""
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -78,7 +78,6 @@ def _texts(content: str | Sequence[TextPart] | None, without: frozenset[str]) ->
 
 
 def thought(content: str | Sequence[TextPart] | None) -> str:
-    """Returns the joined text of a content's thoughts."""
     if content is None or isinstance(content, str):
         return ""
     return "".join(part.text for part in content if part.type in THOUGHTS)

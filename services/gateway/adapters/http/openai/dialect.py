@@ -275,6 +275,5 @@ class TextFrame:
         return Piece(index, _TEXT, cast(list[int], [_TOKEN_ID]))
 
     def event(self, piece: Piece) -> bytes:
-        """Encodes the event of a piece."""
         ids = ",".join(map(str, piece.token_ids)) if self._has_ids else ""
         return f"{self._before}{to_json(piece.text)}{self._between}{ids}{self._after}".encode()

@@ -173,7 +173,6 @@ def _tag(value: dict[str, Any] | str) -> dict[str, Any]:
 
 
 def json_form(schema: Mapping[str, Any] | str) -> StructuredOutputs:
-    """Returns the constraint that an answer is JSON that conforms to a schema."""
     if not isinstance(schema, str):
         schema = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
     return StructuredOutputs(StructuredOutputsKind.JSON, schema)

@@ -1,5 +1,3 @@
-"""The HTML pages that show the OpenAPI document: Swagger UI and ReDoc, loaded from a CDN."""
-
 from html import escape
 
 _CDN = "https://cdn.jsdelivr.net/npm"

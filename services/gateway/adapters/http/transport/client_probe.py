@@ -1,5 +1,3 @@
-"""Detects whether a client that has closed its sending side still reads the answer."""
-
 import asyncio
 
 from uvicorn.protocols.http.flow_control import FlowControl

@@ -1,5 +1,3 @@
-"""Counts HTTP requests by route, method and status."""
-
 import re
 import time
 from collections.abc import Sequence

@@ -100,7 +100,6 @@ class QuickRefusals:
     def _refuse(
         self, error: StepwellError, scope: Scope, headers: Mapping[str, str], caller: Caller
     ) -> tuple[Header, ...]:
-        """Counts and logs a refusal."""
         path, status, arrived = scope["path"], status_of(error), scope["state"][ARRIVED]
         record = self.recorder.begin(call_of(scope), self.operations[path], headers, arrived)
         record.caller, record.status = caller, str(status)

@@ -1,5 +1,3 @@
-"""Notices HTTP clients that have stopped reading their answer."""
-
 import asyncio
 from collections.abc import Callable
 

@@ -1,5 +1,3 @@
-"""Keeps the HTTP server's certificate as an SSLContext of Python's ssl module."""
-
 import logging
 import ssl
 

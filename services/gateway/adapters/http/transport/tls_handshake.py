@@ -1,5 +1,3 @@
-"""A connection from its start to the end of its TLS handshake."""
-
 import asyncio
 import ssl
 from collections.abc import Callable
@@ -57,7 +55,6 @@ class TlsHandshake(asyncio.Protocol):
         self._has_ended = True
 
     def shutdown(self) -> None:
-        """Called when the server stops."""
         self.end()
 
     def end(self) -> None:

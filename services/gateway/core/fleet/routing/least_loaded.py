@@ -1,5 +1,3 @@
-"""Routing by load only."""
-
 from collections.abc import Sequence
 
 from services.gateway.core.fleet.replica import Replica

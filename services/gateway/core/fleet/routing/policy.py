@@ -1,5 +1,3 @@
-"""The interface of routing policies."""
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Routing by round robin."""
-
 from collections.abc import Sequence
 
 from services.gateway.core.fleet.replica import Replica

@@ -1,5 +1,3 @@
-"""Escapes control characters in the strings of a model's JSON."""
-
 import re
 
 _IN_STRING = re.compile(r'["\\\x00-\x1f]')

@@ -1,5 +1,3 @@
-"""The incremental parser of one answer."""
-
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

@@ -1,5 +1,3 @@
-"""Collects the events of format readers."""
-
 from services.gateway.core.text.parsing.control_escaper import ControlEscaper
 from services.gateway.core.text.parsing.events import (
     CallArguments,
@@ -27,7 +25,6 @@ class Sink:
         self._trims_start = False
 
     def take(self) -> list[OutputEvent]:
-        """Returns the events since the last call of this method."""
         self._close_arguments()
         events, self._events = self._events, []
         return events
@@ -51,7 +48,6 @@ class Sink:
         self.in_reasoning = False
 
     def call(self, name: str) -> int:
-        """Starts a tool call. Returns the call's index."""
         self._close_arguments()
         self._escaper = ControlEscaper()
         self._boundary()
@@ -79,7 +75,6 @@ class Sink:
         return self._max_calls is not None and self.num_calls >= self._max_calls
 
     def _close_arguments(self) -> None:
-        """Makes one event from the collected arguments."""
         text = self._escaper.feed("".join(self._arguments))
         if text and (self._max_calls is None or self.num_calls <= self._max_calls):
             self._events.append(CallArguments(self.num_calls - 1, text))

@@ -1,5 +1,3 @@
-"""Counts of requests with an idempotency key, by outcome."""
-
 from dataclasses import dataclass
 
 

@@ -43,8 +43,6 @@ class Append:
 
 
 class Appended(enum.Enum):
-    """The outcome of an Append."""
-
     DONE = "done"
     FENCED = "fenced"
     """The log has an entry of another owner at or after the position of the Append."""

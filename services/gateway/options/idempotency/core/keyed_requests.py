@@ -82,7 +82,6 @@ class KeyedRequests:
             sharing.listener = self
 
     def __len__(self) -> int:
-        """The number of answers, complete or in progress."""
         return len(self._table)
 
     def knows(self, key: IdempotencyKey) -> bool:

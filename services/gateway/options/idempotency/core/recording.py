@@ -62,7 +62,6 @@ class SequenceRecord:
 
     @property
     def num_prompt_rows(self) -> int:
-        """The number of received rows of prompt log-probabilities."""
         return len(self.prompt_logprobs or ())
 
     @property
@@ -132,7 +131,6 @@ class Recording:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every sequence has finished."""
         return all(sequence.finish is not None for sequence in self.sequences)
 
     @property
@@ -167,7 +165,6 @@ class Recording:
                 cursor.wake()
 
     def progress(self) -> list[Progress]:
-        """For each sequence, the progress from which an engine can resume it."""
         return [
             Progress(one.token_ids.tolist(), one.num_prompt_rows, one.finish is not None)
             for one in self.sequences

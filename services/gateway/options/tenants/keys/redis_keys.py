@@ -96,7 +96,6 @@ class RedisKeys:
         self._contact_at = asyncio.get_running_loop().time()
 
     def _take(self, answer: LookUp, key_ids: Iterable[str]) -> None:
-        """Replaces the cached records of these keys."""
         for key_id in key_ids:
             self._keys.pop(key_id, None)
             if (found := answer.found.get(key_id)) is not None:

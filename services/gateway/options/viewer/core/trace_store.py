@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 
 class SpanRole(enum.Enum):
-    """The role of a span in its trace."""
-
     REQUEST = "request"
     """The span of a client's whole request at this gateway. Its trace can be listed."""
     STEP = "step"

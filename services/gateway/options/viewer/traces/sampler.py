@@ -1,5 +1,3 @@
-"""Limits the number of traces per minute."""
-
 import time
 from collections.abc import Callable, Sequence
 

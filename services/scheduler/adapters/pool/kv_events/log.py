@@ -70,11 +70,9 @@ class KVEventLog:
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest batch that is stored."""
         return self._next - len(self._batches)
 
     def append(self, events: tuple[KVCacheEvent, ...]) -> None:
-        """Adds a batch."""
         batch = KVEventBatch(self._next, self.time(), events)
         self._next += 1
         self._batches.append(batch)

@@ -51,7 +51,6 @@ class EventEncoder:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, batch: KVEventBatch) -> bytes:
-        """The payload of the message for a batch."""
         events = [self._event(event) for event in batch.events]
         payload: bytes = self._encoder.encode([batch.unix_seconds, events, DATA_PARALLEL_RANK])
         return payload

@@ -288,7 +288,6 @@ class KVTransfers:
             self._answers.append(answer)
 
     def _loading_into(self, invalid: Collection[BlockId]) -> list[RequestKey]:
-        """Requests whose pending load includes one of these blocks."""
         return [
             key
             for key, request in self._loading.items()

@@ -141,7 +141,6 @@ class ItemWriter:
         return {"item_id": self._item.head["id"], "output_index": len(self.items)}
 
     def _id(self, kind: str) -> str:
-        """Returns the id of the next item."""
         name = f"{self._request.request_id}/{self._created}/{len(self.items)}"
         return _PREFIXES[kind] + sha256(name.encode()).hexdigest()[:_DIGITS]
 

@@ -79,7 +79,6 @@ class _Schema:
         return {"anyOf": found or others} if found or others else None
 
     def literals(self, schema: object) -> Iterator[object]:
-        """Yields the values of all enumerations and constants in a schema."""
         for one in self._all(schema, set()):
             values = one.get("enum")
             yield from values if isinstance(values, list) else ()
@@ -87,7 +86,6 @@ class _Schema:
                 yield one["const"]
 
     def types(self, schema: object) -> frozenset[str]:
-        """Returns the types that a schema allows."""
         return self._types(schema, frozenset()) or frozenset()
 
     def _all(self, schema: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
@@ -101,7 +99,6 @@ class _Schema:
             yield from self._all(part, seen)
 
     def _types(self, schema: object, above: frozenset[int]) -> frozenset[str] | None:
-        """Returns the types that a schema allows."""
         if id(schema) in above or not self._takes_one():
             return None
         if not isinstance(schema, Mapping):
@@ -115,7 +112,6 @@ class _Schema:
         return types | {"null"} if schema.get("nullable") is True else types
 
     def _bounds(self, schema: Mapping[str, Any], above: frozenset[int]) -> Iterator[frozenset[str]]:
-        """Yields the types that each keyword of a schema allows."""
         declared = schema.get("type")
         names = [declared] if isinstance(declared, str) else declared
         if isinstance(names, list):
@@ -135,7 +131,6 @@ class _Schema:
                 yield types
 
     def _referred(self, schema: Mapping[str, Any]) -> object:
-        """Returns the target of a schema's reference."""
         ref = schema.get("$ref")
         found = find_ref(self._root, ref) if isinstance(ref, str) else None
         return None if found is None else found[0]

@@ -50,7 +50,6 @@ class MemoryLimits:
         await asyncio.Event().wait()
 
     def apply(self, limits: LimitSet, change: Change) -> Standing:
-        """Applies a change or refuses it."""
         now = self._now_millis()
         state = self._states.setdefault(limits.tenant_id, _State(at=now))
         elapsed = now - state.at

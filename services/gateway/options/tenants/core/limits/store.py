@@ -1,5 +1,3 @@
-"""The interface of stores that count limits."""
-
 from typing import Protocol
 
 from services.gateway.options.tenants.core.limits.rule import Change, LimitSet, Standing
@@ -20,6 +18,4 @@ class LimitStore(Protocol):
         """Applies a change whose `must_fit` is false. It may be applied later."""
         ...
 
-    async def run(self) -> None:
-        """Maintains the counts until cancelled."""
-        ...
+    async def run(self) -> None: ...
