@@ -23,6 +23,7 @@ COPY services/worker/backends/native/cpp services/worker/backends/native/cpp
 COPY services/worker/backends/native/build.py services/worker/backends/native/cached_library.py \
      services/worker/backends/native/prebuilt.py services/worker/backends/native/tiles.py \
      services/worker/backends/native/
+COPY services/common/process/processors.py services/common/process/
 RUN python3 -m services.worker.backends.native.prebuilt /kernels
 
 FROM python AS packages

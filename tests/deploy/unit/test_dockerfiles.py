@@ -141,3 +141,18 @@ def test_what_is_copied_is_sent_to_the_engine() -> None:
                 for source in text.split()[:-1]:
                     assert (ROOT / source).exists(), source
                     assert any((source + "/").startswith(name + "/") for name in allowed), source
+
+
+def test_kernels_are_compiled_by_the_files_that_are_copied_for_it(tmp_path: Path) -> None:
+    stage = stages_of(WORKER)["kernels"]
+    for text in stage.all("COPY"):
+        *sources, to = text.split()
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, tmp_path / to)
+            else:
+                (tmp_path / to).mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, tmp_path / to)
+    (command,) = [text for text in stage.all("RUN") if text.startswith("python3 -m ")]
+    module = command.split()[2]
+    subprocess.run([sys.executable, "-S", "-c", f"import {module}"], cwd=tmp_path, check=True)
