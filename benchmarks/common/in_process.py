@@ -27,7 +27,6 @@ import uvloop
 
 from benchmarks.common.conversions import to_output, to_request, to_step
 from benchmarks.common.load import Arrived, Load, run_load
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.process.processors import usable_processors
 from services.common.process.settings import parse_settings
 from services.common.request.finish import Finish
@@ -57,6 +56,7 @@ from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request
 from services.scheduler.options.listed import TRANSFERS
 from services.scheduler.settings import SchedulerSettings
+from services.simulation.inprocess_pool import InProcessPool
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.converters import description_to_proto
 from services.worker.build import build_worker

@@ -22,7 +22,6 @@ from benchmarks.scheduler.loads import (
     step_name,
     time_repeats,
 )
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.pool.block_hash import BlockHash, hash_full_blocks
 from services.common.pool.ids import RequestKey
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
@@ -35,6 +34,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
+from services.simulation.inprocess_pool import InProcessPool
 
 
 def measure() -> Figures:

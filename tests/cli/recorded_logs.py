@@ -8,11 +8,11 @@ from typing import Any
 
 from stepwell.common.v1 import common_pb2
 
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.adapters.telemetry.step_log import header
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
+from services.simulation.inprocess_pool import InProcessPool
 from tests.scenarios.run import ScenarioRun
 from tests.scenarios.scenario import read_scenario
 from tests.scheduler.fake_worker import FakeWorker

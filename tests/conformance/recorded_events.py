@@ -11,7 +11,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.pool.block_hash import BlockHash, unpack_token_ids
 from services.common.pool.operations import Operation, Outcome
 from services.common.pool.operations_proto import outcome_to_proto
@@ -26,6 +25,7 @@ from services.scheduler.adapters.pool.kv_events.recorder import KVEventRecorder
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
+from services.simulation.inprocess_pool import InProcessPool
 from tests.scenarios.connector import connected
 from tests.scenarios.record import Record
 from tests.scenarios.run import ScenarioRun

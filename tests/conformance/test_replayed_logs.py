@@ -6,13 +6,13 @@ import pytest
 
 from services.cli.errors import CommandError
 from services.cli.replay.fields import Field
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay
 from services.cli.replay.table import ROWS
 from services.cli.replay.what_if import what_if
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
+from services.simulation.inprocess_pool import InProcessPool
 from tests.conformance.recording import RECORDINGS, Recording
 from tests.scenarios.connector import connected
 from tests.scenarios.run import ScenarioRun

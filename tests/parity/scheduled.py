@@ -10,7 +10,6 @@ from typing import Any
 
 from stepwell.common.v1 import common_pb2
 
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.request.sampling_proto import sampling_from_proto
 from services.scheduler.adapters.workers.converters import (
@@ -22,6 +21,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
+from services.simulation.inprocess_pool import InProcessPool
 from services.worker.adapters.converters import step_from_proto, step_output_to_proto
 from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.model_runner import ModelRunner

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.request.pooling import Pooler, PoolingParams
 from services.common.request.sampling import SamplingParams
 from services.scheduler.adapters.replica import ReplicaShape
@@ -23,6 +22,7 @@ from services.scheduler.adapters.workers.converters import (
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
 from services.scheduler.settings import SchedulerSettings
+from services.simulation.inprocess_pool import InProcessPool
 from services.worker.adapters.converters import (
     description_to_proto,
     step_from_proto,

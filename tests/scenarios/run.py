@@ -8,7 +8,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scheduler_run import as_added
 from services.common.pool.ids import BlockId
 from services.common.replica.pause_mode import PauseMode
@@ -18,6 +17,7 @@ from services.scheduler.core.kv_transfer import NO_RESULTS
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request, RequestStatus
+from services.simulation.inprocess_pool import InProcessPool
 from tests.scenarios.connector import connected
 from tests.scenarios.control import ScenarioControl
 from tests.scenarios.record import Record, request_ids

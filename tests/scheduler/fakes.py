@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.pool.operations import Operation, Outcome
 from services.scheduler.core import ports
 from services.scheduler.core.output import (
@@ -16,6 +15,7 @@ from services.scheduler.core.output import (
     SchedulerOutput,
 )
 from services.scheduler.core.request import Request
+from services.simulation.inprocess_pool import InProcessPool
 from tests.scheduler.paged_model import PagedModel
 
 SECONDS = 60.0

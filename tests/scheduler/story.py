@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 from services.kvpool.core.kv_pool import KVPool as PoolCore
@@ -14,6 +13,7 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request
+from services.simulation.inprocess_pool import InProcessPool
 from tests.scheduler.paged_model import PagedModel
 
 BLOCK_SIZE = 4

@@ -4,13 +4,13 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from services.cli.replay.groups import pool_config_of
 from services.common.errors import InvalidArgument
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
 from services.scheduler.core.policies import POLICIES
+from services.simulation.inprocess_pool import pool_config_of
 from tests.scenarios.connector import HAS_TRANSFERS
 from tests.worlds.arrivals import LAST_ARRIVAL, MAX_ITEM, MAX_OUTPUT, MAX_PROMPT, make_arrival
 from tests.worlds.world import Event, Incident, World

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from services.cli.replay.groups import pool_config_of
 from services.common.errors import StepwellError
 from services.common.pool.ids import PoolId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
@@ -30,6 +29,7 @@ from services.kvpool.core.pool_host import PoolHost
 from services.kvpool.core.unwritten import UnwrittenChanges
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.ports import PoolLost
+from services.simulation.inprocess_pool import pool_config_of
 
 _ID = PoolId("world")
 MAX_UNWRITTEN = 40

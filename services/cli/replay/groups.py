@@ -1,8 +1,8 @@
 from services.cli.replay.fields import Field, FieldError
 from services.common.errors import InvalidArgument
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
-from services.kvpool.core.pool_config import PoolConfig
 from services.scheduler.core.config import SchedulerConfig
+from services.simulation.inprocess_pool import pool_config_of
 
 MAX_GROUPS = 64
 _MAX_TOKENS = 10**6
@@ -18,19 +18,6 @@ def read_group(group: Field) -> KVCacheGroup:
         group["is_eagle_group"].boolean(),
         group["mamba_cache_mode"].member(MambaCacheMode),
         group["num_speculative_blocks"].integer(0, 1000),
-    )
-
-
-def pool_config_of(config: SchedulerConfig) -> PoolConfig:
-    return PoolConfig(
-        num_blocks=config.num_blocks,
-        groups=config.all_groups,
-        enable_prefix_caching=config.enable_prefix_caching,
-        drop_last_hit_block=config.drop_last_hit_block,
-        prefix_match_unit=config.prefix_match_unit,
-        prefix_cache_retention_interval=config.prefix_cache_retention_interval,
-        max_model_len=config.max_model_len,
-        max_in_flight_tokens=config.max_in_flight_tokens,
     )
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from services.cli.replay.fields import Field
 from services.cli.replay.history import Abort, Event, GrammarCompiled, History, NextChunk
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.logged_transfers import LoggedAnswers, read_transfers
 from services.cli.replay.scheduler_run import SchedulerRun
@@ -25,6 +24,7 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
 from services.scheduler.options.listed import TRANSFERS
+from services.simulation.inprocess_pool import InProcessPool
 
 _ABSENT = object()
 _CALLS = (

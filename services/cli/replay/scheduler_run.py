@@ -4,13 +4,13 @@ from collections import deque
 from dataclasses import replace
 
 from services.cli.replay.history import Abort, Event, GrammarCompiled, NextChunk
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.statistics import RunStatistics
 from services.common.pool.ids import RequestKey
 from services.common.replica.pause_mode import PauseMode
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
+from services.simulation.inprocess_pool import InProcessPool
 
 
 class SchedulerRun:

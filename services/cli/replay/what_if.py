@@ -15,7 +15,6 @@ from typing import Any
 
 from services.cli.errors import CommandError
 from services.cli.replay.history import COMPLETE, Event, History
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.scheduler_run import SchedulerRun
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
@@ -26,6 +25,7 @@ from services.scheduler.core.kv.capacity import config_conflict, max_request_tok
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request, RequestStatus
+from services.simulation.inprocess_pool import InProcessPool
 
 
 def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> SchedulerConfig:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from stepwell.common.v1 import common_pb2
 
 from services.cli.replay.fields import Field
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay
 from services.common.request.repetition import RepetitionDetection
@@ -24,6 +23,7 @@ from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
+from services.simulation.inprocess_pool import InProcessPool
 from tests.cli.recorded_logs import crowded, record
 from tests.cli.replaying import replayed
 from tests.scenarios.stand_in_model import next_token

@@ -6,7 +6,6 @@ from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
 from stepwell.worker.v1 import worker_pb2
 
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.pool.block_hash import BlockHash, pack_token_ids, unpack_token_ids
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.operations import (
@@ -37,6 +36,7 @@ from services.scheduler.adapters.workers.converters import (
 )
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
+from services.simulation.inprocess_pool import InProcessPool
 from tests.scheduler.story import Story, prompt
 
 HASHES = [BlockHash(bytes([number]) * 32) for number in range(4)]

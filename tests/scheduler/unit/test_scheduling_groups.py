@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.pool.ids import RequestKey
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.pool.operations import Grow, Operation, Outcome
@@ -13,6 +12,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.output import ModelRunnerOutput, WaitReason
 from services.scheduler.core.ports import KVPool
+from services.simulation.inprocess_pool import InProcessPool
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import BLOCK_SIZE, Story, prompt
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, seed, settings
 
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.pool.operations import Operation, Outcome
 from services.common.request.finish_reason import FinishReason
 from services.scheduler.core import ports
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.policies import POLICIES
 from services.scheduler.core.request import Request
+from services.simulation.inprocess_pool import InProcessPool
 from tests.scheduler.invariants import Before, check_step
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.request.sampling import SamplingParams
@@ -14,6 +13,7 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput, W
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
 from services.scheduler.options.transfers.core.offloading_connector import OffloadingConnector
+from services.simulation.inprocess_pool import InProcessPool
 from tests.scenarios.connector import connected
 
 CONFIG = SchedulerConfig(

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.pool.ids import RequestKey
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
@@ -15,6 +14,7 @@ from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.request import Request
 from services.scheduler.options.transfers.core.kv_connector import ExternalMatch
+from services.simulation.inprocess_pool import InProcessPool
 from tests.scenarios.connector import ExternalTokens, connected
 from tests.scenarios.run import run_scenario
 from tests.scenarios.scenario import read_scenario

@@ -1,8 +1,8 @@
 from collections.abc import Sequence
 
-from services.cli.replay.groups import pool_config_of
 from services.common.pool.operations import Operation, Outcome
 from services.kvpool.core.kv_pool import KVPool
+from services.kvpool.core.pool_config import PoolConfig
 from services.scheduler.core import ports
 from services.scheduler.core.config import SchedulerConfig
 
@@ -35,3 +35,16 @@ class InProcessPool:
             self.num_answers_left -= 1
         self.num_transactions += 1
         return self.core.transact(operations)
+
+
+def pool_config_of(config: SchedulerConfig) -> PoolConfig:
+    return PoolConfig(
+        num_blocks=config.num_blocks,
+        groups=config.all_groups,
+        enable_prefix_caching=config.enable_prefix_caching,
+        drop_last_hit_block=config.drop_last_hit_block,
+        prefix_match_unit=config.prefix_match_unit,
+        prefix_cache_retention_interval=config.prefix_cache_retention_interval,
+        max_model_len=config.max_model_len,
+        max_in_flight_tokens=config.max_in_flight_tokens,
+    )
