@@ -101,6 +101,8 @@ class FakeScheduler(
     aborts: list[str] = field(default_factory=list)
     # Aborted requests whose text a stop string had ended.
     stopped: list[str] = field(default_factory=list)
+    # How many further messages with aborts are lost.
+    num_lost_aborts: int = 0
     keeps: list[scheduler_pb2.KeepTrace] = field(default_factory=list)
     num_sessions: int = 0
     operators_calls: list[str] = field(default_factory=list)
@@ -157,9 +159,13 @@ class FakeScheduler(
         self.permits = None
         self.wake()
 
-    def set_state(self, *, ready: bool, reason: str = "", draining: bool = False) -> None:
+    def set_state(
+        self, *, ready: bool, reason: str = "", draining: bool = False, stalled: bool = False
+    ) -> None:
         """Announces to sessions whether steps can run. The fake still runs the allowed steps."""
-        self._state = scheduler_pb2.ReplicaState(ready=ready, reason=reason, draining=draining)
+        self._state = scheduler_pb2.ReplicaState(
+            ready=ready, reason=reason, draining=draining, stalled=stalled
+        )
         for session in self._sessions:
             session.state_unsent = True
         self.wake()
@@ -339,6 +345,7 @@ class _Session:
         self.queue_unsent = False
         self.is_over = False
         self._rejected: list[scheduler_pb2.Rejection] = []
+        self._aborted: list[int] = []
         self._numbers = itertools.count(1)
         self._num_sent = self._num_ended = 0
         self._taken = 0, 0
@@ -369,10 +376,13 @@ class _Session:
             self._scheduler.added_together.append(len(request.adds.requests))
             for add in request.adds.requests:
                 self._add(add)
+        elif kind == "abort" and self._scheduler.num_lost_aborts:
+            self._scheduler.num_lost_aborts -= 1
         elif kind == "abort":
             for handle in request.abort.handles:
                 sequence = self.sequences.pop(handle, None)
                 if sequence is not None:
+                    self._aborted.append(handle)
                     self._scheduler.aborts.append(sequence.add.request_id)
                     if handle in request.abort.stopped_handles:
                         self._scheduler.stopped.append(sequence.add.request_id)
@@ -411,6 +421,12 @@ class _Session:
             elif self._rejected:
                 rejected, self._rejected = self._rejected, []
                 deltas = scheduler_pb2.StepDeltas(step=next(self._numbers), rejected=rejected)
+                yield scheduler_pb2.SessionResponse(deltas=deltas)
+            elif self._aborted:
+                reason = common_pb2.FINISH_REASON_ABORT
+                ends = [scheduler_pb2.Finished(handle=one, reason=reason) for one in self._aborted]
+                self._aborted = []
+                deltas = scheduler_pb2.StepDeltas(step=next(self._numbers), finished=ends)
                 yield scheduler_pb2.SessionResponse(deltas=deltas)
             elif self.sequences and scheduler.permits != 0:
                 if scheduler.permits is not None:

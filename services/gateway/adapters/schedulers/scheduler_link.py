@@ -98,7 +98,8 @@ class SchedulerLink:
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
         if self._deltas is not None:
-            self._deltas.aborted(handle)
+            now = asyncio.get_running_loop().time()
+            self._deltas.aborted(handle, now, was_stopped=was_stopped)
         last = self._outbox[-1] if self._outbox else None
         if isinstance(last, scheduler_pb2.SessionRequest) and last.WhichOneof("message") == "abort":
             message = last
@@ -254,7 +255,7 @@ class SchedulerLink:
             self._take(response, replica)
 
         async with asyncio.timeout(None) as alarm:
-            watch = asyncio.create_task(self._watch(alarm))
+            watch = asyncio.create_task(self._watch(alarm, replica))
             try:
                 await for_each(call, take)
             finally:
@@ -297,10 +298,11 @@ class SchedulerLink:
             return self._received_at
         return min(self._received_at, self._numbering.untaken_since)
 
-    async def _watch(self, alarm: asyncio.Timeout) -> None:
+    async def _watch(self, alarm: asyncio.Timeout, replica: Replica) -> None:
         """Makes `alarm` expire if no message was received, or no sent message acknowledged, for the
         session's timeout. In the second half of the timeout, `Silence` measures the time, so that a
-        delay of this process does not count as the scheduler's silence.
+        delay of this process does not count as the scheduler's silence. Also repeats unanswered
+        aborts, unless the replica cannot run steps.
         """
         loop, silence = asyncio.get_running_loop(), None
         interval, heard_at = self._session_timeout / _CHECKS_PER_TIMEOUT, self._heard_at
@@ -308,6 +310,8 @@ class SchedulerLink:
         while True:
             await asyncio.sleep(interval)
             now = loop.time()
+            if replica.seconds_stalled() is None:
+                self._abort_again(now - self._session_timeout)
             if self._heard_at != heard_at:
                 silence, heard_at = None, self._heard_at
             if now < heard_at + self._session_timeout / 2:
@@ -321,6 +325,20 @@ class SchedulerLink:
             if silence.look(read(now)) >= self._session_timeout:
                 alarm.reschedule(now)
                 return
+
+    def _abort_again(self, latest: float) -> None:
+        """Repeats aborts that were sent at `latest` or earlier and are still unanswered. The
+        scheduler ignores aborts of requests that have ended. Without the repetition, a client's
+        session between two turns would keep its blocks for ever if its abort was lost.
+        """
+        late = self._deltas.unanswered_aborts(latest) if self._deltas is not None else {}
+        for handle, was_stopped in late.items():
+            self.abort(handle, was_stopped=was_stopped)
+        if late:
+            logger.warning(
+                "scheduler %s has not ended %d aborted requests for %g s: they are aborted again",
+                *(self.address, len(late), self._session_timeout),
+            )
 
     async def _write(self, call: SessionCall) -> None:
         loop = asyncio.get_running_loop()

@@ -326,6 +326,28 @@ async def test_a_cancelled_call_aborts(served: Serving) -> None:
     await until(lambda: scheduler.aborts == ["mine"])
 
 
+async def test_a_lost_abort_is_repeated(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A message may be damaged on the way. The scheduler then aborts nothing."""
+    scheduler = FakeScheduler(permits=2, num_lost_aborts=1)
+    async with serving(model, scheduler, session_timeout_seconds=0.5) as served:
+        call = served.stub.Generate(
+            gateway_pb2.GenerateRequest(
+                token_ids={"ids": PROMPT}, sampling={"max_tokens": 100}, request_id="mine"
+            )
+        )
+        await call.read()
+        call.cancel()
+        await until(lambda: not scheduler.num_lost_aborts)
+        scheduler.set_state(ready=False, reason="the workers are away", stalled=True)
+        await asyncio.sleep(1.0)
+        assert scheduler.num_running == 1, "it cannot answer an abort now"
+        scheduler.set_state(ready=True)
+        await until(lambda: scheduler.aborts == ["mine"])
+        await asyncio.sleep(1.0)
+    again = [record for record in caplog.messages if "aborted again" in record]
+    assert len(again) == 1, "an abort that was answered is not repeated"
+
+
 async def test_too_many_at_once(model: Path) -> None:
     async with serving(model, FakeScheduler(permits=0), max_concurrent_requests=2) as served:
         streams = [Stream(served) for _ in range(2)]

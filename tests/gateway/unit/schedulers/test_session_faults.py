@@ -58,7 +58,7 @@ class Session:
         self.mailboxes: list[Mailbox] = [world.fleet.start([request]) for request in requests]
         for handle, inflight in self.replica.running.items():
             self.deltas.sent(handle, inflight)
-        self.deltas.aborted(5)
+        self.deltas.aborted(5, now=0)
         self.mailboxes[4].close()
 
     def outcome(self) -> list[Any]:

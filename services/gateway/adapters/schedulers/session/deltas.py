@@ -1,6 +1,7 @@
 """Checks and delivers the results of steps. Each message is checked as a whole."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -25,6 +26,11 @@ from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
 
 
+class _Abort(NamedTuple):
+    sent_at: float
+    was_stopped: bool
+
+
 class SessionDeltas:
     """Keeps the sequences of one session, and delivers their results. A message is delivered only
     if all of it is valid.
@@ -35,6 +41,8 @@ class SessionDeltas:
         self._replica = replica
         self._limits = limits
         self._sent: dict[int, Sent] = {}
+        self._aborted: dict[int, _Abort] = {}
+        """Maps handles to aborts that the scheduler has not answered, the oldest first."""
         self._step = self._num_ended = 0
         self._steady: SteadySteps | None = None
 
@@ -43,13 +51,27 @@ class SessionDeltas:
         self._sent[handle] = Sent(inflight)
         self._steady = None
 
-    def aborted(self, handle: int) -> None:
+    def aborted(self, handle: int, now: float, *, was_stopped: bool = False) -> None:
         """Records that a sequence or a client's session was aborted. Its later results are
-        ignored.
+        ignored, except its end.
         """
         if (sent := self._sent.get(handle)) is not None:
             sent.is_leaving = True
             self._steady = None
+            self._aborted[handle] = _Abort(now, was_stopped)
+
+    def unanswered_aborts(self, latest: float) -> dict[int, bool]:
+        """Removes and returns the aborts since which no end arrived, if they were sent at `latest`
+        or earlier. The result maps handles to `was_stopped`.
+        """
+        found: dict[int, bool] = {}
+        for handle, abort in self._aborted.items():
+            if abort.sent_at > latest:
+                break
+            found[handle] = abort.was_stopped
+        for handle in found:
+            del self._aborted[handle]
+        return found
 
     def take(self, deltas: scheduler_pb2.StepDeltas) -> None:
         """Checks and delivers a message. Raises WrongMessage."""
@@ -207,12 +229,16 @@ class SessionDeltas:
             if finished.HasField("times") and (inflight := running.get(finished.handle)):
                 inflight.trace.times = times_from_proto(finished.times)
         for finished in deltas.finished:
-            self._sent.pop(finished.handle)
+            self._remove(finished.handle)
             replica.finished(finished.handle, finish_from_proto(finished))
         for turn in deltas.turns:
             sent = self._sent[turn.handle]
             sent.is_between_turns, sent.is_admitted = True, False
             replica.turn_ended(turn.handle, turn_end_from_proto(turn))
         for rejected in deltas.rejected:
-            self._sent.pop(rejected.handle)
+            self._remove(rejected.handle)
             replica.rejected(rejected.handle, rejection_from_proto(rejected))
+
+    def _remove(self, handle: int) -> None:
+        del self._sent[handle]
+        self._aborted.pop(handle, None)
