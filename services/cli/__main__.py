@@ -22,6 +22,7 @@ COMMANDS = {
     "bench": "send a load to an OpenAI server and measure it",
     "deploy": "bring a compose file up, break its containers, and watch them heal",
     "replay": "drive the scheduler again from a step log",
+    "simulate": "compare policies on simulated fleets",
     "profile": "measure a worker's steps, for the simulated device",
     "doctor": "show what this machine has, and how much of it is used",
 }

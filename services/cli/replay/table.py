@@ -64,7 +64,7 @@ def comparison(logged: RunStatistics, what_if: RunStatistics) -> str:
     for row in ROWS:
         before, after = row.measure(logged), row.measure(what_if)
         lines.append((row.name, row.show(before), row.show(after), row.show_change(before, after)))
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def figures(run: RunStatistics) -> dict[str, str]:
@@ -83,7 +83,7 @@ def summary(run: RunStatistics) -> str:
     )
 
 
-def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
+def aligned(lines: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

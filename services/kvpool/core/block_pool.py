@@ -9,7 +9,7 @@ from services.common.pool.ids import NULL_BLOCK, BlockId
 from services.common.pool.operations import BlockCopy
 from services.kvpool.core.block_ages import BlockAges
 from services.kvpool.core.events import BlocksRemoved, BlocksStored, Event, EventLog
-from services.kvpool.core.free_queue import FreeQueue
+from services.kvpool.core.free_queue import FreeQueue, MakeFreeQueue
 from services.kvpool.core.prefix_index import PrefixIndex
 
 
@@ -23,10 +23,12 @@ class BlockPool:
     of a block needs no counting. The caller counts transactions in `ages.now`.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int) -> None:
+    def __init__(
+        self, num_blocks: int, num_groups: int, make_free_queue: MakeFreeQueue = FreeQueue
+    ) -> None:
         self.num_blocks = num_blocks
         self.ages = BlockAges(num_blocks)
-        self._free = FreeQueue([BlockId(block) for block in range(1, num_blocks)])
+        self._free = make_free_queue([BlockId(block) for block in range(1, num_blocks)])
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         """The published blocks of each group. Only `publish`, `reset` and evictions change them."""
         self._shared: dict[BlockId, int] = {}

@@ -8,7 +8,7 @@ block. The stack adds and removes several blocks as one slice.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, islice
 
 from services.common.pool.ids import BlockId
@@ -92,3 +92,7 @@ class FreeQueue:
     def cached(self) -> list[BlockId]:
         """The free blocks with a hash. The block that is reused next comes first."""
         return list(self._cached)
+
+
+MakeFreeQueue = Callable[[Sequence[BlockId]], FreeQueue]
+"""Makes the queue of a pool whose blocks are all blank."""

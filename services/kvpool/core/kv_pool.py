@@ -7,6 +7,7 @@ from services.common.pool.kv_cache_groups import AttentionType
 from services.kvpool.core.block_map import BlockMap, block_map
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.events import BlocksStored, Event
+from services.kvpool.core.free_queue import FreeQueue, MakeFreeQueue
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.request_blocks import RequestBlocks
 from services.kvpool.core.stats import PoolStats
@@ -18,12 +19,14 @@ class KVPool:
     `transact` changes the pool. The rules are those of vLLM V1's KV-cache manager. Not thread-safe.
     """
 
-    def __init__(self, config: PoolConfig) -> None:
-        """Creates a pool with all blocks free. Raises InvalidPool or UnsupportedGroup."""
+    def __init__(self, config: PoolConfig, make_free_queue: MakeFreeQueue = FreeQueue) -> None:
+        """Creates a pool with all blocks free. Raises InvalidPool or UnsupportedGroup. Simulations
+        make another free queue, which evicts in another order.
+        """
         config.validate()
         self.config = config
         self._hash_block_size = config.hash_block_size
-        self._blocks = BlockPool(config.num_blocks, len(config.groups))
+        self._blocks = BlockPool(config.num_blocks, len(config.groups), make_free_queue)
         self._requests = RequestBlocks(config, self._blocks)
         self._coordinator = self._requests.coordinator
         self._groups = self._coordinator.groups

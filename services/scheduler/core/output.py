@@ -153,6 +153,12 @@ class SchedulerOutput:
         return bool(self.requests or has_message)
 
     @property
+    def is_special(self) -> bool:
+        """Whether workers do more in the step than compute its tokens, or discard a token."""
+        has_work = self.copies or self.block_ids_to_zero or self.loads or self.encoder_inputs
+        return bool(has_work or self.draft_token_ids or self.dropped or self.preemptions)
+
+    @property
     def preempted(self) -> list[Request]:
         """The preempted requests, in the order of preemption."""
         return [preemption.victim for preemption in self.preemptions]

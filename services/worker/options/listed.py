@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from services.worker.options.simulated import select_simulated
+from services.worker.options.simulated.platform import select_simulated
 from services.worker.options.tier import with_tier
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.parts.refusals import without_tier

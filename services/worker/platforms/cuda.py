@@ -14,7 +14,7 @@ from services.worker.backends.torch.paged_attention import TorchPagedAttention
 from services.worker.core.batch.device_tokens import DeviceTokens
 from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.decode_buckets import DecodeBuckets
-from services.worker.core.kv.kv_cache import FreeMemory
+from services.worker.core.kv.free_memory import FreeMemory
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel

@@ -111,9 +111,18 @@ class RunningRequests:
             request.clock, request.is_on_fast_path = _STOPPED, False
         self._off_fast_path.update(requests)
 
-    def advance(self) -> None:
-        """Counts a planned step. It adds one computed token to each request on the fast path."""
-        self._clock.now += 1
+    def advance(self, num_steps: int = 1) -> None:
+        """Counts planned steps. Each adds one computed token to each request on the fast path."""
+        self._clock.now += num_steps
+
+    @property
+    def num_steady_steps(self) -> int:
+        """The number of next steps before the first that is the last on the fast path for some
+        request. 0 if a request is off the fast path.
+        """
+        if self._off_fast_path or not self._calendar:
+            return 0
+        return max(0, min(self._calendar) - self._clock.now - 1)
 
 
 @dataclass(slots=True, eq=False)

@@ -58,6 +58,20 @@ class Scheduler(ReplicaState):
         return not (self.running or self.queues or has_commits or self.has_transfers)
 
     @property
+    def is_steady(self) -> bool:
+        """Whether only running requests, and no waiting request or operation, affect a step."""
+        is_paced = self._pacing.is_on or self.kv_cache_manager.needs_steps
+        return not (
+            is_paced
+            or self.queues
+            or self.kv_cache_manager.pending
+            or self.rows.removed
+            or self.transfers
+            or self.failed
+            or self.pause_mode
+        ) and self.config.token_budget >= len(self.running)
+
+    @property
     def has_transfers(self) -> bool:
         """Whether a transfer is in progress, whose end a step's output must report."""
         return self.transfers is not None and self.transfers.is_busy

@@ -33,6 +33,13 @@ class PlannedSteps:
         while self.in_flight and self.in_flight[0].step <= plan.step:
             del self.in_flight[0]
 
+    def skip(self, num_steps: int) -> None:
+        """Counts `num_steps` steps that were planned and updated. The step in flight then is the
+        last of them.
+        """
+        self.next_number += num_steps
+        self.last_updated += num_steps
+
     def forget(self) -> None:
         """Removes the steps in flight, whose outputs will not arrive."""
         self.in_flight = []

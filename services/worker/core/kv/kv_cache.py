@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from services.worker.backends.out_of_memory import NotEnoughMemory
 from services.worker.core.errors import KVCacheTooSmall
+from services.worker.core.kv.free_memory import FreeMemory
 from services.worker.core.kv.kv_groups import LayerGroup
 
 _NULL_BLOCKS = 1
@@ -65,22 +66,6 @@ class KVCacheDemand:
         if self.blocks_of(self.max_model_len) <= num_blocks:
             return self.max_model_len
         return self.block_size * bisect_right(lengths, num_blocks, key=self.blocks_of)
-
-
-@dataclass(frozen=True, slots=True)
-class FreeMemory:
-    """Memory that the cache may use: `of_bytes` times `utilization`, minus `used_bytes` and
-    `activation_bytes`.
-    """
-
-    of_bytes: int
-    """This rank's share of the memory that was available after loading, or of the GPU's memory."""
-    utilization: float
-    activation_bytes: int
-    """Bytes that the largest step needs in addition to weights and cache."""
-    used_bytes: int = 0
-    of_what: str = "available after loading"
-    """Describes `of_bytes` in the explanation, after the number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)

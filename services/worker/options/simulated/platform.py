@@ -11,7 +11,7 @@ from services.worker.backends.device import UnsuitableDevice
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.backends.ranks import Ranks
 from services.worker.core.batch.input_batch import BatchLimits
-from services.worker.core.kv.kv_cache import FreeMemory
+from services.worker.core.kv.free_memory import FreeMemory
 from services.worker.models.config import DtypeSetting, read_architecture, read_model_config
 from services.worker.models.decoder import attention_layers
 from services.worker.models.errors import UnsupportedModel

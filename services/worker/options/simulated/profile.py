@@ -9,13 +9,15 @@ import tomllib
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.common.process.settings import SettingError
-from services.worker.core.batch.input_batch import BatchLimits
-from services.worker.core.kv.kv_cache import FreeMemory
+from services.worker.core.kv.free_memory import FreeMemory
 from services.worker.core.step_times import StepCosts, StepTimes
-from services.worker.options.simulated.model_size import ModelSize
+
+if TYPE_CHECKING:  # `stepwell simulate` reads profiles without torch
+    from services.worker.core.batch.input_batch import BatchLimits
+    from services.worker.options.simulated.model_size import ModelSize
 
 T = TypeVar("T")
 
@@ -30,12 +32,12 @@ class MeasuredProfile:
     mean_output_tokens: int = 0
     """The mean length of answers that no limit ends. 0 means that answers end at limits only."""
 
-    def step_times(self, size: ModelSize) -> StepTimes:
+    def step_times(self, size: "ModelSize") -> StepTimes:
         """The times of steps. A measured profile has the times of one model and ignores `size`."""
         return self.times
 
     def free_memory(
-        self, size: ModelSize, limits: BatchLimits, utilization: float | None
+        self, size: "ModelSize", limits: "BatchLimits", utilization: float | None
     ) -> FreeMemory:
         """The memory for the KV cache. `utilization`: the share to use, by default all of it."""
         share = utilization or 1.0
@@ -62,7 +64,7 @@ class ComputedProfile:
     """Time of a step besides reading and computing, such as launches of kernels and sampling."""
     mean_output_tokens: int = 0
 
-    def step_times(self, size: ModelSize) -> StepTimes:
+    def step_times(self, size: "ModelSize") -> StepTimes:
         """The times of steps of a model of this size."""
         bandwidth = self.bandwidth_bytes_per_second * self.bandwidth_efficiency
         speed = self.operations_per_second * self.compute_efficiency
@@ -75,7 +77,7 @@ class ComputedProfile:
         return StepTimes(costs, costs)
 
     def free_memory(
-        self, size: ModelSize, limits: BatchLimits, utilization: float | None
+        self, size: "ModelSize", limits: "BatchLimits", utilization: float | None
     ) -> FreeMemory:
         """The device's memory, less the weights and an estimate of what the largest step needs."""
         width = 6 * size.hidden_size + 4 * size.intermediate_size

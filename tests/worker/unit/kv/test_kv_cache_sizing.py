@@ -11,7 +11,8 @@ import torch
 
 from services.worker.backends.out_of_memory import NotEnoughMemory, memory_for
 from services.worker.core.errors import KVCacheTooSmall
-from services.worker.core.kv.kv_cache import FreeMemory, KVCacheDemand, KVCacheMemory, size_kv_cache
+from services.worker.core.kv.free_memory import FreeMemory
+from services.worker.core.kv.kv_cache import KVCacheDemand, KVCacheMemory, size_kv_cache
 from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.platforms.machine import available_memory_bytes
 

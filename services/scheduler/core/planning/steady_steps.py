@@ -1,0 +1,42 @@
+"""Steps in which every running request computes one token, and nothing else happens.
+
+A simulation can skip such steps: it knows their output without planning each of them.
+"""
+
+from collections.abc import Sequence
+
+from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.planning.scheduler import Scheduler
+
+
+def num_steady_steps(scheduler: Scheduler, plan: SchedulerOutput) -> int:
+    """The number of steps after `plan` that differ from it only in the counts of computed tokens,
+    if no request arrives and none is aborted. `plan` is the last planned step, and the only one in
+    flight. 0 if `plan` itself is more than a step of one token for each running request.
+    """
+    running, num_requests = scheduler.running, len(plan.requests)
+    is_steady = (
+        plan.num_tokens == num_requests == len(running)
+        and plan.wait_reason is None
+        and not (plan.new or plan.resumed or plan.appended_blocks or plan.is_special)
+        and scheduler.is_steady
+    )
+    return running.num_steady_steps if is_steady else 0
+
+
+def skip_steps(
+    scheduler: Scheduler,
+    plan: SchedulerOutput,
+    num_steps: int,
+    token_ids: Sequence[Sequence[int]],
+) -> None:
+    """Brings the scheduler and `plan` to the state in which `num_steps` further steps have been
+    planned, and each time the output of the step before has been applied. `token_ids` are the
+    outputs, `num_steps` tokens for each request of the plan, none of which ends a request.
+    """
+    for request, tokens in zip(plan.requests, token_ids, strict=True):
+        request.token_ids += tokens
+    plan.step += num_steps
+    plan.num_computed_tokens = [count + num_steps for count in plan.num_computed_tokens]
+    scheduler.running.advance(num_steps)
+    scheduler.steps.skip(num_steps)

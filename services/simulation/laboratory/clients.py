@@ -1,0 +1,182 @@
+"""The clients: each sends the turns of its program, one after the other."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from services.common.errors import InvalidArgument
+from services.common.pool.block_hash import BlockHash
+from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.request.request import EngineRequest
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.request import Request
+from services.simulation.laboratory.accounts import Accounts
+from services.simulation.laboratory.clock import EventClock
+from services.simulation.laboratory.fleet import SimulatedFleet
+from services.simulation.laboratory.live import LiveProgram, SentTurn, sampling_of
+from services.simulation.laboratory.optimum import KnownFuturePool
+from services.simulation.laboratory.programs import Context, Program, Turn, tokens_of
+
+_MAX_PROGRAMS = 1 << 28
+
+
+class Applications:
+    """The owner of the shared prefixes, which are evicted last."""
+
+    next_use = -1.0
+
+
+class Clients:
+    """Starts programs at their times, and sends their turns to the fleet. Observes the replicas."""
+
+    def __init__(
+        self,
+        programs: Iterator[Program],
+        clock: EventClock,
+        config: SchedulerConfig,
+        accounts: Accounts,
+        progress: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.fleet: SimulatedFleet
+        self.live: dict[int, LiveProgram] = {}
+        self.sent: dict[str, SentTurn] = {}
+        self._programs = programs
+        self._clock = clock
+        self._config = config
+        self._accounts = accounts
+        self._progress = progress
+        self._num_contexts = _MAX_PROGRAMS
+        self._applications = Applications()
+        self._shared_hashes: dict[tuple[int, int], list[BlockHash]] = {}
+
+    def begin(self) -> None:
+        """Plans the arrival of the next program. Each arrival plans the next one."""
+        program = next(self._programs, None)
+        if program is not None:
+            self._clock.call_at(program.arrival_seconds, partial(self._arrive, program))
+
+    def take_sent(self, inflight: Inflight) -> SentTurn:
+        sent = self.sent[inflight.request.request_id]
+        sent.inflight = inflight
+        return sent
+
+    def note_owners(self, pool: KnownFuturePool, request: Request, sent: SentTurn) -> None:
+        """Tells a pool who will use the blocks of a request again."""
+        program = sent.live.program
+        num_shared_blocks = program.num_shared_tokens // self._config.block_size
+        pool.add(request.key, self._applications, sent.live, num_shared_blocks)
+
+    def _arrive(self, program: Program) -> None:
+        self.begin()
+        self._start(program, None)
+
+    def _start(self, program: Program, parent: LiveProgram | None) -> None:
+        context = Context(program, program.number)
+        live = LiveProgram(program, self._clock.now, context, parent)
+        self.live[program.number] = live
+        self._send(live)
+
+    def _send(self, live: LiveProgram) -> None:
+        program, context = live.program, live.context
+        turn = program.turns[live.num_turns]
+        live.num_turns += 1
+        live.next_use = self._clock.now
+        self._extend(live, turn)
+        num_tokens = context.num_tokens + turn.num_output_tokens
+        if num_tokens > self._config.max_model_len:
+            raise InvalidArgument(
+                f"program {program.number} has a request of {num_tokens} tokens, and a pool of "
+                f"{self._config.num_blocks - 1} blocks holds {self._config.max_model_len}"
+            )
+        prompt = context.prompt() if turn.runs is None else tokens_of(turn.runs)
+        sent = SentTurn(
+            live,
+            turn,
+            live.num_turns - 1,
+            prompt,
+            self._clock.now,
+            context.next_token,
+            f"{program.number}-{live.num_turns}",
+        )
+        self.sent[sent.request_id] = sent
+        request = EngineRequest(
+            sent.request_id,
+            prompt,
+            sampling_of(turn.num_output_tokens),
+            program.priority,
+            "",
+            0,
+            session_id=program.session_id or str(program.number),
+        )
+        self.fleet.fleet.start([request])
+
+    def _extend(self, live: LiveProgram, turn: Turn) -> None:
+        """Adds the turn's prompt to the context."""
+        program, context = live.program, live.context
+        if turn.runs is not None:
+            context.hashes.clear()
+            context.num_tokens = sum(length for _, length in turn.runs)
+            return
+        if not context.num_tokens:
+            context.num_tokens = program.num_shared_tokens
+        elif turn.num_kept_tokens is not None:
+            self._num_contexts += 1
+            context.number = self._num_contexts
+            context.num_tokens = max(turn.num_kept_tokens, program.num_shared_tokens)
+            context.hashes = []
+            live.known.clear()
+        if not context.hashes and program.num_shared_tokens:
+            key = program.application, program.num_shared_tokens
+            context.hashes = self._shared_hashes.get(key, [])
+        context.num_tokens += turn.num_new_tokens
+
+    # Methods of `Observer`.
+
+    def admitted(self, sent: SentTurn, request: Request, now: float) -> None:
+        sent.admitted = now
+        sent.num_cached = request.num_cached_tokens or 0
+
+    def recomputes(self, num_tokens: int) -> None:
+        self._accounts.num_preempted_tokens += num_tokens
+
+    def first_token(self, sent: SentTurn, now: float) -> None:
+        sent.first_token = now
+
+    def ended(self, sent: SentTurn, request: Request, now: float) -> None:
+        live, program, context = sent.live, sent.live.program, sent.live.context
+        del self.sent[sent.request_id]
+        address = sent.inflight.mailbox.routes[-1].address
+        self._accounts.turn_ended(sent, address, now)
+        context.num_tokens = len(request.token_ids)
+        context.hashes = request.block_hashes
+        if sent.number == 0 and program.num_shared_tokens:
+            key = program.application, program.num_shared_tokens
+            if key not in self._shared_hashes:
+                num_blocks = program.num_shared_tokens // self._config.hash_block_size
+                self._shared_hashes[key] = request.block_hashes[:num_blocks]
+        live.known[address] = context.num_tokens - 1
+        live.num_subagents = len(sent.turn.subagents)
+        for child in sent.turn.subagents:
+            self._clock.call_at(now, partial(self._start, child, live))
+        if not live.num_subagents:
+            self._continue(live)
+            return
+        pause = program.turns[live.num_turns].pause_seconds
+        live.next_use = now + pause + max(map(self._accounts.seconds_alone, sent.turn.subagents))
+
+    def _continue(self, live: LiveProgram) -> None:
+        """Plans the next turn after the pause, or ends the program."""
+        turns, now = live.program.turns, self._clock.now
+        if live.num_turns < len(turns):
+            live.next_use = now + turns[live.num_turns].pause_seconds
+            self._clock.call_at(live.next_use, partial(self._send, live))
+            return
+        del self.live[live.program.number]
+        live.next_use = float("inf")
+        parent = live.parent
+        if parent is None:
+            self._accounts.program_ended(live.program, live.began, now)
+            self._progress()
+            return
+        parent.num_subagents -= 1
+        if not parent.num_subagents:
+            self._continue(parent)

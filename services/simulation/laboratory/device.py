@@ -1,0 +1,70 @@
+"""The step times of a simulated device, in plain Python and for whole runs of steps."""
+
+from collections.abc import Sequence
+
+from services.scheduler.core.output import SchedulerOutput
+from services.worker.core.step_times import StepCosts, StepTimes
+
+
+class Device:
+    """Computes the function that `services/worker/core/step_times.py` defines."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self.times = times
+
+    def seconds(self, plan: SchedulerOutput) -> float:
+        """The time of a step. 0 for a step without requests."""
+        num_requests, starts = len(plan.requests), plan.num_computed_tokens
+        if plan.num_tokens == num_requests:
+            return self.decode_seconds(num_requests, sum(starts) + num_requests)
+        return self._mixed_seconds(plan.num_scheduled_tokens, starts)
+
+    def decode_seconds(self, num_requests: int, context: int) -> float:
+        """The time of a step of single tokens. `context` is the sum of their contexts, each of
+        which includes the token itself.
+        """
+        if not num_requests:
+            return 0.0
+        return _sum(self.times.decode, num_requests, 0, context, num_requests)
+
+    def alone_seconds(
+        self, num_cached: int, num_prompt: int, num_output: int, budget: int
+    ) -> float:
+        """The time of a request that has the device to itself, with the first `num_cached` tokens
+        of its prompt cached.
+        """
+        seconds, start = 0.0, min(num_cached, num_prompt - 1)
+        while start < num_prompt:
+            count = min(budget, num_prompt - start)
+            seconds += (
+                self.decode_seconds(1, start + 1)
+                if count == 1
+                else self._mixed_seconds((count,), (start,))
+            )
+            start += count
+        steps = num_output - 1
+        first, last = num_prompt + 1, num_prompt + steps
+        mean = (self.decode_seconds(1, first) + self.decode_seconds(1, last)) / 2
+        return seconds + steps * mean
+
+    def _mixed_seconds(self, counts: Sequence[int], starts: Sequence[int]) -> float:
+        num_tokens = new_context = decoded_context = 0
+        for count, start in zip(counts, starts, strict=True):
+            num_tokens += count
+            if count == 1:
+                decoded_context += start + 1
+            else:
+                new_context += count * start + count * (count + 1) // 2
+        return _sum(self.times.mixed, num_tokens, new_context, decoded_context, len(counts))
+
+
+def _sum(
+    costs: StepCosts, num_tokens: int, new_context: int, decoded_context: int, num_requests: int
+) -> float:
+    return (
+        costs.seconds
+        + costs.seconds_per_token * num_tokens
+        + costs.seconds_per_new_context * new_context
+        + costs.seconds_per_decoded_context * decoded_context
+        + costs.seconds_per_request * num_requests
+    )

@@ -1,0 +1,134 @@
+"""Many replicas behind the real routing core of a gateway."""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from services.common.pool.kv_directory import KeyBatch, block_keys
+from services.common.replica.load import ReplicaLoad
+from services.gateway.core.fleet.fleet import Fleet
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
+from services.gateway.core.fleet.routing import make_policy
+from services.gateway.core.fleet.routing.policy import RoutingParts
+from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
+from services.gateway.core.request.model_limits import ModelLimits
+from services.kvpool.core.events import AllBlocksCleared, BlocksStored, Event
+from services.scheduler.core.config import SchedulerConfig
+from services.simulation.laboratory.clock import EventClock
+from services.simulation.laboratory.device import Device
+from services.simulation.laboratory.replica import SimulatedReplica
+
+_ROOT = bytes(32)
+MAX_LOAD_DELTA = 16
+"""The gateway's default of the setting `max_load_delta`."""
+
+
+class Directory:
+    """The gateway's directory of cached prefixes, which knows at once what the pools cache. It
+    begins with the first look-up, so that it costs nothing with a policy that has no use for it.
+    """
+
+    def __init__(self, replicas: dict[str, SimulatedReplica]) -> None:
+        self._index = PrefixIndex()
+        self._replicas = replicas
+        self._sequences: dict[str, int] = {}
+        for replica in replicas.values():
+            replica.on_planned = partial(self._forget, replica)
+        self._has_begun = False
+
+    def match(self, keys: Sequence[int]) -> dict[str, int]:
+        if not self._has_begun:
+            self._begin()
+        return self._index.match(keys)
+
+    def _begin(self) -> None:
+        self._has_begun = True
+        self._index.contact = DirectoryState.EXACT
+        for epoch, (name, replica) in enumerate(self._replicas.items()):
+            self._index.begin(name, epoch, replica.scheduler.config.all_groups)
+            self._sequences[name] = 0
+            replica.pool.core.take_events()
+            self._apply(name, epoch, replica.pool.core.snapshot())
+            replica.on_planned = partial(self._follow, name, epoch, replica)
+
+    def _follow(self, name: str, epoch: int, replica: SimulatedReplica, _plan: object) -> None:
+        events = replica.pool.core.take_events()
+        if events:
+            self._apply(name, epoch, events)
+
+    def _apply(self, name: str, epoch: int, events: Sequence[Event]) -> None:
+        for event in events:
+            assert not isinstance(event, AllBlocksCleared)
+            keys = block_keys(event.hashes, event.group)
+            number = self._sequences[name] = self._sequences[name] + 1
+            is_stored = isinstance(event, BlocksStored)
+            added, removed = (keys, ()) if is_stored else ((), keys)
+            self._index.apply(KeyBatch(epoch, number, added, removed))
+
+    @staticmethod
+    def _forget(replica: SimulatedReplica, _plan: object) -> None:
+        replica.pool.core.take_events()
+
+
+class SimulatedFleet:
+    """The gateway's fleet. Implements the core's Links."""
+
+    def __init__(
+        self,
+        clock: EventClock,
+        routing: str,
+        num_replicas: int,
+        make_replica: Callable[[], SimulatedReplica],
+        config: SchedulerConfig,
+        device: Device,
+        seed: int,
+    ) -> None:
+        self.replicas: dict[str, SimulatedReplica] = {
+            f"replica-{number}": make_replica() for number in range(num_replicas)
+        }
+        self._config = config
+        costs = device.times.mixed
+        self._load = ReplicaLoad(
+            0, 0, costs.seconds_per_token, device.times.decode.seconds_per_request
+        )
+        directory = Directory(self.replicas)
+        parts = RoutingParts(random.Random(seed), clock, directory, MAX_LOAD_DELTA)
+        self.fleet = Fleet(
+            self,
+            clock,
+            make_policy(routing, parts),
+            resubmit_timeout_seconds=30.0,
+            migrate_after_seconds=1.0,
+            tokenizer_fingerprint=b"",
+            nanos=clock.nanos,
+        )
+        self.fleet.set_addresses("laboratory", self.replicas)
+
+    def make(self, address: str) -> SimulatedReplica:
+        return self.replicas[address]
+
+    def open(self, replica: Replica) -> None:
+        config = self._config
+        self.replicas[replica.address].replica = replica
+        length = config.max_model_len
+        limits = ModelLimits(
+            length, length, 2**31 - 1, (), priority_scheduling=False, hidden_size=1
+        )
+        name = replica.address
+        description = ReplicaDescription(
+            "simulated",
+            limits,
+            _ROOT,
+            b"",
+            config.block_size,
+            name,
+            max_num_seqs=config.max_num_seqs,
+        )
+        replica.opened(description)
+        replica.state_changed(ReplicaState(ready=True))
+        replica.load_changed(self._load)
+
+    def close(self, replica: Replica) -> None:  # noqa: ARG002
+        raise AssertionError("replicas of the laboratory never leave")

@@ -1,0 +1,102 @@
+"""Eviction with known future, the offline optimum that policies are compared with.
+
+The scheduler and its policy are the same. Only the choice of the cached blocks that are reused
+differs: the pool knows when each program will send its next request, from the seed, and reuses the
+blocks first that will be used last (L. A. Belady, "A study of replacement algorithms for a
+virtual-storage computer", 1966). Blocks of ended programs are reused before all others, the end of
+a context before its beginning, and an application's shared prefix last.
+
+It is a bound for orders of eviction, not for orders of admission. It is not a proven optimum: a
+request may wait longer than another before it uses its blocks, and a subagent's time is known only
+as its time on an idle replica.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from services.common.pool.ids import BlockId, RequestKey
+from services.common.pool.operations import Operation, Outcome, Release
+from services.kvpool.core.free_queue import FreeQueue
+from services.kvpool.core.kv_pool import KVPool
+from services.scheduler.core.config import SchedulerConfig
+from services.simulation.inprocess_pool import InProcessPool, pool_config_of
+
+
+class Owner(Protocol):
+    """What uses a block again, and when."""
+
+    @property
+    def next_use(self) -> float: ...
+
+
+class KnownFutureQueue(FreeQueue):
+    """A free queue whose cached blocks are reused in the order of their owners' next uses, the
+    latest first.
+    """
+
+    __slots__ = ("_by_owner", "owners")
+
+    def __init__(self, blocks: Sequence[BlockId]) -> None:
+        super().__init__(blocks)
+        self.owners: dict[BlockId, Owner] = {}
+        """The owner of each block that was ever released."""
+        self._by_owner: dict[Owner, OrderedDict[BlockId, None]] = {}
+
+    def pop_cached(self, num_blocks: int) -> tuple[list[BlockId], list[int]]:
+        blocks: list[BlockId] = []
+        while len(blocks) < num_blocks:
+            owner = max(self._by_owner, key=lambda one: one.next_use)
+            owned = self._by_owner[owner]
+            while owned and len(blocks) < num_blocks:
+                blocks.append(owned.popitem(last=False)[0])
+            if not owned:
+                del self._by_owner[owner]
+        return blocks, list(map(self._cached.pop, blocks))
+
+    def push_cached(self, blocks: Iterable[BlockId], now: int) -> None:
+        blocks = list(blocks)
+        super().push_cached(blocks, now)
+        for block in blocks:
+            self._by_owner.setdefault(self.owners[block], OrderedDict())[block] = None
+
+    def remove_cached(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], list[int]]:
+        for block in blocks:
+            if block in self._cached:
+                owner = self.owners[block]
+                owned = self._by_owner[owner]
+                del owned[block]
+                if not owned:
+                    del self._by_owner[owner]
+        return super().remove_cached(blocks)
+
+
+class KnownFuturePool(InProcessPool):
+    """A pool of full attention with a KnownFutureQueue."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        queues: list[KnownFutureQueue] = []
+
+        def make_free_queue(blocks: Sequence[BlockId]) -> KnownFutureQueue:
+            queues.append(KnownFutureQueue(blocks))
+            return queues[0]
+
+        self.core = KVPool(pool_config_of(config), make_free_queue)
+        (self._queue,) = queues
+        self._requests: dict[RequestKey, tuple[Owner, Owner, int]] = {}
+
+    def add(self, request: RequestKey, shared: Owner, own: Owner, num_shared_blocks: int) -> None:
+        """A request arrived. The owner of its first `num_shared_blocks` blocks is `shared`, and the
+        owner of all others is `own`.
+        """
+        self._requests[request] = shared, own, num_shared_blocks
+
+    async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
+        for operation in operations:
+            if isinstance(operation, Release):
+                for key in operation.requests:
+                    shared, own, num_shared_blocks = self._requests[key]
+                    for index, block in enumerate(self.core.block_tables(key)[0]):
+                        self._queue.owners[block] = shared if index < num_shared_blocks else own
+        return await super().transact(operations, traceparent)

@@ -1,0 +1,253 @@
+"""One replica: the real scheduler and pool, with a simulated device."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import count
+from typing import Any, Protocol, TypeVar
+
+from services.common.pool.ids import RequestKey
+from services.common.request.finish import Finish
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.request.inflight import Inflight
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.planning.scheduler import Scheduler
+from services.scheduler.core.planning.steady_steps import num_steady_steps, skip_steps
+from services.scheduler.core.request import Request
+from services.simulation.inprocess_pool import InProcessPool
+from services.simulation.laboratory.clock import Event, EventClock
+from services.simulation.laboratory.device import Device
+from services.simulation.laboratory.live import SentTurn
+
+T = TypeVar("T")
+
+_NO_TOKEN: tuple[int, ...] = ()
+
+
+class Observer(Protocol):
+    """What happens at a replica, in order."""
+
+    def admitted(self, sent: SentTurn, request: Request, now: float) -> None: ...
+
+    def recomputes(self, num_tokens: int) -> None:
+        """A preempted request computes this number of tokens once more."""
+
+    def first_token(self, sent: SentTurn, now: float) -> None: ...
+
+    def ended(self, sent: SentTurn, request: Request, now: float) -> None: ...
+
+
+class SimulatedReplica:
+    """A scheduler, its pool and its device, as the gateway's Link. Like the engine loop, it plans a
+    step when the step before ends: before it applies that step's output if scheduling is
+    asynchronous, and after it otherwise. Planning and messages take no time.
+
+    A run of steps that differ only in their counts (`steady_steps`) is not planned step by step. It
+    is skipped at its end, or when a request arrives.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        device: Device,
+        clock: EventClock,
+        observer: Observer,
+        take_sent: Callable[[Inflight], SentTurn],
+        pool: InProcessPool,
+        *,
+        may_skip: bool = True,
+    ) -> None:
+        """`take_sent` returns the request of a sequence that the gateway sends here."""
+        self.pool = pool
+        self.scheduler = Scheduler(config, self.pool)
+        self.replica: Replica
+        self.num_steps = 0
+        self.num_planned_steps = 0
+        self.num_computed_tokens = 0
+        self.on_added: Callable[[Request, SentTurn], object] = lambda _request, _sent: None
+        self.on_planned: Callable[[SchedulerOutput], object] = lambda _: None
+        """Called after each step that was planned, not skipped."""
+        self._device = device
+        self._clock = clock
+        self._observer = observer
+        self._take_sent = take_sent
+        self._may_skip = may_skip
+        self._keys = count(1)
+        self._sent: dict[Request, SentTurn] = {}
+        self._lost: dict[Request, int] = {}
+        """Maps preempted requests to the number of tokens that they had computed."""
+        self._without_output: set[Request] = set()
+        self._running: SchedulerOutput | None = None
+        self._step_ends: list[float] = []
+        """The end of the running step, and of the steps after it that will be skipped."""
+        self._end_event: Event | None = None
+
+    # Methods of the gateway's Link.
+
+    def add(self, handle: int, inflight: Inflight) -> None:
+        sent = self._take_sent(inflight)
+        sent.handle = handle
+        self._stop_skipping()
+        request = sent.make_request(RequestKey(next(self._keys)), self._clock.now)
+        self.on_added(request, sent)
+        self._sent[request] = sent
+        self._without_output.add(request)
+        self.scheduler.add(request)
+        if self._running is None:
+            self._clock.call_at(self._clock.now, self._begin)
+
+    def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:  # noqa: ARG002
+        raise AssertionError("no request of the laboratory is a session")
+
+    def abort(self, handle: int, *, was_stopped: bool = False) -> None:  # noqa: ARG002
+        raise AssertionError("no request of the laboratory is aborted")
+
+    # The engine loop.
+
+    def finish(self) -> None:
+        """Frees what ended requests hold. The engine does so a moment after the last request."""
+        while self.scheduler.has_work:
+            if self._plan().requests:
+                raise AssertionError("a request is left")
+
+    def _begin(self) -> None:
+        """Begins a step if none runs. Requests that arrived at the same time are part of it."""
+        if self._running is None and self.scheduler.has_requests:
+            self._run(self._plan())
+
+    def _plan(self) -> SchedulerOutput:
+        plan = run_now(self.scheduler.schedule())
+        self.num_planned_steps += 1
+        for preemption in plan.preemptions:
+            self._lost[preemption.victim] = preemption.num_lost_tokens
+        if plan.new or plan.resumed:
+            self._note_admissions(plan)
+        self.on_planned(plan)
+        return plan
+
+    def _run(self, plan: SchedulerOutput) -> None:
+        """Gives a step to the idle device. A step without tokens ends at once."""
+        if not plan.requests:
+            self.scheduler.update_from_output(plan, ModelRunnerOutput(()))
+            return
+        self.num_steps += 1
+        self.num_computed_tokens += plan.num_tokens
+        self._running = plan
+        ends = self._step_ends = [self._clock.now + self._device.seconds(plan)]
+        if self._may_skip and not self._without_output:
+            num_steps = num_steady_steps(self.scheduler, plan)
+            if num_steps:
+                num_requests = len(plan.requests)
+                context = sum(plan.num_computed_tokens) + num_requests
+                for number in range(1, num_steps + 1):
+                    more = context + number * num_requests
+                    ends.append(ends[-1] + self._device.decode_seconds(num_requests, more))
+        self._end_event = self._clock.call_at(ends[-1], self._end)
+
+    def _end(self) -> None:
+        """The running step ends, or the last of the steps that are skipped."""
+        plan, ends = self._running, self._step_ends
+        assert plan is not None
+        if len(ends) > 1:
+            self._skip(plan, len(ends) - 1)
+        self._running = None
+        if self.scheduler.config.async_scheduling:
+            following = self._plan() if self.scheduler.has_requests else None
+            if following is not None and following.requests:
+                # Applied before the device is told, so that a steady run may follow.
+                self._update(plan)
+                self._run(following)
+                return
+            self._update(plan)
+            if following is not None:
+                self._run(following)
+        else:
+            self._update(plan)
+        if self.scheduler.has_requests:
+            self._run(self._plan())
+            if self._running is None:
+                self._begin_again()
+
+    def _begin_again(self) -> None:
+        """A step was empty, for example because a token was awaited that has arrived now."""
+        self._run(self._plan())
+        if self._running is None:
+            raise AssertionError("requests wait, none runs, and none can be admitted")
+
+    def _stop_skipping(self) -> None:
+        """Skips the steps that have ended by now, so that the next step is planned as usual."""
+        ends, plan = self._step_ends, self._running
+        if plan is None or len(ends) <= 1:
+            return
+        num_ended = bisect_right(ends, self._clock.now, 0, len(ends) - 1)
+        if num_ended:
+            self._skip(plan, num_ended)
+        self._step_ends = [ends[num_ended]]
+        if num_ended < len(ends) - 1:
+            assert self._end_event is not None
+            self._end_event.cancel()
+            self._end_event = self._clock.call_at(ends[num_ended], self._end)
+
+    def _skip(self, plan: SchedulerOutput, num_steps: int) -> None:
+        tokens = [
+            range(
+                (first := self._sent[request].first_own_token + len(request.token_ids)),
+                first + num_steps,
+            )
+            for request in plan.requests
+        ]
+        skip_steps(self.scheduler, plan, num_steps, tokens)
+        self.num_steps += num_steps
+        self.num_computed_tokens += num_steps * len(plan.requests)
+
+    def _update(self, plan: SchedulerOutput) -> EngineCoreOutputs:
+        sent, chunks = self._sent, plan.prefill_chunks
+        tokens: list[Sequence[int]] = [
+            _NO_TOKEN
+            if request in chunks
+            else (sent[request].first_own_token + start + number,)
+            if request in sent
+            else (0,)
+            for request, start, number in zip(
+                plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
+            )
+        ]
+        update = self.scheduler.update_from_output(plan, ModelRunnerOutput(tokens))
+        if self._without_output:
+            self._note_first_tokens(plan, update)
+        for request in update.ended:
+            ended, output = sent.pop(request), request.token_ids[request.num_prompt_tokens :]
+            ended.inflight.tokens(output[1:])
+            assert request.finish_reason is not None
+            self._observer.ended(ended, request, self._clock.now)
+            self.replica.finished(ended.handle, Finish(request.finish_reason))
+        return update
+
+    def _note_admissions(self, plan: SchedulerOutput) -> None:
+        for request in plan.new:
+            sent = self._sent[request]
+            self._observer.admitted(sent, request, self._clock.now)
+            self.replica.admitted(sent.handle, request.num_cached_tokens or 0)
+        if plan.resumed:
+            starts = dict(zip(plan.requests, plan.num_computed_tokens, strict=True))
+            for request in plan.resumed:
+                again = max(0, self._lost.pop(request) - starts[request])
+                self._observer.recomputes(again)
+
+    def _note_first_tokens(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
+        for request, tokens in zip(plan.requests, update.token_ids, strict=True):
+            if tokens and request in self._without_output:
+                self._without_output.discard(request)
+                sent = self._sent[request]
+                sent.inflight.tokens([tokens[0]])
+                self._observer.first_token(sent, self._clock.now)
+
+
+def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise AssertionError("the scheduler waited for something outside this process")

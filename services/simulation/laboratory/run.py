@@ -1,0 +1,99 @@
+"""One run: a workload, a fleet and a pair of policies."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.kv.capacity import max_request_tokens
+from services.simulation.inprocess_pool import InProcessPool
+from services.simulation.laboratory.accounts import Accounts
+from services.simulation.laboratory.clients import Clients
+from services.simulation.laboratory.clock import EventClock
+from services.simulation.laboratory.device import Device
+from services.simulation.laboratory.fleet import SimulatedFleet
+from services.simulation.laboratory.optimum import KnownFuturePool
+from services.simulation.laboratory.programs import Program
+from services.simulation.laboratory.replica import SimulatedReplica
+from services.worker.core.step_times import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is simulated, besides the workload."""
+
+    config: SchedulerConfig
+    times: StepTimes
+    num_replicas: int = 1
+    routing: str = "cache-aware"
+    seed: int = 0
+    is_optimum: bool = False
+    """Whether blocks are evicted with known future."""
+    may_skip: bool = True
+    """Whether runs of equal steps are skipped. The results are the same without."""
+
+
+@dataclass(slots=True)
+class RunResult:
+    accounts: Accounts
+    num_steps: int
+    num_planned_steps: int
+    num_preemptions: int
+    num_computed_tokens: int
+    simulated_seconds: float
+    real_seconds: float
+
+
+def simulate(
+    setup: Setup, programs: Iterable[Program], progress: Callable[[], object] = lambda: None
+) -> RunResult:
+    """Runs all programs to their ends. `progress` is called at the end of each. Raises
+    AssertionError if a request or a block is left.
+    """
+    config = setup.config
+    config = replace(config, max_model_len=max_request_tokens(config))
+    clock, device = EventClock(), Device(setup.times)
+    accounts = Accounts(device, config.token_budget, config.block_size)
+    clients = Clients(iter(programs), clock, config, accounts, progress)
+    began = time.perf_counter()
+
+    def make_replica() -> SimulatedReplica:
+        pool = KnownFuturePool(config) if setup.is_optimum else InProcessPool(config)
+        replica = SimulatedReplica(
+            config, device, clock, clients, clients.take_sent, pool, may_skip=setup.may_skip
+        )
+        if isinstance(pool, KnownFuturePool):
+            replica.on_added = partial(clients.note_owners, pool)
+        return replica
+
+    fleet = SimulatedFleet(
+        clock, setup.routing, setup.num_replicas, make_replica, config, device, setup.seed
+    )
+    clients.fleet = fleet
+    clients.begin()
+    clock.run()
+    replicas = list(fleet.replicas.values())
+    for replica in replicas:
+        replica.finish()
+        check_nothing_left(replica)
+    if clients.live or clients.sent:
+        raise AssertionError("a program has not ended")
+    return RunResult(
+        accounts,
+        sum(replica.num_steps for replica in replicas),
+        sum(replica.num_planned_steps for replica in replicas),
+        sum(replica.scheduler.num_preemptions for replica in replicas),
+        sum(replica.num_computed_tokens for replica in replicas),
+        clock.now,
+        time.perf_counter() - began,
+    )
+
+
+def check_nothing_left(replica: SimulatedReplica) -> None:
+    """Raises AssertionError if a replica has a request or a block in use after the run."""
+    scheduler, pool = replica.scheduler, replica.pool.core
+    assert not scheduler.requests, "a request is left"
+    assert not replica.replica.running, "a sequence is left at the gateway"
+    assert pool.num_free_blocks == scheduler.config.num_blocks - 1, "a block is left"
+    pool.check()

@@ -1,0 +1,169 @@
+"""Generated workloads: agents in three regimes, and chat.
+
+The quantiles are of 692 sessions of a coding agent (kv-cache-tester, 2026). Values are drawn by
+inverse CDF, log-linear between the quantiles, since a lognormal distribution has another tail.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from services.simulation.laboratory.programs import Program, Turn
+
+Quantiles = Sequence[tuple[float, float]]
+"""Pairs of a fraction and the value that this fraction of all values does not exceed."""
+
+TURNS: Quantiles = ((0, 1), (0.1, 7), (0.5, 44), (0.9, 149), (0.99, 342), (1, 400))
+GROWTH: Quantiles = ((0, 40), (0.1, 184), (0.5, 655), (0.9, 3_636), (0.99, 16_600), (1, 24_000))
+OUTPUT: Quantiles = ((0, 30), (0.1, 104), (0.5, 217), (0.9, 894), (0.99, 3_680), (1, 6_000))
+PAUSES: Quantiles = ((0, 1), (0.1, 4), (0.5, 9.8), (0.9, 120), (0.99, 1_901), (1, 3_600))
+FIRST_OWN: Quantiles = ((0, 1_000), (0.5, 9_200), (0.9, 245_000), (1, 330_000))
+"""Tokens of the first prompt after the 14,800 shared ones, so that the first prompt has a median of
+24,000 and a 90th percentile of 260,000 tokens.
+"""
+SHARED_TOKENS = 14_800
+COMPACTION, KEPT = 0.004, 0.3
+SUBAGENTS, SUBAGENT_TURNS = 0.04, 11
+NUM_APPLICATIONS, ZIPF = 6, 1.1
+
+
+def draw(rng: random.Random, quantiles: Quantiles) -> float:
+    """A value by inverse CDF, log-linear between the quantiles."""
+    share = rng.random()
+    for (low, first), (high, second) in pairwise(quantiles):
+        if share <= high:
+            part = (share - low) / (high - low)
+            return math.exp(math.log(first) * (1 - part) + math.log(second) * part)
+    raise AssertionError("the last quantile is 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The size of a generated workload. A seed fixes everything."""
+
+    num_programs: int
+    programs_per_second: float
+    seed: int
+    scale: float = 1.0
+    """Factor on all numbers of tokens of the agents' workloads."""
+    max_tokens: int = 1 << 20
+    """The longest context, prompt and output. A program ends before a turn that exceeds it."""
+
+
+def automated_pause(rng: random.Random) -> float:
+    """A tool that a program runs: mostly below a second, and now and then 20 s."""
+    return 20.0 if rng.random() < 0.03 else rng.lognormvariate(math.log(0.5), 1.2)
+
+
+def interactive_pause(rng: random.Random) -> float:
+    return draw(rng, PAUSES)
+
+
+def mixed_pause(rng: random.Random) -> float:
+    return automated_pause(rng) if rng.random() < 0.5 else interactive_pause(rng)
+
+
+PAUSES_OF: dict[str, Callable[[random.Random], float]] = {
+    "automated": automated_pause,
+    "interactive": interactive_pause,
+    "mixed": mixed_pause,
+}
+NAMES = (*PAUSES_OF, "chat")
+
+
+def generate(name: str, traffic: Traffic) -> Iterator[Program]:
+    """The programs of a workload in order of arrival, which is a Poisson process."""
+    rng = random.Random(f"{name} {traffic.seed}")
+    weights = [1 / (1 + number) ** ZIPF for number in range(NUM_APPLICATIONS)]
+    numbers = iter(range(1, 1 << 27))
+    now = 0.0
+    for _ in range(traffic.num_programs):
+        now += rng.expovariate(traffic.programs_per_second)
+        (application,) = rng.choices(range(NUM_APPLICATIONS), weights)
+        if name == "chat":
+            turns, shared = _chat(rng, traffic.max_tokens), 0
+        else:
+            turns, shared = _agent(rng, PAUSES_OF[name], traffic, application, numbers)
+        yield Program(
+            next(numbers), now, turns, application, shared, tenant=f"application-{application}"
+        )
+
+
+def _chat(rng: random.Random, max_tokens: int) -> tuple[Turn, ...]:
+    """A conversation of people. A turn that would exceed the longest context is left out."""
+    turns: list[Turn] = []
+    context = 0
+    for _ in range(1 if rng.random() < 0.5 else rng.randint(2, 4)):
+        new = _tokens(rng.lognormvariate(math.log(400), 1.0))
+        output = _tokens(rng.lognormvariate(math.log(200), 0.6))
+        if not turns:
+            new, output = min(new, max_tokens // 2), min(output, max_tokens // 4)
+        pause = 8 + rng.expovariate(1 / 30)
+        if context + new + output <= max_tokens:
+            turns.append(Turn(new, output, pause))
+            context += new + output
+    return tuple(turns)
+
+
+def _agent(
+    rng: random.Random,
+    pause: Callable[[random.Random], float],
+    traffic: Traffic,
+    application: int,
+    numbers: Iterator[int],
+) -> tuple[tuple[Turn, ...], int]:
+    scale = traffic.scale
+    shared = round(SHARED_TOKENS * scale)
+    num_turns = max(1, round(draw(rng, TURNS)))
+    has_subagents = rng.random() < 0.25
+    turns = _turns(rng, pause, traffic, num_turns, shared, draw(rng, FIRST_OWN))
+    if has_subagents:
+        for index, turn in enumerate(turns[:-1]):
+            if rng.random() < SUBAGENTS:
+                children = tuple(
+                    Program(
+                        next(numbers),
+                        0.0,
+                        tuple(_turns(rng, automated_pause, traffic, SUBAGENT_TURNS, shared, 1_000)),
+                        application,
+                        shared,
+                        f"application-{application}",
+                    )
+                    for _ in range(rng.randint(1, 4))
+                )
+                turns[index] = replace(turn, subagents=children)
+    return tuple(turns), shared
+
+
+def _turns(
+    rng: random.Random,
+    pause: Callable[[random.Random], float],
+    traffic: Traffic,
+    num_turns: int,
+    shared: int,
+    first_own: float,
+) -> list[Turn]:
+    """The turns of an agent, up to the first that would exceed the longest context."""
+    turns: list[Turn] = []
+    context = shared
+    for number in range(num_turns):
+        growth = draw(rng, GROWTH) if number else first_own
+        output = _tokens(traffic.scale * draw(rng, OUTPUT))
+        new, kept, seconds = _tokens(traffic.scale * growth), None, pause(rng)
+        if number and rng.random() < COMPACTION:
+            kept = max(shared, round(KEPT * context))
+            context = kept
+        if context + new + output > traffic.max_tokens:
+            if number:
+                break
+            new = max(1, min(new, traffic.max_tokens // 2 - context))
+            output = min(output, traffic.max_tokens // 4)
+        turns.append(Turn(new, output, seconds, kept))
+        context += new + output
+    return turns
+
+
+def _tokens(number: float) -> int:
+    return max(1, round(number))

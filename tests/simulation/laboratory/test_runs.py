@@ -1,0 +1,159 @@
+"""Whole runs of the laboratory, worked out by hand or by a law of queues."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from services.simulation.laboratory.programs import Program, Turn
+from services.simulation.laboratory.run import RunResult, Setup, simulate
+from services.simulation.laboratory.workloads import Traffic, generate
+from services.worker.core.step_times import StepCosts, StepTimes
+from tests.simulation.laboratory.small import program, setup
+
+
+def test_a_program_of_two_turns_takes_its_steps_and_its_pause() -> None:
+    run = simulate(setup(), [program(1, 5.0, (100, 3, 0.0), (20, 2, 10.0))])
+    # Turn 1: steps of 64 and 36 prompt tokens, then 2 of one token: 7.4 + 4.6 + 1 + 1 = 14 s.
+    # Turn 2: of 123 tokens 96 are cached (102 are computed); a step of 27 and one of 1: 3.7 + 1.
+    accounts = run.accounts
+    assert accounts.job_seconds.tolist() == pytest.approx([14.0 + 10.0 + 4.7])
+    assert accounts.first_turn_seconds.tolist() == pytest.approx([12.0])
+    assert accounts.later_turn_seconds.tolist() == pytest.approx([3.7])
+    assert accounts.num_cached_tokens == 96
+    assert accounts.num_reusable_tokens == 96
+    assert accounts.num_prompt_tokens == 223
+    assert run.num_computed_tokens == 102 + 27 + 1
+    assert run.num_steps == 6
+
+
+def test_a_programs_time_alone_is_its_time_on_an_idle_replica() -> None:
+    run = simulate(setup(), [program(1, 0.0, (100, 30, 0.0), (20, 40, 10.0))])
+    # A hit ends at a whole block, here 128 of 129 computed tokens: one token more, 0.1 s.
+    (taken,), (alone,) = run.accounts.job_seconds, run.accounts.alone_seconds
+    assert taken - alone == pytest.approx(0.1)
+
+
+def test_two_programs_of_an_application_compute_its_prefix_once() -> None:
+    of = {"application": 3, "num_shared_tokens": 48}
+    run = simulate(
+        setup(), [program(1, 0.0, (16, 1, 0.0), **of), program(2, 50.0, (16, 1, 0.0), **of)]
+    )
+    assert run.num_computed_tokens == 64 + 16
+    assert run.accounts.num_cached_tokens == run.accounts.num_reusable_tokens == 48
+
+
+def test_the_next_turn_waits_for_all_subagents() -> None:
+    children = tuple(program(number, 0.0, (10, 1, 0.0)) for number in (2, 3))
+    parent = Program(1, 0.0, (Turn(10, 1, subagents=children), Turn(10, 1, 5.0)))
+    run = simulate(setup(), [parent])
+    # 2 s for 10 tokens, 3 s for both children in one step, a pause, and 21 new tokens in 3.1 s.
+    assert run.accounts.job_seconds.tolist() == pytest.approx([2.0 + 3.0 + 5.0 + 3.1])
+    assert len(run.accounts.wait_seconds) == 4
+
+
+def test_a_compacted_context_is_computed_again_behind_the_shared_prefix() -> None:
+    turns = (Turn(80, 1), Turn(8, 1, num_kept_tokens=40))
+    run = simulate(setup(), [Program(1, 0.0, turns, num_shared_tokens=32)])
+    # The second prompt has 48 tokens. Only the shared ones are hit; none was computed in vain.
+    assert run.accounts.num_cached_tokens == 32
+    assert run.accounts.num_evicted_tokens == 0
+
+
+def test_waste_counts_what_was_evicted() -> None:
+    # 15 blocks; the second program's 14 blocks evict those of the first, which has 12 full ones.
+    first = program(1, 0.0, (200, 1, 0.0), (8, 1, 100.0))
+    run = simulate(setup(num_blocks=16), [first, program(2, 30.0, (220, 1, 0.0))])
+    assert run.accounts.num_cached_tokens < 192
+    assert run.accounts.num_evicted_tokens == 192 - run.accounts.num_cached_tokens
+
+
+def test_waste_counts_what_was_preempted() -> None:
+    # Two requests of 6 blocks each outgrow a pool of 11 blocks.
+    run = simulate(
+        setup(num_blocks=12, scheduler_reserve_full_isl=False),
+        [program(1, 0.0, (60, 30, 0.0)), program(2, 0.0, (60, 30, 0.0))],
+    )
+    assert run.num_preemptions == 1
+    lost = run.accounts.num_preempted_tokens
+    assert lost > 0
+    assert run.num_computed_tokens == 2 * 89 + lost
+
+
+def md1(rate: float, num_programs: int, seed: int) -> Iterator[Program]:
+    rng, now = random.Random(seed), 0.0
+    for number in range(1, num_programs + 1):
+        now += rng.expovariate(rate)
+        yield program(number, now, (16, 4, 0.0))
+
+
+def test_a_queue_with_one_place_waits_as_pollaczek_and_khinchine_say() -> None:
+    # Prompt 2.6 s and 3 steps of 1 s: service 5.6 s. M/D/1: mean wait = rho s / (2 (1 - rho)).
+    rate, service = 0.6 / 5.6, 5.6
+    run = simulate(setup(max_num_seqs=1), md1(rate, 5_000, seed=3))
+    assert run.accounts.alone_seconds[0] == pytest.approx(service)
+    rho = rate * service
+    assert fmean(run.accounts.wait_seconds) == pytest.approx(
+        rho * service / (2 * (1 - rho)), rel=0.06
+    )
+
+
+def everything(run: RunResult) -> list[object]:
+    accounts = run.accounts
+    return [
+        accounts.job_seconds,
+        accounts.first_turn_seconds,
+        accounts.later_turn_seconds,
+        accounts.wait_seconds,
+        accounts.num_cached_tokens,
+        accounts.num_evicted_tokens,
+        accounts.num_preempted_tokens,
+        accounts.num_cold_tokens,
+        run.num_steps,
+        run.num_preemptions,
+        run.num_computed_tokens,
+        run.simulated_seconds,
+    ]
+
+
+TIMES = StepTimes(
+    StepCosts(seconds=7e-3, seconds_per_decoded_context=5.2e-7, seconds_per_request=2e-4),
+    StepCosts(seconds=7e-3, seconds_per_token=4e-5, seconds_per_new_context=1.3e-8),
+)
+
+
+def crowded(workload: str, num_replicas: int = 1, *, is_async: bool = True) -> Setup:
+    crowd = setup(
+        num_blocks=301,
+        times=TIMES,
+        async_scheduling=is_async,
+        max_num_batched_tokens=512,
+        scheduler_reserve_full_isl=workload == "mixed",
+    )
+    return replace(crowd, num_replicas=num_replicas)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("workload", ["automated", "chat"])
+def test_skipped_steps_change_nothing(workload: str, *, is_async: bool) -> None:
+    traffic = Traffic(25, 2.0, seed=5, scale=0.01, max_tokens=2_000)
+    simulated = crowded(workload, 2, is_async=is_async)
+    skipped = simulate(simulated, generate(workload, traffic))
+    stepped = simulate(replace(simulated, may_skip=False), generate(workload, traffic))
+    assert everything(skipped) == everything(stepped)
+    assert skipped.num_planned_steps < stepped.num_planned_steps
+
+
+@pytest.mark.parametrize("workload", ["automated", "interactive", "mixed", "chat"])
+def test_eviction_with_known_future_has_no_fewer_hits(workload: str) -> None:
+    num_better = 0
+    for seed in range(4):
+        traffic = Traffic(12, 1.0, seed=seed, scale=0.01, max_tokens=2_000)
+        simulated = crowded(workload)
+        lru = simulate(simulated, generate(workload, traffic)).accounts
+        best = simulate(replace(simulated, is_optimum=True), generate(workload, traffic)).accounts
+        assert best.num_cached_tokens >= lru.num_cached_tokens
+        num_better += best.num_cached_tokens > lru.num_cached_tokens
+    assert num_better

@@ -1,0 +1,61 @@
+"""`stepwell simulate` from its arguments to its output."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from services.cli.simulate import main
+
+SMALL = [
+    *("--programs", "6", "--rate", "1", "--scale", "0.01", "--kv-tokens", "4000"),
+    *("--max-num-batched-tokens", "512"),
+]
+
+
+def test_a_seed_fixes_every_byte_of_the_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for name, seed in (("first", "3"), ("again", "3"), ("other", "4")):
+        path = tmp_path / name
+        assert main([*SMALL, "--seed", seed, "--json", str(path)]) == 0
+        texts.append((capsys.readouterr().out, path.read_bytes()))
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_there_is_a_row_for_each_pair_of_policies_and_the_optimum(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    policies = ["--policy", "fcfs", "--policy", "priority"]
+    routings = ["--routing", "round-robin", "--routing", "least-loaded", "--replicas", "2"]
+    assert main([*SMALL, *policies, *routings, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["name"] for row in rows] == [
+        "fcfs, round-robin",
+        "priority, round-robin",
+        "fcfs, least-loaded",
+        "priority, least-loaded",
+        "optimum (offline)",
+    ]
+    assert all(row["num_jobs"] == 6 for row in rows)
+
+
+def test_progress_ends_at_100_percent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--no-optimum"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1].startswith("fcfs: 100 %, 6 programs")
+    groups = ("job time", "time to first token", "waste", "hit rate", "fairness")
+    assert [table.partition("  ")[0] for table in shown.out.split("\n\n")] == list(groups)
+
+
+def test_there_is_a_plot_for_each_table(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main([*SMALL, "--plot", str(tmp_path / "plots")]) == 0
+    assert sorted(path.stem for path in (tmp_path / "plots").iterdir()) == [
+        "fairness",
+        "hit_rate",
+        "job_time",
+        "time_to_first_token",
+        "waste",
+    ]
