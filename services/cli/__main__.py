@@ -24,6 +24,7 @@ COMMANDS = {
     "replay": "drive the scheduler again from a step log",
     "simulate": "compare policies on simulated fleets",
     "profile": "measure a worker's steps, for the simulated device",
+    "explore": "search for faults, in virtual time",
     "doctor": "show what this machine has, and how much of it is used",
 }
 

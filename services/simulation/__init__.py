@@ -1,1 +1,1 @@
-"""Simulations that run the cores of the services without a network or a model."""
+"""Simulations of the services: of their cores alone, and of all of them in virtual time."""

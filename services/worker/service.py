@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +49,19 @@ class WorkerService:
     """The composed service. Must be constructed in a running loop."""
 
     def __init__(
-        self, settings: WorkerSettings, tracing: Tracing, tls: "Tls | None" = None
+        self,
+        settings: WorkerSettings,
+        tracing: Tracing,
+        tls: "Tls | None" = None,
+        compute: ComputeThread | None = None,
+        load: Callable[..., Worker] = load_worker,
     ) -> None:
+        """`compute` runs `load`, which builds the worker as `load_worker` does, and the steps."""
         self._settings = settings
+        self._load_worker = load
         timeouts = Timeouts(settings.join_timeout_seconds, settings.collective_timeout_seconds)
         self._member = GroupMember(find_membership(settings, os.environ), timeouts)
-        self._compute = ComputeThread()
+        self._compute = compute or ComputeThread()
         metrics = WorkerMetrics()
         self._servicer = WorkerServicer(self._compute, tracing, metrics)
         self._server = GrpcServer(tls=tls, has_local_streams=True)
@@ -108,7 +115,7 @@ class WorkerService:
         def load() -> Worker:
             group = self._member.join(checkpoint_reached)
             try:
-                return load_worker(self._settings, checkpoint_reached, group)
+                return self._load_worker(self._settings, checkpoint_reached, group)
             except StepwellError as error:
                 self._member.report_failed_start(error)
                 raise

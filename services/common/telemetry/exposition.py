@@ -13,6 +13,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.samples import Exemplar, Sample
 
+from services.common.process.watchdog import proc
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _HEADER = b"# HELP "
@@ -33,7 +35,7 @@ class Exposition:
     ) -> None:
         """Adds `labels` to all series."""
         self._own = tuple(own)
-        self._shared = (ProcessCollector(registry=CollectorRegistry()), *shared)
+        self._shared = (ProcessCollector(proc=proc.PROC, registry=CollectorRegistry()), *shared)
         self._labels = dict(labels or {})
         self._service = {"service": service}
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from services.common.process.watchdog.proc import watch_self
 from services.common.process.watchdog.silence import Reading, Silence
@@ -28,12 +28,44 @@ logger = logging.getLogger(__name__)
 _LIVENESS_PERIOD_SECONDS = 0.25
 
 
+class FunctionQueue(Protocol):
+    """Calls functions in the order of `put`, one after the other."""
+
+    @property
+    def put(self) -> Callable[[Callable[[], None] | None], None]:
+        """Queues a function. None ends the queue."""
+
+    def join(self, patience_seconds: float | None) -> None:
+        """Waits for the end of the queue, at most for this time."""
+
+
+class _ThreadQueue:
+    """A FunctionQueue with a thread. Between two functions it takes less time than an executor:
+    40 µs instead of 65 µs while all services are busy.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._functions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.put: Callable[[Callable[[], None] | None], None] = self._functions.put
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def join(self, patience_seconds: float | None) -> None:
+        self._thread.join(patience_seconds)
+
+    def _work(self) -> None:
+        while (run := self._functions.get()) is not None:
+            run()
+            del run  # frees the objects that the function references
+
+
 class ComputeThread:
     """Runs functions one after the other, in the order in which they were submitted."""
 
-    def __init__(self) -> None:
-        self._computing = _Lane("compute")
-        self._waiting = _Lane("download")
+    def __init__(self, queues: Callable[[str], FunctionQueue] = _ThreadQueue) -> None:
+        """`queues` creates a queue with a name. By default each queue has a thread."""
+        self._computing = _Lane(queues("compute"))
+        self._waiting = _Lane(queues("download"))
 
     @property
     def is_closed(self) -> bool:
@@ -89,17 +121,13 @@ class Overdue:
 
 
 class _Lane:
-    """A thread with a queue of functions. Between two functions it takes less time than an
-    executor: 40 µs instead of 65 µs while all services are busy.
-    """
+    """Runs the functions of a queue, and measures how long they take."""
 
-    def __init__(self, name: str) -> None:
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+    def __init__(self, tasks: FunctionQueue) -> None:
+        self._tasks = tasks
         self.is_closed = False
         self._running: Overdue | None = None
         """The running function, if it has a time limit."""
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
 
     @property
     def overdue(self) -> Overdue | None:
@@ -150,12 +178,7 @@ class _Lane:
     def close(self, patience_seconds: float | None) -> None:
         self.is_closed = True
         self._tasks.put(None)
-        self._thread.join(patience_seconds)
-
-    def _work(self) -> None:
-        while (run := self._tasks.get()) is not None:
-            run()
-            del run  # frees the objects that the function references
+        self._tasks.join(patience_seconds)
 
 
 async def follow_liveness(

@@ -68,7 +68,7 @@ def test_an_unknown_command_is_one_sentence() -> None:
     assert_refused(
         stepwell("serve"),
         "stepwell: there is no command 'serve'; the commands are up, chat, complete, keys, "
-        "status, top, trace, admin, bench, deploy, replay, simulate, profile, doctor",
+        "status, top, trace, admin, bench, deploy, replay, simulate, profile, explore, doctor",
         2,
     )
 

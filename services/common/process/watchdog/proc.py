@@ -21,7 +21,9 @@ from services.common.rpc.addresses import is_unix_address, unix_path
 _NANOS, _MICROS = 1e9, 1e6
 _BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")
-_PRESSURES = ("/proc/pressure/io", "/proc/pressure/memory")
+PROC = "/proc"
+"""The directory to read. In virtual time it does not exist."""
+_PRESSURES = ("pressure/io", "pressure/memory")
 _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
 """Indices of fields in /proc/PID/stat after the process name."""
 
@@ -55,7 +57,7 @@ def processor_times(pid: int) -> ProcessTimes:
     """
     threads: dict[int, ThreadTimes] = {}
     with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
+        for task in Path(f"{PROC}/{pid}/task").iterdir():
             with suppress(OSError):
                 threads[int(task.name)] = _thread(str(task))
     reader = threading.get_native_id()
@@ -102,10 +104,10 @@ def _stat(path: str) -> list[str]:
 def _machine() -> MachineTimes:
     num_runnable, stalled = 0, 0.0
     with suppress(OSError, ValueError, IndexError):
-        num_runnable = int(_read("/proc/loadavg").split()[3].partition("/")[0])
+        num_runnable = int(_read(f"{PROC}/loadavg").split()[3].partition("/")[0])
     for path in _PRESSURES:
         with suppress(OSError, ValueError, IndexError):
-            some = _read(path).split("\n", 1)[0]
+            some = _read(f"{PROC}/{path}").split("\n", 1)[0]
             stalled += int(some.rpartition("total=")[2]) / _MICROS
     return MachineTimes(num_runnable, os.cpu_count() or 1, stalled)
 

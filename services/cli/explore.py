@@ -1,0 +1,25 @@
+"""`stepwell explore`: searches for faults, with all services in one process, in virtual time."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.cli.errors import CommandError, CommandParser
+from services.simulation.runtime.machine import install
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = CommandParser("explore", description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("models/demo"), help="model directory")
+    parser.add_argument("--seeds", type=int, default=100, help="number of seeds to run")
+    parser.add_argument("--first", type=int, default=0, help="the first of these seeds")
+    parser.add_argument("--seed", type=int, help="run this seed only, and print its log")
+    arguments = parser.parse_args(argv)
+    if not (arguments.model / "config.json").exists():
+        raise CommandError(f"{arguments.model} is no model directory")
+    install()
+    from services.simulation.explore.search import search  # noqa: PLC0415 - after `install`
+
+    if arguments.seed is not None:
+        return search(arguments.model, [arguments.seed], prints_log=True)
+    first = arguments.first
+    return search(arguments.model, range(first, first + arguments.seeds), prints_log=False)

@@ -1,0 +1,233 @@
+"""What the machine gives to a process: clocks, chance, threads and sockets, in virtual time.
+
+`install` must be called before services are imported, since they may keep Python's functions. While
+a VirtualLoop runs, Python's clocks show its time, and Python's chance is drawn from its seed. What
+cannot be virtual raises PastThePorts: threads, sockets, other processes, and written files. When no
+VirtualLoop runs, everything is as usual.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any, TypeVar
+
+import grpc
+
+from services.common.process.watchdog import proc
+from services.simulation.runtime.grpc_client import MemoryChannel
+from services.simulation.runtime.grpc_server import MemoryServer
+from services.simulation.runtime.loop import EPOCH, VirtualLoop
+from services.simulation.runtime.network import Network
+from services.simulation.runtime.process import PROCESS
+
+T = TypeVar("T")
+
+_FORBIDDEN = {
+    "socket.__new__": "opens a socket",
+    "socket.getaddrinfo": "looks up a name",
+    "subprocess.Popen": "starts a process",
+    "os.fork": "starts a process",
+    "os.posix_spawn": "starts a process",
+}
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_CLOCKS = ("time", "monotonic", "perf_counter", "thread_time", "process_time")
+
+
+_UNFINISHED: list[asyncio.Task[Any]] = []
+"""Tasks of killed processes. They are never freed, since their coroutines would then end."""
+
+
+class PastThePorts(BaseException):
+    """Code in virtual time uses the machine itself. It is no Exception, so that no service handles
+    it.
+    """
+
+
+class _Machine:
+    loop: VirtualLoop | None = None
+    network: Network | None = None
+
+
+def run_on(network: Network, seed: int, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Runs the coroutine of `main` to its end, in virtual time. Then closes the network's loop."""
+    if not getattr(time.time, "is_virtual", False):
+        raise RuntimeError("install() has not been called")
+    state = random.getstate()
+    random.seed(seed)
+    handler = _LogHandler(network)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    _Machine.loop, _Machine.network = network.loop, network
+    try:
+        return network.loop.run_until_complete(main())
+    finally:
+        _Machine.loop = _Machine.network = None
+        root.removeHandler(handler)
+        random.setstate(state)
+        _UNFINISHED.extend(asyncio.all_tasks(network.loop))
+        network.loop.close()
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """The real machine, for what has no time in a run, such as loading a model."""
+    loop, _Machine.loop = _Machine.loop, None
+    try:
+        yield
+    finally:
+        _Machine.loop = loop
+
+
+class _LogHandler(logging.Handler):
+    """Adds the lines of services to the network's log."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self._network = network
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info:
+            text += f" ({record.exc_info[1]!r})"
+            self._network.errors.append(self.format(record))
+        self._network.log(f"{_process_name()} {record.levelname} {text}")
+
+
+def install() -> None:
+    """Replaces Python's clocks and chance in this process. Raises RuntimeError if a service was
+    imported before and has kept one of them.
+    """
+    if getattr(time.time, "is_virtual", False):
+        return
+    kept = _originals()
+    _replace_clocks()
+    _replace(time, "sleep", _sleep)
+    _replace(os, "urandom", _urandom)
+    proc.PROC = "/nothing"
+    _replace(grpc.aio, "insecure_channel", _insecure_channel)
+    _replace(grpc.aio, "server", _server)
+    random._urandom = os.urandom  # type: ignore[attr-defined]
+    _replace(threading.Thread, "start", _start_thread)
+    _replace(socket, "gethostname", _process_name)
+    _replace(socket, "create_server", _create_server)
+    sys.addaudithook(_guard)
+    logging.getLogger().setLevel(logging.INFO)
+    early = sorted(_keepers(kept))
+    if early:
+        raise RuntimeError(f"imported before the virtual machine: {', '.join(early)}")
+
+
+def _replace(module: Any, name: str, virtual: Callable[..., Any]) -> None:
+    """While a VirtualLoop runs, calls `virtual` in place of a function."""
+    real = getattr(module, name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return (real if _Machine.loop is None else virtual)(*args, **kwargs)
+
+    function.is_virtual = True  # type: ignore[attr-defined]
+    setattr(module, name, function)
+
+
+def _replace_clocks() -> None:
+    for name in _CLOCKS:
+        seconds = _unix_seconds if name == "time" else _loop_seconds
+        _replace(time, name, seconds)
+        _replace(time, f"{name}_ns", lambda seconds=seconds: round(1e9 * seconds()))
+
+
+def _loop() -> VirtualLoop:
+    assert _Machine.loop is not None
+    return _Machine.loop
+
+
+def _loop_seconds() -> float:
+    return _loop().time()
+
+
+def _unix_seconds() -> float:
+    process = PROCESS.get(None)
+    return EPOCH + _loop().time() + (0.0 if process is None else process.seconds_ahead)
+
+
+def _sleep(seconds: float) -> None:
+    if not _loop().is_in_lane:
+        raise PastThePorts("sleeps in the event loop")
+    _loop().slept += seconds
+
+
+def _start_thread(thread: threading.Thread) -> None:
+    raise PastThePorts(f"{_process_name()} starts the thread {thread.name}")
+
+
+def _urandom(size: int) -> bytes:
+    return random.randbytes(size)
+
+
+def _process_name() -> str:
+    process = PROCESS.get(None)
+    return "outside" if process is None else process.name
+
+
+def _create_server(address: tuple[str, int], **_: Any) -> Any:
+    return _loop().servers.listener(address)
+
+
+def _network() -> Network:
+    assert _Machine.network is not None
+    return _Machine.network
+
+
+def _insecure_channel(target: str, options: Any = None) -> MemoryChannel:
+    return MemoryChannel(_network(), target, options)
+
+
+def _server(
+    *, interceptors: Any = (), maximum_concurrent_rpcs: int | None = None, **_: Any
+) -> MemoryServer:
+    return MemoryServer(_network(), interceptors, maximum_concurrent_rpcs)
+
+
+def _guard(event: str, args: tuple[Any, ...]) -> None:
+    if _Machine.loop is None:
+        return
+    if event in _FORBIDDEN:
+        raise PastThePorts(f"{_process_name()} {_FORBIDDEN[event]}: {args}")
+    if event == "open":
+        path, _, flags = args
+        if flags & _WRITES and not str(path).startswith(("/dev/null",)):
+            raise PastThePorts(f"{_process_name()} writes the file {path}")
+        if str(path).startswith(("/proc/", "/sys/")):
+            raise PastThePorts(f"{_process_name()} reads {path}")
+
+
+def _originals() -> set[int]:
+    names = [*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS), "sleep"]
+    return {id(getattr(time, name)) for name in names} | {id(os.urandom)}
+
+
+def _keepers(kept: set[int]) -> set[str]:
+    """Services' modules that have functions of `kept` in their globals or in defaults."""
+    found = set()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("services.") or name.startswith("services.simulation."):
+            continue
+        for value in list(vars(module).values()):
+            functions = [value] if not isinstance(value, type) else list(vars(value).values())
+            for function in functions:
+                defaults: list[Any] = [function]
+                if isinstance(function, FunctionType):
+                    defaults += [
+                        *(function.__defaults__ or ()),
+                        *(function.__kwdefaults__ or {}).values(),
+                    ]
+                if any(id(default) in kept for default in defaults):
+                    found.add(name)
+    return found

@@ -1,0 +1,228 @@
+"""A network in memory: addresses, connections, delays, and partitions.
+
+A connection has two ends. What one end sends arrives at the other in order, after a delay that is
+drawn from the seed. Separate connections, and separate calls of one gRPC connection, are not
+ordered among each other. While a direction between two processes is cut, nothing arrives: it waits
+until the direction is whole again, as TCP sends lost packets again. An end that hears nothing for
+too long gives the connection up, as gRPC's keepalive and TCP_USER_TIMEOUT do.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+from zlib import crc32
+
+from services.simulation.runtime.loop import VirtualLoop
+from services.simulation.runtime.process import PROCESS, Process, State
+
+Cut = tuple[str, str]
+"""The names of two processes: what the first sends to the second does not arrive."""
+
+CLOSED = "Socket closed"
+_FIRST_PORT = 40_000
+_CUT_SECONDS = 5.0, 15.0
+"""The range of the time after which an end gives up a connection of which a direction is cut."""
+_SILENT_SECONDS = 30.0, 40.0
+"""The range of the time after which an end gives up a connection to a stopped process."""
+
+
+class Listener(Protocol):
+    """What is reached at an address."""
+
+    process: Process
+
+
+class Network:
+    """All addresses and connections of a run, and the log of what arrives."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop = loop
+        self.lines: list[str] = []
+        """The log. Equal seeds must give equal lines."""
+        self.errors: list[str] = []
+        """The tracebacks that services have logged."""
+        self.listeners: dict[str, Listener] = {}
+        self.spike_chance = 0.01
+        """The chance that something takes much longer than usual."""
+        self._cuts: dict[Cut, None] = {}
+        self._waiting: dict[Cut, list[tuple[Pipe, Callable[..., object], tuple[Any, ...]]]] = {}
+        self._connections: dict[Connection, None] = {}
+        self._next_port = _FIRST_PORT
+
+    def log(self, line: str) -> None:
+        self.lines.append(f"{self.loop.time():.6f} {line}")
+
+    def delay(self) -> float:
+        rng = self.loop.rng
+        seconds = 0.00005 + 0.0002 * rng.random()
+        if rng.random() < self.spike_chance:
+            seconds += 0.02 * rng.random()
+        return seconds
+
+    # Addresses.
+
+    def listen(self, address: str, listener: Listener) -> str:
+        """Binds an address, with port 0 to a free port. Returns it. Raises OSError."""
+        host, _, port = address.rpartition(":")
+        if port == "0":
+            self._next_port += 1
+            address = f"{host}:{self._next_port}"
+        if address in self.listeners:
+            raise OSError(98, "Address already in use")
+        self.listeners[address] = listener
+        listener.process.at_end.append(lambda: self.unlisten(address, listener))
+        return address
+
+    def unlisten(self, address: str, listener: Listener) -> None:
+        if self.listeners.get(address) is listener:
+            del self.listeners[address]
+
+    # Connections and cuts.
+
+    def reaches(self, one: Process, other: Process) -> bool:
+        """Whether both directions between two processes are whole."""
+        return not self._cuts or (
+            (one.name, other.name) not in self._cuts and (other.name, one.name) not in self._cuts
+        )
+
+    def is_cut(self, source: Process, target: Process) -> bool:
+        return (source.name, target.name) in self._cuts
+
+    def cut(self, source: Process, target: Process) -> None:
+        """Cuts one direction."""
+        self._cuts[source.name, target.name] = None
+        for connection in self._connections:
+            if connection.joins(source, target):
+                self._watch(connection, _CUT_SECONDS, lambda: not self.reaches(source, target))
+
+    def mend(self, source: Process, target: Process) -> None:
+        """Makes one direction whole again."""
+        cut = source.name, target.name
+        self._cuts.pop(cut, None)
+        for pipe, callback, args in self._waiting.pop(cut, ()):
+            pipe.send(callback, *args)
+
+    def wait(self, pipe: "Pipe", callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+        cut = pipe.source.name, pipe.target.name
+        self._waiting.setdefault(cut, []).append((pipe, callback, args))
+
+    def stopped(self, process: Process) -> None:
+        """Notes that a process was stopped. Its peers give up if it stays so."""
+        for connection in self._connections:
+            if connection.has(process):
+                self._watch(connection, _SILENT_SECONDS, lambda: process.state is State.STOPPED)
+
+    def _watch(
+        self, connection: "Connection", seconds: tuple[float, float], fails: Callable[[], bool]
+    ) -> None:
+        if not connection.has_keepalive:
+            return
+        for end in connection.ends:
+
+            def check(end: End = end) -> None:
+                if fails():
+                    end.lose("ping timeout")
+
+            after = self.loop.rng.uniform(*seconds)
+            self.loop.call_later(after, check, context=end.process.context)
+
+    def add(self, connection: "Connection") -> None:
+        self._connections[connection] = None
+
+    def remove(self, connection: "Connection") -> None:
+        self._connections.pop(connection, None)
+
+
+class Pipe:
+    """One direction between two processes. What is sent arrives in order."""
+
+    __slots__ = ("_due", "_network", "source", "target")
+
+    def __init__(self, network: Network, source: Process, target: Process) -> None:
+        self._network = network
+        self.source = source
+        self.target = target
+        self._due = 0.0
+
+    def send(self, callback: Callable[..., object], *args: Any) -> None:
+        """Calls a function in the target's process, after a delay."""
+        network = self._network
+        due = max(network.loop.time() + network.delay(), self._due)
+        self._due = due
+        network.loop.call_exactly(due, self._arrive, callback, args, context=self.target.context)
+
+    def _arrive(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if self._network.is_cut(self.source, self.target):
+            self._network.wait(self, callback, args)
+        else:
+            callback(*args)
+
+
+class End:
+    """One end of a connection."""
+
+    def __init__(self, connection: "Connection", process: Process, pipe: Pipe) -> None:
+        self.process = process
+        self.pipe = pipe
+        """Carries what this end sends."""
+        self.is_open = True
+        self.on_lost: Callable[[str], None] = lambda _: None
+        """Called once, with the reason, if the peer or the network ends the connection."""
+        self._connection = connection
+        self._kernel = self.close
+        process.at_end.append(self._kernel)
+
+    def close(self) -> None:
+        """Closes the connection from this end. The peer notices after a delay."""
+        if self.is_open:
+            self._end()
+            self.pipe.send(self._connection.other(self).lose, CLOSED)
+
+    def lose(self, reason: str) -> None:
+        """Ends the connection at this end."""
+        if self.is_open:
+            self._end()
+            self.on_lost(reason)
+
+    def _end(self) -> None:
+        self.is_open = False
+        if self._kernel in self.process.at_end and self.process.state is not State.DEAD:
+            self.process.at_end.remove(self._kernel)
+        if not self._connection.other(self).is_open:
+            self._connection.end()
+
+
+class Connection:
+    """A connection between two processes. `ends` are the client's and the server's end."""
+
+    def __init__(
+        self, network: Network, client: Process, server: Process, *, has_keepalive: bool
+    ) -> None:
+        self._network = network
+        self.has_keepalive = has_keepalive
+        self.ends = (
+            End(self, client, Pipe(network, client, server)),
+            End(self, server, Pipe(network, server, client)),
+        )
+        network.add(self)
+
+    def other(self, end: End) -> End:
+        return self.ends[1] if end is self.ends[0] else self.ends[0]
+
+    def has(self, process: Process) -> bool:
+        return any(end.process is process for end in self.ends)
+
+    def joins(self, one: Process, other: Process) -> bool:
+        return self.has(one) and self.has(other)
+
+    def end(self) -> None:
+        self._network.remove(self)
+
+
+def current_process() -> Process:
+    """The process whose code runs now."""
+    return PROCESS.get()
+
+
+def digest(data: bytes) -> str:
+    """The length of some bytes, and their checksum."""
+    return f"{len(data)} {crc32(data):08x}"

@@ -1,0 +1,71 @@
+"""A simulated process: the tasks and callbacks of one service or client."""
+
+import asyncio
+import contextvars
+import enum
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+PROCESS: contextvars.ContextVar["Process"] = contextvars.ContextVar("process")
+"""The process that runs now. Tasks, timers and callbacks inherit it."""
+
+
+class State(enum.Enum):
+    RUNS = "runs"
+    STOPPED = "stopped"
+    """As after SIGSTOP: its callbacks and timers run when it continues."""
+    DEAD = "dead"
+    """As after SIGKILL: none of its callbacks runs any more, not even the end of a task."""
+
+
+class Process:
+    """A process on a machine of its own, with the host name `name`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
+        self.name = name
+        self.state = State.RUNS
+        self.seconds_ahead = 0.0
+        """How much its clock of the time of day is ahead."""
+        self.at_end: list[Callable[[], None]] = []
+        """Called at the end of the process, outside of it: what its machine's kernel does then."""
+        self._loop = loop
+        self._held: list[asyncio.Handle] = []
+        self._tasks: list[asyncio.Task[Any]] = []
+        """The tasks that have not ended when the process is killed must not be freed before the end
+        of the run, since their coroutines would run to their ends.
+        """
+        self.context = contextvars.copy_context()
+        self.context.run(PROCESS.set, self)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Runs a coroutine as a task of this process."""
+        return self._loop.create_task(coroutine, context=self.context.copy())
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls a function as code of this process."""
+        return self.context.copy().run(function, *args)
+
+    def hold(self, handle: asyncio.Handle) -> None:
+        """Keeps a callback of a stopped process, and drops one of a dead process."""
+        if self.state is State.STOPPED:
+            self._held.append(handle)
+
+    def stop(self) -> None:
+        if self.state is State.RUNS:
+            self.state = State.STOPPED
+
+    def resume(self) -> list[asyncio.Handle]:
+        """Continues a stopped process. Returns the callbacks that are due, in order."""
+        held, self._held = self._held, []
+        if self.state is State.STOPPED:
+            self.state = State.RUNS
+        return held
+
+    def kill(self) -> None:
+        if self.state is not State.DEAD:
+            self.state = State.DEAD
+            self._held.clear()
+            for function in self.at_end:
+                function()

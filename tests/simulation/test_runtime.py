@@ -1,0 +1,183 @@
+"""The runtime of virtual time: its loop, its guard and its network."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+PREAMBLE = """
+import asyncio, os, random, socket, threading, time, uuid
+from services.simulation.runtime.machine import PastThePorts, install, run_on
+install()
+import grpc
+from services.simulation.runtime.loop import Livelock, NothingHappens, VirtualLoop
+from services.simulation.runtime.network import Network
+from services.simulation.runtime.process import Process
+from services.simulation.runtime.streams import MemoryStreams
+
+def run(main, seed=1):
+    network = Network(VirtualLoop(seed))
+    MemoryStreams(network)
+    return run_on(network, seed, lambda: main(network))
+
+def raises(error, main):
+    try:
+        run(main)
+    except error:
+        return True
+    return False
+"""
+
+
+def in_virtual_time(code: str) -> None:
+    """Runs a program in a process of its own, since clocks are replaced before imports."""
+    result = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": ".:gen", "PATH": "/usr/bin"},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_sleep_takes_no_real_time_and_every_clock_shows_it() -> None:
+    in_virtual_time("""
+real = time.monotonic()
+async def main(network):
+    begun = time.monotonic(), time.time(), time.perf_counter_ns()
+    await asyncio.sleep(3600)
+    assert 3600 <= time.monotonic() - begun[0] < 3600.01
+    assert 3600 <= time.time() - begun[1] < 3600.01
+    assert 3600e9 <= time.perf_counter_ns() - begun[2] < 3600.01e9
+run(main)
+assert time.monotonic() - real < 60
+""")
+
+
+def test_chance_is_drawn_from_the_seed() -> None:
+    in_virtual_time("""
+import secrets
+async def main(network):
+    return random.random(), uuid.uuid4(), os.urandom(4), secrets.token_hex(4)
+assert run(main) == run(main) != run(main, seed=2)
+""")
+
+
+def test_what_cannot_be_virtual_is_refused() -> None:
+    in_virtual_time("""
+async def thread(network): threading.Thread(target=print).start()
+async def file(network): open("/tmp/written-in-virtual-time", "w")
+async def a_socket(network): socket.socket()
+async def blocking(network): time.sleep(1)
+for main in (thread, file, a_socket, blocking):
+    assert raises(PastThePorts, main), main
+assert not os.path.exists("/tmp/written-in-virtual-time")
+""")
+
+
+def test_a_wait_for_nothing_and_an_endless_loop_are_reported() -> None:
+    in_virtual_time("""
+async def deadlock(network): await asyncio.get_running_loop().create_future()
+async def livelock(network):
+    while True:
+        await asyncio.sleep(0)
+assert raises(NothingHappens, deadlock)
+assert raises(Livelock, livelock)
+""")
+
+
+GRPC = """
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from services.common.rpc.channel import open_channel
+from services.common.rpc.server import GrpcServer
+
+async def serve(network, name="server"):
+    process = Process(network.loop, name)
+    async def start():
+        server = GrpcServer()
+        await server.start(f"{name}:1")
+        return server
+    return process, await process.spawn(start())
+
+def in_client(network, coroutine):
+    return Process(network.loop, "client").spawn(coroutine)
+
+async def check(timeout=None, service=""):
+    async with open_channel("server:1") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=service)
+        return (await stub.Check(request, timeout=timeout)).status
+
+async def code_of(awaitable):
+    try:
+        await awaitable
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+"""
+
+
+def test_a_call_is_answered_and_an_error_has_its_status() -> None:
+    in_virtual_time(
+        GRPC
+        + """
+async def main(network):
+    await serve(network)
+    assert await in_client(network, check()) == health_pb2.HealthCheckResponse.SERVING
+    code = await code_of(in_client(network, check(service="unknown")))
+    assert code is grpc.StatusCode.NOT_FOUND
+run(main)
+"""
+    )
+
+
+def test_a_cut_network_and_a_stopped_server_delay_a_call_to_its_deadline() -> None:
+    in_virtual_time(
+        GRPC
+        + """
+async def main(network):
+    process, _ = await serve(network)
+    client = Process(network.loop, "client")
+    process.stop()
+    assert await code_of(client.spawn(check(2))) is grpc.StatusCode.DEADLINE_EXCEEDED
+    network.loop.resume(process)
+    assert await client.spawn(check(2)) == health_pb2.HealthCheckResponse.SERVING
+    network.cut(process, client)
+    assert await code_of(client.spawn(check(2))) is grpc.StatusCode.DEADLINE_EXCEEDED
+    network.mend(process, client)
+    assert await client.spawn(check(2)) == health_pb2.HealthCheckResponse.SERVING
+run(main)
+"""
+    )
+
+
+def test_a_killed_server_breaks_its_calls_and_runs_no_more_code() -> None:
+    in_virtual_time(
+        GRPC
+        + """
+async def main(network):
+    process, server = await serve(network)
+    async def watch():
+        async with open_channel("server:1") as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch
+            async for _ in watch(health_pb2.HealthCheckRequest()):
+                pass
+    ends = []
+    async def task():
+        try:
+            await asyncio.sleep(1)
+        finally:
+            ends.append("ended")
+    process.spawn(task())
+    watching = in_client(network, watch())
+    await asyncio.sleep(0.5)
+    process.kill()
+    assert await code_of(watching) is grpc.StatusCode.UNAVAILABLE
+    await asyncio.sleep(5)
+    assert not ends
+    assert await code_of(in_client(network, check())) is grpc.StatusCode.UNAVAILABLE
+run(main)
+"""
+    )
