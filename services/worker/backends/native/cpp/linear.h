@@ -166,9 +166,9 @@ PanelFunctions<T, Out> tile_functions(WeightFormat format) {
 
 // LORA: see project_panel.
 template <class T, class Out, bool LORA>
-PanelFunctions<T, Out> panel_functions(const Projection<T>& p) {
+PanelFunctions<T, Out> panel_functions(const Projection<T>& p, std::int64_t rows) {
   if constexpr (SUMS_LIKE_TILES<T>) {
-    if (uses_tiles(p)) return tile_functions<T, Out, LORA>(p.format);
+    if (uses_tiles(p, rows)) return tile_functions<T, Out, LORA>(p.format);
   }
   switch (p.format) {
     case WeightFormat::INT8:
@@ -187,22 +187,22 @@ PanelFunctions<T, Out> panel_functions(const Projection<T>& p) {
 // The number of panels that are read side by side.
 template <class T>
 int panels_at_once(const Projection<T>& p, std::int64_t rows) {
-  return p.is_unpacked() && rows <= MAX_PAIR_ROWS && !uses_tiles(p) ? 2 : 1;
+  return p.is_unpacked() && rows <= MAX_PAIR_ROWS && !uses_tiles(p, rows) ? 2 : 1;
 }
 
 // Blocks consist of whole multiples of so many rows, except the last block.
 template <class T>
-int row_multiple(const Projection<T>& p) {
-  return uses_tiles(p) ? PAIR_ROWS : MAX_TILE_ROWS;
+int row_multiple(const Projection<T>& p, std::int64_t rows) {
+  return uses_tiles(p, rows) ? PAIR_ROWS : MAX_TILE_ROWS;
 }
 
 // The maximum of rows in a block.
 template <class T>
-std::int64_t most_block_rows(const Projection<T>& p) {
-  const std::int64_t multiple = row_multiple(p);
-  const std::int64_t bytes = uses_tiles(p)     ? TILE_BLOCK_BYTES
-                             : p.is_unpacked() ? UNPACKED_BLOCK_BYTES
-                                               : BLOCK_BYTES;
+std::int64_t most_block_rows(const Projection<T>& p, std::int64_t rows) {
+  const std::int64_t multiple = row_multiple(p, rows);
+  const std::int64_t bytes = uses_tiles(p, rows) ? TILE_BLOCK_BYTES
+                             : p.is_unpacked()   ? UNPACKED_BLOCK_BYTES
+                                                 : BLOCK_BYTES;
   const std::int64_t fitting = bytes / (p.depth * p.element_bytes());
   const std::int64_t most = round_down<std::int64_t>(BLOCK_ROWS, multiple);
   return std::clamp(round_down(fitting, multiple), multiple, most);
@@ -215,9 +215,9 @@ struct Blocks {
   Blocks(const Projection<T>& projection, std::int64_t num_rows)
       : p(projection),
         rows(num_rows),
-        multiple(row_multiple(p)),
+        multiple(row_multiple(p, rows)),
         groups(divide_up(rows, multiple)),
-        count(divide_up(rows, most_block_rows(p))),
+        count(divide_up(rows, most_block_rows(p, rows))),
         at_once(panels_at_once(p, rows)),
         panels(divide_up<std::int64_t>(p.num_panels(), at_once)) {}
 
@@ -233,7 +233,7 @@ struct Blocks {
   InputRows<T> near(const T* input, Range range) const {
     InputRows<T> own{input + range.begin * p.depth, p.depth, int(range.end - range.begin)};
     if (p.format == WeightFormat::W8A8) own.codes = codes_of(own, p.depth);
-    if (uses_tiles(p)) {
+    if (uses_tiles(p, rows)) {
       const RowCodes& codes = own.codes;
       own.tiles = p.format == WeightFormat::W8A8
                       ? rows_in_tiles(codes.first, codes.stride, own.count, p.coded_depth())
@@ -277,7 +277,7 @@ template <class T, class Out>
 [[gnu::noinline]] void project(const Projection<T>& p, const T* input, Out* output,
                                std::int64_t rows, Team team) {
   const Blocks<T> blocks(p, rows);
-  const PanelFunctions<T, Out> functions = panel_functions<T, Out, false>(p);
+  const PanelFunctions<T, Out> functions = panel_functions<T, Out, false>(p, rows);
   alignas(64) float totals[TOTAL_ROWS * PANEL_WIDTH];
   WorkItems items(team, blocks.count * blocks.panels);
   InputRows<T> near{};

@@ -16,7 +16,7 @@ namespace {  // Internal, so that functions with one caller are inlined.
 // for every adapter, however short it is.
 template <class T>
 std::int64_t items_of_run(const Blocks<T>& blocks, std::int64_t items_of_thread) {
-  const std::int64_t block_rows = std::min(blocks.rows, most_block_rows(blocks.p));
+  const std::int64_t block_rows = std::min(blocks.rows, most_block_rows(blocks.p, blocks.rows));
   const std::int64_t most =
       std::clamp<std::int64_t>(BLOCK_ROWS / block_rows, 1, PANELS_AT_ONCE) / blocks.at_once;
   const std::int64_t items = std::max(std::min(items_of_thread, blocks.panels), INT64_C(1));
@@ -33,7 +33,7 @@ template <class T, class Out>
                                        std::int64_t rows, Team team, const LoraDelta<T>& delta,
                                        LoraReadAhead<T>* ahead = nullptr) {
   const Blocks<T> blocks(p, rows);
-  const PanelFunctions<T, Out> functions = panel_functions<T, Out, true>(p);
+  const PanelFunctions<T, Out> functions = panel_functions<T, Out, true>(p, rows);
   const std::int64_t items_of_thread = divide_up(blocks.count * blocks.panels, team.size);
   const std::int64_t most = items_of_run(blocks, items_of_thread);
   alignas(64) float totals[TOTAL_ROWS * PANEL_WIDTH];

@@ -35,11 +35,13 @@ constexpr std::int64_t TILE_BLOCK_BYTES = 1152 * 1024;
 // Prefetch distances in a sequential stream, in bytes: for one tile of rows, and for two.
 constexpr std::int64_t TILES_AHEAD[] = {2048, 8192};
 
-// Whether a weight is multiplied with tiles, for all numbers of rows. In W8A8, sums are exact in
-// any order.
+// Whether `rows` rows are multiplied by a weight with tiles. In W8A8, sums are exact in any order.
+// A single row is multiplied by a PLAIN weight without tiles, in their order: memory delivers the
+// weight faster to vectors than to tiles.
 template <class T>
-bool uses_tiles(const Projection<T>& p) {
+bool uses_tiles(const Projection<T>& p, std::int64_t rows) {
   if (!SUMS_LIKE_TILES<T>) return false;
+  if (p.format == WeightFormat::PLAIN && rows == 1) return false;
   if (p.format == WeightFormat::W8A8) return p.coded_depth() % TILE_DEPTH<ValueByte> == 0;
   return (p.is_unpacked() ? p.group : p.depth) % TILE_DEPTH<T> == 0;
 }
