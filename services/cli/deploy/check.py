@@ -2,11 +2,12 @@
 
 For each fault and each role of a container:
 
-1. Streams begin. The same streams have run once before all faults, undisturbed.
+1. Streams begin, and each begins again when it has ended. The same streams have run once before all
+   faults, undisturbed.
 2. A container of that role is broken. The container is in the replica that serves most of the
    streams.
 3. If the fault does not end by itself, it is undone after a while.
-4. The streams end. Each must have the text of its stream in the undisturbed run.
+4. The streams end. Each must have had the text of the undisturbed run every time.
 5. All containers must become healthy, and as many replicas must be ready as before.
 """
 
@@ -39,7 +40,7 @@ class Check:
     ) -> None:
         self._deployment, self._fleet = deployment, fleet
         self._times, self._say = times, say
-        self._expected: list[str] = []
+        self._expected: list[frozenset[str]] = []
         self._num_replicas = 0
 
     def run(self, faults: Sequence[Fault], roles: Sequence[str]) -> int:
@@ -57,7 +58,7 @@ class Check:
         answers = streams.answers()
         if failed := [answer.error for answer in answers if answer.error]:
             raise CommandError(f"a stream failed before anything was broken: {failed[0]}")
-        self._expected = [answer.text for answer in answers]
+        self._expected = [answer.texts for answer in answers]
         self._num_replicas = len(self._fleet.running())
         self._say(
             f"undisturbed: {len(answers)} streams in {time.monotonic() - begun:.1f} s, "
@@ -66,11 +67,10 @@ class Check:
 
     def _break(self, fault: Fault, role: str) -> bool:
         """Breaks one container. Returns whether the check failed."""
-        streams = self._fleet.streams()
+        containers, streams = self._deployment.containers(), self._fleet.streams()
         streams.begin()
-        running = self._fleet.running()
-        victim = _victim(self._deployment.containers(), role, running)
-        num_running = streams.num_running
+        running = self._running_once_busy()
+        victim = _victim(containers, role, running)
         broken_at = time.monotonic()
         with self._deployment.broken(victim, fault):
             if fault is not Fault.KILL:
@@ -78,27 +78,36 @@ class Check:
         answers = streams.answers()
         problem = self._until_healed(victim if fault is Fault.KILL else None)
         seconds = time.monotonic() - broken_at
-        wrong = [*self._wrong(answers, num_running), *([problem] if problem else [])]
+        wrong = [*self._wrong(answers), *([problem] if problem else [])]
+        if not any(running.values()):
+            wrong.append("the replicas had nothing to do, so --max-tokens must be more")
         gap = max(answer.longest_gap_seconds for answer in answers)
         loads = ", ".join(f"{number} at {host}" for host, number in sorted(running.items()))
         self._say(
-            f"{fault.value} {victim.name}: {num_running} streams ran ({loads}); longest gap "
+            f"{fault.value} {victim.name}: {len(answers)} streams ran ({loads}); longest gap "
             f"{gap:.1f} s; "
             + (f"WRONG: {'; '.join(wrong)}" if wrong else f"same texts, healed in {seconds:.1f} s")
         )
         return bool(wrong)
 
-    def _wrong(self, answers: Sequence[Answer], num_running: int) -> list[str]:
+    def _running_once_busy(self) -> dict[str, int]:
+        """Waits for a running request: a replica may be done long before its clients have read."""
+        deadline = time.monotonic() + self._times.heal_seconds
+        while not any((running := self._fleet.running()).values()):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        return running
+
+    def _wrong(self, answers: Sequence[Answer]) -> list[str]:
         failed = [answer.error for answer in answers if answer.error]
         changed = sum(
-            answer.text != expected and not answer.error
+            answer.texts != expected and not answer.error
             for answer, expected in zip(answers, self._expected, strict=True)
         )
         wrong = [f"{len(failed)} streams failed, one with: {failed[0]}"] if failed else []
         if changed:
             wrong.append(f"{changed} streams gave another text")
-        if not num_running:
-            wrong.append("the streams had ended before, so --max-tokens must be more")
         return wrong
 
     def _until_healed(self, killed: Container | None) -> str:

@@ -107,7 +107,7 @@ def _parser() -> CommandParser:
         ("streams", count, 4, "streams at once"),
         ("max-tokens", count, 800, "tokens of a stream, as far as the model lets"),
         ("hold-seconds", above_zero, 6.0, "how long a container stays paused or disconnected"),
-        ("stream-seconds", above_zero, 300.0, "time for a stream, which has failed after that"),
+        ("stream-seconds", above_zero, 300.0, "time for streams, which have failed after that"),
         ("start-seconds", above_zero, 300.0, "time for all containers to be healthy at first"),
         ("heal-seconds", above_zero, 120.0, "time for all containers to be healthy after a fault"),
     ):

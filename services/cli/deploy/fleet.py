@@ -72,42 +72,49 @@ class GatewayStreams:
         for stream in self._streams:
             stream.begun.wait(max(0.0, self._deadline - time.monotonic()))
 
-    @property
-    def num_running(self) -> int:
-        return sum(stream.answer is None for stream in self._streams)
-
     def answers(self) -> Sequence[Answer]:
-        late = Answer("", f"it did not end within {self._seconds:.0f} s", self._seconds)
+        late = Answer(frozenset(), f"it did not end within {self._seconds:.0f} s", self._seconds)
+        for stream in self._streams:
+            stream.is_last.set()
         for stream in self._streams:
             stream.join(max(0.0, self._deadline - time.monotonic()))
         return [stream.answer or late for stream in self._streams]
 
 
 class _Stream(Thread):
-    """Sends one request and reads its stream in a thread. `begun` is set after the first events or
-    at the end of the stream. `answer` is None until the stream has ended.
+    """Repeats a request until `is_last` is set, and reads its streams in a thread. `begun` is set
+    after the first events, or when the first stream has ended. `answer` is None until the last
+    stream has ended.
     """
 
     def __init__(self, client: Client, body: dict[str, object]) -> None:
         super().__init__(daemon=True)
         self._client, self._body = client, body
-        self.begun = Event()
+        self._longest_gap = 0.0
+        self.begun, self.is_last = Event(), Event()
         self.answer: Answer | None = None
 
     def run(self) -> None:
-        parts: list[str] = []
-        longest, error = 0.0, ""
-        before = time.monotonic()
+        texts, error = set[str](), ""
         try:
             with self._client:
-                for event in self._client.stream("/v1/completions", self._body):
-                    parts += [choice["text"] for choice in event["choices"]]
-                    now = time.monotonic()
-                    longest, before = max(longest, now - before), now
-                    if len(parts) >= _BEGUN_EVENTS:
-                        self.begun.set()
+                while not (texts and self.is_last.is_set()):
+                    texts.add(self._text())
+                    self.begun.set()
         except CommandError as failure:
             error = failure.sentence
         finally:
-            self.answer = Answer("".join(parts), error, longest)
+            self.answer = Answer(frozenset(texts), error, self._longest_gap)
             self.begun.set()
+
+    def _text(self) -> str:
+        parts: list[str] = []
+        before = time.monotonic()
+        for event in self._client.stream("/v1/completions", self._body):
+            parts += [choice["text"] for choice in event["choices"]]
+            now = time.monotonic()
+            self._longest_gap = max(self._longest_gap, now - before)
+            before = now
+            if len(parts) >= _BEGUN_EVENTS:
+                self.begun.set()
+        return "".join(parts)

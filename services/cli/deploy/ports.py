@@ -45,25 +45,23 @@ class Deployment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A stream's text, error (or ""), and longest time between two events, in seconds."""
+    """A stream's distinct texts, error (or ""), and longest time between two events, in seconds."""
 
-    text: str
+    texts: frozenset[str]
     error: str
     longest_gap_seconds: float
 
 
 class Streams(Protocol):
-    """Streams that are read concurrently, one for each prompt."""
+    """Streams that are read concurrently, one for each prompt. A stream that ends begins again."""
 
     def begin(self) -> None:
-        """Sends the requests. Returns when each stream has delivered some text or has ended."""
-
-    @property
-    def num_running(self) -> int:
-        """The number of streams that have not ended."""
+        """Sends the requests. Returns when each stream has delivered some text or has failed."""
 
     def answers(self) -> Sequence[Answer]:
-        """Waits until all streams have ended. Returns the answers in the order of the prompts."""
+        """Waits until all streams have ended once more. Returns the answers in the order of the
+        prompts.
+        """
 
 
 class Fleet(Protocol):

@@ -31,6 +31,10 @@ def container(name: str, replica: str = "", problem: str = "") -> Container:
     )
 
 
+def answer(text: str, error: str = "", gap: float = 1) -> Answer:
+    return Answer(frozenset({text}), error, gap)
+
+
 @dataclass
 class World:
     """A deployment and its gateway in memory. The test sets the effect of a fault."""
@@ -39,7 +43,6 @@ class World:
     after: list[Answer] | None = None
     """The results of streams during a fault. None if they equal the undisturbed results."""
     heals: bool = True
-    num_running: int = 2
     load: dict[str, int] = field(default_factory=lambda: {"scheduler-0": 0, "scheduler-1": 2})
     events: list[str] = field(default_factory=list)
     is_broken: bool = False
@@ -77,7 +80,7 @@ class World:
     def answers(self) -> Sequence[Answer]:
         if self.is_broken and self.after is not None:
             return self.after
-        return [Answer(text, "", 0.1) for text in self.texts]
+        return [answer(text, "", 0.1) for text in self.texts]
 
 
 def run(world: World, faults: Sequence[Fault] = (Fault.KILL,)) -> tuple[int, list[str]]:
@@ -107,11 +110,18 @@ def test_every_fault_hits_the_replica_where_most_streams_run() -> None:
     ("change", "reason"),
     [
         (
-            {"after": [Answer("a b", "", 1), Answer("c", "it broke off", 1)]},
+            {"after": [answer("a b"), answer("c", "it broke off")]},
             "1 streams failed, one with: it broke off",
         ),
-        ({"after": [Answer("a b", "", 1), Answer("c x", "", 1)]}, "1 streams gave another text"),
-        ({"num_running": 0}, "the streams had ended before, so --max-tokens must be more"),
+        ({"after": [answer("a b"), answer("c x")]}, "1 streams gave another text"),
+        (
+            {"after": [answer("a b"), Answer(frozenset({"c d", "c x"}), "", 1)]},
+            "1 streams gave another text",
+        ),
+        (
+            {"load": {"scheduler-0": 0, "scheduler-1": 0}},
+            "the replicas had nothing to do, so --max-tokens must be more",
+        ),
         ({"heals": False}, "after 0 s worker-1 was not started again"),
     ],
 )
@@ -134,10 +144,19 @@ def test_a_replica_that_stays_away_is_not_healed() -> None:
 
 
 def test_a_deployment_that_fails_by_itself_is_not_broken() -> None:
-    world = World(after=[Answer("", "no replica is ready", 0)], is_broken=True)
+    world = World(after=[answer("", "no replica is ready")], is_broken=True)
     with pytest.raises(CommandError, match="before anything was broken: no replica is ready"):
         run(world)
     assert world.events == ["begin"]
+
+
+def test_nothing_is_broken_before_a_stream_runs() -> None:
+    world, idle = World(), {"scheduler-0": 0, "scheduler-1": 0}
+    seen = iter([idle, idle])
+    world.running = lambda: next(seen, world.load)  # type: ignore[method-assign]
+    said: list[str] = []
+    assert Check(world, world, Times(0.0, 9.0), said.append).run([Fault.KILL], ["worker"]) == 0
+    assert said[-1].startswith("kill worker-1: 2 streams ran (0 at scheduler-0, 2 at scheduler-1)")
 
 
 def test_a_role_that_no_container_has_is_refused() -> None:

@@ -1,10 +1,13 @@
-"""Runs `stepwell top` and `stepwell trace` against all four services."""
+"""Runs `stepwell top`, `stepwell trace` and the streams of `stepwell deploy check` against all four
+services.
+"""
 
 import re
 import secrets
 import signal
 import time
 
+from services.cli.deploy.fleet import GatewayFleet
 from tests.e2e.clients.test_command_line import stepwell
 from tests.e2e.conftest import TinyModel
 from tests.e2e.stack import Stack, wait_for
@@ -77,3 +80,17 @@ def test_a_gateway_that_hung_has_the_spans_of_the_others_once(tiny_model: TinyMo
         assert not any("spans are dropped" in line for line in stack.output)
     finally:
         stack.close()
+
+
+def test_streams_of_a_check_begin_again_until_their_answers_are_wanted(stack: Stack) -> None:
+    def num_answers() -> float:
+        metrics = http_get(f"{stack.url}/metrics").text
+        found = re.findall(r"^vllm:request_success_total.* (\S+)$", metrics, re.MULTILINE)
+        return sum(map(float, found))
+
+    streams = GatewayFleet(stack.url, num_streams=2, max_tokens=4).streams()
+    before = num_answers()
+    streams.begin()
+    wait_for(lambda: num_answers() > before + 6, 30)
+    for answer in streams.answers():
+        assert (len(answer.texts), answer.error) == (1, "")
