@@ -16,7 +16,7 @@ from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from benchmarks.common.load import Arrived
-from services.cli.bench.adapters.connections import Connections
+from services.cli.bench.adapters.connection import Connections
 from services.common.pool.block_hash import pack_token_ids
 from services.common.rpc.channel import open_channel
 from services.common.rpc.protocol import own_release

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Protocol
 
-from services.cli.bench.adapters.clock import RunClock
-from services.cli.bench.core.budget import Budget
 from services.cli.bench.core.load_run import LoadRun
+from services.cli.bench.core.session_run import Budget
+from services.cli.bench.run import RunClock
 
 Arrived = Callable[[int], None]
 """Called with the number of new tokens of a request when they arrive."""

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.common.random_model import read_shape
-from services.common.request.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from services.common.request.adapter import CONFIG_FILE, WEIGHTS_FILE
 
 
 def write_adapter(model: Path, directory: Path, *, rank: int, seed: int) -> None:

@@ -13,7 +13,6 @@ from services.common.pool.kv_directory import (
     NodeSnapshot,
     digest_of,
 )
-from services.common.process.in_turns import in_turns
 from services.common.redis.connection import RedisConnection
 from services.common.redis.directory_layout import (
     FIELD,
@@ -23,6 +22,7 @@ from services.common.redis.directory_layout import (
     record_to_bytes,
     snapshot_to_bytes,
 )
+from services.kvpool.adapters.node_writer import in_turns
 
 FINGERPRINT = b"benchmark" + bytes(23)
 KEYS_PER_ENTRY = 64

@@ -24,7 +24,7 @@ from services.common.pool.block_hash import BlockHash
 from services.common.pool.kv_directory import block_keys
 from services.common.redis.connection import RedisConnection
 from services.gateway.adapters.directory.redis_reader import RedisReader
-from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.node_view import DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 _PASSES = 3

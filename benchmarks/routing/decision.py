@@ -21,7 +21,7 @@ from services.gateway.core.fleet.routing.policy import RoutingParts
 from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Timer
-from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.node_view import DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.inflight import Inflight, Mailbox
 from services.gateway.core.request.model_limits import ModelLimits

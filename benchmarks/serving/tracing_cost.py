@@ -22,7 +22,7 @@ from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.pool.ids import RequestKey
 from services.common.pool.operations import Operation, Outcome
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.request.sampling import SamplingParams
 from services.common.telemetry.tracing import Tracing, configure_tracing
 from services.kvpool.adapters.telemetry import traced

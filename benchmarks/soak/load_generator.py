@@ -21,10 +21,10 @@ from typing import cast
 import uvloop
 
 from benchmarks.common.clients import OK, TokenStream, completion_request, connections_to
-from services.cli.bench.adapters.clock import RunClock
-from services.cli.bench.adapters.connections import Connections
-from services.cli.bench.core.budget import Budget
+from services.cli.bench.adapters.connection import Connections
 from services.cli.bench.core.load_run import LoadRun, Run
+from services.cli.bench.core.session_run import Budget
+from services.cli.bench.run import RunClock
 
 VOCAB_SIZE = 256
 """Token ids of prompts are below this number. Every model's vocabulary is at least as large."""

@@ -26,7 +26,7 @@ from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
 from benchmarks.common.random_adapter import write_adapter
 from benchmarks.worker.step_timer import StepsLoad, StepTimer, worker_for
-from services.common.request.adapter_files import adapter_digest
+from services.common.request.adapter import adapter_digest
 from services.worker.core.worker import Worker
 
 NUM_ADAPTERS = 16

@@ -36,7 +36,7 @@ from services.gateway.core.fleet.routing.policy import RoutingParts
 from services.gateway.core.gate import Gate
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.inference import Inference
-from services.gateway.core.text.parsing.output_formats import OutputFormats
+from services.gateway.core.text.parsing.output_form import OutputFormats
 from services.gateway.options.listed import OPTIONS
 from services.gateway.options.option import OptionParts, Options
 from services.gateway.settings import GatewaySettings

@@ -20,10 +20,10 @@ from services.scheduler.adapters.telemetry.activity import Activity, WatchedStep
 from services.scheduler.adapters.telemetry.engine_metrics import (
     EngineCollector,
     ResumableSessionsCollector,
+    SpeculationMetrics,
 )
 from services.scheduler.adapters.telemetry.engine_observer import EngineObserver
 from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics
-from services.scheduler.adapters.telemetry.speculation_metrics import SpeculationMetrics
 from services.scheduler.adapters.telemetry.statistics import Statistics, StepCounts
 from services.scheduler.adapters.telemetry.step_tracer import StepTracer
 from services.scheduler.adapters.telemetry.traced_ports import TracedExecutor

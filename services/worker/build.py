@@ -19,13 +19,11 @@ from services.worker.models.pooling_config import PoolingConfig, read_pooling
 from services.worker.models.suitability.check import takes_whole_prompts
 from services.worker.options.listed import PLATFORM, TIER
 from services.worker.parallel.group import Group
-from services.worker.parts.adapters import make_adapters
 from services.worker.parts.description import describe
 from services.worker.parts.drafter import with_drafter
-from services.worker.parts.group import with_group
-from services.worker.parts.kv_cache import size_rank_kv_cache
+from services.worker.parts.kv_cache import make_adapters, size_rank_kv_cache
 from services.worker.parts.model import load_parts
-from services.worker.parts.rank_setup import RankSetup, set_up_rank
+from services.worker.parts.rank_setup import RankSetup, set_up_rank, with_group
 from services.worker.parts.refusals import refuse_for_whole_prompts
 from services.worker.platform_choice import local_worker, threads_bind
 from services.worker.platforms.interface import RunnerParts

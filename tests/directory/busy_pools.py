@@ -9,7 +9,7 @@ from services.common.pool.ids import PoolId
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.kv_directory import block_keys
 from services.common.redis.connection import RedisConnection
-from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.node_view import DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.kvpool.adapters.node_writer import WriterTimes
 from services.kvpool.adapters.redis_directory import RedisDirectory

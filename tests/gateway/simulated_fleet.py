@@ -16,8 +16,7 @@ from functools import partial
 from benchmarks.common.figures import percentile
 from benchmarks.routing.conversations import Conversation, OpenConversations, Workload
 from services.common.replica.load import ReplicaLoad
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.common.request.sampling import SamplingParams
 from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.fleet.replica import Replica

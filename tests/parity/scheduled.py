@@ -11,7 +11,7 @@ from typing import Any
 from stepwell.common.v1 import common_pb2
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
-from services.common.request.sampling_proto import sampling_from_proto
+from services.common.request.messages import sampling_from_proto
 from services.scheduler.adapters.workers.converters import (
     last_token_ids,
     model_runner_output_from_proto,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from services.common.request.sampling import SamplingParams
 from services.worker.backends.choices import KernelsSetting, KVCacheDtype
-from services.worker.core.drafts.suffix_source import SuffixSource
+from services.worker.core.drafts.draft_source import SuffixSource
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
 from tests.parity.exact import assert_same_answer

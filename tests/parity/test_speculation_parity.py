@@ -11,9 +11,8 @@ import pytest
 import torch
 from stepwell.common.v1 import common_pb2
 
-from services.worker.core.drafts.draft_source import DraftSource, ProposerSource
+from services.worker.core.drafts.draft_source import DraftSource, ProposerSource, SuffixSource
 from services.worker.core.drafts.drafter import Drafter
-from services.worker.core.drafts.suffix_source import SuffixSource
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.worker import Worker
 from services.worker.speculation.config import SpeculativeConfig

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
+from services.common.request.finish import CLIENT_ERRORS, FinishReason
 from services.scheduler.core.request import Request, TurnEnd
 from tests.scenarios.record import Record
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.operations import BlockTables
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.core.kv_transfer import KVTransferResults
 from services.scheduler.core.request import Request
 from services.scheduler.options.transfers.core.kv_connector import ExternalMatch, KVConnector

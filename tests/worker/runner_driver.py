@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from services.common.pool.kv_cache_groups import MambaCacheMode
-from services.common.request.adapter_files import adapter_digest
+from services.common.request.adapter import adapter_digest
 from services.common.request.prompt_embeds import PromptEmbeds
 from services.common.request.sampling import SamplingParams
 from services.worker.backends.attention import AttentionShape, PagedAttention
@@ -46,7 +46,7 @@ from services.worker.parallel.group import Group
 from services.worker.parallel.membership import Membership
 from services.worker.platforms.cpu_kernels import select_kernels
 from services.worker.sampling.logprobs import LogprobRows
-from services.worker.speculation.proposer import Proposer
+from services.worker.speculation.ngram import Proposer
 
 GREEDY = SamplingParams(temperature=0)
 MAX_MODEL_LEN = 512

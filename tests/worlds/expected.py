@@ -5,7 +5,7 @@ concern other requests.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
 from services.scheduler.core.request import Request

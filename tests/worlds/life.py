@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from services.common.errors import Aborted, FailedPrecondition, Unavailable
 from services.common.replica.pause_mode import PauseMode
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.telemetry.tracing import configure_tracing
 from services.scheduler.adapters.telemetry.activity import WatchedSteps
+from services.scheduler.adapters.telemetry.engine_metrics import SpeculationMetrics
 from services.scheduler.adapters.telemetry.engine_observer import EngineObserver
 from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics
-from services.scheduler.adapters.telemetry.speculation_metrics import SpeculationMetrics
 from services.scheduler.adapters.telemetry.statistics import StepCounts
 from services.scheduler.adapters.telemetry.step_tracer import StepTracer
 from services.scheduler.core.engine.engine_core import EngineCore, EngineState

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from services.cli.bench.core.goodput import parse_objective
 from services.cli.bench.core.lengths import Range
 from services.cli.bench.core.rate import RequestRate
+from services.cli.bench.core.summary import parse_objective
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -10,20 +11,42 @@ from datetime import UTC, datetime
 from typing import Any
 
 from services.cli.bench.adapters.address import Address
-from services.cli.bench.adapters.clock import RunClock
 from services.cli.bench.adapters.loop_lag import GeneratorUsage, LoopLag
-from services.cli.bench.adapters.openai_server import CHAT, OpenAIServer, RequestForm
-from services.cli.bench.adapters.preflight import fit_form, vocabulary_by_usage
+from services.cli.bench.adapters.openai_server import (
+    CHAT,
+    OpenAIServer,
+    RequestForm,
+    fit_form,
+    vocabulary_by_usage,
+)
 from services.cli.bench.adapters.progress import Progress
-from services.cli.bench.core.budget import Budget
 from services.cli.bench.core.load_run import LoadRun, Run
 from services.cli.bench.core.ports import Observer
 from services.cli.bench.core.record import RequestRecord
 from services.cli.bench.core.session import Session
-from services.cli.bench.core.session_run import SessionRun
+from services.cli.bench.core.session_run import Budget, SessionRun
 from services.cli.bench.core.vocabulary import Vocabulary
 from services.cli.bench.loads import arrivals, dataset_load, synthetic_load, trace_lines, trace_load
 from services.cli.bench.settings import BenchSettings
+
+
+class RunClock:
+    """A monotonic `Clock`, which starts at 0 when it is created and again at `start`."""
+
+    def __init__(self) -> None:
+        self._start = 0.0
+        self.start()
+
+    def start(self) -> None:
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
+
+    async def sleep_until(self, seconds: float) -> None:
+        """Sleeps until the clock reaches `seconds`, and never returns earlier."""
+        while (left := seconds - self.now()) > 0:  # noqa: ASYNC110 - only time passes
+            await asyncio.sleep(left)
 
 
 @dataclass(frozen=True, slots=True)

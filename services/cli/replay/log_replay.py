@@ -13,7 +13,7 @@ from services.common.errors import InvalidArgument
 from services.common.pool.ids import RequestKey
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.encoder_input import EncoderInput
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.grammar import GrammarStatus

@@ -19,7 +19,7 @@ from services.cli.replay.scheduler_run import SchedulerRun
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
 from services.common.pool.ids import RequestKey
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput

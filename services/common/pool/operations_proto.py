@@ -9,7 +9,7 @@ from stepwell.kvpool.v1 import kvpool_pb2
 from services.common.pool import operations as ops
 from services.common.pool.block_hash import HASH_BYTES, BlockHash
 from services.common.pool.ids import BlockId
-from services.common.rpc.proto_enum import ProtoEnum
+from services.common.rpc.proto import ProtoEnum
 
 _STOP_REASONS = ProtoEnum(ops.StopReason, kvpool_pb2.StopReason, "STOP_REASON_")
 _OPERATIONS: dict[str, tuple[type[Any], type[Message]]] = {

@@ -2,7 +2,11 @@
 setting that may name several addresses also accepts dns:NAME:PORT.
 """
 
+import errno
 import ipaddress
+import socket
+from contextlib import suppress
+from pathlib import Path
 
 _UNIX = "unix:"
 DNS = "dns:"
@@ -84,3 +88,19 @@ def is_dns_address(value: str) -> str | None:
     if is_host_port(colon + port) is not None or not name or set("/:") & set(name):
         return "must be dns:NAME:PORT"
     return None
+
+
+def remove_abandoned(path: Path) -> None:
+    """Removes the socket of an ended process, so that the path can be bound again. A socket with a
+    listening process stays, and so does any file that is not a socket.
+    """
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # so that connect fails at once if the queue is full
+        try:
+            probe.connect(str(path))
+        except OSError as error:
+            if error.errno == errno.ECONNREFUSED:
+                with suppress(FileNotFoundError):
+                    path.unlink()

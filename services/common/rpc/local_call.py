@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 
-from services.common.rpc.checked_call import UNDECODABLE, UndecodableAnswer, lenient
+from services.common.rpc.forwarding_channel import UNDECODABLE, UndecodableAnswer, lenient
 from services.common.rpc.local_stream import TOO_LARGE, FrameKind, LocalStream, opening
 from services.common.rpc.message_limits import MAX_MESSAGE_BYTES
 from services.common.rpc.status import DETAILS_KEY

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import grpc
 from google.rpc import code_pb2, status_pb2
 
+from services.common.rpc.addresses import remove_abandoned
 from services.common.rpc.local_stream import TOO_LARGE, FrameKind, LocalStream, opened
 from services.common.rpc.message_limits import LOOKAHEAD_BYTES, MAX_MESSAGE_BYTES
 from services.common.rpc.status import DETAILS_KEY
-from services.common.rpc.unix_socket import remove_abandoned
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,16 @@ from grpc_reflection.v1alpha import reflection
 from services.common import errors
 from services.common.process.health_file import HealthFile
 from services.common.rpc import status
-from services.common.rpc.addresses import is_unix_address, split_host_port, unix_path
+from services.common.rpc.addresses import (
+    is_unix_address,
+    remove_abandoned,
+    split_host_port,
+    unix_path,
+)
 from services.common.rpc.channel import KEEPALIVE_OPTIONS
 from services.common.rpc.local_server import LocalServer
 from services.common.rpc.local_stream import streams_path
 from services.common.rpc.message_limits import MAX_MESSAGE_BYTES
-from services.common.rpc.unix_socket import remove_abandoned
 
 if TYPE_CHECKING:
     from services.common.tls.credentials import Tls

@@ -1,5 +1,6 @@
 """Maps errors to gRPC statuses with details of google.rpc (ErrorInfo and others), and back."""
 
+import random
 import re
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from services.common import errors
-from services.common.rpc.retry_hint import retry_hint_seconds
+from services.common.errors import StepwellError
 
 DOMAIN = "stepwell"
 
@@ -154,3 +155,18 @@ def _connection_end(details: str) -> str:
     """Describes what happened to a connection. Unknown grpc messages are quoted."""
     meanings = (meaning for words, meaning in _CONNECTION_ENDS if re.search(words, details))
     return next(meanings, f"is gone: {details}")
+
+
+JITTER = 0.25
+"""Limit on the random addition to a retry hint, as a fraction of the hint. The addition keeps
+clients that were rejected together from returning together.
+"""
+
+
+def retry_hint_seconds(error: StepwellError) -> float | None:
+    """Seconds after which the client should retry. They are never less than the error's own value.
+    None if the error has no retry time or a retry does not help.
+    """
+    if error.retry_after_seconds is None or error.may_retry is False:
+        return None
+    return error.retry_after_seconds * random.uniform(1, 1 + JITTER)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from services.common.errors import InvalidArgument, NotFound, PermissionDenied
 from services.common.process.settings import SettingError
-from services.common.request.adapter import Adapter
-from services.common.request.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
+from services.common.request.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, adapter_digest
 from services.gateway.core.lora_modules import LoraModules
 
 _MAX_SHOWN_CHARACTERS = 300

@@ -8,11 +8,11 @@ from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.pool.kv_cache_groups import KVCacheGroup
-from services.common.pool.kv_cache_groups_proto import (
+from services.common.pool.kv_directory import node_name
+from services.common.pool.messages import (
     kv_cache_group_from_proto,
     kv_cache_group_to_proto,
 )
-from services.common.pool.kv_directory import node_name
 from services.kvpool.core import events
 from services.kvpool.core.block_map import BlockMap
 from services.kvpool.core.errors import UnsupportedGroup

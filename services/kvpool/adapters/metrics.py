@@ -17,8 +17,8 @@ from services.common.telemetry.metric_specs import (
     vllm,
 )
 from services.common.telemetry.metric_specs.spec import MetricSpec
+from services.kvpool.core.kv_pool import PoolStats
 from services.kvpool.core.pool_host import Answer, PoolHost
-from services.kvpool.core.stats import PoolStats
 
 if TYPE_CHECKING:
     from services.kvpool.adapters.redis_directory import RedisDirectory

@@ -9,13 +9,12 @@ epoch of the node with the next epoch number and a snapshot. Readers discard the
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from services.common.pool.kv_directory import Digest, KeyBatch, NodeLease, NodeRecord, NodeSnapshot
-from services.common.process.in_turns import in_turns
 from services.common.redis.connection import RedisConnection, RedisUnavailable
 from services.common.redis.directory_layout import (
     FIELD,
@@ -322,3 +321,17 @@ def _log_defect(task: asyncio.Task[None]) -> None:
 
 def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+T = TypeVar("T")
+
+
+async def in_turns(work: Generator[None, None, T]) -> T:
+    """Returns the result of a generator. Other tasks can run whenever it yields."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        await asyncio.sleep(0)

@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import BlockId
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.kvpool.core.attention_managers import (
+    ChunkedLocalManager,
+    FullAttentionManager,
+    SlidingWindowManager,
+)
 from services.kvpool.core.block_pool import BlockPool
-from services.kvpool.core.full_attention import FullAttentionManager
 from services.kvpool.core.group_manager import GroupHit, GroupManager, Need, Tables
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.prefix_search import SEARCHES, FullSearch, PrefixSearch
 from services.kvpool.core.state_space import state_manager
-from services.kvpool.core.windows import ChunkedLocalManager, SlidingWindowManager
 
 _MANAGERS: dict[AttentionType, Callable[..., GroupManager]] = {
     AttentionType.FULL: FullAttentionManager,

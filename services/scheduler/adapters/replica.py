@@ -9,10 +9,10 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import FailedPrecondition, InvalidArgument, StepwellError
 from services.common.pool.kv_cache_groups import KVCacheGroup
-from services.common.pool.kv_cache_groups_proto import kv_cache_group_from_proto
 from services.common.pool.lease import Taken
+from services.common.pool.messages import kv_cache_group_from_proto
+from services.common.request.messages import pooler_from_proto
 from services.common.request.pooling import Pooler
-from services.common.request.pooling_proto import pooler_from_proto
 from services.common.rpc.protocol import OtherProtocol
 from services.scheduler.adapters.pool.pool_client import PoolClient
 from services.scheduler.adapters.workers.converters import num_stages

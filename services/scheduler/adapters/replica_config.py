@@ -6,7 +6,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition
 from services.common.pool.kv_cache_groups import chain_block_size
-from services.common.request.pooling_proto import pooler_to_proto
+from services.common.request.messages import pooler_to_proto
 from services.common.rpc.protocol import own_release
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig

@@ -7,7 +7,7 @@ from enum import Enum
 
 from services.common.pool.ids import BlockId
 from services.common.pool.operations import BlockCopy, BlockTables
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.core.kv_transfer import (
     NO_RESULTS,
     KVConnectorMetadata,

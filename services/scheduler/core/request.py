@@ -10,8 +10,7 @@ from services.common.pool.block_hash import BlockHash, hash_full_blocks
 from services.common.pool.ids import RequestKey
 from services.common.pool.operations import Admission, BlockTables
 from services.common.request.encoder_input import EncoderInput
-from services.common.request.finish import append_until_end, ending_token_ids
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason, append_until_end, ending_token_ids
 from services.common.request.pooling import PoolingParams
 from services.common.request.prompt_embeds import PromptEmbeds
 from services.common.request.sampling import SamplingParams

@@ -11,7 +11,7 @@ from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
 from services.gateway.core.fleet.routing import make_policy
 from services.gateway.core.fleet.routing.policy import RoutingParts
-from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.node_view import DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.model_limits import ModelLimits
 from services.kvpool.core.events import AllBlocksCleared, BlocksStored, Event

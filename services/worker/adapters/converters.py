@@ -9,10 +9,13 @@ from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.pool.block_hash import HASH_BYTES
-from services.common.pool.kv_cache_groups_proto import kv_cache_group_to_proto
-from services.common.request.pooling_proto import pooler_to_proto, pooling_from_proto
-from services.common.request.prompt_embeds_proto import prompt_embeds_from_proto
-from services.common.request.sampling_proto import sampling_from_proto
+from services.common.pool.messages import kv_cache_group_to_proto
+from services.common.request.messages import (
+    pooler_to_proto,
+    pooling_from_proto,
+    prompt_embeds_from_proto,
+    sampling_from_proto,
+)
 from services.common.rpc.protocol import own_release
 from services.worker.core import step
 from services.worker.core.errors import InvalidStep

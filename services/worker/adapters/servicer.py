@@ -12,8 +12,8 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common.errors import Aborted, InvalidArgument, StepwellError, Unavailable
 from services.common.pool.ids import MAX_GENERATION
 from services.common.pool.lease import Lease
-from services.common.pool.lease_proto import holder_from_proto
-from services.common.request.structured_outputs_proto import structured_outputs_from_proto
+from services.common.pool.messages import holder_from_proto
+from services.common.request.messages import structured_outputs_from_proto
 from services.common.rpc.protocol import require_same_protocol
 from services.common.telemetry.tracing import Tracing
 from services.worker.adapters.compute import ComputeThread

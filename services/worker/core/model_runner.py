@@ -29,7 +29,7 @@ from services.worker.core.batch.step_difference import apply_step
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.errors import InvalidStep
-from services.worker.core.kv.tier import Tier
+from services.worker.core.kv.kv_cache import Tier
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler

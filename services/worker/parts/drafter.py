@@ -7,9 +7,8 @@ from services.worker.backends.native import compiled
 from services.worker.backends.native.suffix_decoding import MAX_RESPONSE_BYTES, NativeSuffixDecoding
 from services.worker.backends.out_of_memory import memory_for
 from services.worker.backends.suffix_decoding import SuffixRules
-from services.worker.core.drafts.draft_source import ProposerSource
+from services.worker.core.drafts.draft_source import ProposerSource, SuffixSource
 from services.worker.core.drafts.drafter import Drafter
-from services.worker.core.drafts.suffix_source import SuffixSource
 from services.worker.core.errors import NoSpeculation
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.models.config import read_model_config

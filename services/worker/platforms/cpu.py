@@ -8,7 +8,7 @@ from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.drafts.draft_model import DraftModel
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.kv.free_memory import FreeMemory
-from services.worker.core.kv.tier import Tier
+from services.worker.core.kv.kv_cache import Tier
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import StagedModel
 from services.worker.models.config import DtypeSetting

@@ -14,7 +14,7 @@ from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.batch.lora_adapters import LoraAdapters
 from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.kv.free_memory import FreeMemory
-from services.worker.core.kv.tier import Tier
+from services.worker.core.kv.kv_cache import Tier
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler

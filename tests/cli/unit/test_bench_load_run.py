@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from services.cli.bench.core.budget import Budget
 from services.cli.bench.core.load_run import LoadRun
 from services.cli.bench.core.record import Failure, RequestRecord
 from services.cli.bench.core.session import Message, Session, Turn
-from services.cli.bench.core.session_run import SessionRun
+from services.cli.bench.core.session_run import Budget, SessionRun
 from tests.cli.virtual_time import LoopClock, run
 
 

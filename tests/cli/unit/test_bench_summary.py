@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.bench.core.goodput import is_good, parse_objective
 from services.cli.bench.core.record import Failure, RequestRecord
 from services.cli.bench.core.result import request_rows, summary_document
-from services.cli.bench.core.summary import summarize
+from services.cli.bench.core.summary import is_good, parse_objective, summarize
 
 
 def answered(intended: float, times: list[float], **changes: object) -> RequestRecord:

@@ -12,7 +12,7 @@ from services.common.pool.ids import PoolId
 from services.common.pool.kv_directory import KeyBatch
 from services.common.redis.connection import RedisConnection
 from services.common.redis.directory_layout import DirectoryKeys, batch_to_bytes
-from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.node_view import DirectoryState
 from services.kvpool.adapters.redis_directory import RedisDirectory
 from services.kvpool.core.pool_config import PoolConfig
 from tests.directory.busy_pools import FULL, BusyPools, LoopWatch, keys_of, right_again

@@ -11,7 +11,7 @@ from services.common.pool.kv_directory import block_keys
 from services.common.rpc.channel import open_channel
 from services.common.telemetry.tracing import configure_tracing
 from services.gateway.adapters.directory.pool_watchers import PoolAddress, PoolWatchers
-from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.node_view import DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.kvpool.__main__ import PoolService
 from services.kvpool.settings import KVPoolSettings

@@ -16,9 +16,9 @@ from benchmarks.peers.fields import changed
 from benchmarks.peers.methods import Direction, Lane
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import PoolId
-from services.gateway.adapters.directory.counts import ReaderCounts
+from services.gateway.adapters.directory.metrics import ReaderCounts
 from services.gateway.adapters.directory.pool_watchers import PoolReader
-from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.node_view import DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.kvpool.adapters.converters import event_batch_to_proto
 from services.kvpool.adapters.event_feed import EventFeed

@@ -16,8 +16,7 @@ from services.common.pool.kv_directory import (
     group_salt,
 )
 from services.common.pool.prefix_depth import prefix_depth
-from services.gateway.core.prefix_index.directory_state import DirectoryState
-from services.gateway.core.prefix_index.node_view import Applied
+from services.gateway.core.prefix_index.node_view import Applied, DirectoryState
 from services.gateway.core.prefix_index.prefix_index import JUMP, PrefixIndex
 from tests.directory.busy_pools import keys_of
 

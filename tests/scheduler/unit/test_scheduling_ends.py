@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.output import ModelRunnerOutput

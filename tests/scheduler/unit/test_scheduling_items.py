@@ -10,7 +10,7 @@ from services.cli.replay.fields import Field
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay
 from services.common.request.encoder_input import EncoderInput
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.core.output import SchedulerOutput, WaitReason
 from services.scheduler.core.planning.encoder_cache_manager import EncoderCacheManager
 from services.scheduler.core.request import Request

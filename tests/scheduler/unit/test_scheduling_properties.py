@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, seed, settings
 
 from services.common.pool.operations import Operation, Outcome
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.core import ports
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.policies import POLICIES

@@ -3,7 +3,7 @@ them.
 """
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import WaitReason

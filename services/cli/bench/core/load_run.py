@@ -1,8 +1,8 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 
-from services.cli.bench.core.budget import Budget
 from services.cli.bench.core.ports import Clock
+from services.cli.bench.core.session_run import Budget
 
 _AFTER_FAILURE_SECONDS = 0.1
 

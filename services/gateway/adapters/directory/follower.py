@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from services.common.process.settings import SettingError
 from services.common.redis.url import NEEDS_REDIS
-from services.gateway.adapters.directory.counts import ReaderCounts
+from services.gateway.adapters.directory.metrics import ReaderCounts
 from services.gateway.adapters.directory.pool_watchers import PoolAddress, PoolWatchers
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription

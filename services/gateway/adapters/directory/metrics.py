@@ -1,12 +1,31 @@
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common.telemetry.metric_specs import edge, single, value_family
-from services.gateway.adapters.directory.counts import ReaderCounts
-from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.node_view import DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
+
+
+@dataclass(slots=True)
+class ReaderCounts:
+    """Counts since the gateway's start."""
+
+    entries: int = 0
+    """Number of applied entries of the log, or messages of pools."""
+    damaged: int = 0
+    """Number of entries, records, leases and snapshots that were skipped because they could not be
+    decoded.
+    """
+    gaps: int = 0
+    """Number of times that entries of a node were missing."""
+    drifts: int = 0
+    """Number of times that the digest of a node differed from the digest of its view."""
+    loads: int = 0
+    failures: int = 0
+    """Number of failed calls of Redis, or failed streams of pools."""
 
 
 class IndexCollector(Collector):

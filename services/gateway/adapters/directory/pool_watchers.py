@@ -17,13 +17,12 @@ import grpc
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.pool.kv_cache_groups import KVCacheGroup
-from services.common.pool.kv_cache_groups_proto import kv_cache_group_from_proto
 from services.common.pool.kv_directory import KeyBatch, block_keys
+from services.common.pool.messages import kv_cache_group_from_proto
 from services.common.rpc.channel import open_channel
 from services.common.rpc.status import from_peer
-from services.gateway.adapters.directory.counts import ReaderCounts
-from services.gateway.core.prefix_index.directory_state import DirectoryState
-from services.gateway.core.prefix_index.node_view import Applied
+from services.gateway.adapters.directory.metrics import ReaderCounts
+from services.gateway.core.prefix_index.node_view import Applied, DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from typing import Any
 from services.common.pool.kv_directory import NodeLease, NodeRecord, NodeSnapshot
 from services.common.redis import directory_layout
 from services.common.redis.connection import RedisConnection, RedisUnavailable
-from services.gateway.adapters.directory.counts import ReaderCounts
-from services.gateway.core.prefix_index.directory_state import DirectoryState
-from services.gateway.core.prefix_index.node_view import Applied
+from services.gateway.adapters.directory.metrics import ReaderCounts
+from services.gateway.core.prefix_index.node_view import Applied, DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)

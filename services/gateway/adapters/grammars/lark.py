@@ -10,8 +10,10 @@ from services.common.request.structured_outputs import (
     JSON_OPTIONS,
     StructuredOutputs,
     StructuredOutputsKind,
+    invalid,
 )
 from services.gateway.core.ports import Tokenizer
+from services.gateway.core.text.parsing.reasoning import PromptedReasoning, ReasoningState
 
 SPACE = r"/[ \n\t]{0,2}/"
 _MARKER = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{1,24}\]")
@@ -134,3 +136,44 @@ def _quoted(text: str) -> str:
 def _as_regex(text: str) -> str:
     escaped = re.sub(r"[\\.+*?()|\[\]{}^$/&~#-]", lambda found: "\\" + found[0], text)
     return escaped.replace("\n", r"\n")
+
+
+_SPACE = r"/[ \n\t]{0,4}/"
+
+
+async def after_reasoning(
+    form: StructuredOutputs, reasoning: PromptedReasoning, tokenizer: Tokenizer
+) -> StructuredOutputs:
+    """Returns the constraint of a whole answer. The part after the reasoning must match `form`.
+
+    vLLM applies its masks only after the reasoning. Here the grammar has an unconstrained part for
+    the reasoning, so that an answer cannot end within it.
+    """
+    if reasoning.state is ReasoningState.OVER:
+        return form
+    lark = await make_lark(tokenizer, reasoning_literals(reasoning))
+    return lark.text(f"{thought(lark, reasoning)} {wanted_rule(lark, form)}")
+
+
+def wanted_rule(lark: Lark, form: StructuredOutputs) -> str:
+    """Returns a rule for the client's structured-output constraint. Raises InvalidArgument."""
+    try:
+        return lark.wanted(form)
+    except ValueError as error:
+        raise invalid(f"grammar: {error}") from error
+
+
+def reasoning_literals(reasoning: PromptedReasoning | None) -> list[str]:
+    """Returns the literals of the rule that `thought` writes."""
+    return [] if reasoning is None else [reasoning.form.start, reasoning.form.end]
+
+
+def thought(lark: Lark, reasoning: PromptedReasoning | None) -> str:
+    """Returns a rule for the reasoning before the answer."""
+    if reasoning is None or reasoning.state is ReasoningState.OVER:
+        return ""
+    inside = lark.rule(f"{lark.text_to(reasoning.form.end)} {_SPACE}")
+    if reasoning.state is ReasoningState.INSIDE:
+        return inside
+    opened = lark.literal(reasoning.form.start)
+    return lark.rule(f"(({_SPACE} {opened}) {inside})?")

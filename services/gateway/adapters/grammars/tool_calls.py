@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.request.structured_outputs import StructuredOutputs
-from services.gateway.adapters.grammars.after_reasoning import (
+from services.gateway.adapters.grammars.lark import (
+    SPACE,
+    Lark,
+    make_lark,
     reasoning_literals,
     thought,
     wanted_rule,
 )
-from services.gateway.adapters.grammars.lark import SPACE, Lark, make_lark
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.text.parsing.catalog import Envelope
 from services.gateway.core.text.parsing.reasoning import PromptedReasoning

@@ -7,8 +7,7 @@ import asyncio
 from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.errors import InvalidArgument
-from services.common.request.finish_reason_proto import finish_reason_to_proto
-from services.common.request.prompt_embeds_proto import prompt_embeds_from_proto
+from services.common.request.messages import finish_reason_to_proto, prompt_embeds_from_proto
 from services.common.telemetry.time_parts import time_line
 from services.gateway.adapters.access import CALLER
 from services.gateway.adapters.schedulers.converters import (

@@ -3,12 +3,15 @@
 A message of 4 MB can contain two million empty messages, whose parsing takes 70 ms and 100 MB.
 """
 
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from services.common.errors import OutOfRange
+from services.common.errors import Aborted, InvalidArgument, OutOfRange
 
 MAX_FIELDS = 4_000
 _BYTES_OF_VARINT = 5
@@ -72,3 +75,46 @@ def _varint(raw: bytes, place: int, end: int) -> tuple[int, int]:
             return value, place
         shift += 7
     return 0, end
+
+
+_SLOTS = 16
+_SECONDS_UNDER_PRESSURE = 1.0
+"""Time limit in seconds of a read while other reads wait for a slot."""
+
+
+class MessageReaders:
+    """Reads request messages. The number of concurrent reads is limited, because each read may
+    occupy the memory of the longest message until its sender has finished. Slots are assigned in
+    order of arrival.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._slots = asyncio.Semaphore(_SLOTS)
+        self._reads: deque[tuple[float, asyncio.Timeout]] = deque()
+        """Start time and timeout of each read that has a slot, the oldest first."""
+
+    async def read(self, messages: AsyncIterator[bytes]) -> bytes:
+        """Reads the first message. Raises Aborted if it does not arrive in time, and
+        InvalidArgument if there is none.
+        """
+        if self._slots.locked():
+            self._shorten_timeouts()
+        try:
+            async with self._slots, asyncio.timeout(self._timeout_seconds) as timeout:
+                read = (asyncio.get_running_loop().time(), timeout)
+                self._reads.append(read)
+                try:
+                    return await anext(aiter(messages))
+                finally:
+                    self._reads.remove(read)
+        except StopAsyncIteration:
+            raise InvalidArgument("there is no message") from None
+        except TimeoutError:
+            raise Aborted("the message did not come in time", reason="MESSAGE_TOO_SLOW") from None
+
+    def _shorten_timeouts(self) -> None:
+        """Limits all current reads to _SECONDS_UNDER_PRESSURE from their start."""
+        now = asyncio.get_running_loop().time()
+        for began, timeout in self._reads:
+            timeout.reschedule(max(now, began + _SECONDS_UNDER_PRESSURE))

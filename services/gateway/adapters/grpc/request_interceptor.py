@@ -12,8 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from services.common.errors import InvalidArgument, ResourceExhausted
 from services.gateway.adapters.access import CALLER
 from services.gateway.adapters.grpc.call_records import CallRecords, metadata_of
-from services.gateway.adapters.grpc.message_readers import MessageReaders
-from services.gateway.adapters.grpc.proto_meter import check_message
+from services.gateway.adapters.grpc.proto_meter import MessageReaders, check_message
 from services.gateway.adapters.telemetry.request_record import CALL_ARRIVAL, CALL_RECORD
 from services.gateway.adapters.telemetry.request_recorder import RequestRecorder
 from services.gateway.core.caller import Caller

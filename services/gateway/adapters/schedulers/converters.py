@@ -6,15 +6,18 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common import errors
 from services.common.pool.block_hash import pack_token_ids
-from services.common.request.adapter_proto import adapter_to_proto
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
-from services.common.request.finish_reason_proto import finish_reason_from_proto
-from services.common.request.pooling_proto import pooler_from_proto, pooling_to_proto
-from services.common.request.prompt_embeds_proto import prompt_embeds_to_proto
+from services.common.request.finish import CLIENT_ERRORS, Finish, FinishReason
+from services.common.request.messages import (
+    adapter_to_proto,
+    finish_reason_from_proto,
+    pooler_from_proto,
+    pooling_to_proto,
+    prompt_embeds_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
 from services.common.request.sampling import SamplingParams
 from services.common.request.sampling_limits import check_bad_words
-from services.common.request.sampling_proto import sampling_from_proto, sampling_to_proto
 from services.common.request.structured_outputs import FIELD
 from services.common.telemetry.time_parts import EXPLANATIONS, OTHER, TimePart
 from services.common.telemetry.trace_context import numbered_traceparent

@@ -5,10 +5,10 @@ import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.errors import DeadlineExceeded
+from services.common.replica.messages import pause_mode_to_proto
 from services.common.replica.pause_mode import PauseMode
-from services.common.replica.pause_mode_proto import pause_mode_to_proto
 from services.common.request.adapter import Adapter
-from services.common.request.adapter_proto import adapter_to_proto
+from services.common.request.messages import adapter_to_proto
 from services.common.rpc.status import from_peer
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.process.watchdog.proc import watch_addresses
 from services.common.process.watchdog.silence import Silence
-from services.common.replica.load_proto import replica_load_from_proto
-from services.common.replica.queue_state_proto import queue_state_from_proto
+from services.common.replica.messages import queue_state_from_proto, replica_load_from_proto
 from services.common.rpc.channel import open_channel
 from services.common.rpc.local_call import for_each
 from services.common.rpc.protocol import OtherProtocol, own_release, require_same_protocol

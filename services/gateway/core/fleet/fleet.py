@@ -24,9 +24,9 @@ from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.fleet.waiting_queue import WaitingQueue
 from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock
 from services.gateway.core.request.arrivals import Arrival, Arrivals
+from services.gateway.core.request.delta import Progress
 from services.gateway.core.request.inflight import Inflight, Mailbox, ended
 from services.gateway.core.request.model_limits import ModelLimits
-from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
 
 logger = logging.getLogger(__name__)

@@ -3,10 +3,33 @@ applying a batch of keys to it.
 """
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.kv_directory import Digest
+
+if TYPE_CHECKING:
+    from services.gateway.core.prefix_index.prefix_index import PrefixIndex
+
+
+class DirectoryState(enum.Enum):
+    """The state of the whole index, or of one node."""
+
+    EXACT = "exact"
+    """The view equals the pool's cache at the last entry that was read."""
+    DEGRADED = "degraded"
+    """Entries are missing or wrong, and are being loaded again. Matches may be wrong."""
+    FALLBACK = "fallback"
+    """Nothing is known. There are no matches, and requests are routed by load."""
+    UNUSED = "unused"
+    """There are fewer than two pools. Routing needs no matches, so the index returns none."""
+
+    @property
+    def has_matches(self) -> bool:
+        """Whether the index can have matches in this state."""
+        return self is DirectoryState.EXACT or self is DirectoryState.DEGRADED
 
 
 class Applied(enum.Enum):
@@ -52,3 +75,24 @@ class NodeView:
     @property
     def digest(self) -> Digest:
         return Digest(self.count, self.xor)
+
+
+class Loading:
+    """A snapshot of a node that is loaded in parts. When it is complete, it replaces the node's
+    view.
+    """
+
+    def __init__(self, index: "PrefixIndex", view: NodeView) -> None:
+        self._index = index
+        self._view = view
+
+    def add(self, keys: Iterable[int]) -> None:
+        self._index.add_keys(self._view, keys)
+
+    def finish(self) -> None:
+        self._index.remove(self._view.node)
+        self._index.show(self._view)
+
+    def give_up(self) -> None:
+        """Discards the loaded keys. The existing view stays in use."""
+        self._index.retire(self._view)

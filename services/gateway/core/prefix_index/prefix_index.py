@@ -20,9 +20,7 @@ from operator import or_
 from services.common.pool.kv_cache_groups import KVCacheGroup
 from services.common.pool.kv_directory import KeyBatch, NodeLease, group_salt
 from services.common.pool.prefix_depth import IsCached, prefix_depth
-from services.gateway.core.prefix_index.directory_state import DirectoryState
-from services.gateway.core.prefix_index.loading import Loading
-from services.gateway.core.prefix_index.node_view import Applied, NodeView
+from services.gateway.core.prefix_index.node_view import Applied, DirectoryState, Loading, NodeView
 
 JUMP = 128
 NUM_SHARDS = 1024

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.logprobs import LogprobRows

@@ -6,6 +6,17 @@ from services.common.request.finish import Finish
 from services.gateway.core.request.logprobs import LogprobRows
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The output of a sequence so far: its tokens, the number of its rows of prompt
+    log-probabilities, and whether it has ended.
+    """
+
+    token_ids: list[int]
+    num_prompt_rows: int = 0
+    has_ended: bool = False
+
+
 @dataclass(slots=True)
 class Delta:
     """The output of one sequence since the last delta that its reader took."""

@@ -27,7 +27,7 @@ from services.gateway.core.request.request_check import (
 )
 from services.gateway.core.request.sampling_defaults import SamplingDefaults
 from services.gateway.core.request.tokenization import Tokenization
-from services.gateway.core.text.parsing.output_formats import NO_FORMATS, OutputFormats
+from services.gateway.core.text.parsing.output_form import NO_FORMATS, OutputFormats
 from services.gateway.core.text.parsing.special_tokens import SpecialTokens
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536

@@ -10,9 +10,8 @@ from services.common.request.finish import Finish, append_until_end, ending_toke
 from services.common.request.sampling import MAX_INT32
 from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.fleet.sequence_trace import ResubmitCause, SequenceTrace
-from services.gateway.core.request.delta import Delta
+from services.gateway.core.request.delta import Delta, Progress
 from services.gateway.core.request.logprobs import LogprobRows, joined
-from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.request.wait import Wait
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 from services.common.request.adapter import Adapter
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.request.pooling import PoolingParams
 from services.common.request.prompt_embeds import PromptEmbeds
 from services.common.request.sampling import SamplingParams

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.common.errors import InvalidArgument
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.request.sampling import SamplingParams
 from services.common.request.structured_outputs import FIELD
 from services.gateway.core.request.request import EngineRequest

@@ -8,8 +8,8 @@ import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.errors import InvalidArgument
-from services.common.replica.pause_mode_proto import pause_mode_from_proto
-from services.common.request.adapter_proto import adapter_from_proto
+from services.common.replica.messages import pause_mode_from_proto
+from services.common.request.messages import adapter_from_proto
 from services.scheduler.adapters.gateways.readiness import ReplicaReadiness
 from services.scheduler.adapters.gateways.sessions import Sessions
 from services.scheduler.adapters.gateways.submitter import RequestSubmitter

@@ -11,8 +11,8 @@ from itertools import chain
 from stepwell.scheduler.v1 import scheduler_pb2
 from stepwell.worker.v1 import worker_pb2
 
-from services.common.request.finish_reason import FinishReason
-from services.common.request.finish_reason_proto import finish_reason_to_proto
+from services.common.request.finish import FinishReason
+from services.common.request.messages import finish_reason_to_proto
 from services.scheduler.adapters.workers.converters import request_times_to_proto
 from services.scheduler.core.request import Request
 

@@ -12,12 +12,14 @@ from services.common.errors import InvalidArgument, OutOfRange
 from services.common.pool.block_hash import unpack_token_ids
 from services.common.pool.ids import RequestKey
 from services.common.replica.queue_state import QueueState
+from services.common.request.messages import (
+    pooling_from_proto,
+    prompt_embeds_from_proto,
+    sampling_from_proto,
+)
 from services.common.request.pooling import Pooler, PoolingParams
-from services.common.request.pooling_proto import pooling_from_proto
 from services.common.request.prompt_embeds import PromptEmbeds
-from services.common.request.prompt_embeds_proto import prompt_embeds_from_proto
 from services.common.request.sampling import SamplingParams
-from services.common.request.sampling_proto import sampling_from_proto
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.policies import find_policy

@@ -10,7 +10,7 @@ import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.errors import InvalidArgument, StepwellError
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.rpc.protocol import require_same_protocol
 from services.common.telemetry.span_collector import SpanCollector
 from services.common.telemetry.span_encoding import encoded_spans

@@ -10,10 +10,9 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import StepwellError
 from services.common.replica.load import ReplicaLoad
-from services.common.replica.load_proto import replica_load_to_proto
+from services.common.replica.messages import queue_state_to_proto, replica_load_to_proto
 from services.common.replica.queue_state import QueueState
-from services.common.replica.queue_state_proto import queue_state_to_proto
-from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
+from services.common.request.finish import CLIENT_ERRORS, FinishReason
 from services.scheduler.adapters.gateways.gateway_session import GatewaySession
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.request import Request, TurnEnd

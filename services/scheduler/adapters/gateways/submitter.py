@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import StepwellError, Unavailable
-from services.common.request.adapter_proto import adapter_from_proto
+from services.common.request.messages import adapter_from_proto
 from services.scheduler.adapters.gateways.gateway_session import GatewaySession
 from services.scheduler.adapters.gateways.request_intake import RequestIntake
 from services.scheduler.adapters.gateways.resumable_sessions import ResumableSessions

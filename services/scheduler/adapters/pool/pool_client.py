@@ -17,11 +17,11 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pool.kv_cache_groups import KVCacheGroup
-from services.common.pool.kv_cache_groups_proto import kv_cache_group_to_proto
+from services.common.pool.messages import kv_cache_group_to_proto
 from services.common.pool.operations import Operation, Outcome
 from services.common.pool.operations_proto import operation_to_proto, outcome_from_proto
 from services.common.process.watchdog.proc import watch_addresses
-from services.common.rpc.checked_call import UndecodableAnswer
+from services.common.rpc.forwarding_channel import UndecodableAnswer
 from services.common.rpc.protocol import own_release, require_same_protocol
 from services.common.rpc.status import from_peer
 from services.scheduler.adapters.pool.kv_events.recorder import KVEventRecorder

@@ -2,8 +2,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.scheduler.adapters.telemetry.activity import WatchedSteps
+from services.scheduler.adapters.telemetry.engine_metrics import SpeculationMetrics
 from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics
-from services.scheduler.adapters.telemetry.speculation_metrics import SpeculationMetrics
 from services.scheduler.adapters.telemetry.step_tracer import StepTracer
 from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause, SchedulerOutput
 from services.scheduler.core.ports import PoolLost, WorkersLost

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.telemetry.histogram import Histogram
 from services.common.telemetry.metric_specs import histogram_family, single, value_family, vllm
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput

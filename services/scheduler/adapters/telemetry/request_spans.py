@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from opentelemetry.trace import Link, SpanContext, Status, StatusCode
 
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.telemetry import names
 from services.common.telemetry.time_parts import time_attributes
 from services.common.telemetry.trace_context import child_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.rpc.proto_enum import ProtoEnum
+from services.common.rpc.proto import ProtoEnum
 from services.common.telemetry import names
 from services.common.telemetry.histogram import Histogram
 from services.common.telemetry.metric_specs import replica

@@ -8,8 +8,8 @@ from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import InternalError, InvalidArgument, ResourceExhausted
-from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
-from services.common.request.finish_reason_proto import finish_reason_from_proto
+from services.common.request.finish import CLIENT_ERRORS, FinishReason
+from services.common.request.messages import finish_reason_from_proto
 from services.common.request.structured_outputs import FIELD
 from services.scheduler.adapters.vllm_grpc.requests import Generation
 

@@ -12,6 +12,8 @@ from smg_grpc_proto.generated import common_pb2
 from services.common.pool.block_hash import BlockHash, unpack_token_ids
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.scheduler.adapters.pool.kv_events.events import (
+    MEDIUM,
+    SPEC_KINDS,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -20,7 +22,6 @@ from services.scheduler.adapters.pool.kv_events.events import (
     external_block_hash,
 )
 from services.scheduler.adapters.pool.kv_events.log import KVEventLog
-from services.scheduler.adapters.pool.kv_events.vllm_names import MEDIUM, SPEC_KINDS
 
 _CHUNK_BLOCKS = 4096
 """Limit on the blocks of a snapshot in one message, far below gRPC's limit of 4 MiB."""

@@ -8,7 +8,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.pool.block_hash import pack_token_ids
-from services.common.request.sampling_proto import sampling_to_proto
+from services.common.request.messages import sampling_to_proto
 from services.common.request.seeds import answer_seed
 from services.scheduler.adapters.vllm_grpc.sampling import (
     PREFIX,

@@ -9,9 +9,11 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.pool.block_hash import cache_key, pack_token_ids, unpack_token_ids
 from services.common.pool.operations import BlockTables
-from services.common.request.pooling_proto import pooling_to_proto
-from services.common.request.prompt_embeds_proto import prompt_embeds_to_proto
-from services.common.request.sampling_proto import sampling_to_proto
+from services.common.request.messages import (
+    pooling_to_proto,
+    prompt_embeds_to_proto,
+    sampling_to_proto,
+)
 from services.scheduler.adapters.workers.answer_check import ExpectedAnswer
 from services.scheduler.core.kv_transfer import NO_RESULTS, KVTransferResults
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput

@@ -2,18 +2,50 @@
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.request.adapter import Adapter
-from services.common.request.finish_reason import FinishReason
-from services.common.request.structured_outputs import StructuredOutputs
+from services.common.request.finish import FinishReason
+from services.common.request.structured_outputs import KEPT_GRAMMARS, StructuredOutputs
 from services.scheduler.adapters.workers.adapter_loader import AdapterLoader
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.request import Request
+
+MAX_KNOWN = KEPT_GRAMMARS // 2
+"""Limit on the number of recorded grammars. Workers store twice as many, because they may use
+grammars in another order, for example when preempted requests are admitted again. If a worker has
+dropped a recorded grammar anyway, it compiles the grammar again when the request runs.
+"""
+
+
+class PreparedGrammars:
+    """The most recently used grammars that all workers have compiled."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[StructuredOutputs, None] = OrderedDict()
+
+    def has(self, wanted: StructuredOutputs) -> bool:
+        """Whether the workers have a grammar. Marks the grammar as just used."""
+        if wanted in self._known:
+            self._known.move_to_end(wanted)
+            return True
+        return False
+
+    def add(self, wanted: StructuredOutputs) -> None:
+        self._known[wanted] = None
+        self._known.move_to_end(wanted)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def forget(self) -> None:
+        """Removes all grammars, because a worker is a new process."""
+        self._known.clear()
+
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,12 @@ from services.common.process.watchdog.ended import was_ended
 from services.common.process.watchdog.proc import listener_pid, watch_addresses
 from services.common.process.watchdog.silence import Silence
 from services.common.request.adapter import Adapter
-from services.common.request.adapter_proto import adapter_to_proto
-from services.common.request.pooling_proto import pooler_from_proto
+from services.common.request.messages import (
+    adapter_to_proto,
+    pooler_from_proto,
+    structured_outputs_to_proto,
+)
 from services.common.request.structured_outputs import StructuredOutputs
-from services.common.request.structured_outputs_proto import structured_outputs_to_proto
 from services.common.rpc.local_call import for_each
 from services.common.rpc.protocol import own_release, require_same_protocol
 from services.common.rpc.status import from_peer
@@ -28,7 +30,7 @@ from services.scheduler.adapters.workers.converters import (
     num_stages,
     scheduler_output_to_proto,
 )
-from services.scheduler.adapters.workers.prepared_grammars import PreparedGrammars
+from services.scheduler.adapters.workers.grammar_preparation import PreparedGrammars
 from services.scheduler.adapters.workers.steps_in_flight import SentStep, StepsInFlight
 from services.scheduler.core.engine.deadlines import IDLE_CHECK_SECONDS, Deadlines
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput

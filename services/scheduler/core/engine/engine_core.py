@@ -9,7 +9,7 @@ from itertools import chain
 
 from services.common.errors import FailedPrecondition, Unavailable
 from services.common.replica.pause_mode import PauseMode
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.core import ports
 from services.scheduler.core.engine.batch_queue import BatchQueue
 from services.scheduler.core.engine.engine_lock import EngineLock

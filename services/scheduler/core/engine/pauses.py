@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from services.common.errors import Aborted
 from services.common.replica.pause_mode import PauseMode
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.core.engine.engine_lock import EngineLock
 from services.scheduler.core.engine.pending_changes import PendingChanges
 from services.scheduler.core.planning.scheduler import Scheduler

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.core.engine.batch_queue import BatchQueue
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.planning.scheduler import Scheduler

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from services.common.errors import Unavailable
 from services.common.pool.ids import RequestKey
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.core.engine.engine_lock import EngineLock
 from services.scheduler.core.engine.fault_search import FaultSearch
 from services.scheduler.core.engine.pending_changes import PendingChanges

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
+from services.common.request.finish import CLIENT_ERRORS, FinishReason
 from services.common.request.structured_outputs import FIELD
 from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy

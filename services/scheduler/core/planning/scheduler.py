@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from itertools import islice
 
 from services.common.replica.pause_mode import PauseMode
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine.replica_state import Connect, ReplicaState
 from services.scheduler.core.engine.step_update import StepUpdate

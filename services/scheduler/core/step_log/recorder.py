@@ -6,7 +6,7 @@ from itertools import starmap
 
 from services.common.pool.operations import Operation, Outcome
 from services.common.replica.pause_mode import PauseMode
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine.replica_state import Connect
 from services.scheduler.core.input_chunk import InputChunk

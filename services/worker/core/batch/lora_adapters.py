@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from services.common.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from services.common.request.adapter_files import adapter_digest
+from services.common.request.adapter import adapter_digest
 from services.worker.backends.lora import LoraRows, PackedLora
 from services.worker.core.batch.layout import StepTokens
 from services.worker.core.errors import InvalidStep

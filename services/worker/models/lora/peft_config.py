@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.request.adapter_files import CONFIG_FILE
+from services.common.request.adapter import CONFIG_FILE
 from services.worker.models.errors import ModelConfigError, UnsupportedModel
 from services.worker.models.files.json_file import JsonReader, read_json_object
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from services.common.request.adapter_files import WEIGHTS_FILE
+from services.common.request.adapter import WEIGHTS_FILE
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.lora import LoraFactors, LoraLayer, LoraShape, PackedLora
 from services.worker.models.config import ModelConfig

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from services.common.replica.messages import queue_state_from_proto, queue_state_to_proto
 from services.common.replica.queue_state import QueueState
-from services.common.replica.queue_state_proto import queue_state_from_proto, queue_state_to_proto
 
 QUEUE = QueueState(
     num_waiting=10,

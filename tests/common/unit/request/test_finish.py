@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from services.common.request.finish import Finish, append_until_end, ending_token_ids
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason, append_until_end, ending_token_ids
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 

@@ -13,7 +13,7 @@ from stepwell.kvpool.v1 import kvpool_pb2
 from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.pool.kv_cache_groups_proto import (
+from services.common.pool.messages import (
     kv_cache_group_from_proto,
     kv_cache_group_to_proto,
 )
@@ -23,24 +23,20 @@ from services.common.pool.operations_proto import (
     outcome_from_proto,
     outcome_to_proto,
 )
-from services.common.request.finish_reason import FinishReason
-from services.common.request.finish_reason_proto import (
+from services.common.request.finish import FinishReason
+from services.common.request.messages import (
     finish_reason_from_proto,
     finish_reason_to_proto,
-)
-from services.common.request.pooling import Pooler, PoolingParams, PoolingTask, PoolingType
-from services.common.request.pooling_proto import (
     pooler_from_proto,
     pooler_to_proto,
     pooling_from_proto,
     pooling_to_proto,
-)
-from services.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
-from services.common.request.prompt_embeds_proto import (
     prompt_embeds_from_proto,
     prompt_embeds_to_proto,
 )
-from services.common.rpc.proto_fields import require_same_fields
+from services.common.request.pooling import Pooler, PoolingParams, PoolingTask, PoolingType
+from services.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
+from services.common.rpc.proto import require_same_fields
 
 MESSAGES = [
     (ops.BeginStep, kvpool_pb2.BeginStep),

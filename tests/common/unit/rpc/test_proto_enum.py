@@ -6,7 +6,7 @@ import pytest
 from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.pool.operations import StopReason
-from services.common.rpc.proto_enum import ProtoEnum
+from services.common.rpc.proto import ProtoEnum
 
 
 def test_members_and_numbers_are_converted_both_ways() -> None:

@@ -18,9 +18,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import services
 from services.common import errors
 from services.common.rpc.channel import open_channel
-from services.common.rpc.retry_hint import JITTER
 from services.common.rpc.server import StatusInterceptor
 from services.common.rpc.status import (
+    JITTER,
     STATUS_OF,
     UNDECODABLE,
     from_peer,

@@ -10,7 +10,7 @@ import pytest
 
 from services.common.errors import Unavailable
 from services.common.process.settings import SettingError, parse_settings
-from services.gateway.adapters.discovery.watcher import Watcher
+from services.gateway.adapters.discovery.discovery import Watcher
 from services.gateway.settings import GatewaySettings
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.registered import registered

@@ -81,7 +81,7 @@ def tree(tmp_path: Path) -> Tree:
 def test_a_new_parameter_touches_six_files_and_none_can_be_forgotten(tree: Tree) -> None:
     tree.add_after(PROTO, "  optional float min_p = 4;", "  optional float top_a = 99;")
     tree.generate()
-    assert "differ in ['top_a']" in tree.import_problem("services.common.request.sampling_proto")
+    assert "differ in ['top_a']" in tree.import_problem("services.common.request.messages")
 
     tree.add_after(DATACLASS, "    min_p: float = 0.0", "    top_a: float = 0.0")
     lacking = tree.import_problem("services.gateway.adapters.http.openai.sampling")

@@ -8,20 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import StepwellError
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.common.request.sampling import SamplingParams
 from services.gateway.adapters.grammars.judge import GrammarJudge
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer
 from services.gateway.core.caller import Caller
 from services.gateway.core.ports import Clock
 from services.gateway.core.request.delivery import Answers
+from services.gateway.core.request.delta import Progress
 from services.gateway.core.request.generation import Answer
 from services.gateway.core.request.inference import Inference
 from services.gateway.core.request.inflight import Inflight, Mailbox
 from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.model_limits import ModelLimits
-from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
 from services.gateway.core.request.sampling_defaults import SamplingDefaults
 from services.gateway.options.idempotency.core.journal import Journal

@@ -5,8 +5,7 @@ import random
 import pytest
 
 from services.common.errors import InvalidArgument, ResourceExhausted
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.identity import Identity
 from services.gateway.core.request.logprobs import LogprobRows

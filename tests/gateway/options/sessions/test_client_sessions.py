@@ -10,8 +10,7 @@ from services.common.errors import (
     StepwellError,
     Unavailable,
 )
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.request.sampling import SamplingParams
 from services.gateway.core.caller import ANYONE, Caller

@@ -1,8 +1,7 @@
 """A fleet that serves two tenants."""
 
 from services.common.replica.queue_state import QueueState
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.options.tenants.core.queues.capacity import capacity_of

@@ -9,8 +9,7 @@ from functools import partial
 from statistics import fmean
 
 from services.common.errors import ResourceExhausted
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_fleet import FakeFleet

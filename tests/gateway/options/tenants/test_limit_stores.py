@@ -23,7 +23,7 @@ from services.gateway.options.tenants.core.limits.rule import (
     SlotChange,
     Standing,
 )
-from services.gateway.options.tenants.core.limits.store import LimitStore
+from services.gateway.options.tenants.core.limits.tenant_limits import LimitStore
 from services.gateway.options.tenants.limits.redis_limits import TAKE_SECONDS, RedisLimits
 from tests.gateway.options.tenants.limits_oracle import LimitsOracle
 from tests.redis_servers import RedisServer, needs_redis, redis_server, until

@@ -6,9 +6,8 @@ import pytest
 
 from services.common.errors import DeadlineExceeded
 from services.common.replica.queue_state import QueueState
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
-from services.gateway.options.tenants.core.queues.service_time import ServiceTime
+from services.common.request.finish import Finish, FinishReason
+from services.gateway.options.tenants.core.queues.service_charge import ServiceTime
 from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_fleet import FakeFleet
 from tests.gateway.options.tenants.tenant_fleet import A, B, queues_of, with_queues

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.common.keys.api_keys import TenantRecord
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.common.request.sampling import SamplingParams
 from services.gateway.core.fleet.routing_decision import RoutingReason
 from services.gateway.core.request.inference import Inference

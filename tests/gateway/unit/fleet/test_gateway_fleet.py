@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import Aborted, Unavailable
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.gateway.core.fleet.replica_description import ReplicaState
 from services.gateway.core.request.inflight import MAX_LOSSES_COMPUTED, MAX_LOSSES_WAITED
 from services.gateway.core.text.no_token import NAN_IN_LOGITS

@@ -11,8 +11,7 @@ from services.common.errors import InvalidArgument
 from services.common.pool.block_hash import hash_full_blocks
 from services.common.pool.kv_directory import block_keys
 from services.common.replica.load import ReplicaLoad
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.gateway.core.fleet.load_tracker import EVICTED_TOKENS_COUNT, OWN_TOKENS_COUNT
 from services.gateway.core.fleet.recent_prefixes import MIN_SECONDS, RecentPrefixes
 from services.gateway.core.fleet.routing import POLICIES, make_policy

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 
 from services.common.request.grammar_compiler import GrammarCompiler
 from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
-from services.gateway.adapters.grammars.after_reasoning import after_reasoning
+from services.gateway.adapters.grammars.lark import after_reasoning
 from services.gateway.adapters.grammars.structural_tags import structural_tag
 from services.gateway.adapters.grammars.tool_calls import (
     CallableTool,

@@ -13,9 +13,9 @@ import pytest
 from stepwell.common.v1 import common_pb2
 
 from services.cli.arguments import add_sampling
+from services.common.request.messages import sampling_from_proto, sampling_to_proto
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
-from services.common.request.sampling_proto import sampling_from_proto, sampling_to_proto
 from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.common.request.thinking_budget import ThinkingBudget
 from services.gateway.adapters.http.openai.bodies import (

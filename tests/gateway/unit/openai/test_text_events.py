@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.request.sampling import SamplingParams
 from services.gateway.adapters.http.openai.bodies import (
     ChatCompletionBody,

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from services.common.errors import DeadlineExceeded, Unavailable
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.common.request.sampling import SamplingParams
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.core.request.choice import Piece

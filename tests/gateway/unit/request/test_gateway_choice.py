@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.common.request.sampling import SamplingParams
 from services.common.request.seeds import child_seed
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer

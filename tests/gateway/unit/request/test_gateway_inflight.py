@@ -2,8 +2,7 @@
 
 from itertools import count
 
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.gateway.adapters.http.transport.deferred_calls import DeferredCalls
+from services.gateway.adapters.http.transport.connections import DeferredCalls
 
 
 class Processor:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.gateway.adapters.http.transport.starts import Starts
+from services.gateway.adapters.http.transport.connections import Starts
 
 
 async def started(*clients: bytes) -> list[list[str]]:

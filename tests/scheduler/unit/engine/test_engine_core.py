@@ -9,7 +9,7 @@ import pytest
 
 from services.common.errors import Aborted, FailedPrecondition, Unavailable
 from services.common.replica.pause_mode import PauseMode
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.engine.engine_core import EngineState
 from services.scheduler.core.engine.fault_search import MAX_FAILURES_ALONE

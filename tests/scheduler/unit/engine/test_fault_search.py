@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.engine.fault_search import FaultSearch
 from services.scheduler.core.engine.recovery import Losses

@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 
 from services.common.replica.pause_mode import PauseMode
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.core.engine.engine_core import EngineState
 from services.scheduler.core.engine.planning_clock import MARGIN_SECONDS, MIN_STEPS
 from tests.cli.virtual_time import run

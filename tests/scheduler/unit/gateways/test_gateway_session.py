@@ -2,7 +2,7 @@
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.request.sampling import SamplingParams
 from services.scheduler.adapters.gateways.gateway_session import GatewaySession
 from services.scheduler.core.request import Request

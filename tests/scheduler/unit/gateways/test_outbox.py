@@ -9,7 +9,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import InvalidArgument, ResourceExhausted
 from services.common.replica.queue_state import QueueState
-from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
+from services.common.request.finish import CLIENT_ERRORS, FinishReason
 from services.common.request.sampling import SamplingParams
 from services.scheduler.adapters.gateways.gateway_session import GatewaySession
 from services.scheduler.adapters.gateways.outbox import Outbox

@@ -11,7 +11,7 @@ import pytest
 from services.cli.replay.fields import Field
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.adapters.telemetry.own_waits import MAX_WAITS, OwnWait, OwnWaits, overlay
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import ModelRunnerOutput, WaitReason

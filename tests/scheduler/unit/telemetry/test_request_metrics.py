@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.telemetry.metric_specs import vllm
 from services.common.telemetry.metric_specs.spec import MetricSpec
 from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics

@@ -1,8 +1,8 @@
 """Accepted and rejected drafts in vLLM's counters."""
 
 from services.common.telemetry.metric_specs import vllm
+from services.scheduler.adapters.telemetry.engine_metrics import SpeculationMetrics
 from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics
-from services.scheduler.adapters.telemetry.speculation_metrics import SpeculationMetrics
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from tests.scheduler.story import Story, prompt
 

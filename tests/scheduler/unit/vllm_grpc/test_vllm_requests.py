@@ -8,7 +8,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import InvalidArgument
-from services.common.request.sampling_proto import sampling_from_proto
+from services.common.request.messages import sampling_from_proto
 from services.scheduler.adapters.vllm_grpc.requests import GenerateConverter, Generation
 
 pb = vllm_engine_pb2

@@ -8,7 +8,7 @@ import pytest
 from services.common.errors import InvalidArgument, StepwellError, Unavailable
 from services.common.pool.ids import RequestKey
 from services.common.request.adapter import Adapter
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.request.sampling import SamplingParams
 from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.scheduler.adapters.workers.adapter_loader import AdapterLoader

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from services.common.request.adapter_files import adapter_digest
+from services.common.request.adapter import adapter_digest
 from services.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.request.sampling import SamplingParams
 from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind

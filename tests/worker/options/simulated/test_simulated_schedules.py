@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from stepwell.worker.v1 import worker_pb2
 
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.scheduler.adapters.workers.converters import (
     model_runner_output_from_proto,
     scheduler_output_to_proto,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.common.errors import FailedPrecondition, ResourceExhausted
-from services.common.request.adapter_files import adapter_digest
+from services.common.request.adapter import adapter_digest
 from services.worker.backends.cuda.kernels import CudaKernels
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.lora import PARTS, LoraRows, PackedLora

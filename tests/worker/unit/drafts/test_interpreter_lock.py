@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.core.drafts.draft_source import DraftSource, ProposerSource
-from services.worker.core.drafts.suffix_source import SuffixSource
+from services.worker.core.drafts.draft_source import DraftSource, ProposerSource, SuffixSource
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput
 from services.worker.speculation.config import SpeculativeConfig

@@ -1,6 +1,6 @@
 """The number of drafts of a request depends on the acceptance of earlier drafts."""
 
-from services.worker.speculation.draft_length import DraftLength
+from services.worker.core.drafts.drafter import DraftLength
 
 
 def test_the_number_stays_at_its_maximum_while_drafts_are_accepted() -> None:

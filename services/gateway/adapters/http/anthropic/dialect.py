@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from services.common.errors import StepwellError
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.telemetry import names
 from services.gateway.adapters.http.anthropic.block_writer import BlockWriter
 from services.gateway.adapters.http.anthropic.bodies import MessagesBody

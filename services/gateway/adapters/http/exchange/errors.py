@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from services.common import errors
-from services.common.rpc.retry_hint import retry_hint_seconds
+from services.common.rpc.status import retry_hint_seconds
 from services.gateway.adapters.telemetry.request_record import RequestRecord
 
 KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {

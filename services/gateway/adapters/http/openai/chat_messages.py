@@ -3,7 +3,7 @@
 from hashlib import sha256
 from typing import Any
 
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.generation import Answer
 from services.gateway.core.request.request import ClientRequest

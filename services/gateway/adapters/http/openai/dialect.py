@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from services.common.errors import StepwellError
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.gateway.adapters.http.exchange.asking_body import AskingBody
 from services.gateway.adapters.http.exchange.errors import error_body
 from services.gateway.adapters.http.exchange.json_pieces import (

@@ -10,7 +10,7 @@ from services.common.errors import InvalidArgument
 from services.common.request.structured_outputs import StructuredOutputs
 from services.common.request.thinking_budget import MAX_TOKENS, ThinkingBudget
 from services.gateway.adapters.grammars import tool_calls
-from services.gateway.adapters.grammars.after_reasoning import after_reasoning
+from services.gateway.adapters.grammars.lark import after_reasoning
 from services.gateway.adapters.grammars.refused import check_schemas, check_written
 from services.gateway.adapters.http.openai.formats import json_form
 from services.gateway.adapters.http.openai.tool_bodies import CHAT_TOOLS, ToolFields

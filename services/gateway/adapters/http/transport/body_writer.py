@@ -1,6 +1,9 @@
 """Writes the parts of an answer's body as they are produced."""
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from typing import Any
+
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 
 class BodyWriter:
@@ -34,3 +37,34 @@ class BodyWriter:
         """Waits until the client has read what is in the write buffer."""
         if not self.can_write:
             await self._flow.drain()
+
+
+async def answer_without_chunks(
+    cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Runs the application for a client of HTTP/1.0, which has no chunks. The end of a body of
+    unknown length is the end of the connection.
+    """
+    has_length = True
+
+    async def send_plain(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not has_length and not cycle.disconnected:
+                _write_head(cycle, message)
+                return
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_plain)
+
+
+def _write_head(cycle: RequestResponseCycle, message: Message) -> None:
+    """Writes the answer's head as uvicorn does, but without the header Transfer-Encoding."""
+    headers = (*cycle.default_headers, *message["headers"], (b"connection", b"close"))
+    lines = [b"%b: %b\r\n" % header for header in headers]
+    cycle.response_started = True
+    cycle.chunked_encoding = False
+    cycle.transport.write(b"".join([STATUS_LINE[message["status"]], *lines, b"\r\n"]))

@@ -2,14 +2,98 @@
 
 import asyncio
 import logging
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.gateway.adapters.http.transport.deferred_calls import DeferredCalls
 from services.gateway.adapters.http.transport.quick_refusals import QuickRefusals
-from services.gateway.adapters.http.transport.starts import Starts
+
+_REQUESTS_A_TURN = 4
+"""Number of requests that are started in one iteration of the event loop. Running requests progress
+between iterations.
+"""
+
+
+class Starts:
+    """Starts the first requests of an iteration at once and the others in later iterations. The
+    requests of one client start in the order of arrival. Clients alternate, so that a client with
+    many requests does not delay the requests of other clients.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, deque[Callable[[], None]]] = {}
+        """Maps each client to its delayed calls of `start`. The first client is served next."""
+        self._num_started = 0
+        """Number of requests that were started in this iteration of the event loop."""
+
+    def add(self, client: bytes, start: Callable[[], None]) -> None:
+        """Calls `start`, at once or in a later iteration of the event loop. `client` identifies the
+        client.
+        """
+        if not self._num_started:
+            asyncio.get_running_loop().call_soon(self._turn)
+        if self._num_started < _REQUESTS_A_TURN:
+            self._num_started += 1
+            start()
+        else:
+            self._waiting.setdefault(client, deque()).append(start)
+
+    def _turn(self) -> None:
+        self._num_started = min(_REQUESTS_A_TURN, sum(map(len, self._waiting.values())))
+        if self._num_started:
+            asyncio.get_running_loop().call_soon(self._turn)
+        for _ in range(self._num_started):
+            client = next(iter(self._waiting))
+            starts = self._waiting.pop(client)
+            start = starts.popleft()
+            if starts:
+                self._waiting[client] = starts
+            start()
+
+
+_SHARE = 0.5
+"""Limit on the processor time of these calls, as a fraction of the processor time of everything
+else in the iteration.
+"""
+
+
+class DeferredCalls:
+    """Runs calls in the order of `add`, one in each iteration of the event loop, so that a burst of
+    calls delays everything else by at most one call. After a long iteration, more calls run. They
+    may take half of the processor time that everything else took since the last call. Without this
+    rule the queue would grow under load.
+    """
+
+    def __init__(self, processor_seconds: Callable[[], float] = time.thread_time) -> None:
+        """`processor_seconds` returns the processor time of the event loop's thread, in seconds."""
+        self._processor_seconds = processor_seconds
+        self._calls: deque[Callable[[], None]] = deque()
+        self._ended = 0.0
+        """The thread's processor time, in seconds, when the last of these calls ended."""
+
+    def add(self, call: Callable[[], None]) -> None:
+        if not self._calls:
+            self._next_turn()
+        self._calls.append(call)
+
+    def _next_turn(self) -> None:
+        self._ended = self._processor_seconds()
+        asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        began = self._processor_seconds()
+        until = began + _SHARE * (began - self._ended)
+        try:
+            for num_made in range(len(self._calls)):
+                if num_made and self._processor_seconds() >= until:
+                    break
+                self._calls.popleft()()
+        finally:
+            if self._calls:
+                self._next_turn()
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.common.errors import Unavailable
-from services.common.rpc.unix_socket import remove_abandoned
+from services.common.rpc.addresses import remove_abandoned
 from services.gateway.adapters.http.transport.connection import GuardedConnection
 from services.gateway.adapters.http.transport.connections import Connections
 
@@ -151,8 +151,11 @@ def _protocol(connections: Connections, tls: "Tls | None") -> Callable[..., asyn
     plain = partial(GuardedConnection, connections=connections)
     if tls is None:
         return plain
-    from services.gateway.adapters.http.transport.tls_context import TlsContext  # noqa: PLC0415 - an extra
-    from services.gateway.adapters.http.transport.tls_handshake import TlsHandshake  # noqa: PLC0415
+    # With an extra dependency.
+    from services.gateway.adapters.http.transport.tls_handshake import (  # noqa: PLC0415
+        TlsContext,
+        TlsHandshake,
+    )
 
     context = TlsContext(tls)
 

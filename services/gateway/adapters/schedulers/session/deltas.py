@@ -6,8 +6,7 @@ from typing import NamedTuple
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.replica.load_proto import replica_load_from_proto
-from services.common.replica.queue_state_proto import queue_state_from_proto
+from services.common.replica.messages import queue_state_from_proto, replica_load_from_proto
 from services.gateway.adapters.schedulers.converters import (
     finish_from_proto,
     is_rejection_known,

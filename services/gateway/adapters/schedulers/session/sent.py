@@ -3,9 +3,8 @@
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.request.finish import append_until_end, ending_token_ids
-from services.common.request.finish_reason import FinishReason
-from services.common.request.finish_reason_proto import finish_reason_from_proto
+from services.common.request.finish import FinishReason, append_until_end, ending_token_ids
+from services.common.request.messages import finish_reason_from_proto
 from services.common.request.sampling import MAX_INT32
 from services.gateway.adapters.schedulers.session.rows import check_rows
 from services.gateway.adapters.schedulers.session.wrong_message import WrongMessage, require

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from services.common.errors import InvalidArgument
 from services.gateway.core.fleet.routing.cache_aware import CacheAware
 from services.gateway.core.fleet.routing.consistent_hash import ConsistentHash
-from services.gateway.core.fleet.routing.least_loaded import LeastLoaded, PowerOfTwo
+from services.gateway.core.fleet.routing.least_loaded import LeastLoaded, PowerOfTwo, RoundRobin
 from services.gateway.core.fleet.routing.policy import RoutingParts, RoutingPolicy
-from services.gateway.core.fleet.routing.round_robin import RoundRobin
 
 POLICIES: dict[str, Callable[[RoutingParts], RoutingPolicy]] = {
     "cache-aware": CacheAware,

@@ -5,7 +5,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from services.gateway.core.text.parsing.catalog import ToolFormat
+from services.gateway.core.text.parsing.catalog import (
+    HARMONY,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ToolFormat,
+)
 from services.gateway.core.text.parsing.formats.harmony import read_harmony
 from services.gateway.core.text.parsing.formats.json_calls import read_call_list
 from services.gateway.core.text.parsing.output_parser import FormatParser, OutputParser, ReadAnswer
@@ -85,3 +90,31 @@ def _read_named(name: str, reader: Reader, sink: Sink) -> Reading[None]:
         return
     sink.call(name)
     yield from reader.rest(sink.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormats:
+    """The formats that settings select. The settings have the names of vLLM's flags. An empty
+    setting selects no format. If `auto_tools` is true, the model may decide to call tools, in its
+    own format.
+    """
+
+    reasoning_parser: str = ""
+    tool_call_parser: str = ""
+    auto_tools: bool = False
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        return REASONING_FORMATS.get(self.reasoning_parser)
+
+    @property
+    def tools(self) -> ToolFormat | None:
+        return TOOL_FORMATS.get(self.tool_call_parser)
+
+    @property
+    def is_harmony(self) -> bool:
+        return self.reasoning_parser == HARMONY or self.tool_call_parser == "openai"
+
+
+NO_FORMATS = OutputFormats()
+"""The formats of a server whose answers are only content."""

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from services.common import errors
 from services.common.request.byte_order import little_endian
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.identity import Identity
 from services.gateway.core.request.logprobs import LogprobRows

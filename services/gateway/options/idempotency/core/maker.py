@@ -4,14 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from services.common.errors import StepwellError
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.gateway.core.request.choice import Piece
 from services.gateway.core.request.delivery import Delivery, received
-from services.gateway.core.request.delta import Delta
+from services.gateway.core.request.delta import Delta, Progress
 from services.gateway.core.request.engine import DeltaSource
 from services.gateway.core.request.generation import Generation
-from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
 from services.gateway.options.idempotency.core.keyed_request import KeyedRequest, Reader
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from services.common.errors import StepwellError
 from services.common.request.finish import Finish
-from services.gateway.core.request.delta import Delta
+from services.gateway.core.request.delta import Delta, Progress
 from services.gateway.core.request.logprobs import LogprobRows, joined
-from services.gateway.core.request.progress import Progress
 
 _SEQUENCE_BYTES = 1024
 """The approximate number of bytes of a sequence without its tokens."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.common.errors import InvalidArgument
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.gateway.core.request.request import ClientRequest, EngineRequest, HeldSequence, Prompt
 from services.gateway.options.sessions.core.client_session import ClientSession
 

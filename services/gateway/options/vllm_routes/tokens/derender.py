@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.common.errors import InvalidArgument, StepwellError
-from services.common.request.finish import Finish
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import Finish, FinishReason
 from services.common.request.sampling import SamplingParams
 from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, CompletionBody
 from services.gateway.adapters.http.openai.chat import ChatDialect, chat_request

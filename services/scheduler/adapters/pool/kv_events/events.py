@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from services.common.pool.block_hash import BlockHash
+from services.common.pool.kv_cache_groups import AttentionType
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +80,14 @@ class KVEventBatch:
 def external_block_hash(block_hash: BlockHash) -> int:
     """The last 64 bits of a hash as an unsigned number, as vLLM publishes by default."""
     return int.from_bytes(block_hash[-8:], "big")
+
+
+SPEC_KINDS = {
+    AttentionType.FULL: "full_attention",
+    AttentionType.SLIDING_WINDOW: "sliding_window",
+    AttentionType.CHUNKED_LOCAL: "chunked_local_attention",
+    AttentionType.STATE_SPACE: "mamba",
+}
+
+MEDIUM = "GPU"
+"""The memory in which the workers' KV cache lies, on any device."""

@@ -23,6 +23,8 @@ from services.common.errors import Unavailable
 from services.common.pool.block_hash import unpack_token_ids
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.scheduler.adapters.pool.kv_events.events import (
+    MEDIUM,
+    SPEC_KINDS,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -31,7 +33,6 @@ from services.scheduler.adapters.pool.kv_events.events import (
     external_block_hash,
 )
 from services.scheduler.adapters.pool.kv_events.log import KVEventLog
-from services.scheduler.adapters.pool.kv_events.vllm_names import MEDIUM, SPEC_KINDS
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.kv_transfer import KVConnectorMetadata, KVTransferResults
+from services.scheduler.core.planning.transfers import LoggedAnswers
 from services.scheduler.core.request import Request
 
 
@@ -82,3 +83,30 @@ class KVConnector:
         blocks waits for them instead of preempting another request.
         """
         return False
+
+
+class LoggedConnector(KVConnector):
+    """Returns logged answers in the order of calls. A replay has no storage, so the methods without
+    an answer do nothing.
+    """
+
+    def __init__(self, answers: LoggedAnswers) -> None:
+        self._answers = answers
+
+    def get_num_new_matched_tokens(
+        self,
+        request: Request,  # noqa: ARG002 - the log has the answers in order
+        num_computed_tokens: int,  # noqa: ARG002
+    ) -> ExternalMatch | None:
+        match = self._answers.match()
+        return None if match is None else ExternalMatch(*match)
+
+    def request_finished(
+        self,
+        request: Request,  # noqa: ARG002
+        blocks: BlockTables,  # noqa: ARG002
+    ) -> bool:
+        return self._answers.flag()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._answers.flag()

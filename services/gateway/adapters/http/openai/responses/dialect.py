@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from services.common.errors import InvalidArgument, StepwellError
-from services.common.request.finish_reason import FinishReason
+from services.common.request.finish import FinishReason
 from services.common.telemetry import names
 from services.gateway.adapters.http.exchange.fields import Body
 from services.gateway.adapters.http.openai.dialect import (

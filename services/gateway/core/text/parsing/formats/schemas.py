@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from services.common.request.schema_refs import find_ref
+from services.common.request.schema_checks import find_ref
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """Maps the names of tools to the JSON schemas of their parameters."""

@@ -5,6 +5,7 @@ request's end.
 import itertools
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Protocol
 
 from services.common.errors import (
     InternalError,
@@ -25,8 +26,26 @@ from services.gateway.options.tenants.core.limits.rule import (
     SlotChange,
     Standing,
 )
-from services.gateway.options.tenants.core.limits.store import LimitStore
 from services.gateway.options.tenants.core.tenant import Tenant
+
+
+class LimitStore(Protocol):
+    """Counts tenants' requests and tokens by the rule in
+    `services.gateway.options.tenants.core.limits.rule`.
+    """
+
+    async def take(self, limits: LimitSet, change: Change) -> Standing:
+        """Applies a change, or refuses it without any effect. Never fails, and waits for at most a
+        few hundredths of a second.
+        """
+        ...
+
+    def give_back(self, limits: LimitSet, change: Change) -> None:
+        """Applies a change whose `must_fit` is false. It may be applied later."""
+        ...
+
+    async def run(self) -> None: ...
+
 
 MAX_RESERVED_OUTPUT_TOKENS = 4096
 """Limit on the number of tokens reserved for an answer if the client sets no maximum length."""

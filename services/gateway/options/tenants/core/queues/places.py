@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from services.gateway.options.tenants.core.queues.service_charge import OUTPUT_WEIGHT
-from services.gateway.options.tenants.core.queues.service_time import ServiceTime
+from services.gateway.options.tenants.core.queues.service_charge import OUTPUT_WEIGHT, ServiceTime
 from services.gateway.options.tenants.core.tenant import Tenant
 
 ACTIVE_SECONDS = 10.0

@@ -1,8 +1,14 @@
 from stepwell.common.v1 import common_pb2
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
-from services.common.rpc.proto_enum import ProtoEnum
-from services.common.rpc.proto_fields import require_same_fields
+from services.common.pool.lease import Holder
+from services.common.rpc.proto import ProtoEnum, require_same_fields
+
+
+def holder_from_proto(message: common_pb2.Owner) -> Holder:
+    """Converts a message to a holder. Its name is empty if the message has no name."""
+    return Holder(message.name, message.started_unix_nanos)
+
 
 require_same_fields(KVCacheGroup, common_pb2.KVCacheGroup.DESCRIPTOR)
 

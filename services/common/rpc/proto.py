@@ -1,5 +1,10 @@
 import enum
-from typing import Generic, Protocol, TypeVar
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor
+
 
 E = TypeVar("E", bound=enum.Enum)
 V = TypeVar("V", bound=int)
@@ -34,3 +39,14 @@ class ProtoEnum(Generic[E, V]):
     def from_proto(self, number: int) -> E | None:
         """Returns the member of a number. None for UNSPECIFIED and unknown numbers."""
         return self._members.get(number)
+
+
+def require_same_fields(dataclass: type[Any], message: "Descriptor") -> None:
+    """Raises TypeError if the dataclass and the message have different field names. Codecs call
+    this function at import, so that a process that would drop a field does not start.
+    """
+    unmatched = {field.name for field in fields(dataclass)} ^ set(message.fields_by_name)
+    if unmatched:
+        raise TypeError(
+            f"{dataclass.__name__} and {message.full_name} differ in {sorted(unmatched)}"
+        )
