@@ -1,7 +1,7 @@
 """Writes the reference pages from the code: `python -m tools.reference_pages`.
 
 docs/settings.md and docs/fields.md have lists of settings and of request fields, docs/metrics.md
-lists of metrics. Each list stands between a line `<!-- NAME -->` and a line `<!-- end -->`.
+lists of metrics. Each list is between a line `<!-- NAME -->` and a line `<!-- end -->`.
 """
 
 import dataclasses
@@ -75,8 +75,8 @@ def labels(spec: MetricSpec) -> tuple[str, ...]:
 
 
 def metrics(specs: Sequence[MetricSpec]) -> Iterator[str]:
-    """The list of metrics: kind, unit if the name lacks it, labels. Labels that all have, and the
-    source of the first, stand above it.
+    """The list of metrics: kind, unit if the name lacks it, labels. Labels that all metrics have,
+    and the source of the first metric, are above the list.
     """
     shared = [label for label in labels(specs[0]) if all(label in labels(spec) for spec in specs)]
     common = f"Source: {_source(specs[0])}, unless another one is named."

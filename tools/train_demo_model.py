@@ -40,10 +40,10 @@ LARGEST_FOLDER_BYTES = 12_000_000
 
 
 def model_config() -> LlamaConfig:
-    """Five and a half million parameters: what two bytes each leave room for in twelve megabytes.
+    """Five and a half million parameters, which fit in twelve megabytes with two bytes each.
 
     Two key-value heads under four query heads, so that the grouped attention of real models is
-    exercised, and tied embeddings, so that the vocabulary is paid for once.
+    exercised, and tied embeddings, so that the vocabulary takes memory once.
     """
     return LlamaConfig(
         vocab_size=VOCABULARY,
@@ -123,7 +123,7 @@ def main() -> None:
 
     outcome = train(model, rows, plan, sum(sizes.values()), checkpoint)
 
-    # 3. The folder, and what can be said of it once it is loaded again.
+    # 3. Export, then evaluate the exported model.
     export(model, tokenizer, options.out)
     loaded = AutoModelForCausalLM.from_pretrained(options.out, dtype=torch.bfloat16)
     quality = measure(loaded, held_out_ids, held_out_bytes, CONTEXT)

@@ -1,4 +1,4 @@
-"""The model card: what anyone who loads `models/demo` should know, in numbers of the run itself."""
+"""The model card of `models/demo`, with the numbers of the training run."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ Apache-2.0, as the rest of Stepwell.
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the card reports. `model` is the exported one, as it loads."""
+    """The contents of the card. `model` is loaded from the exported folder."""
 
     model: PreTrainedModel
     plan: Plan

@@ -1,9 +1,8 @@
-"""Conversations made from the library itself, so that the model knows what a turn is.
+"""Conversations made from the library itself, so that the model learns to answer in turns.
 
-A docstring answers "what does it do", a function's source answers "write a function that ...",
-a chapter of the language reference answers "explain it". The phrasing is drawn from a few
-patterns; there is no text by a person or by another model in the answers but the library's own
-and the handful of greetings below.
+A docstring answers "what does it do", a function's source answers "write a function that ...", a
+chapter of the language reference answers "explain it". The phrasing is drawn from a few patterns.
+Apart from the greetings below, answers contain only text of the library.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def chat_documents(
 
 
 def leading_paragraphs(text: str, longest: int) -> str:
-    """As many whole paragraphs of `text`, from the first, as fit; the first is cut if it must."""
+    """The first paragraphs of `text` that fit. If the first one does not fit, it is truncated."""
     paragraphs = text.split("\n\n")
     taken = paragraphs[0]
     for paragraph in paragraphs[1:]:
@@ -133,7 +132,7 @@ def leading_paragraphs(text: str, longest: int) -> str:
 
 
 def as_task(summary: str) -> str | None:
-    """Turns a docstring's order into what a function does, None where it is no order.
+    """Converts an imperative docstring to the third person. None for any other docstring.
 
     >>> as_task("Return the name of the file."), as_task("Copies it."), as_task("A queue.")
     ('returns the name of the file', 'copies it', None)

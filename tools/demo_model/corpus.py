@@ -1,13 +1,13 @@
-"""The text the demo model learns from: what any machine with Python has on it.
+"""The text that the demo model is trained on: the standard library of Python.
 
 Three kinds of document come out of the running interpreter's own standard library, all under the
 PSF licence: the source of its modules, the language reference that `help()` prints, and the
 interfaces of its modules as names, signatures and docstrings. Conversations made from the same
 text are in `chat`. Nothing else is read, nothing is downloaded.
 
-Left out: tests, IDLE, installed packages, generated tables (nothing to learn but numbers) and
-files of the build (they hold the paths of the machine). Names of authors and e-mail addresses are
-taken out of what is left as far as their usual forms allow: a language model repeats what it read.
+Left out: tests, IDLE, installed packages, generated tables (nothing to learn but numbers) and files
+of the build (they hold the paths of the machine). Names of authors and e-mail addresses in their
+usual forms are removed, because a language model repeats its training text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CREDIT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text the model reads from its beginning to `<|endoftext|>`; `name` says where from."""
+    """One training text, up to `<|endoftext|>`. `name` is its source."""
 
     name: str
     text: str
@@ -48,8 +48,8 @@ class Document:
 class SourceSplit:
     """The library's files, divided once and for all by the seed.
 
-    `held_out` files are measured on and never trained on. Whatever else is derived from the
-    library (conversations, interfaces) is derived from the modules of `training` alone.
+    The model is evaluated on `held_out` files, and never trained on them. Whatever else is derived
+    from the library (conversations, interfaces) is derived from the modules of `training` alone.
     """
 
     training: tuple[Document, ...]
@@ -71,7 +71,7 @@ def without_credits(text: str) -> str:
 
 
 def without_header(source: str) -> str:
-    """`source` from its first line of code on: what stands before is mostly names."""
+    """`source` from its first line of code on. The lines before contain mostly names of people."""
     lines = source.splitlines(keepends=True)
     for number, line in enumerate(lines):
         if line.strip() and not line.startswith("#"):

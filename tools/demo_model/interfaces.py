@@ -1,8 +1,8 @@
 """The standard library as its users see it: qualified names, signatures, docstrings.
 
-It is read from the imported modules, not from their source, because that is the only way to the
-documentation of what is written in C (`math`, `itertools`, the methods of `str`), and because
-people ask for `os.path.join`, not for `posixpath.join`.
+It is read from the imported modules, not from their source, because only the modules have the
+documentation of code written in C (`math`, `itertools`, the methods of `str`), and because people
+ask for `os.path.join`, not for `posixpath.join`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What one public function, class or method says of itself. `signature` may be empty."""
+    """The documentation of one public function, class or method. `signature` may be empty."""
 
     module: str
     name: str
@@ -77,7 +77,7 @@ def interfaces_of(module: ModuleType) -> Iterator[Interface]:
 
 
 def interface_documents(interfaces: Iterable[Interface]) -> list[Document]:
-    """One document for each module: its names and what they say, in the manner of `pydoc`."""
+    """One document for each module: its names with their documentation, as `pydoc` prints it."""
     pages: dict[str, list[str]] = {}
     for interface in interfaces:
         body = interface.documentation.replace("\n", "\n    ")
@@ -87,7 +87,7 @@ def interface_documents(interfaces: Iterable[Interface]) -> list[Document]:
 
 
 def all_interfaces(modules_held_out: frozenset[str]) -> list[Interface]:
-    """Every interface of the library but those of the modules held out."""
+    """Every interface of the library, except interfaces of held-out modules."""
     assert builtins.__doc__  # python -OO has no docstrings to learn from
     return [
         interface
@@ -98,7 +98,7 @@ def all_interfaces(modules_held_out: frozenset[str]) -> list[Interface]:
 
 
 def _imported(name: str) -> ModuleType | None:
-    """The module, or None where this platform does not have it."""
+    """The module, or None if this platform does not have it."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         try:
@@ -114,7 +114,7 @@ def _interface(module: ModuleType, name: str, thing: object) -> Iterator[Interfa
 
 
 def _signature(thing: object) -> str:
-    """The signature as it prints, or nothing where it names an address or this machine."""
+    """The signature as text. Empty if it contains an address or a path of this machine."""
     try:
         text = ADDRESS.sub("", str(inspect.signature(thing)))  # type: ignore[arg-type]
     except (ValueError, TypeError, AttributeError, NameError):  # as C code is free to declare

@@ -1,4 +1,6 @@
-"""The demo model's own tokenizer: byte-level BPE, so that any text comes back as it went in."""
+"""The demo model's own tokenizer: byte-level BPE, so that decoding returns exactly the encoded
+text.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> list[list[int
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
-    """Writes the three files `AutoTokenizer` reads; the chat template stands in the second.
+    """Writes the three files `AutoTokenizer` reads; the chat template is in the second.
 
     A chat turn ends with `<|im_end|>`, a document with `<|endoftext|>`; as in Qwen's models the
     first is the tokenizer's end of sequence, and `generation_config.json` names both.

@@ -1,8 +1,8 @@
-"""Training against the clock: the learning rate follows the share of the time that is spent.
+"""Training with a time limit. The learning rate is a function of the fraction of the time that has
+passed.
 
-However slow the machine and whatever else runs on it, training ends when its minutes are over and
-its learning rate is at zero then. The price: the weights differ a little from run to run, although
-the seed fixes the corpus, its order and the first weights.
+On any machine training ends on time, with a learning rate of zero. The price: the weights differ a
+little from run to run, although the seed fixes the corpus, its order and the first weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PEAK_LEARNING_RATE = 6e-3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one run does. Each step sees `tokens_a_step` tokens, as many rows as that makes."""
+    """The parameters of one run. Each step processes `tokens_a_step` tokens, in whole rows."""
 
     minutes: float
     seed: int
@@ -40,7 +40,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to: `epochs` is tokens seen over tokens there are."""
+    """The results of a run. `epochs` is the number of processed tokens divided by the size of the
+    corpus.
+    """
 
     tokens: int
     steps: int
@@ -50,7 +52,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """How well held-out text is predicted: nats for each token, bits for each byte of UTF-8."""
+    """The loss on held-out text, in nats per token and in bits per byte of UTF-8."""
 
     loss: float
     bits_per_byte: float
@@ -58,11 +60,11 @@ class Measure:
 
 
 class Rows:
-    """An endless supply of training rows out of documents, reshuffled at each epoch.
+    """Yields training rows without end. Documents are shuffled in each epoch.
 
-    A row is filled with documents end to end. What is left of the last one begins the next row,
-    unless it is short: then it is dropped, and the next row begins where a document begins, as
-    prompts do. The cuts fall elsewhere in each epoch, so nothing is dropped for good.
+    Documents are concatenated in rows. The rest of the last document begins the next row. A short
+    rest is dropped, so that the next row begins with a document, as prompts do. Each epoch drops
+    other parts.
     """
 
     def __init__(self, documents: Sequence[Sequence[int]], seed: int) -> None:
@@ -95,7 +97,9 @@ class Rows:
 
 
 def build_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """A fresh model in float32; output projections start small so that depth adds up slowly."""
+    """A new model in float32. Output projections begin with small weights, so that the sum over
+    layers stays small.
+    """
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
     scale = 1 / math.sqrt(2 * config.num_hidden_layers)
@@ -158,9 +162,9 @@ def schedule(share: float, warm_up_share: float) -> float:
 def measure(
     model: LlamaForCausalLM, documents: Sequence[Sequence[int]], text_bytes: int, context: int
 ) -> Measure:
-    """Reads each document in windows of `context`, each from a blank memory.
+    """Evaluates each document in windows of `context` tokens, without context from earlier windows.
 
-    Every token counts once, the first of a document as what follows the end of another.
+    Every token counts once. The first token of a document is predicted from an end mark.
     """
     model.eval()
     nats = 0.0
@@ -177,7 +181,7 @@ def measure(
 
 
 class _Clock:
-    """The time of a run, from its making."""
+    """The time since this object was created."""
 
     def __init__(self, budget_seconds: float) -> None:
         self.budget = budget_seconds
@@ -199,10 +203,10 @@ def _loss(model: LlamaForCausalLM, rows: Tensor) -> Tensor:
 def _optimizers(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the embedding and the gains of the norms.
 
-    Muon (Jordan et al., 2024) orthogonalizes each update. In a run this short that is worth far
-    more than its tenth of the time: three minutes brought the held-out loss to 4.8, with AdamW
-    alone to 5.6. Its updates are scaled to the size of AdamW's, so that both share one learning
-    rate (Liu et al., "Muon is scalable for LLM training", 2025).
+    Muon (Jordan et al., 2024) orthogonalizes each update. It takes a tenth of the time, and gains
+    more in short runs: after three minutes the held-out loss was 4.8, and 5.6 with AdamW alone. Its
+    updates are scaled to the size of AdamW's, so that both share one learning rate (Liu et al.,
+    "Muon is scalable for LLM training", 2025).
     """
     hidden = [p for p in model.model.layers.parameters() if p.ndim > 1]
     gains = [p for p in model.parameters() if p.ndim == 1]

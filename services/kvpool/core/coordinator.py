@@ -81,10 +81,10 @@ class Coordinator:
         return self._agree(chain, max_tokens)
 
     def find_divergent_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """Returns the hit of the full-attention groups. Each group's table has the group's own hit,
-        which may be shorter in other groups. If another group's hit is longer, or all hits are
-        equally long, the result is the hit of `find_longest_cache_hit`. A connector that transfers
-        states together with the tokens after a hit can supply the missing states.
+        """Returns the hit of the full-attention groups. Other groups may have shorter hits, which
+        their tables contain. If another group's hit is longer, or all hits are equally long, the
+        result is the hit of `find_longest_cache_hit`. A connector that transfers states together
+        with the tokens after a hit can supply the missing states.
         """
         common = self.find_longest_cache_hit(chain, max_tokens)
         first = self._kinds[0]

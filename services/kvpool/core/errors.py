@@ -1,8 +1,4 @@
-"""Errors of the pool. InvalidArgument InvalidPool, UnsupportedGroup; MalformedTransaction
-(services.common) NotFound PoolNotFound ResourceExhausted TooManyPools FailedPrecondition
-RequestNotAdmitted, RequestAlreadyAdmitted, StaleGeneration, OutOfSequence Aborted TakenOver
-Unavailable Draining
-"""
+"""Errors of the pool."""
 
 from services.common import errors
 

@@ -112,7 +112,9 @@ class SchedulerConfig:
         return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
 
     def num_reserve_slots(self, num_tokens: int) -> int:
-        """Number of slots that need free blocks when `num_tokens` tokens are admitted."""
+        """Number of token slots for which an admission of a sequence of `num_tokens` needs free
+        blocks.
+        """
         return num_tokens if self.scheduler_reserve_full_isl else 0
 
     @cached_property

@@ -97,7 +97,7 @@ async def test_more_stages_and_ranks_in_each(
             run = await run_stages(stages, num_stages, situation, GREEDY)
             alone = await generate(whole, situation, greedy, async_scheduling=False)
             assert run.outputs == alone.outputs
-            if ranks_per_stage == 1:  # sums over ranks have other parts than in one process
+            if ranks_per_stage == 1:  # with several ranks, sums round differently
                 run = await run_stages(stages, num_stages, situation, SAMPLED)
                 alone = await generate(whole, situation, sampled, async_scheduling=False)
                 assert run.outputs == alone.outputs

@@ -19,8 +19,8 @@ class Clock:
 
 
 def running(counts: dict[Tenant, int], clock: Clock | None = None) -> Places:
-    """Occupied slots: each tenant has its count. The last request of each tenant arrived
-    just now.
+    """Places in which each tenant has this number of running sequences. The last request of each
+    tenant arrived just now.
     """
     places = Places(clock or Clock())
     for tenant, count in counts.items():
