@@ -172,8 +172,8 @@ class NodeWriter:
         number, newest = await self._redis.pipeline(
             [("INCR", keys.epoch), ("XREVRANGE", keys.log, "+", "-", "COUNT", 1)]
         )
-        # After a flush, or a restart from an old dump, Redis repeats values of the counter. Then the
-        # time makes the numbers differ. The counter does so for epochs that begin at one time.
+        # After a flush, or a restart from an old dump, Redis repeats values of the counter. Then
+        # the time makes the numbers differ. The counter does so for epochs of one microsecond.
         self._epoch = self._clock_micros() << _COUNTER_BITS | number % (1 << _COUNTER_BITS)
         self._sequence = 0
         self._log_id = _text(newest[0][0]) if newest else "0-0"
