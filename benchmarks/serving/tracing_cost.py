@@ -108,7 +108,7 @@ def kvpool_steps(tracing: Tracing, num_requests: int) -> Step:
 
 
 def worker_steps(tracing: Tracing, num_requests: int) -> Step:
-    """Returns a function that runs a step of the worker, which is one execution."""
+    """Returns a function that records the spans of one step of a worker."""
     tracer, sampler = WorkerTracer(tracing, 0), _step_sampler(tracing, num_requests)
     ones, rows = np.ones(num_requests, np.int32), np.arange(num_requests, dtype=np.int32)
     now = time.time_ns()

@@ -53,7 +53,9 @@ class PrefixSearch:
         return self._block_size
 
     def _blocks_at(self, chain: Sequence[BlockHash], num_tokens: int) -> list[BlockId] | None:
-        """For each group, the block that ends at token `num_tokens`. None if a group has none."""
+        """For each group, the cached block that ends at token `num_tokens`. None if any group lacks
+        it.
+        """
         position = num_tokens // self._hash_block_size - 1
         if position >= len(chain):
             return None

@@ -35,8 +35,8 @@ Outputs = list[list[int]]
 
 @dataclass(frozen=True)
 class Served:
-    """A worker that has loaded a model, and the answers to all prompts: transformers' greedy ones,
-    and sampled ones to prompts that were sent together.
+    """A worker with a model, the greedy answers of transformers to all prompts, and sampled answers
+    to prompts that were sent together.
     """
 
     loaded: Worker

@@ -183,8 +183,8 @@ inline bool is_even(const int* at, int count) {
   return true;
 }
 
-// Sets the rows `at` of the input as rows of a tile. They are used in place if they are
-// consecutive, or if they are few and at equal distances. Otherwise they are copied.
+// Sets the rows of a tile to the input's rows with the indexes `at`. They are used in place if they
+// are consecutive, or if they are few and at equal distances. Otherwise they are copied.
 template <class T>
 void place_rows(const int* at, int count, const T* input, std::int64_t depth, T* copy,
                 ShrinkTile<T>& tile) {
