@@ -25,6 +25,7 @@ TOO_LARGE = status_pb2.Status(
 """The status of a call that is ended by a message larger than the limit."""
 
 _HEADER = struct.Struct("!BI")
+_HEADER_BYTES = _HEADER.size
 _LOOKAHEAD = struct.Struct("!I")
 _READ_BYTES = 64 * 1024
 
@@ -34,6 +35,10 @@ class FrameKind(enum.IntEnum):
     MESSAGE = 1
     END = 2
     STATUS = 3
+
+
+_MESSAGE, _LAST_KIND = int(FrameKind.MESSAGE), int(FrameKind.STATUS)
+"""Comparing a received number with a member of an enum takes several times as long."""
 
 
 def streams_path(path: str) -> str:
@@ -78,7 +83,6 @@ class LocalStream:
         self._on_frame = on_frame
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
-        self._chunk = bytearray(_READ_BYTES)
         self._begun = bytearray()
         """The received bytes of an incomplete frame."""
         self._messages: deque[bytes] = deque()
@@ -173,7 +177,7 @@ class LocalStream:
     def _next(self) -> bytes:
         """Takes the next message, and resumes receiving if it was paused."""
         message = self._messages.popleft()
-        self._num_unread_bytes -= _HEADER.size + len(message)
+        self._num_unread_bytes -= _HEADER_BYTES + len(message)
         if self._is_held and not self._is_ahead and not self._is_closed:
             self._is_held = False
             self._loop.add_reader(self._connection, self._receive)
@@ -237,59 +241,56 @@ class LocalStream:
 
     def _receive(self) -> None:
         try:
-            num_received = self._connection.recv_into(self._chunk)
+            received = self._connection.recv(_READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            num_received = 0
-        if not num_received:
+            received = b""
+        if not received:
             self._lose()
             return
-        received = memoryview(self._chunk)[:num_received]
         if self._begun:
             self._begun += received
             num_taken = self._take_frames(bytes(self._begun)) if self._is_complete() else 0
             del self._begun[:num_taken]
-        else:
-            self._begun += received[self._take_frames(received) :]
-        if self._is_ahead and not self._is_closed:
+        elif (num_taken := self._take_frames(received)) < len(received):
+            self._begun += received[num_taken:]
+        if self._messages and self._is_ahead and not self._is_closed:
             self._is_held = True
             self._loop.remove_reader(self._connection)
 
     def _is_complete(self) -> bool:
-        if len(self._begun) < _HEADER.size:
+        if len(self._begun) < _HEADER_BYTES:
             return False
         kind, length = _HEADER.unpack_from(self._begun)
-        return not _is_frame(kind, length) or len(self._begun) >= _HEADER.size + length
+        return not _is_frame(kind, length) or len(self._begun) >= _HEADER_BYTES + length
 
-    def _take_frames(self, received: bytes | memoryview) -> int:
+    def _take_frames(self, received: bytes) -> int:
         """Processes the complete frames. Returns their total number of bytes."""
-        start = 0
-        while len(received) - start >= _HEADER.size and not self._is_closed:
+        start, num_bytes = 0, len(received)
+        while num_bytes - start >= _HEADER_BYTES and not self._is_closed:
             kind, length = _HEADER.unpack_from(received, start)
             if not _is_frame(kind, length):
                 self._lose()
                 break
-            end = start + _HEADER.size + length
-            if end > len(received):
+            begin = start + _HEADER_BYTES
+            end = begin + length
+            if end > num_bytes:
                 break
-            self._take(FrameKind(kind), bytes(received[start + _HEADER.size : end]))
-            start = end
+            start, payload = end, received[begin:end]
+            if kind != _MESSAGE:
+                self._on_frame(FrameKind(kind), payload)
+            elif self._receiver is not None:
+                self._receiver(payload)
+            else:
+                self._messages.append(payload)
+                self._num_unread_bytes += _HEADER_BYTES + length
+                _wake(self._reader)
         return start
-
-    def _take(self, kind: FrameKind, payload: bytes) -> None:
-        if kind is not FrameKind.MESSAGE:
-            self._on_frame(kind, payload)
-        elif self._receiver is not None:
-            self._receiver(payload)
-        else:
-            self._messages.append(payload)
-            self._num_unread_bytes += _HEADER.size + len(payload)
-            _wake(self._reader)
 
 
 def _is_frame(kind: int, length: int) -> bool:
-    return kind <= FrameKind.STATUS and length <= MAX_MESSAGE_BYTES
+    return kind <= _LAST_KIND and length <= MAX_MESSAGE_BYTES
 
 
 def _wake(waiter: "asyncio.Future[None] | None") -> None:
