@@ -74,14 +74,17 @@ class SessionDeltas:
 
     def take(self, deltas: scheduler_pb2.StepDeltas) -> None:
         """Checks and delivers a message. Raises WrongMessage."""
-        token_ids = list(deltas.token_ids)
-        counts = list(deltas.num_tokens)
-        self._check_tokens(deltas, counts, token_ids)
+        handles, counts, token_ids = (
+            list(deltas.handles),
+            list(deltas.num_tokens),
+            list(deltas.token_ids),
+        )
+        is_steady = self._check_tokens(deltas, handles, counts, token_ids)
         if deltas.HasField("queue"):  # this state still counts the requests that the step admits
             check_queue(deltas.queue)
         if deltas.HasField("load"):
             check_load(deltas.load)
-        self._pass_on(deltas, counts, token_ids)
+        self._pass_on(deltas, handles, counts, token_ids, is_steady=is_steady)
 
     def _of(self, handle: int) -> Sent:
         """Returns the sequence with this handle. Raises WrongMessage if there is none."""
@@ -104,14 +107,21 @@ class SessionDeltas:
             raise WrongMessage(f"{deltas.num_ended} requests have ended in place of {num_ended}")
 
     def _check_tokens(
-        self, deltas: scheduler_pb2.StepDeltas, counts: list[int], token_ids: list[int]
-    ) -> None:
+        self,
+        deltas: scheduler_pb2.StepDeltas,
+        handles: list[int],
+        counts: list[int],
+        token_ids: list[int],
+    ) -> bool:
+        """Checks all parts of a message except queue state and load. Returns whether `SteadySteps`
+        has checked it, so that it has no other parts than tokens.
+        """
         self._check_numbers(deltas, counts, token_ids)
-        handles, totals = list(deltas.handles), list(deltas.num_output_tokens)
+        totals = list(deltas.num_output_tokens)
         has_ends = bool(deltas.finished or deltas.turns or deltas.rejected)
         steady = None if has_ends else self._steady
         if steady is not None and steady.take(deltas, handles, counts, token_ids, totals):
-            return
+            return True
         if not len(handles) == len(counts) == len(totals) == len(set(handles)):
             raise WrongMessage(
                 f"{len(handles)} handles, {len(counts)} counts and {len(totals)} sums of tokens"
@@ -138,6 +148,7 @@ class SessionDeltas:
         for end in (*deltas.finished, *deltas.turns):
             self._of(end.handle).check_end(end, new.get(end.handle, []), self._limits)
         self._steady = None if has_ends else SteadySteps.after(handles, totals, self._sent)
+        return False
 
     def _ended(self, deltas: scheduler_pb2.StepDeltas) -> frozenset[int]:
         """Returns the handles of the sequences and turns that a message ends."""
@@ -196,19 +207,34 @@ class SessionDeltas:
             require(sent.is_leaving or is_whole, "a prompt ended without its vector")
 
     def _pass_on(
-        self, deltas: scheduler_pb2.StepDeltas, counts: Sequence[int], token_ids: list[int]
+        self,
+        deltas: scheduler_pb2.StepDeltas,
+        handles: Sequence[int],
+        counts: Sequence[int],
+        token_ids: list[int],
+        *,
+        is_steady: bool,
     ) -> None:
         replica, running = self._replica, self._replica.running
         self._step, self._num_ended = deltas.step, deltas.num_ended
         if deltas.HasField("queue"):
             replica.queue_changed(queue_state_from_proto(deltas.queue))
-        for admitted in deltas.admitted:
-            replica.admitted(admitted.handle, admitted.num_cached_tokens)
+        if not is_steady:
+            for admitted in deltas.admitted:
+                replica.admitted(admitted.handle, admitted.num_cached_tokens)
         start = 0
-        for handle, count in zip(deltas.handles, counts, strict=True):
+        for handle, count in zip(handles, counts, strict=True):
             if (inflight := running.get(handle)) is not None:
                 inflight.tokens(token_ids[start : start + count])
             start += count
+        if not is_steady:
+            self._pass_on_rows(deltas)
+            self._pass_on_ends(deltas)
+        if deltas.HasField("load"):
+            replica.load_changed(replica_load_from_proto(deltas.load))
+
+    def _pass_on_rows(self, deltas: scheduler_pb2.StepDeltas) -> None:
+        running = self._replica.running
         for message in deltas.logprobs:
             if (inflight := running.get(message.handle)) is not None:
                 if len(message.sampled.ranks):
@@ -218,9 +244,6 @@ class SessionDeltas:
         for pooled in deltas.pooled:
             if (inflight := running.get(pooled.handle)) is not None:
                 inflight.pooled(pooled.values)
-        self._pass_on_ends(deltas)
-        if deltas.HasField("load"):
-            replica.load_changed(replica_load_from_proto(deltas.load))
 
     def _pass_on_ends(self, deltas: scheduler_pb2.StepDeltas) -> None:
         replica, running = self._replica, self._replica.running
