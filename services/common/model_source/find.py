@@ -40,14 +40,16 @@ def _find(text: str, *, with_weights: bool) -> Path:
     if path.exists():
         raise ModelSourceError(f"{path} is neither a directory nor a GGUF file")
     name = parse_hub_name(text)
+    kind = "GGUF file" if path.suffix == SUFFIX else "directory"
+    missing = ModelSourceError(f"there is no {kind} {path}")
     if name is None:
-        raise ModelSourceError(f"there is no directory {path}")
+        raise missing
     cached = find_snapshot(name, with_weights=with_weights)
     if cached is not None:
         return _with_configuration(cached)
     # Without this check, a mistyped path would be looked up on the hub.
     if "/" not in name.repo or Path(name.repo).parent.exists():
-        raise ModelSourceError(f"there is no directory {path}")
+        raise missing
     return _with_configuration(fetch_snapshot(name, with_weights=with_weights))
 
 

@@ -92,6 +92,11 @@ def test_a_path_that_is_not_there_is_no_name_of_the_hub(tmp_path: Path, text: st
         find_model(text)
 
 
+def test_a_gguf_file_that_is_not_there_is_called_a_file() -> None:
+    with pytest.raises(ModelSourceError, match=r"^there is no GGUF file /nowhere/model\.gguf$"):
+        find_model("/nowhere/model.gguf")
+
+
 def test_a_directory_goes_before_a_name(tmp_path: Path, cache: Path) -> None:
     fill(cache, config__json=CONFIG, model__safetensors="")
     (tmp_path / NAME).mkdir(parents=True)
