@@ -24,7 +24,7 @@ from services.common.rpc.addresses import (
     is_on_this_machine,
 )
 from services.gateway.client_settings import ClientSettings
-from services.gateway.core.fleet.routing import POLICIES
+from services.gateway.core.fleet.routing import check_policy
 from services.gateway.core.text.parsing.catalog import REASONING_FORMATS, TOOL_FORMATS
 from services.gateway.options.listed import OptionSettings
 
@@ -203,9 +203,9 @@ class GatewaySettings(ClientSettings, OptionSettings):
     )
     routing_policy: str = setting(
         "cache-aware",
-        doc="choice of a replica: cache-aware, least-loaded, round-robin, consistent-hash or "
-        "power-of-two",
-        check=one_of(POLICIES),
+        doc="choice of a replica: cache-aware, least-loaded, round-robin, consistent-hash, "
+        "power-of-two or package.module:Class",
+        check=check_policy,
     )
     routing_max_load_delta: int = setting(
         16,

@@ -13,7 +13,7 @@ from services.common.process.settings import (
 )
 from services.common.redis.url import is_redis_url
 from services.common.rpc.addresses import is_connect_address, is_host_port, is_listen_address
-from services.scheduler.core.policies import POLICIES
+from services.scheduler.core.policies import POLICIES, check_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,10 @@ class SchedulerSettings(ServiceSettings):
     )
     policy: str = setting(
         "fcfs",
-        doc="the order of admission, and which request is preempted: " + " or ".join(POLICIES),
-        check=one_of(POLICIES),
+        doc="the order of admission, and which request is preempted: "
+        + ", ".join(POLICIES)
+        + " or package.module:Class",
+        check=check_policy,
     )
     max_num_waiting: int = setting(
         1024, doc="requests that may wait; others are refused", check=at_least(1)

@@ -9,7 +9,7 @@ from typing import Any
 from services.cli.replay.fields import Field
 from services.common.process.settings import without_none
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.policies import POLICIES
+from services.scheduler.core.policies import check_policy
 
 MAX_BLOCKS = 2_000_000
 _MAX_SEQS = 1_000_000
@@ -61,7 +61,9 @@ def read_setting(name: str, field: Field) -> Any:
         return None
     hint = without_none(hint)
     if name == "policy":
-        return field.one_of(list(POLICIES))
+        if complaint := check_policy(field.text()):
+            raise field.wrong(complaint)
+        return field.value
     if issubclass(hint, Enum):
         return field.member(hint)
     if hint is bool:

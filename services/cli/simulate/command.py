@@ -3,20 +3,24 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from services.cli.errors import CommandError, CommandParser
 from services.cli.plotting import require_matplotlib
 from services.cli.simulate.report import document, draw, tables
+from services.cli.simulate.step_log import read_step_log
 from services.common.errors import InvalidArgument
 from services.common.process.settings import SettingError
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.policies import POLICIES
+from services.scheduler.core.step_log.log_entry import SCHEMA
+from services.simulation.laboratory.policy_check import PolicyProblem, check_policy
 from services.simulation.laboratory.programs import Program
 from services.simulation.laboratory.run import RunResult, Setup, simulate
+from services.simulation.laboratory.traces import read_trace
 from services.simulation.laboratory.workloads import NAMES, Traffic, generate
 from services.worker.options.simulated.profile import MeasuredProfile, profile_names, read_profile
 
@@ -32,13 +36,22 @@ output. docs/simulation.md leads from an idea to a plot.
 _STEADY_SECONDS = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Workload:
+    programs: Callable[[], Iterator[Program]]
+    num_programs: int
+
+
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
+    if arguments.check_policy is not None:
+        return _check(arguments)
     if arguments.plot is not None:
         require_matplotlib()
     try:
         setups = _setups(arguments)
-        runs = {name: _run(name, setup, arguments) for name, setup in setups.items()}
+        programs = _programs(arguments)
+        runs = {name: _run(name, setup, programs) for name, setup in setups.items()}
     except (InvalidArgument, SettingError) as error:
         raise CommandError(str(error), exit_status=2) from None
     print(tables(runs))
@@ -54,6 +67,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _check(arguments: argparse.Namespace) -> int:
+    """Runs the conformance kit. The exit status is 1 if the policy has a problem."""
+    name, number = arguments.check_policy, arguments.programs
+    try:
+        check_policy(name, number, arguments.seed)
+    except InvalidArgument as error:
+        raise CommandError(error.message, exit_status=2) from None
+    except PolicyProblem as problem:
+        raise CommandError(f"{name}: {problem}") from None
+    print(f"{name}: {number} worlds, no problem")
+    return 0
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(
         "simulate",
@@ -62,7 +88,13 @@ def _parser() -> CommandParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--workload", default="automated", choices=NAMES, help="default: automated")
+    add(
+        "--workload",
+        default="automated",
+        metavar="NAME|FILE",
+        help=f"{', '.join(NAMES)}, a trace in Mooncake's or Dynamo's format, or a step log "
+        "(default: automated)",
+    )
     add("--programs", type=_count, default=100, metavar="N", help="default: 100")
     add("--rate", type=_positive, default=0.1, metavar="X", help="programs a second (default: 0.1)")
     add("--scale", type=_positive, default=1.0, metavar="X", help="factor on agents' tokens")
@@ -91,6 +123,11 @@ def _parser() -> CommandParser:
     add("--block-size", type=_count, default=16, metavar="N", help="default: 16")
     add("--max-num-seqs", type=_count, default=256, metavar="N", help="default: 256")
     add("--max-num-batched-tokens", type=_count, default=8192, metavar="N", help="default: 8192")
+    add(
+        "--check-policy",
+        metavar="NAME",
+        help="run the checks for policies' authors in --programs small worlds, and nothing else",
+    )
     add("--no-optimum", action="store_true", help="leave the offline optimum out")
     add("--json", type=Path, metavar="FILE", help="write all measures")
     add("--plot", type=Path, metavar="DIRECTORY", help="write a plot of each group of measures")
@@ -132,15 +169,36 @@ def _setups(arguments: argparse.Namespace) -> dict[str, Setup]:
     return setups
 
 
-def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
+def _programs(arguments: argparse.Namespace) -> Workload:
+    """The workload, of which each run takes its own iterator."""
+    name, num_programs = arguments.workload, arguments.programs
+    if name not in NAMES:
+        listed = _read(Path(name))[:num_programs]
+        if not listed:
+            raise CommandError(f"--workload {name}: there is no request")
+        return Workload(lambda: iter(listed), len(listed))
     longest = arguments.kv_tokens // 2
     traffic = Traffic(arguments.programs, arguments.rate, arguments.seed, arguments.scale, longest)
-    return generate(arguments.workload, traffic)
+    return Workload(lambda: generate(name, traffic), num_programs)
 
 
-def _run(name: str, setup: Setup, arguments: argparse.Namespace) -> RunResult:
-    progress = Progress(name, arguments.programs)
-    run = simulate(setup, _programs(arguments), progress.ended)
+def _read(path: Path) -> list[Program]:
+    """The programs of a file. A step log begins with its schema, or is compressed."""
+    try:
+        with path.open("rb") as file:
+            first = file.readline(1 << 16)
+        if path.suffix == ".zst" or SCHEMA.encode() in first:
+            return read_step_log(path)
+        with path.open(encoding="utf-8") as lines:
+            return read_trace(lines)
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise CommandError(f"--workload {path}: {why}; generated are {', '.join(NAMES)}") from None
+
+
+def _run(name: str, setup: Setup, workload: Workload) -> RunResult:
+    progress = Progress(name, workload.num_programs)
+    run = simulate(setup, workload.programs(), progress.ended)
     progress.done(run)
     return run
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.scheduler.core.output import SchedulerOutput
-from services.worker.core.step_times import StepCosts, StepTimes
+from services.worker.core.step_times import StepTimes
 
 
 class Device:
@@ -11,6 +11,7 @@ class Device:
 
     def __init__(self, times: StepTimes) -> None:
         self.times = times
+        self._per_context = times.decode.seconds_per_decoded_context
 
     def seconds(self, plan: SchedulerOutput) -> float:
         """The time of a step. 0 for a step without requests."""
@@ -23,9 +24,22 @@ class Device:
         """The time of a step of single tokens. `context` is the sum of their contexts, each of
         which includes the token itself.
         """
-        if not num_requests:
-            return 0.0
-        return _sum(self.times.decode, num_requests, 0, context, num_requests)
+        return (
+            self._decode_fixed(num_requests) + self._per_context * context if num_requests else 0.0
+        )
+
+    def decode_ends(
+        self, now: float, num_requests: int, context: int, num_steps: int
+    ) -> list[float]:
+        """The ends of `num_steps` steps of single tokens of the same requests, the first of which
+        begins at `now`.
+        """
+        fixed, per_context, ends = self._decode_fixed(num_requests), self._per_context, []
+        for _ in range(num_steps):
+            now += fixed + per_context * context
+            ends.append(now)
+            context += num_requests
+        return ends
 
     def alone_seconds(
         self, num_cached: int, num_prompt: int, num_output: int, budget: int
@@ -47,6 +61,11 @@ class Device:
         mean = (self.decode_seconds(1, first) + self.decode_seconds(1, last)) / 2
         return seconds + steps * mean
 
+    def _decode_fixed(self, num_requests: int) -> float:
+        costs = self.times.decode
+        each = costs.seconds_per_token + costs.seconds_per_request
+        return costs.seconds + each * num_requests
+
     def _mixed_seconds(self, counts: Sequence[int], starts: Sequence[int]) -> float:
         num_tokens = new_context = decoded_context = 0
         for count, start in zip(counts, starts, strict=True):
@@ -55,16 +74,11 @@ class Device:
                 decoded_context += start + 1
             else:
                 new_context += count * start + count * (count + 1) // 2
-        return _sum(self.times.mixed, num_tokens, new_context, decoded_context, len(counts))
-
-
-def _sum(
-    costs: StepCosts, num_tokens: int, new_context: int, decoded_context: int, num_requests: int
-) -> float:
-    return (
-        costs.seconds
-        + costs.seconds_per_token * num_tokens
-        + costs.seconds_per_new_context * new_context
-        + costs.seconds_per_decoded_context * decoded_context
-        + costs.seconds_per_request * num_requests
-    )
+        costs = self.times.mixed
+        return (
+            costs.seconds
+            + costs.seconds_per_token * num_tokens
+            + costs.seconds_per_new_context * new_context
+            + costs.seconds_per_decoded_context * decoded_context
+            + costs.seconds_per_request * len(counts)
+        )

@@ -34,8 +34,8 @@ class Directory:
         self._index = PrefixIndex()
         self._replicas = replicas
         self._sequences: dict[str, int] = {}
-        for replica in replicas.values():
-            replica.on_planned = partial(self._forget, replica)
+        for epoch, (name, replica) in enumerate(replicas.items()):
+            replica.watchers.append(partial(self._follow, name, epoch, replica))
         self._has_begun = False
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
@@ -51,11 +51,10 @@ class Directory:
             self._sequences[name] = 0
             replica.pool.core.take_events()
             self._apply(name, epoch, replica.pool.core.snapshot())
-            replica.on_planned = partial(self._follow, name, epoch, replica)
 
     def _follow(self, name: str, epoch: int, replica: SimulatedReplica, _plan: object) -> None:
         events = replica.pool.core.take_events()
-        if events:
+        if events and self._has_begun:
             self._apply(name, epoch, events)
 
     def _apply(self, name: str, epoch: int, events: Sequence[Event]) -> None:
@@ -66,10 +65,6 @@ class Directory:
             is_stored = isinstance(event, BlocksStored)
             added, removed = (keys, ()) if is_stored else ((), keys)
             self._index.apply(KeyBatch(epoch, number, added, removed))
-
-    @staticmethod
-    def _forget(replica: SimulatedReplica, _plan: object) -> None:
-        replica.pool.core.take_events()
 
 
 class SimulatedFleet:

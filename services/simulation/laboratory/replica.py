@@ -43,7 +43,8 @@ class SimulatedReplica:
     asynchronous, and after it otherwise. Planning and messages take no time.
 
     A run of steps that differ only in their counts (`steady_steps`) is not planned step by step. It
-    is skipped at its end, or when a request arrives.
+    is skipped at its end, or when a request arrives. A request that arrives in the very moment in
+    which a skipped step ends is not part of the next step.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class SimulatedReplica:
         self.num_planned_steps = 0
         self.num_computed_tokens = 0
         self.on_added: Callable[[Request, SentTurn], object] = lambda _request, _sent: None
-        self.on_planned: Callable[[SchedulerOutput], object] = lambda _: None
+        self.watchers: list[Callable[[SchedulerOutput], object]] = []
         """Called after each step that was planned, not skipped."""
         self._device = device
         self._clock = clock
@@ -122,7 +123,8 @@ class SimulatedReplica:
             self._lost[preemption.victim] = preemption.num_lost_tokens
         if plan.new or plan.resumed:
             self._note_admissions(plan)
-        self.on_planned(plan)
+        for watch in self.watchers:
+            watch(plan)
         return plan
 
     def _run(self, plan: SchedulerOutput) -> None:
@@ -138,10 +140,8 @@ class SimulatedReplica:
             num_steps = num_steady_steps(self.scheduler, plan)
             if num_steps:
                 num_requests = len(plan.requests)
-                context = sum(plan.num_computed_tokens) + num_requests
-                for number in range(1, num_steps + 1):
-                    more = context + number * num_requests
-                    ends.append(ends[-1] + self._device.decode_seconds(num_requests, more))
+                context = sum(plan.num_computed_tokens) + 2 * num_requests
+                ends += self._device.decode_ends(ends[0], num_requests, context, num_steps)
         self._end_event = self._clock.call_at(ends[-1], self._end)
 
     def _end(self) -> None:

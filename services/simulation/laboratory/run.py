@@ -7,6 +7,7 @@ from functools import partial
 
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import max_request_tokens
+from services.scheduler.core.output import SchedulerOutput
 from services.simulation.inprocess_pool import InProcessPool
 from services.simulation.laboratory.accounts import Accounts
 from services.simulation.laboratory.clients import Clients
@@ -30,6 +31,8 @@ class Setup:
     seed: int = 0
     is_optimum: bool = False
     """Whether blocks are evicted with known future."""
+    watch: Callable[[SimulatedReplica, SchedulerOutput], object] | None = None
+    """Called after each step that was planned, not skipped."""
     may_skip: bool = True
     """Whether runs of equal steps are skipped. The results are the same without."""
 
@@ -63,6 +66,8 @@ def simulate(
         replica = SimulatedReplica(
             config, device, clock, clients, clients.take_sent, pool, may_skip=setup.may_skip
         )
+        if setup.watch is not None:
+            replica.watchers.append(partial(setup.watch, replica))
         if isinstance(pool, KnownFuturePool):
             replica.on_added = partial(clients.note_owners, pool)
         return replica

@@ -12,13 +12,14 @@ from services.scheduler.core.planning.scheduler import Scheduler
 def num_steady_steps(scheduler: Scheduler, plan: SchedulerOutput) -> int:
     """The number of steps after `plan` that differ from it only in the counts of computed tokens,
     if no request arrives and none is aborted. `plan` is the last planned step, and the only one in
-    flight. 0 if `plan` itself is more than a step of one token for each running request.
+    flight. 0 if `plan` itself does more than compute a token of each running request, and blocks
+    for it.
     """
     running, num_requests = scheduler.running, len(plan.requests)
     is_steady = (
         plan.num_tokens == num_requests == len(running)
         and plan.wait_reason is None
-        and not (plan.new or plan.resumed or plan.appended_blocks or plan.is_special)
+        and not (plan.new or plan.resumed or plan.is_special)
         and scheduler.is_steady
     )
     return running.num_steady_steps if is_steady else 0
@@ -36,6 +37,7 @@ def skip_steps(
     """
     for request, tokens in zip(plan.requests, token_ids, strict=True):
         request.token_ids += tokens
+    plan.appended_blocks = {}
     plan.step += num_steps
     plan.num_computed_tokens = [count + num_steps for count in plan.num_computed_tokens]
     scheduler.running.advance(num_steps)

@@ -1,18 +1,32 @@
-"""The scheduling policies by name. A new one needs a module here and an entry in `POLICIES`."""
+"""The scheduling policies by name. A new one needs a module here and an entry in `POLICIES`. A
+policy of another package is named `package.module:Class`.
+"""
+
+from functools import lru_cache
 
 from services.common.errors import InvalidArgument
+from services.common.process.outside_class import load_class, one_of_or_class
 from services.scheduler.core.policies.fcfs import FCFSPolicy
 from services.scheduler.core.policies.policy import SchedulingPolicy
 from services.scheduler.core.policies.priority import PriorityPolicy
 
 POLICIES: dict[str, SchedulingPolicy] = {"fcfs": FCFSPolicy(), "priority": PriorityPolicy()}
 
+_MEMBERS = "uses_priority", "create_request_queue", "victim"
+check_policy = one_of_or_class(POLICIES, *_MEMBERS)
+"""The check of a setting."""
+
 
 def find_policy(name: str) -> SchedulingPolicy:
     """The policy of this name. Raises InvalidArgument if there is none."""
-    policy = POLICIES.get(name)
-    if policy is None:
-        raise InvalidArgument(
-            f"policy must be one of {', '.join(POLICIES)}, not {name!r}", field="policy"
-        )
+    if (policy := POLICIES.get(name)) is not None:
+        return policy
+    if complaint := check_policy(name):
+        raise InvalidArgument(f"policy {complaint}, not {name!r}", field="policy")
+    return _outside_policy(name)
+
+
+@lru_cache
+def _outside_policy(name: str) -> SchedulingPolicy:
+    policy: SchedulingPolicy = load_class(name, *_MEMBERS)()
     return policy

@@ -1,10 +1,12 @@
 """The routing policies. The table maps their names in the setting to their classes. A new policy is
-a module in this package and one line in the table.
+a module in this package and one line in the table. A policy of another package is named
+`package.module:Class`.
 """
 
 from collections.abc import Callable
 
 from services.common.errors import InvalidArgument
+from services.common.process.outside_class import load_class, one_of_or_class
 from services.gateway.core.fleet.routing.cache_aware import CacheAware
 from services.gateway.core.fleet.routing.consistent_hash import ConsistentHash
 from services.gateway.core.fleet.routing.least_loaded import LeastLoaded, PowerOfTwo, RoundRobin
@@ -18,12 +20,14 @@ POLICIES: dict[str, Callable[[RoutingParts], RoutingPolicy]] = {
     "power-of-two": PowerOfTwo,
 }
 
+check_policy = one_of_or_class(POLICIES, "choose")
+"""The check of a setting."""
+
 
 def make_policy(name: str, parts: RoutingParts) -> RoutingPolicy:
     """Makes the policy with this name. Raises InvalidArgument if there is no such policy."""
-    if name not in POLICIES:
-        raise InvalidArgument(
-            f"routing_policy must be one of {', '.join(POLICIES)}, not {name!r}",
-            field="routing_policy",
-        )
-    return POLICIES[name](parts)
+    if complaint := check_policy(name):
+        raise InvalidArgument(f"routing_policy {complaint}, not {name!r}", field="routing_policy")
+    make = POLICIES.get(name) or load_class(name, "choose")
+    policy: RoutingPolicy = make(parts)
+    return policy

@@ -1,0 +1,38 @@
+"""Programs from a step log: its requests, at their times and with the lengths of their answers."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from services.cli.replay.log_file import StepLogFile
+from services.simulation.laboratory.programs import Program, Turn
+
+
+def read_step_log(path: Path) -> list[Program]:
+    """One program for each request that got a token, in the order of arrival. Sessions are left
+    out. The prompts are those of the log, so their prefixes are equal where they were. Raises
+    CommandError.
+    """
+    added: dict[int, dict[str, Any]] = {}
+    plans: dict[int, list[int]] = {}
+    num_output: Counter[int] = Counter()
+    for line in StepLogFile(path):
+        entry = line.entry.value
+        match entry.get("call"):
+            case "add" if not entry.get("resumable"):
+                added[entry["key"]] = entry
+            case "schedule":
+                plans[entry["step"]] = entry["keys"]
+            case "update_from_output":
+                for key, tokens in zip(plans.pop(entry["step"]), entry["token_ids"], strict=True):
+                    num_output[key] += len(tokens)
+    first = min((entry["arrival_time"] for entry in added.values()), default=0.0)
+    programs = []
+    for key, entry in added.items():
+        num_prompt = entry["num_prompt_tokens"]
+        runs = tuple((token, 1) for token in entry["tokens"][:num_prompt])
+        if num_output[key]:
+            turn = Turn(num_prompt, num_output[key], runs=runs)
+            arrival = entry["arrival_time"] - first
+            programs.append(Program(key, arrival, (turn,), priority=entry["priority"]))
+    return sorted(programs, key=lambda program: program.arrival_seconds)
