@@ -17,9 +17,9 @@ def main(argv: Sequence[str]) -> int:
     if not (arguments.model / "config.json").exists():
         raise CommandError(f"{arguments.model} is no model directory")
     install()
-    from services.simulation.explore.search import search  # noqa: PLC0415 - after `install`
+    from services.simulation.explore.search import replay, search  # noqa: PLC0415 - after `install`
 
     if arguments.seed is not None:
-        return search(arguments.model, [arguments.seed], prints_log=True)
+        return replay(arguments.model, arguments.seed)
     first = arguments.first
-    return search(arguments.model, range(first, first + arguments.seeds), prints_log=False)
+    return search(arguments.model, range(first, first + arguments.seeds))

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -86,7 +87,7 @@ class Tracing:
 
     def of(self, service: str) -> "Tracing":
         """Returns a copy whose recorded spans belong to another service."""
-        return replace(self, resource=_resource(service))
+        return replace(self, resource=service_resource(service))
 
     def start(
         self,
@@ -200,7 +201,7 @@ def configure_tracing(
     for sender in senders:
         processor.add_span_processor(sender)
     provider = TracerProvider(
-        resource=_resource(service),
+        resource=service_resource(service),
         sampler=ParentBased(root_sampler or TraceIdRatioBased(sample_ratio)),
         active_span_processor=processor,
         span_limits=_LIMITS,
@@ -209,7 +210,11 @@ def configure_tracing(
     return Tracing(tracer, provider, processor, sample_ratio, root_sampler, senders)
 
 
-def _resource(service: str) -> Resource:
+@cache
+def service_resource(service: str) -> Resource:
+    """The resource of a service's spans. Its first call starts threads, which read the variables of
+    OpenTelemetry.
+    """
     return Resource.create({"service.name": f"stepwell-{service}", "service.namespace": "stepwell"})
 
 

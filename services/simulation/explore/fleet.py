@@ -4,7 +4,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.rpc.channel import open_channel
-from services.common.telemetry.tracing import configure_tracing
+from services.common.telemetry.tracing import configure_tracing, service_resource
 from services.gateway.__main__ import Gateway
 from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.settings import GatewaySettings
 from services.kvpool.__main__ import serve as serve_pool
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.__main__ import serve as serve_scheduler
+from services.scheduler.adapters.telemetry.step_tracer import STEP_SERVICE
 from services.scheduler.settings import SchedulerSettings
 from services.simulation.runtime.lane import VirtualLane
 from services.simulation.runtime.machine import outside
@@ -33,6 +34,11 @@ from services.worker.service import WorkerService
 from services.worker.settings import WorkerSettings
 
 DEVICE = files("services.simulation.explore") / "device.toml"
+
+_TERMINATION_SECONDS = 30.0
+_RESTART_SECONDS = 0.5
+_RESUBMIT_SECONDS = 300.0
+"""Longer than all faults of a run, so that each request waits until they are over."""
 
 Serve = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
@@ -48,6 +54,13 @@ class Service:
     task: "asyncio.Task[None] | None" = None
 
 
+def service_names(num_replicas: int, num_gateways: int) -> list[str]:
+    """The names of the services, in the order of their starts."""
+    kinds = ("pool", "worker", "scheduler")
+    names = [f"{kind}-{number}" for number in range(num_replicas) for kind in kinds]
+    return [*names, *(f"gateway-{number}" for number in range(num_gateways))]
+
+
 class Fleet:
     """Replicas and gateways. Each service has a host name, and the port of its kind."""
 
@@ -56,6 +69,8 @@ class Fleet:
         self._model = model
         self._num_replicas = num_replicas
         self._tokenizer = _tokenizer(model)
+        for service in ("gateway", "scheduler", "kvpool", "worker", STEP_SERVICE):
+            service_resource(service)
         self.services: dict[str, Service] = {}
         self.gateways: dict[str, Gateway] = {}
         for number in range(num_replicas):
@@ -73,7 +88,43 @@ class Fleet:
         service = self.services[name]
         service.process = Process(self._network.loop, name)
         service.stop = asyncio.Event()
+        self.gateways.pop(name, None)
         service.task = service.process.spawn(service.serve(service.stop))
+        service.task.add_done_callback(partial(self._ended, service))
+
+    def _ended(self, service: Service, task: "asyncio.Task[None]") -> None:
+        """Starts a service again that has ended by itself, as its supervisor does."""
+        if task is not service.task or service.stop.is_set() or task.cancelled():
+            return
+        self._network.log(f"{service.name} ended: {task.exception()!r}")
+        service.process.kill()
+        self._network.loop.call_later(_RESTART_SECONDS, self._replace, service, task)
+
+    def _replace(self, service: Service, task: "asyncio.Task[None]") -> None:
+        if service.task is task:
+            self.start(service.name)
+
+    async def crash(self, name: str, seconds: float) -> None:
+        """Kills a service, and starts it again after some seconds."""
+        service = self.services[name]
+        if service.process.is_dead:
+            return
+        service.process.kill()
+        await asyncio.sleep(seconds)
+        if service.process.is_dead:
+            self.start(name)
+
+    async def restart(self, name: str) -> None:
+        """Ends a service as SIGTERM does, and starts it again. Kills it if it takes too long."""
+        service = self.services[name]
+        process, task = service.process, service.task
+        if process.is_dead or task is None:
+            return
+        service.stop.set()
+        await asyncio.wait({task}, timeout=_TERMINATION_SECONDS)
+        if not process.is_dead:
+            process.kill()
+            self.start(name)
 
     def start_all(self) -> None:
         for name in self.services:
@@ -81,9 +132,9 @@ class Fleet:
 
     async def stop_all(self, seconds: float) -> None:
         """Stops all services as SIGTERM does, gateways first. Raises TimeoutError."""
-        for name in reversed(self.services):
-            service = self.services[name]
+        for service in self.services.values():
             service.stop.set()
+        for service in reversed(self.services.values()):
             assert service.task is not None
             async with asyncio.timeout(seconds):
                 await service.task
@@ -98,7 +149,11 @@ class Fleet:
 
     async def held(self) -> list[str]:
         """What pools and schedulers still hold, though there are no requests."""
-        found = []
+        found = [
+            f"{name} has {gateway.gate.inside} requests"
+            for name, gateway in self.gateways.items()
+            if gateway.gate.inside
+        ]
         for number in range(self._num_replicas):
             async with open_channel(f"pool-{number}:9002") as channel:
                 stub = kvpool_pb2_grpc.KVPoolStub(channel)
@@ -123,6 +178,7 @@ class Fleet:
             kvpool=f"pool-{number}:9002",
             workers=(f"worker-{number}:9003",),
             replica=f"replica-{number}",
+            max_queue_seconds=0.0,
         )
         return lambda stop: serve_scheduler(settings, stop)
 
@@ -157,6 +213,7 @@ class Fleet:
             http_address=f"gateway-{number}:8000",
             address=f"gateway-{number}:9000",
             trace_slowest_per_minute=0,
+            resubmit_timeout_seconds=_RESUBMIT_SECONDS,
         )
 
         async def serve(stop: asyncio.Event) -> None:

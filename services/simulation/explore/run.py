@@ -7,15 +7,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from services.simulation.explore.clients import Answer, ask
-from services.simulation.explore.fleet import Fleet
+from services.simulation.explore.faults import Fault, draw_faults, inject
+from services.simulation.explore.fleet import Fleet, service_names
 from services.simulation.explore.requests import Arrival, Edge, Request, draw_arrivals
 from services.simulation.runtime.loop import VirtualLoop
 from services.simulation.runtime.machine import run_on
 from services.simulation.runtime.network import Network
-from services.simulation.runtime.process import Process
+from services.simulation.runtime.process import Process, State
 from services.simulation.runtime.streams import MemoryStreams
 
 _START_SECONDS = 20.0
+_LOAD_SECONDS = 1.0
+_SETTLE_SECONDS = 3.0
 _ANSWER_SECONDS = 120.0
 _STOP_SECONDS = 30.0
 
@@ -28,39 +31,63 @@ class Failed(AssertionError):
 class Report:
     """What a run of a seed has shown."""
 
-    seed: int
+    plan: "Plan"
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything about a run that is not drawn while it runs."""
+
+    seed: int
+    num_replicas: int
+    num_gateways: int
+    arrivals: tuple[Arrival, ...]
+    faults: tuple[Fault, ...] = ()
+
+    def excuses(self, arrival: Arrival) -> bool:
+        """Whether a client may get an error: its gateway was disturbed itself."""
+        gateway = f"gateway-{arrival.gateway}"
+        return any(gateway == fault.service for fault in self.faults)
+
+
+def make_plan(seed: int) -> Plan:
+    rng = random.Random(seed)
+    num_replicas, num_gateways = rng.choice((1, 1, 2)), rng.choice((1, 1, 2))
+    arrivals = draw_arrivals(rng, rng.randrange(4, 16), _LOAD_SECONDS, num_gateways)
+    names = service_names(num_replicas, num_gateways)
+    faults = draw_faults(rng, names, rng.choice((0, 1, 1, 2, 4)), _LOAD_SECONDS)
+    return Plan(seed, num_replicas, num_gateways, tuple(arrivals), tuple(faults))
+
+
 class Explorer:
-    """Runs seeds with one model. Keeps the answers of requests alone."""
+    """Runs plans with one model. Keeps the answers of requests alone."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
         self._alone: dict[Request, Answer] = {}
 
-    def run(self, seed: int) -> Report:
-        """Runs one seed. `prepare` computes answers of many seeds faster."""
-        self.prepare([seed])
-        arrivals = _arrivals(seed)
-        network = _network(seed)
-        fleet = Fleet(network, self._model, 1, 1)
-        report = Report(seed, network.lines)
+    def run(self, plan: Plan) -> Report:
+        """Runs one plan. `prepare` computes answers of many plans faster."""
+        self.prepare([plan])
+        network = _network(plan.seed)
+        fleet = Fleet(network, self._model, plan.num_replicas, plan.num_gateways)
+        report = Report(plan, network.lines)
         answers: dict[int, Answer] = {}
         try:
-            run_on(network, seed, lambda: self._main(fleet, network, arrivals, answers))
+            run_on(network, plan.seed, lambda: _main(plan, fleet, network, answers))
         except Exception as error:
             report.failures.append(f"{type(error).__name__}: {error}")
         report.failures += network.errors
-        report.failures += self._compare(arrivals, answers)
+        report.failures += self._compare(plan, answers)
         return report
 
-    def prepare(self, seeds: Iterable[int]) -> None:
-        """Computes the answers of all requests of some seeds alone: one after the other, in a fleet
+    def prepare(self, plans: Iterable[Plan]) -> None:
+        """Computes the answers of all requests of some plans alone: one after the other, in a fleet
         without faults.
         """
-        arrivals = (arrival for seed in seeds for arrival in _arrivals(seed))
+        arrivals = (arrival for plan in plans for arrival in plan.arrivals)
         wanted = dict.fromkeys(_over_grpc(arrival.request) for arrival in arrivals)
         missing = [request for request in wanted if request not in self._alone]
         if not missing:
@@ -70,7 +97,8 @@ class Explorer:
 
         async def main() -> None:
             fleet.start_all()
-            await fleet.until_ready()
+            async with asyncio.timeout(_START_SECONDS):
+                await fleet.until_ready()
             for request in missing:
                 self._alone[request] = answer = Answer()
                 await Process(network.loop, "client").spawn(ask("gateway-0", request, answer))
@@ -80,38 +108,48 @@ class Explorer:
 
         run_on(network, 0, main)
 
-    async def _main(
-        self, fleet: Fleet, network: Network, arrivals: list[Arrival], answers: dict[int, Answer]
-    ) -> None:
-        fleet.start_all()
-        async with asyncio.timeout(_START_SECONDS):
-            await fleet.until_ready()
-        tasks = []
-        for arrival in arrivals:
-            client = Process(network.loop, f"client-{arrival.number}")
-            answer = answers[arrival.number] = Answer()
-            tasks.append(client.spawn(_client(arrival, answer)))
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            await asyncio.gather(*tasks)
-        await asyncio.sleep(1.0)
-        if held := await Process(network.loop, "operator").spawn(fleet.held()):
-            raise Failed("; ".join(held))
-        await fleet.stop_all(_STOP_SECONDS)
-        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        if left:
-            raise Failed(f"tasks are left: {sorted(map(repr, left))}")
-
-    def _compare(self, arrivals: list[Arrival], answers: dict[int, Answer]) -> list[str]:
+    def _compare(self, plan: Plan, answers: dict[int, Answer]) -> list[str]:
         failures = []
-        for arrival in arrivals:
+        for arrival in plan.arrivals:
             answer, alone = answers.get(arrival.number), self._alone[_over_grpc(arrival.request)]
             if answer is None or answer.equals(alone):
                 continue
-            if arrival.leaves_after_seconds is None or not answer.begins(alone):
-                failures.append(
-                    f"request {arrival.number} {arrival.request}: {answer} is not {alone}"
-                )
+            may_end = arrival.leaves_after_seconds is not None or plan.excuses(arrival)
+            if not may_end or not answer.begins(alone):
+                what = f"request {arrival.number} {arrival.request}"
+                failures.append(f"{what}: {answer} is not {alone}")
         return failures
+
+
+async def _main(plan: Plan, fleet: Fleet, network: Network, answers: dict[int, Answer]) -> None:
+    fleet.start_all()
+    async with asyncio.timeout(_START_SECONDS):
+        await fleet.until_ready()
+    injecting = [asyncio.create_task(inject(fault, fleet, network)) for fault in plan.faults]
+    clients = []
+    for arrival in plan.arrivals:
+        process = Process(network.loop, f"client-{arrival.number}")
+        answer = answers[arrival.number] = Answer()
+        clients.append(process.spawn(_client(arrival, answer)))
+    await asyncio.gather(*injecting)
+    async with asyncio.timeout(_ANSWER_SECONDS):
+        await asyncio.gather(*clients)
+    async with asyncio.timeout(_START_SECONDS):
+        await fleet.until_ready()
+    await asyncio.sleep(_SETTLE_SECONDS)
+    if held := await Process(network.loop, "operator").spawn(fleet.held()):
+        raise Failed("; ".join(held))
+    await fleet.stop_all(_STOP_SECONDS)
+    left = [task for task in asyncio.all_tasks() if _runs(task)]
+    if left:
+        raise Failed(f"tasks are left: {sorted(map(repr, left))}")
+
+
+def _runs(task: "asyncio.Task[object]") -> bool:
+    """Whether a task is left in a process that was not killed."""
+    process = getattr(task, "process", None)
+    is_dead = isinstance(process, Process) and process.state is State.DEAD
+    return task is not asyncio.current_task() and not is_dead
 
 
 async def _client(arrival: Arrival, answer: Answer) -> None:
@@ -122,11 +160,6 @@ async def _client(arrival: Arrival, answer: Answer) -> None:
             await asking
     except TimeoutError:
         answer.error = "left"
-
-
-def _arrivals(seed: int) -> list[Arrival]:
-    rng = random.Random(seed)
-    return draw_arrivals(rng, rng.randrange(4, 16), 1.0, 1)
 
 
 def _over_grpc(request: Request) -> Request:

@@ -87,7 +87,8 @@ class MemoryCore:
         self._state = _IDLE
         self._end: End | None = None
         self._server: MemoryServer | None = None
-        self._calls: dict[MemoryCall, None] = {}
+        self._calls: dict[MemoryCall, End] = {}
+        """The running calls, and the connection of each."""
         self._waiting: dict[MemoryCall, asyncio.Future[bool]] = {}
         self._state_waiters: list[asyncio.Future[bool]] = []
         self._is_closing = False
@@ -138,24 +139,26 @@ class MemoryCore:
 
     async def connected(self, call: "MemoryCall") -> bool:
         """Waits until `call` can begin. Returns whether it can. Otherwise the call has ended."""
-        if self._state == _READY:
-            return True
-        if self._state == _FAILED and not call.waits_for_ready:
-            call.fail(_UNAVAILABLE, self._failure)
-            return False
-        waiter = self._waiting[call] = self.loop.create_future()
-        if self._state == _IDLE:
-            self._connect()
-        try:
-            return bool(await waiter)
-        finally:
-            self._waiting.pop(call, None)
+        while self._state != _READY:
+            if self._state == _FAILED and not call.waits_for_ready:
+                call.fail(_UNAVAILABLE, self._failure)
+                return False
+            waiter = self._waiting[call] = self.loop.create_future()
+            if self._state == _IDLE:
+                self._connect()
+            try:
+                if not await waiter:
+                    return False
+            finally:
+                self._waiting.pop(call, None)
+        return True
 
     def begin(self, call: "MemoryCall", metadata: Metadata) -> "ServerCall":
         """Opens a call's stream on the connection."""
         assert self._server is not None
+        assert self._end is not None
         server, client = self._server, self.process
-        self._calls[call] = None
+        self._calls[call] = self._end
         up = Pipe(self.network, client, server.process)
         down = Pipe(self.network, server.process, client)
         served = server.call(call, up, down, metadata)
@@ -205,7 +208,7 @@ class MemoryCore:
             connection.ends[0].close()
             return
         self._end, self._server, self._served = connection.ends[0], server, served
-        self._end.on_lost = self._lost
+        self._end.on_lost = partial(self._lost, self._end)
         served.on_goaway = partial(connection.ends[1].pipe.send, self._going_away)
         self._set_state(_READY)
         for waiter in list(self._waiting.values()):
@@ -217,11 +220,12 @@ class MemoryCore:
         if self._state == _READY:
             self._set_state(_IDLE)
 
-    def _lost(self, reason: str) -> None:
-        if self._state == _READY:
+    def _lost(self, lost: End, reason: str) -> None:
+        if self._state == _READY and lost is self._end:
             self._set_state(_IDLE)
-        for call in list(self._calls):
-            call.fail(_UNAVAILABLE, reason)
+        for call, end in list(self._calls.items()):
+            if end is lost:
+                call.fail(_UNAVAILABLE, reason)
 
     @property
     def target(self) -> str:

@@ -7,7 +7,6 @@ context of a call. Both behave as grpc.aio's.
 import asyncio
 import inspect
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -191,7 +190,9 @@ class ServerCall:
         self._server = server
         self._client = client
         self._metadata = tuple(Metadatum(*pair) for pair in metadata)
-        self._deadline = client.deadline
+        self._timeout = client.time_remaining()
+        self._deadline: float | None = None
+        """The time of the event loop by which the call must end."""
         self._messages: deque[bytes] = deque()
         self._is_half_closed = False
         self._has_ended = False
@@ -240,9 +241,10 @@ class ServerCall:
             handler.response_serializer,
             handler.request_deserializer,
         )
-        if self._deadline is not None:
-            seconds = max(0.0, self._deadline - time.time())
-            self._timer = asyncio.get_running_loop().call_later(seconds, self.reset)
+        if self._timeout is not None:
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.time() + self._timeout
+            self._timer = loop.call_at(self._deadline, self.reset)
         request: Any = self._requests()
         if not handler.request_streaming:
             request = await self.read()
@@ -340,7 +342,9 @@ class ServerCall:
         return {}
 
     def time_remaining(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline - time.time())
+        if self._deadline is None:
+            return None
+        return max(0.0, self._deadline - asyncio.get_running_loop().time())
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         self.callbacks.append(callback)

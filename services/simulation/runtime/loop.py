@@ -203,6 +203,8 @@ class _Future(asyncio.Future[Any]):
 class _Task(asyncio.Task[Any]):
     def __init__(self, coroutine: Coroutine[Any, Any, Any], *, serial: int, **options: Any) -> None:
         self._serial = serial
+        context = options.get("context")
+        self.process = PROCESS.get(None) if context is None else context.get(PROCESS)
         super().__init__(coroutine, **options)
         # A task of a killed process stays pending.
         self._log_destroy_pending = False

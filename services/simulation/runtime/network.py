@@ -101,6 +101,15 @@ class Network:
         for pipe, callback, args in self._waiting.pop(cut, ()):
             pipe.send(callback, *args)
 
+    def reset(self, one: Process, other: Process) -> None:
+        """Ends all connections between two processes, at both ends."""
+        for connection in list(self._connections):
+            if connection.joins(one, other):
+                for end in connection.ends:
+                    self.loop.call_soon(
+                        end.lose, "Connection reset by peer", context=end.process.context
+                    )
+
     def wait(self, pipe: "Pipe", callback: Callable[..., object], args: tuple[Any, ...]) -> None:
         cut = pipe.source.name, pipe.target.name
         self._waiting.setdefault(cut, []).append((pipe, callback, args))

@@ -33,11 +33,15 @@ class Process:
         self._loop = loop
         self._held: list[asyncio.Handle] = []
         self._tasks: list[asyncio.Task[Any]] = []
-        """The tasks that have not ended when the process is killed must not be freed before the end
-        of the run, since their coroutines would run to their ends.
+        """The tasks that the end of a killed process has left. They are kept, since the coroutine
+        of a task that is freed runs to its end.
         """
         self.context = contextvars.copy_context()
         self.context.run(PROCESS.set, self)
+
+    @property
+    def is_dead(self) -> bool:
+        return self.state is State.DEAD
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         """Runs a coroutine as a task of this process."""
@@ -67,5 +71,7 @@ class Process:
         if self.state is not State.DEAD:
             self.state = State.DEAD
             self._held.clear()
+            tasks = asyncio.all_tasks(self._loop)
+            self._tasks = [task for task in tasks if getattr(task, "process", None) is self]
             for function in self.at_end:
                 function()

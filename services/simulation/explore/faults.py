@@ -1,0 +1,98 @@
+"""The faults of a run, drawn from its seed."""
+
+import asyncio
+import random
+from dataclasses import dataclass
+from enum import Enum
+
+from services.simulation.explore.fleet import Fleet
+from services.simulation.runtime.network import Network
+from services.simulation.runtime.process import Process
+
+_SLOW_STOP_SECONDS, _SLOW_RUN_SECONDS = 0.05, 0.005
+
+
+class Kind(Enum):
+    CRASH = "crashes"
+    TERMINATE = "ends after SIGTERM"
+    STOP = "is stopped"
+    SLOW = "runs a tenth of the time"
+    CUT = "is cut off"
+    CUT_ONE_WAY = "sends into the void"
+    RESET = "loses its connections"
+    AHEAD = "has a clock that is ahead"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to a service, from a time on and for some seconds. With `peer`, it concerns only
+    the network between both.
+    """
+
+    at_seconds: float
+    kind: Kind
+    service: str
+    seconds: float
+    peer: str | None = None
+
+    def __str__(self) -> str:
+        peer = "" if self.peer is None else f" ({self.peer})"
+        what = f"{self.service} {self.kind.value}{peer} for {self.seconds:.2f} s"
+        return f"at {self.at_seconds:.3f} s {what}"
+
+
+def draw_faults(rng: random.Random, services: list[str], count: int, seconds: float) -> list[Fault]:
+    faults = []
+    for _ in range(count):
+        kind, service = rng.choice(list(Kind)), rng.choice(services)
+        peer = None
+        if kind in (Kind.CUT, Kind.CUT_ONE_WAY, Kind.RESET):
+            peer = rng.choice([name for name in services if name != service])
+        lasts = rng.choice((0.02, 0.3, 3.0, 20.0)) * rng.random()
+        faults.append(Fault(rng.random() * seconds, kind, service, lasts, peer))
+    return sorted(faults, key=lambda fault: fault.at_seconds)
+
+
+async def inject(fault: Fault, fleet: Fleet, network: Network) -> None:
+    """Waits for the time of a fault, causes it, and ends it. Leaves a dead service alone."""
+    await asyncio.sleep(fault.at_seconds)
+    process = fleet.services[fault.service].process
+    network.log(f"fault: {fault}")
+    match fault.kind:
+        case Kind.CRASH:
+            await fleet.crash(fault.service, fault.seconds)
+        case Kind.TERMINATE:
+            await fleet.restart(fault.service)
+        case Kind.STOP:
+            await _stop(process, network, fault.seconds)
+        case Kind.SLOW:
+            until = network.loop.time() + fault.seconds
+            while network.loop.time() < until:
+                await _stop(process, network, _SLOW_STOP_SECONDS)
+                await asyncio.sleep(_SLOW_RUN_SECONDS)
+        case Kind.AHEAD:
+            process.seconds_ahead = fault.seconds
+            await asyncio.sleep(fault.seconds)
+            process.seconds_ahead = 0.0
+        case _:
+            assert fault.peer is not None
+            await _disturb(fault, process, fleet.services[fault.peer].process, network)
+
+
+async def _stop(process: Process, network: Network, seconds: float) -> None:
+    process.stop()
+    network.stopped(process)
+    await asyncio.sleep(seconds)
+    network.loop.resume(process)
+
+
+async def _disturb(fault: Fault, one: Process, other: Process, network: Network) -> None:
+    if fault.kind is Kind.RESET:
+        network.reset(one, other)
+        return
+    pairs = [(one, other), (other, one)] if fault.kind is Kind.CUT else [(one, other)]
+    for source, target in pairs:
+        network.cut(source, target)
+    await asyncio.sleep(fault.seconds)
+    for source, target in pairs:
+        network.mend(source, target)
