@@ -25,7 +25,7 @@ from services.worker.backends.attention import AttentionShape
 from services.worker.backends.cuda.kernels import CudaKernels
 from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.model_runner import ModelRunner
-from services.worker.core.sampled import PendingOutput
+from services.worker.core.sampled import SampledOnDevice
 from services.worker.core.step import NewRequest, StepInput
 from services.worker.models.config import read_model_config
 from services.worker.models.decoder import Decoder, attention_layers
@@ -244,7 +244,7 @@ def run_batch(runner: ModelRunner, prompts: np.ndarray, generation: int) -> Run:
 
 
 def _wait(output: object) -> None:
-    if isinstance(output, PendingOutput):
+    if isinstance(output, SampledOnDevice):
         output.wait()
 
 

@@ -198,6 +198,9 @@ class UpSettings:
         "worker",
         doc="the times and the memory of device simulated: the name of a profile, or a TOML file",
     )
+    device_faults: str | None = passed_to(
+        "worker", doc="faults of device simulated: 'after 30 s: hang 5 s', or a file of them"
+    )
     gpu_memory_utilization: float | None = passed_to(
         "worker",
         doc="share of memory that the worker may use, on a GPU of all of it",

@@ -41,6 +41,11 @@ class WorkerSettings(ServiceSettings):
         None,
         doc="the times and the memory of device simulated: the name of a profile, or a TOML file",
     )
+    device_faults: str | None = setting(
+        None,
+        doc="faults of device simulated, such as 'after 30 s: hang 5 s', or a file of them, see "
+        "docs/simulated-device.md",
+    )
     batch_invariant: bool | None = setting(
         None,
         doc="compute a request bit for bit the same in every batch (default: on the CPU yes, on "

@@ -59,5 +59,5 @@ def run_two_in_flight(runner: ModelRunner, steps: list[StepInput]) -> list[StepO
             flying.append(runner.begin(steps[number]))
         if len(flying) == 2 or number == len(steps):
             output = flying.popleft()
-            outputs.append(output.wait() if isinstance(output, PendingOutput) else output)
+            outputs.append(output if isinstance(output, StepOutput) else output.wait())
     return outputs

@@ -136,8 +136,9 @@ class _Checked:
 
     def digest(self) -> int:
         """The digest of input, hidden states and output. Waits until the output is computed."""
-        output = self.output.wait() if isinstance(self.output, PendingOutput) else self.output
+        output = self.output
         if output is not None:
+            output = output if isinstance(output, StepOutput) else output.wait()
             for array in (output.num_tokens, output.token_ids, output.nan_requests):
                 self.add(array)
         return int.from_bytes(self._digest.digest(), "little") >> 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -79,9 +80,16 @@ class Sampled:
         }
 
 
+class PendingOutput(Protocol):
+    """The output of a step that a device still computes."""
+
+    def wait(self) -> StepOutput:
+        """Waits for the device and returns the output. Callable from any thread, and repeatedly."""
+
+
 @dataclass(frozen=True, slots=True)
-class PendingOutput:
-    """The output of a step while the device may still be sampling some of its tokens.
+class SampledOnDevice:
+    """A PendingOutput while the device may still be sampling some of the step's tokens.
 
     `known`: tokens sampled on the host. `sampling`: indexes in the step of requests that the device
     samples. `pending`: one token for each of these requests. `prompt` maps requests to the
@@ -95,7 +103,6 @@ class PendingOutput:
     prompt: dict[int, LogprobRows]
 
     def wait(self) -> StepOutput:
-        """Waits for the device and returns the output. Callable from any thread, and repeatedly."""
         parts = *self.known.parts, (self.sampling, self.pending.wait())
         return Sampled(parts).output(self.step, self.prompt)
 

@@ -18,7 +18,7 @@ from services.worker.backends.row_sampler import RowSampler
 from services.worker.core.batch.device_tokens import DeviceTokens, PendingTokens
 from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.batch.layout import SamplingRequests, StepTokens
-from services.worker.core.sampled import PendingOutput, Sampled
+from services.worker.core.sampled import PendingOutput, Sampled, SampledOnDevice
 from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.sampling.arrays import Int64Array
 from services.worker.sampling.grammar import Grammars
@@ -102,7 +102,7 @@ class StepSampler:
                 output = self._sample_on_host(rows[here], self._of_rows(logits, here))
                 sampled.add(order[here], output)
             if pending is not None:
-                return PendingOutput(step, sampled, order[there], pending, prompt)
+                return SampledOnDevice(step, sampled, order[there], pending, prompt)
         return sampled.output(step, prompt)
 
     def _sample_on_host(self, rows: Int64Array, logits: torch.Tensor) -> SamplerOutput:

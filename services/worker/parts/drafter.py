@@ -12,8 +12,6 @@ from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.errors import NoSpeculation
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.models.config import read_model_config
-from services.worker.models.files.checkpoint import open_checkpoint
-from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.parts.refusals import refuse_draft_model, refuse_speculation
@@ -66,7 +64,7 @@ def _load_draft_model(setup: RankSetup, parts: RunnerParts, directory: Path) -> 
     NotEnoughMemory.
     """
     refuse_draft_model(setup, parts, directory)
-    checkpoint = open_checkpoint(directory, setup.platform.torch_device)
+    checkpoint = setup.platform.open(directory)
     longest = read_model_config(directory).rope.max_model_len
     options = LoadOptions(
         min(longest, parts.loaded.max_model_len), setup.platform.dtype(setup.settings.dtype)
@@ -74,7 +72,9 @@ def _load_draft_model(setup: RankSetup, parts: RunnerParts, directory: Path) -> 
     weights = f"the weights of the draft model ({checkpoint.num_bytes / 2**20:.0f} MiB)"
     with memory_for(weights, "use a machine with more, or a smaller draft model"):
         layer_read = setup.progress("loading layers of the draft model")
-        loaded = load_model(checkpoint, options, parts.kernels, layer_read, setup.ranks)
+        loaded = setup.platform.load(
+            checkpoint, options, layer_read, setup.ranks, setup.wait_for_ranks
+        )
     group = parts.limits.windows.index(None)
     shape = AttentionShape(
         loaded.attention,

@@ -20,11 +20,6 @@ def load_parts(
     of its layers.
     """
     settings, kernels = setup.settings, setup.platform.kernels()
-
-    def wait_for_ranks() -> None:
-        if setup.group is not None:
-            setup.group.gather("loaded", "")
-
     options = LoadOptions(
         settings.max_model_len,
         setup.platform.dtype(settings.dtype),
@@ -36,7 +31,9 @@ def load_parts(
     weights = f"the weights ({checkpoint.num_bytes / 2**20:.0f} MiB in their files)"
     with memory_for(weights, "use a machine with more, a smaller dtype, or more ranks"):
         layer_read = setup.progress("loading layers")
-        loaded = setup.platform.load(checkpoint, options, layer_read, setup.ranks, wait_for_ranks)
+        loaded = setup.platform.load(
+            checkpoint, options, layer_read, setup.ranks, setup.wait_for_ranks
+        )
     kinds = kv_groups.layer_kinds(
         loaded.attention,
         settings.kv_cache_dtype,

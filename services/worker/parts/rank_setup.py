@@ -38,6 +38,11 @@ class RankSetup:
     def least_of_ranks(self, name: str, value: int) -> int:
         return value if self.group is None else self.group.smallest(name, value)
 
+    def wait_for_ranks(self) -> None:
+        """Waits until every rank has called this."""
+        if self.group is not None:
+            self.group.gather("loaded", "")
+
     def progress(self, what: str) -> Callable[[int, int], None]:
         """Returns a function to call with the numbers of parts done and of all parts. It logs
         `what` and the percentage after each tenth of the parts, at most once in _QUIET_SECONDS, and

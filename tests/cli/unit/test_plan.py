@@ -57,6 +57,7 @@ EVERYTHING = {
     "tls_key_file": Path(__file__),
     "tls_client_ca_file": Path(__file__),
     "profile": "l4",
+    "device_faults": "every 1000th step: fail",
     "device": "cpu",
     "batch_invariant": True,
     "dtype": "float32",

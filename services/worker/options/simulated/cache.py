@@ -1,10 +1,10 @@
 """The cache of the simulated device: one key and one value of 8 bytes for each token.
 
 Attention of layer 0 stores the numbers of a step's tokens as keys, and attention of layer 1 stores
-values. For each token, both return the sum over the numbers that the token sees in each KV-cache
-group, times the factors of their positions. All numbers are read through the block tables, after
-the step's own numbers were stored. So a wrong block, a block that was freed too early, or a token
-that was not computed changes the sum.
+values. For each token, both return the sum over the numbers that the token sees through each window
+of the shape's layers, times the factors of their positions. All numbers are read through the block
+tables, after the step's own numbers were stored. So a wrong block, a block that was freed too
+early, or a token that was not computed changes the sum.
 """
 
 from collections.abc import Sequence
@@ -23,31 +23,35 @@ from services.worker.backends.attention import (
 from services.worker.options.simulated.hashing import PositionFactors
 from services.worker.sampling.arrays import UInt64Array
 
-_GROUP = np.uint64(1 << 56)
-"""The difference between the numbers that neighbouring groups store for a token."""
+_LAYER = np.uint64(1 << 56)
+"""The difference between a token's numbers in neighbouring layers of the shape."""
 
 
 class SimulatedCache:
     """A PagedAttention with one page, [2, num_blocks, tokens of the largest block]. Groups with
     smaller blocks leave the end of a block unused.
+
+    A group stores the numbers of its first layer, from which those of its other layers follow. So a
+    shape with the same layers in one group gives the same sums.
     """
 
     def __init__(self, shape: AttentionShape) -> None:
         page = torch.zeros(2, shape.num_blocks, max(shape.block_sizes), dtype=torch.int64)
         self.pages = [page]
         self.planes: UInt64Array = page.numpy().view(np.uint64)
-        self.windows = [shape.layers[group[0]].window for group in shape.layer_groups]
+        self.groups = shape.layer_groups
+        self.windows = [layer.window for layer in shape.layers]
         self.factors = PositionFactors()
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
-        return _SimulatedStep(self, layouts)
+        return SimulatedStep(self, layouts)
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
         self.planes[:, block_ids] = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _SimulatedStep:
+class SimulatedStep:
     """A LayerAttention with two layers. Only `key` is used, int64 [n]. Returns int64 [n]."""
 
     cache: SimulatedCache
@@ -63,17 +67,25 @@ class _SimulatedStep:
     ) -> torch.Tensor:
         numbers: UInt64Array = key.numpy().view(np.uint64)
         plane, sums = self.cache.planes[layer], np.zeros_like(numbers)
-        for group, layout in enumerate(self.layouts):
+        for group, layout in zip(self.cache.groups, self.layouts, strict=True):
             positions, size = layout.positions, layout.block_size
             blocks = layout.tables[layout.token_rows, positions // size]
-            plane[blocks, positions % size] = numbers + np.uint64(group + 1) * _GROUP
-        for layout, window in zip(self.layouts, self.cache.windows, strict=True):
-            self._add_sums(plane, layout, window, sums)
+            plane[blocks, positions % size] = numbers + np.uint64(group[0] + 1) * _LAYER
+        for group, layout in zip(self.cache.groups, self.layouts, strict=True):
+            for member in group:
+                more = np.uint64(member - group[0]) * _LAYER
+                self._add_sums(plane, layout, self.cache.windows[member], more, sums)
         return torch.from_numpy(sums.view(np.int64))
 
     def _add_sums(
-        self, plane: UInt64Array, layout: StepLayout, window: int | None, sums: UInt64Array
+        self,
+        plane: UInt64Array,
+        layout: StepLayout,
+        window: int | None,
+        more: np.uint64,
+        sums: UInt64Array,
     ) -> None:
+        """Adds the sums over a layer's numbers, which are the stored ones plus `more`."""
         factors = self.cache.factors.up_to(int(layout.seq_lens.max()))
         starts, size = layout.query_starts.tolist(), layout.block_size
         for index, (row, length) in enumerate(
@@ -84,7 +96,7 @@ class _SimulatedStep:
             first = seen // size
             blocks = layout.tables[row, first : -(-length // size)]
             held = plane[blocks, :size].reshape(-1)[: length - first * size]
-            terms = held * factors[first * size : length]
+            terms = (held + more if more else held) * factors[first * size : length]
             if end - begin == 1:
                 sums[begin:end] += np.add.reduce(terms[seen - first * size :])
             else:

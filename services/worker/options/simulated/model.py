@@ -7,9 +7,17 @@ and values that a token sees determines the next token.
 
 The next token has by far the largest logit, so that it is drawn at any usual temperature. All other
 logits are noise, from which a grammar or a logit bias selects.
+
+Every pipeline stage computes the same hashes from its own cache. It sends the keys, and the hashes
+if they are equal to the previous stage's. So the answer does not depend on the number of stages,
+unless the cache of one stage is wrong.
+
+A draft model computes the same hashes too, also in its own cache. Some bits of a hash determine
+whether its draft is the target model's next token.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -28,6 +36,8 @@ _PEAK = 40.0
 _NUM_WINDOWS = 1 << 16
 _ADAPTER = np.uint64(32)
 """The first bit of the adapter in a key."""
+_CHANCE = np.uint64(0x5851F42D4C957F2D)
+"""Makes the hash that a draft's chance depends on from the hash that the next token depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,8 @@ class SimulatedModel:
     scores.
 
     `end_token_ids` end an answer. One of them follows a token with the probability 1 /
-    `mean_output_tokens`, or never if that is 0.
+    `mean_output_tokens`, or never if that is 0. A pipeline stage after the first `receives` hidden
+    states, and one before the last `sends` them, as elements of `dtype`, [n, hidden_size].
     """
 
     def __init__(
@@ -65,18 +76,32 @@ class SimulatedModel:
         *,
         pools: bool = False,
         num_labels: int = 0,
+        dtype: torch.dtype = torch.float32,
+        receives: bool = False,
+        sends: bool = False,
     ) -> None:
         self.size = size
         self._ends = tuple(end_token_ids)
         self._mean_output_tokens = mean_output_tokens if self._ends else 0
         self._pools = pools
         self._num_labels = num_labels
+        self._dtype = dtype
+        self._receives = receives
+        self._sends = sends
+        self._acceptance_rate: float | None = None
         self._tokens = np.setdiff1d(np.arange(size.vocab_size), self._ends)
         self._width = size.hidden_size if pools else size.vocab_size
         words = numbers_from(0, _NUM_WINDOWS + self._width) >> np.uint64(40)
         self._noise: Float32Array = (words / 2.0**24).astype(np.float32)
         self._logits: Float32Array = np.empty((0, self._width), np.float32)
         """Memory for the logits of a step, since new memory would take ten times as long."""
+
+    def draft_model(self, acceptance_rate: float) -> "SimulatedModel":
+        """A draft model, each of whose drafts is this model's next token with this probability."""
+        draft = copy(self)
+        draft._acceptance_rate = acceptance_rate
+        draft._logits = self._logits[:0]
+        return draft
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Float32 [n, hidden_size]: the token id, then zeros."""
@@ -93,10 +118,13 @@ class SimulatedModel:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        keys: UInt64Array = token_ids.numpy().astype(np.uint64)
-        if embedded is not None:
+        keys, before = token_ids.numpy().astype(np.uint64), None
+        if self._receives:
+            assert embedded is not None
+            keys, before = _unpack(embedded)
+        elif embedded is not None:
             keys = _read_embedded(embedded)
-        if lora is not None:
+        if lora is not None and before is None:
             starts = lora.starts.tolist()
             for index, adapter in enumerate(lora.adapters):
                 assert isinstance(adapter, SimulatedLora)
@@ -104,6 +132,10 @@ class SimulatedModel:
                 keys[rows] += np.uint64(adapter.number + 1) << _ADAPTER
         seen = _attend(attention, 0, keys)
         hashes = mix(seen ^ mix(_attend(attention, 1, mix(seen))))
+        if before is not None:
+            hashes = np.where(hashes == before, hashes, mix(hashes ^ mix(before)))
+        if self._sends:
+            return self._pack(keys, hashes), None
         hidden = torch.from_numpy(hashes.view(np.int64))[:, None]
         if self._pools:
             hidden = torch.from_numpy(self._noise_of(hashes) - np.float32(0.5))
@@ -123,12 +155,24 @@ class SimulatedModel:
     def _compute_logits(self, hidden: torch.Tensor, logits: Float32Array) -> torch.Tensor:
         hashes: UInt64Array = hidden[:, 0].contiguous().numpy().view(np.uint64)
         self._noise_of(hashes, logits)
-        tokens = self._tokens[hashes % np.uint64(len(self._tokens))]
+        chosen = hashes % np.uint64(len(self._tokens))
+        tokens = self._tokens[chosen]
         if self._mean_output_tokens:
             chance = (hashes >> np.uint64(16)) % np.uint64(self._mean_output_tokens)
             tokens = np.where(chance == 0, self._ends[0], tokens)
+        if self._acceptance_rate is not None:
+            is_wrong = mix(hashes ^ _CHANCE) / 2.0**64 >= self._acceptance_rate
+            other = (chosen + np.uint64(1)) % np.uint64(len(self._tokens))
+            tokens = np.where(is_wrong, self._tokens[other], tokens)
         logits[np.arange(len(tokens)), tokens] = _PEAK
         return torch.from_numpy(logits)
+
+    def _pack(self, *parts: UInt64Array) -> torch.Tensor:
+        """The hidden states that begin with these numbers, [n, hidden_size]."""
+        hidden = torch.zeros(len(parts[0]), self.size.hidden_size, dtype=self._dtype)
+        raw = hidden.view(torch.uint8).numpy()
+        raw[:, : 8 * len(parts)] = np.stack(parts, axis=1).view(np.uint8)
+        return hidden
 
     def _noise_of(self, hashes: UInt64Array, rows: Float32Array | None = None) -> Float32Array:
         """A row of noise for each hash, [n, width], in `rows` if it is given."""
@@ -142,6 +186,13 @@ def _attend(attention: LayerAttention, layer: int, numbers: UInt64Array) -> UInt
     key = torch.from_numpy(numbers.view(np.int64))
     sums: UInt64Array = attention(layer, key, key, key, None).numpy().view(np.uint64)
     return sums
+
+
+def _unpack(hidden: torch.Tensor) -> tuple[UInt64Array, UInt64Array]:
+    """The keys and the hashes that the previous stage sent."""
+    raw = hidden.contiguous().view(torch.uint8).numpy()[:, :16]
+    numbers: UInt64Array = np.ascontiguousarray(raw).view(np.uint64)
+    return numbers[:, 0].copy(), numbers[:, 1]
 
 
 def _read_embedded(embedded: torch.Tensor) -> UInt64Array:

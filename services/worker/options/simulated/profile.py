@@ -21,7 +21,10 @@ if TYPE_CHECKING:  # `stepwell simulate` reads profiles without torch
 
 T = TypeVar("T")
 
+DRAFT_ACCEPTANCE_RATE = 0.7
 _DEFAULT_UTILIZATION = 0.9
+_ANSWERS = ("mean_output_tokens", "draft_acceptance_rate")
+"""Keys of both kinds of profiles, which describe the model's answers."""
 _PROFILES = files("services.worker.options.simulated") / "profiles"
 
 
@@ -31,10 +34,20 @@ class MeasuredProfile:
     kv_cache_memory_bytes: int
     mean_output_tokens: int = 0
     """The mean length of answers that no limit ends. 0 means that answers end at limits only."""
+    draft_acceptance_rate: float = DRAFT_ACCEPTANCE_RATE
+    """The probability that a draft model's draft is the next token, if the drafts before it are."""
+    draft: StepCosts | None = None
+    """The costs of a run of the draft model."""
 
     def step_times(self, size: "ModelSize") -> StepTimes:
         """The times of steps. A measured profile has the times of one model and ignores `size`."""
         return self.times
+
+    def draft_times(self, size: "ModelSize") -> StepTimes:
+        """The times of runs of the draft model. Raises SettingError if there are none."""
+        if self.draft is None:
+            raise SettingError("--profile: no table [draft] has the times of a draft model")
+        return StepTimes(self.draft, self.draft)
 
     def free_memory(
         self, size: "ModelSize", limits: "BatchLimits", utilization: float | None
@@ -63,6 +76,7 @@ class ComputedProfile:
     seconds_per_step: float
     """Time of a step besides reading and computing, such as launches of kernels and sampling."""
     mean_output_tokens: int = 0
+    draft_acceptance_rate: float = DRAFT_ACCEPTANCE_RATE
 
     def step_times(self, size: "ModelSize") -> StepTimes:
         """The times of steps of a model of this size."""
@@ -75,6 +89,10 @@ class ComputedProfile:
             seconds_per_decoded_context=size.kv_bytes_per_token / bandwidth,
         )
         return StepTimes(costs, costs)
+
+    def draft_times(self, size: "ModelSize") -> StepTimes:
+        """The times of runs of a draft model of this size."""
+        return self.step_times(size)
 
     def free_memory(
         self, size: "ModelSize", limits: "BatchLimits", utilization: float | None
@@ -124,19 +142,24 @@ def _listed() -> str:
 def _parse(table: dict[str, Any]) -> Profile:
     """Raises ValueError that names the key with a problem."""
     table.pop("about", None)
-    ending = {key: table.pop(key) for key in ("mean_output_tokens",) if key in table}
+    answers = _numbers({key: table.pop(key) for key in _ANSWERS if key in table}, "")
+    if answers.get("draft_acceptance_rate", 0) > 1:
+        raise ValueError("must have draft_acceptance_rate as a number of 1 or less")
     if "hardware" in table:
         hardware = _pop_table(table, "hardware")
         _refuse_others(table)
-        return _read(ComputedProfile, hardware | ending, "hardware")
+        return _read(ComputedProfile, hardware | answers, "hardware")
     mixed = _read(StepCosts, _pop_table(table, "mixed"), "mixed")
     decode = mixed
     if "decode" in table:
         decode = _read(StepCosts, _pop_table(table, "decode"), "decode")
+    draft = None
+    if "draft" in table:
+        draft = _read(StepCosts, _pop_table(table, "draft"), "draft")
     memory = {"kv_cache_memory_bytes": table.pop("kv_cache_memory_bytes", None)}
     _refuse_others(table)
-    numbers = _numbers(memory | ending, "")
-    return MeasuredProfile(StepTimes(decode, mixed), **numbers)
+    numbers = _numbers(memory, "") | answers
+    return MeasuredProfile(StepTimes(decode, mixed), draft=draft, **numbers)
 
 
 def _pop_table(table: dict[str, Any], key: str) -> dict[str, Any]:

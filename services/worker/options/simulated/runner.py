@@ -1,28 +1,88 @@
 """Runs steps in the time that a profile says."""
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
+
+from services.worker.backends.attention import LayerAttention
+from services.worker.backends.lora import LoraRows
 from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.step_times import StepTimes
 from services.worker.core.worker import StepRunner
+from services.worker.models.model import Model
+from services.worker.options.simulated.cache import SimulatedStep
+from services.worker.options.simulated.device import SimulatedDevice
+from services.worker.options.simulated.faults import Faults
+
+
+@dataclass(frozen=True, slots=True)
+class TimedModel:
+    """A Model whose runs take their time on the device.
+
+    `sends`: the model is a pipeline stage before the last. Its hidden states are there when their
+    time is over. Other models return at once. `faults` happen at each run.
+    """
+
+    model: Model
+    times: StepTimes
+    device: SimulatedDevice
+    receives: bool = False
+    sends: bool = False
+    faults: Faults | None = None
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.model.embed(token_ids)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: LayerAttention,
+        embedded: torch.Tensor | None = None,
+        wanted: torch.Tensor | None = None,
+        lora: LoraRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not isinstance(attention, SimulatedStep):
+            raise AssertionError("the simulated device has a cache of its own")
+        layout = attention.layouts[0]
+        counts = np.diff(layout.query_starts)
+        if self.receives:
+            self.device.received()
+        if self.faults is not None:
+            self.faults.at_step()
+        self.device.queue(self.times.seconds(counts, layout.seq_lens - counts))
+        output = self.model.forward(token_ids, positions, attention, embedded, wanted, lora)
+        if self.sends:
+            self.device.wait_until(self.device.ends)
+        return output
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.compute_logits(hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOutput:
+    """A PendingOutput that is known, and is there when the step's time is over."""
+
+    output: StepOutput
+    device: SimulatedDevice
+    ends: float
+    """When the step's work ends, by the device's clock."""
+
+    def wait(self) -> StepOutput:
+        self.device.wait_until(self.ends)
+        return self.output
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRunner:
-    """A StepRunner that returns from a step when its time is over. A step takes longer if `runner`
-    itself takes longer. Empty steps take no time.
-
-    `clock` returns seconds, and `sleep` waits for a number of seconds.
-    """
+    """A StepRunner over a TimedModel. The next step can begin while the device still works."""
 
     runner: StepRunner
-    times: StepTimes
-    clock: Callable[[], float] = time.perf_counter
-    sleep: Callable[[float], None] = time.sleep
+    device: SimulatedDevice
 
     @property
     def limits(self) -> BatchLimits:
@@ -32,17 +92,13 @@ class TimedRunner:
         self.runner.reset()
 
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
-        began = self.clock()
+        began = self.device.clock()
+        self.device.begin_step()
         output = self.runner.begin(step)
-        counts = step.num_scheduled_tokens
-        if len(step.num_draft_tokens) and isinstance(output, StepOutput):
-            # The worker may have proposed fewer drafts than the scheduler planned.
-            num_drafts = output.num_draft_tokens if len(output.num_draft_tokens) else 0
-            counts = counts - step.num_draft_tokens + num_drafts
-        left = began + self.times.seconds(counts, step.num_computed_tokens) - self.clock()
-        if left > 0:
-            self.sleep(left)
-        return output
+        if not (isinstance(output, StepOutput) and len(step.rows)):
+            return output
+        waited = round(1e9 * (self.device.starts - began))
+        return TimedOutput(replace(output, waited_nanos=waited), self.device, self.device.ends)
 
     def execute(self, step: StepInput) -> StepOutput:
         output = self.begin(step)

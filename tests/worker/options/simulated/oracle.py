@@ -18,12 +18,18 @@ class Oracle:
 
     def next_token(self, token_ids: Sequence[int], adapter: int = 0) -> int:
         """`adapter`: the number of the request's adapter plus 1, or 0 without an adapter."""
+        candidates = [token for token in range(self.vocab_size) if token not in self.ends]
+        return candidates[self._hash(token_ids, adapter) % len(candidates)]
+
+    def drafts_right(self, token_ids: Sequence[int], acceptance_rate: float) -> bool:
+        """Whether a draft model with this rate finds the next token."""
+        return _mix(self._hash(token_ids) ^ 0x5851F42D4C957F2D) / 2**64 < acceptance_rate
+
+    def _hash(self, token_ids: Sequence[int], adapter: int = 0) -> int:
         keys = [token + (adapter << 32) for token in token_ids]
         seen = self._seen(keys)
         values = [_mix(total) for total in seen]
-        chosen = _mix(seen[-1] ^ _mix(self._seen(values)[-1]))
-        candidates = [token for token in range(self.vocab_size) if token not in self.ends]
-        return candidates[chosen % len(candidates)]
+        return _mix(seen[-1] ^ _mix(self._seen(values)[-1]))
 
     def continuation(self, prompt: Sequence[int], count: int, adapter: int = 0) -> list[int]:
         """The `count` tokens after a prompt."""

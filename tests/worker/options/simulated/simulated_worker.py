@@ -1,16 +1,19 @@
 """Simulated workers of tiny models without weights."""
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.worker.backends.choices import DeviceSetting
 from services.worker.build import build_worker
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.pipeline import StagedModel
 from services.worker.core.worker import Worker
-from services.worker.options.simulated.runner import TimedRunner
+from services.worker.options.simulated.runner import TimedModel, TimedRunner
 from services.worker.parallel.group import Group
 from services.worker.settings import WorkerSettings
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import edit_config, save_tiny_model
 from tests.worker.options.simulated.oracle import Oracle
 
 PROFILE = """
@@ -19,7 +22,25 @@ kv_cache_memory_bytes = 4_000_000
 
 [mixed]
 seconds = 0
+
+[draft]
+seconds = 0
 """
+
+
+@dataclass
+class Clock:
+    """A clock that only `sleep` advances."""
+
+    now: float = 0.0
+
+    def read(self) -> float:
+        """The current time."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Waits."""
+        self.now += seconds
 
 
 def save_profile(directory: Path, text: str = PROFILE) -> str:
@@ -34,6 +55,15 @@ def save_configuration(directory: Path, kind: str = "llama") -> None:
     save_tiny_model(directory, kind)
     for weights in directory.glob("*.safetensors"):
         weights.unlink()
+
+
+def save_draft(directory: Path) -> Path:
+    """Saves a draft model of one layer, without its weights, for the model in a directory."""
+    draft = directory / "draft"
+    save_configuration(draft)
+    vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
+    edit_config(draft, num_hidden_layers=1, vocab_size=vocab_size)
+    return draft
 
 
 def build(directory: Path, group: Group | None = None, **settings: Any) -> Worker:
@@ -56,6 +86,14 @@ def model_runner(worker: Worker) -> ModelRunner:
     assert isinstance(worker.runner, TimedRunner)
     assert isinstance(worker.runner.runner, ModelRunner)
     return worker.runner.runner
+
+
+def timed_model(worker: Worker) -> TimedModel:
+    """The model with the times of its runs."""
+    model = model_runner(worker).model
+    model = model.model if isinstance(model, StagedModel) else model
+    assert isinstance(model, TimedModel)
+    return model
 
 
 def oracle_of(worker: Worker) -> Oracle:

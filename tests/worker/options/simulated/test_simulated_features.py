@@ -28,6 +28,7 @@ from tests.worker.options.simulated.simulated_worker import (
     model_runner,
     oracle_of,
     save_configuration,
+    save_profile,
     simulated,
 )
 from tests.worker.rank_threads import TIMEOUTS, free_port
@@ -180,13 +181,13 @@ def test_vectors_depend_on_the_prompt_and_not_on_its_chunks(tmp_path: Path, mode
 def test_two_ranks_give_the_same_tokens_with_half_of_the_memory_each(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     save_configuration(tmp_path)
-    port = free_port()
+    port, profile = free_port(), save_profile(tmp_path)
 
     def run(rank: int) -> tuple[Group, int, list[int]]:
         own = Membership(rank, 2, "127.0.0.1", port)
         group = Group(own, TIMEOUTS, lambda _: None, lambda: None)
         settings = {"tensor_parallel_size": 2, "check_ranks_every_steps": 1}
-        worker = build(tmp_path, group=group, **settings, **LIMITS)
+        worker = build(tmp_path, group=group, profile=profile, **settings, **LIMITS)
         return group, worker.description.bytes_per_block, answer(worker, request(0), 5)
 
     with ThreadPoolExecutor(2) as threads:

@@ -1,22 +1,18 @@
 """Profiles, the times of steps, and the settings of the simulated device that are refused."""
 
-from dataclasses import dataclass, field
+import time
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from services.common.process.settings import SettingError
 from services.common.request.sampling import SamplingParams
 from services.worker.backends.choices import DeviceSetting
-from services.worker.backends.device import UnsuitableDevice
 from services.worker.build import build_worker
 from services.worker.core.batch.input_batch import BatchLimits
-from services.worker.core.errors import NoSpeculation
-from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.step_times import StepCosts, StepTimes
 from services.worker.models.errors import UnsupportedModel
-from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.options.simulated.model_size import ModelSize
 from services.worker.options.simulated.profile import (
     ComputedProfile,
@@ -24,13 +20,15 @@ from services.worker.options.simulated.profile import (
     profile_names,
     read_profile,
 )
-from services.worker.options.simulated.runner import TimedRunner
+from services.worker.options.simulated.runner import TimedOutput, TimedRunner
 from services.worker.settings import WorkerSettings
 from tests.worker.options.simulated.simulated_worker import (
+    Clock,
     build,
     save_configuration,
     save_profile,
     simulated,
+    timed_model,
 )
 from tests.worker.runner_driver import ints
 from tests.worker.step_story import new, step
@@ -58,60 +56,68 @@ def test_steps_of_single_tokens_have_their_own_costs() -> None:
     assert TIMES.seconds(ints(), ints()) == 0
 
 
-@dataclass
-class Clock:
-    """A clock that only `sleep` and `work` advance."""
-
-    now: float = 0.0
-    slept: list[float] = field(default_factory=list)
-
-    def read(self) -> float:
-        """The current time."""
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        """Waits."""
-        self.slept.append(seconds)
-        self.now += seconds
-
-
-@dataclass
-class SlowRunner:
-    """A StepRunner whose steps take some time, and verify one draft of each request."""
-
-    clock: Clock
-    seconds: float
-    limits: BatchLimits = field(default_factory=lambda: BatchLimits(4, 64, 64, 9, 4, 9))
-
-    def reset(self) -> None:
-        """There is nothing to reset."""
-
-    def begin(self, step: StepInput) -> StepOutput:
-        """Takes the time."""
-        self.clock.now += self.seconds
-        drafts = np.minimum(step.num_draft_tokens, 1)
-        return StepOutput(1, step.step, step.rows, step.rows, num_draft_tokens=drafts)
-
-    execute = begin
-
-
-@pytest.mark.parametrize(("work", "slept"), [(0.5, [7.5]), (8.0, []), (20.0, [])])
-def test_a_step_ends_when_its_time_is_over(work: float, slept: list[float]) -> None:
-    """A decode step of one request takes eight seconds, less the time of its computation."""
+def timed(directory: Path, text: str, **settings: Any) -> tuple[TimedRunner, Clock]:
+    """A worker with these costs, whose clock stands still while it computes."""
+    text = f"kv_cache_memory_bytes = 1_000_000\n{text}"
+    worker = simulated(
+        directory, profile=save_profile(directory, text), max_model_len=96, **settings
+    )
+    assert isinstance(worker.runner, TimedRunner)
     clock = Clock()
-    runner = TimedRunner(SlowRunner(clock, work), TIMES, clock.read, clock.sleep)
-    runner.begin(step(0, (0, 1, 5)))
-    assert clock.slept == slept
+    worker.runner.device.clock, worker.runner.device.sleep = clock.read, clock.sleep
+    return worker.runner, clock
 
 
-def test_only_the_drafts_that_the_worker_proposed_take_time() -> None:
-    """The scheduler planned three drafts, and the worker proposed one."""
-    clock = Clock()
-    times = StepTimes(StepCosts(seconds=1), StepCosts(seconds=0, seconds_per_token=10))
-    runner = TimedRunner(SlowRunner(clock, 0), times, clock.read, clock.sleep)
+PROMPT = step(0, (0, 5, 0), new_requests=(new(0, SamplingParams()),))
+
+
+@pytest.mark.parametrize("delay", [0.0, 7.0])
+def test_a_step_that_is_queued_in_time_starts_when_the_step_before_it_ends(
+    tmp_path: Path, delay: float
+) -> None:
+    """The prompt takes ten seconds, and the decode step eight. The second step is queued after no
+    time, or after seven seconds.
+    """
+    runner, clock = timed(tmp_path, "[mixed]\nseconds = 10\n[decode]\nseconds = 8")
+    flying = [runner.begin(PROMPT)]
+    clock.now += delay
+    flying.append(runner.begin(step(1, (0, 1, 5))))
+    ended, waited = [], []
+    for output in flying:
+        assert isinstance(output, TimedOutput)
+        waited.append(output.wait().waited_nanos / 1e9)
+        ended.append(clock.now)
+    assert ended == [10, 18]
+    assert waited == [0, 10 - delay]
+
+
+def test_a_step_that_is_queued_late_starts_late(tmp_path: Path) -> None:
+    runner, clock = timed(tmp_path, "[mixed]\nseconds = 10")
+    runner.execute(PROMPT)
+    clock.now += 5
+    assert runner.execute(step(1, (0, 1, 5))).waited_nanos == 0
+    assert clock.now == 25
+
+
+def test_only_the_drafts_that_the_worker_proposes_take_time(tmp_path: Path) -> None:
+    """The scheduler plans three drafts. The prompt has no n-gram twice, so the worker proposes
+    none.
+    """
+    text = "[mixed]\nseconds = 0\nseconds_per_token = 10"
+    ngrams = '{"method": "ngram", "num_speculative_tokens": 3}'
+    runner, clock = timed(tmp_path, text, speculative_config=ngrams)
+    runner.execute(PROMPT)
+    assert clock.now == 50
     drafts = {"num_draft_tokens": ints(3), "draft_token_ids": ints(-1, -1, -1)}
-    runner.begin(step(0, (0, 4, 5), **drafts))
-    assert clock.slept == [20]
+    runner.execute(step(1, (0, 4, 5), **drafts))
+    assert clock.now == 60
+
+
+def test_a_slow_device_takes_a_multiple_of_the_time(tmp_path: Path) -> None:
+    runner, clock = timed(tmp_path, "[mixed]\nseconds = 10")
+    runner.device.slowness = 3
+    runner.execute(PROMPT)
+    assert clock.now == 30
 
 
 def test_a_worker_takes_the_time_of_its_profile(tmp_path: Path) -> None:
@@ -120,10 +126,9 @@ def test_a_worker_takes_the_time_of_its_profile(tmp_path: Path) -> None:
         profile=save_profile(tmp_path, "kv_cache_memory_bytes = 1_000_000\n[mixed]\nseconds=0.05"),
         max_model_len=96,
     )
-    assert isinstance(worker.runner, TimedRunner)
-    began = worker.runner.clock()
-    worker.runner.execute(step(0, (0, 5, 0), new_requests=(new(0, SamplingParams()),)))
-    assert 0.05 <= worker.runner.clock() - began < 0.5
+    began = time.perf_counter()
+    worker.runner.execute(PROMPT)
+    assert 0.05 <= time.perf_counter() - began < 0.5
 
 
 def test_a_measured_profile_has_the_memory_of_the_cache(tmp_path: Path) -> None:
@@ -192,11 +197,9 @@ def test_a_large_model_on_a_large_gpu(tmp_path: Path) -> None:
     assert own.kernels == "simulated, profile h100-80gb"
     assert own.bytes_per_block == 16 * 128 * 1024
     assert 400_000 < own.num_blocks * 16 < 500_000
-    assert isinstance(worker.runner, TimedRunner)
-    seconds = worker.runner.times.seconds(ints(1), ints(0))
-    assert 0.0062 < seconds < 0.0072
-    prompt = worker.runner.times.seconds(ints(8192), ints(0))
-    assert 0.2 < prompt < 0.3
+    times = timed_model(worker).times
+    assert 0.0062 < times.seconds(ints(1), ints(0)) < 0.0072
+    assert 0.2 < times.seconds(ints(8192), ints(0)) < 0.3
 
 
 @pytest.mark.parametrize(
@@ -210,6 +213,10 @@ def test_a_large_model_on_a_large_gpu(tmp_path: Path) -> None:
         ("kv_cache_memory = 1\n[mixed]\nseconds = 1", r"has 'kv_cache_memory'"),
         ("[hardware]\nmemory_bytes = 1", r"\[hardware\] missing 5 required"),
         ("mixed", r"Expected '='"),
+        (
+            "draft_acceptance_rate = 1.5\nkv_cache_memory_bytes = 1\n[mixed]\nseconds = 1",
+            r"must have draft_acceptance_rate as a number of 1 or less",
+        ),
     ],
 )
 def test_a_wrong_profile_is_one_sentence(tmp_path: Path, text: str, problem: str) -> None:
@@ -227,15 +234,10 @@ def test_an_unknown_profile_names_those_that_there_are() -> None:
 
 def test_settings_that_are_not_simulated_are_refused(tmp_path: Path) -> None:
     save_configuration(tmp_path)
-    with pytest.raises(UnsuitableDevice, match="stages are not simulated; set --pipeline-parallel"):
-        build(tmp_path, pipeline_parallel_size=2)
-    with pytest.raises(UnsuitableDevice, match="at load is not simulated; set --quantization auto"):
-        build(tmp_path, quantization=QuantizationSetting.INT8)
     draft = f'{{"model": "{tmp_path}", "num_speculative_tokens": 2}}'
-    with pytest.raises(
-        NoSpeculation, match="speculative_config: only workers on the CPU run a dra"
-    ):
-        build(tmp_path, speculative_config=draft)
+    undrafted = save_profile(tmp_path, "kv_cache_memory_bytes = 4_000_000\n[mixed]\nseconds = 0")
+    with pytest.raises(SettingError, match=r"no table \[draft\] has the times of a draft model"):
+        build(tmp_path, profile=undrafted, speculative_config=draft)
     profile = save_profile(tmp_path)
     wanted = WorkerSettings(model=tmp_path, device=DeviceSetting.CPU, profile=profile)
     with pytest.raises(SettingError, match="--profile belongs to --device simulated"):

@@ -3,6 +3,7 @@ tokens that the oracle gives for it alone.
 """
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from tests.worker.options.simulated.simulated_worker import (
     model_runner,
     oracle_of,
     save_configuration,
+    save_draft,
 )
 
 BLOCK_SIZE, MAX_MODEL_LEN, MAX_DRAFTS = 4, 44, 3
@@ -138,12 +140,21 @@ def _num_blocks(num_groups: int) -> int:
     return 1 + num_groups * (MAX_MODEL_LEN // BLOCK_SIZE) + 6
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral_window", "gemma2"])
+@pytest.fixture(
+    scope="module",
+    params=["llama", "mistral_window", "gemma2 drafts"],
+)
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    """A worker that proposes drafts, and whose vocabulary has the tokens of the worlds."""
-    directory = tmp_path_factory.mktemp(request.param)
-    save_configuration(directory, request.param)
+    """A worker that proposes drafts, some with a draft model, and whose vocabulary has the tokens
+    of the worlds.
+    """
+    kind, _, has_draft_model = request.param.partition(" ")
+    directory = tmp_path_factory.mktemp(kind)
+    save_configuration(directory, kind)
     edit_config(directory, vocab_size=1000)
+    wanted: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": MAX_DRAFTS}
+    if has_draft_model:
+        wanted |= {"method": "draft_model", "model": str(save_draft(directory))}
     worker = build(
         directory,
         block_size=BLOCK_SIZE,
@@ -151,8 +162,10 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=6,
         max_num_batched_tokens=64,
-        speculative_config=f'{{"method": "ngram", "num_speculative_tokens": {MAX_DRAFTS}}}',
+        speculative_config=json.dumps(wanted),
     )
+    if has_draft_model:
+        return worker
     drafter = Drafter(ProposerSource(OracleProposer(oracle_of(worker))), MAX_DRAFTS)
     model_runner(worker).drafter = drafter
     return worker

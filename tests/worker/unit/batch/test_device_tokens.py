@@ -9,7 +9,7 @@ import torch
 from services.common.request.sampling import SamplingParams
 from services.worker.core.errors import InvalidStep
 from services.worker.core.model_runner import ModelRunner
-from services.worker.core.sampled import PendingOutput
+from services.worker.core.sampled import SampledOnDevice
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.sampling.logprobs import LogprobRows
 from tests.tiny_models import save_tiny_model
@@ -89,7 +89,7 @@ def test_a_step_is_answered_later_if_the_device_samples_any_of_it(model: Path) -
 def test_log_probabilities_of_a_prompt_come_with_tokens_of_the_device(model: Path) -> None:
     runner = runner_of(model, keeps_tokens_on_device=True)
     begun = [runner.begin(step) for step in story((GREEDY, DRAWN, WITH_LOGPROBS, GREEDY))[:6]]
-    pending = [output for output in begun if isinstance(output, PendingOutput)]
+    pending = [output for output in begun if isinstance(output, SampledOnDevice)]
     assert pending == begun
     found = [output.wait().logprobs for output in pending]
     assert [list(of_step) for of_step in found] == [[], [], [2], [1], [], [0]]
