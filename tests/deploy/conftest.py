@@ -16,7 +16,10 @@ from tests.deploy.rendered import Rendered
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "stepwell"
 EXAMPLES = ROOT / "deploy" / "helm" / "examples"
-NAMES = ("small", "fleet", "tls-cert-manager", "tls-secrets", "tensor-parallel-gpu", "everything")
+NAMES = (
+    *("small", "fleet", "tls-cert-manager", "tls-secrets", "tensor-parallel-gpu", "simulated"),
+    "everything",
+)
 
 Values = dict[str, Any]
 

@@ -20,6 +20,7 @@ FURTHER = {
     "tls-cert-manager": {"StatefulSet", "Pod", "Certificate", "Issuer"},
     "tls-secrets": {"StatefulSet"},
     "tensor-parallel-gpu": {"LeaderWorkerSet", "Pod"},
+    "simulated": {"StatefulSet", "Pod"},
     "everything": {
         *("StatefulSet", "Pod", "HorizontalPodAutoscaler", "InferencePool"),
         *("ServiceMonitor", "PrometheusRule", "PersistentVolumeClaim"),

@@ -11,6 +11,9 @@ from services.common.rpc.addresses import split_host_port
 from services.gateway.settings import GatewaySettings
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings
+from services.worker.backends.choices import DeviceSetting
+from services.worker.options.simulated.faults import read_rules
+from services.worker.options.simulated.profile import ComputedProfile, read_profile
 from services.worker.settings import WorkerSettings
 from tests.deploy.compose_files import DIRECTORY, ROOT, services_of
 from tests.deploy.dockerfiles import environment_of
@@ -30,6 +33,9 @@ VARIANTS = {
     "gpu": ("compose.yaml", "gpu.yaml"),
     "small on a GPU": ("small.yaml", "gpu-small.yaml"),
     "replica on a GPU": ("replica.yaml", "gpu-small.yaml"),
+    "simulated": ("compose.yaml", "simulated.yaml"),
+    "small, simulated": ("small.yaml", "simulated-small.yaml"),
+    "replica, simulated": ("replica.yaml", "simulated-small.yaml"),
 }
 MOUNTED_SECRETS = "/run/secrets/"
 SECRETS = {"api-keys": "sk-ann", "redis-url": "redis://:secret@redis:6379"}
@@ -78,6 +84,20 @@ def test_every_variable_is_a_setting_of_its_service(variant: str, name: str) -> 
     prefix = env_prefix(role_of(service))
     assert all(variable.startswith(prefix) for variable in service["environment"])
     settings_of(service)  # raises for one that is unknown or cannot be used
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "simulated" in name])
+def test_simulated_devices_have_the_profile_and_the_faults_of_the_environment(variant: str) -> None:
+    variables = {"PROFILE": "l4", "DEVICE_FAULTS": "at step 9: hang 1 s; at step 10: fail"}
+    services = services_of(*VARIANTS[variant], REPLICA="2", **variables)
+    workers = [service for service in services.values() if role_of(service) == "worker"]
+    assert len(workers) == (2 if variant == "simulated" else 1)
+    for worker in workers:
+        settings = settings_of(worker)
+        assert settings.device is DeviceSetting.SIMULATED
+        assert isinstance(read_profile(settings.profile), ComputedProfile)
+        assert len(read_rules(settings.device_faults, 0, 0)) == 2
+        assert settings.kv_cache_memory_bytes is None
 
 
 @pytest.mark.parametrize(("variant", "name"), OWN)
