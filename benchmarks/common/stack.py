@@ -3,8 +3,9 @@
 import asyncio
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.common.processes import end, environment, spawn, until_serving
 from services.cli.processes.child import ChildSpec
@@ -17,14 +18,18 @@ START_SECONDS = 180.0
 
 
 class Stack:
-    """The services, with their default settings except for the given ones.
+    """The services, with their default settings except for the given ones. `variables` are further
+    settings of single services, as variables of the environment.
 
     `async with` starts the services and is entered when they serve. At its end it stops them in the
     order in which `stepwell up` does.
     """
 
-    def __init__(self, settings: UpSettings) -> None:
+    def __init__(
+        self, settings: UpSettings, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._settings = settings
+        self._variables = variables
         self._directory = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
         self._addresses = Addresses(
             HOST,
@@ -62,7 +67,7 @@ class Stack:
         return {name: self._log(name).read_text(errors="replace") for name in self._by_name()}
 
     async def __aenter__(self) -> "Stack":
-        planned = stages(self._settings, self._addresses, environment())
+        planned = stages(self._settings, self._addresses, {**environment(), **self._variables})
         self._processes = [
             [(spec.name, self._spawn(spec)) for spec in stage.specs] for stage in planned
         ]

@@ -1,7 +1,7 @@
 """Fits step times by least squares, and computes the errors of the fit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import combinations
 
 import numpy as np
@@ -11,7 +11,7 @@ from services.worker.sampling.arrays import Float64Array, Int32Array
 
 _HELD_OUT = 5
 """One in five measurements is not fitted, and only used to compute errors."""
-_DECODE, _MIXED = (0, 3, 4), (0, 1, 2, 3, 4)
+_DECODE, _MIXED = (0, 3, 4, 5), (0, 1, 2, 3, 4, 5)
 """The fitted fields of StepCosts. In steps of single tokens there are as many tokens as requests,
 and no chunks.
 """
@@ -68,7 +68,7 @@ def _fit(measured: Sequence[Measurement], columns: tuple[int, ...]) -> StepCosts
     """The coefficients of 0 or more that minimize the squares of the relative errors.
 
     The solution is the best one of all subsets of coefficients whose unconstrained solution is not
-    negative. There are at most 32 subsets.
+    negative. There are at most 64 subsets.
     """
     seconds = np.array([one.seconds for one in measured])
     features = np.array(
@@ -84,14 +84,8 @@ def _fit(measured: Sequence[Measurement], columns: tuple[int, ...]) -> StepCosts
             if error < least and found.min() >= 0:
                 best, least = np.zeros(len(scales)), error
                 best[subset] = found
-    fixed, *slopes = (best / scales).tolist()
-    return StepCosts(
-        seconds=fixed,
-        seconds_per_token=slopes[0],
-        seconds_per_new_context=slopes[1],
-        seconds_per_decoded_context=slopes[2],
-        seconds_per_request=slopes[3],
-    )
+    names = (field.name for field in fields(StepCosts))
+    return StepCosts(**dict(zip(names, (best / scales).tolist(), strict=True)))
 
 
 def _errors(times: StepTimes, measured: Sequence[Measurement]) -> Errors:

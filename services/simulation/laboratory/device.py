@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.scheduler.core.output import SchedulerOutput
-from services.worker.core.step_times import StepTimes
+from services.worker.core.step_times import TILE_TOKENS, StepTimes
 
 
 class Device:
@@ -64,7 +64,8 @@ class Device:
     def _decode_fixed(self, num_requests: int) -> float:
         costs = self.times.decode
         each = costs.seconds_per_token + costs.seconds_per_request
-        return costs.seconds + each * num_requests
+        tiles = -(-num_requests // TILE_TOKENS)
+        return costs.seconds + each * num_requests + costs.seconds_per_tile * tiles
 
     def _mixed_seconds(self, counts: Sequence[int], starts: Sequence[int]) -> float:
         num_tokens = new_context = decoded_context = 0
@@ -81,4 +82,5 @@ class Device:
             + costs.seconds_per_new_context * new_context
             + costs.seconds_per_decoded_context * decoded_context
             + costs.seconds_per_request * len(counts)
+            + costs.seconds_per_tile * -(-num_tokens // TILE_TOKENS)
         )

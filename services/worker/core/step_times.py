@@ -12,6 +12,10 @@ from services.worker.core.step import Int32Array
 from services.worker.sampling.arrays import Float64Array
 
 
+TILE_TOKENS = 16
+"""Tokens that matrix products compute together, such as the rows of a tile of Intel's AMX."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
     """The coefficients of a step's time. A token's context is the tokens that it attends to,
@@ -26,19 +30,23 @@ class StepCosts:
     seconds_per_decoded_context: float = 0.0
     """Time for each token of the contexts of single tokens."""
     seconds_per_request: float = 0.0
+    seconds_per_tile: float = 0.0
+    """Time for each TILE_TOKENS tokens, of which the last ones may be fewer."""
 
 
 def step_features(
     num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array
 ) -> Float64Array:
-    """The numbers that the fields of StepCosts are multiplied by, [5], given the numbers of
+    """The numbers that the fields of StepCosts are multiplied by, [6], given the numbers of
     scheduled and computed tokens of a step's requests.
     """
     counts = num_scheduled_tokens.astype(np.int64)
     contexts = counts * num_computed_tokens + counts * (counts + 1) // 2
     single = int(contexts[counts == 1].sum())
     chunks = int(contexts.sum()) - single
-    return np.array([1, counts.sum(), chunks, single, len(counts)], np.float64)
+    num_tokens = int(counts.sum())
+    tiles = -(-num_tokens // TILE_TOKENS)
+    return np.array([1, num_tokens, chunks, single, len(counts), tiles], np.float64)
 
 
 @dataclass(frozen=True, slots=True)

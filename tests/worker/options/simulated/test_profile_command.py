@@ -20,6 +20,7 @@ TIMES = StepTimes(
         seconds_per_token=1e-4,
         seconds_per_new_context=5e-8,
         seconds_per_decoded_context=2e-8,
+        seconds_per_tile=5e-4,
     ),
 )
 

@@ -39,6 +39,7 @@ COSTS = StepCosts(
     seconds_per_new_context=10,
     seconds_per_decoded_context=2,
     seconds_per_request=0.5,
+    seconds_per_tile=10_000,
 )
 TIMES = StepTimes(StepCosts(seconds=7, seconds_per_request=1), COSTS)
 
@@ -47,8 +48,13 @@ def test_the_time_of_a_step_is_the_sum_of_the_formula() -> None:
     """The chunk of three tokens after two attends to 3 + 4 + 5 tokens. The single token attends to
     nine.
     """
-    expected = 1000 + 4 * 100 + (3 + 4 + 5) * 10 + 9 * 2 + 2 * 0.5
+    expected = 1000 + 4 * 100 + (3 + 4 + 5) * 10 + 9 * 2 + 2 * 0.5 + 10_000
     assert TIMES.seconds(ints(3, 1), ints(2, 8)) == expected
+
+
+def test_tokens_are_computed_in_tiles_of_sixteen() -> None:
+    times = StepTimes(COSTS, StepCosts(seconds=0, seconds_per_tile=1))
+    assert [times.seconds(ints(count), ints(0)) for count in (2, 16, 17, 32, 33)] == [1, 1, 2, 2, 3]
 
 
 def test_steps_of_single_tokens_have_their_own_costs() -> None:

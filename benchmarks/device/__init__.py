@@ -1,0 +1,1 @@
+"""Compares the times that clients of a simulated device see with its profile."""

@@ -1,0 +1,54 @@
+"""The times that a profile gives to the steps of a step log."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.worker.core.step_times import StepTimes
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """The times of a request's tokens, in seconds from the first step of its burst."""
+
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token."""
+        return self.tokens[0]
+
+    @property
+    def itls(self) -> list[float]:
+        """Times between tokens."""
+        return np.diff(self.tokens).tolist()
+
+
+def expected_times(lines: Iterable[str], times: StepTimes) -> list[RequestTimes]:
+    """The times of requests, if the steps of a log follow each other without gaps and take the
+    times of a profile. A burst begins when no request was there.
+    """
+    requests: dict[int, RequestTimes] = {}
+    plans: dict[int, tuple[list[int], float]] = {}
+    present: set[int] = set()
+    now = 0.0
+    for line in lines:
+        entry = json.loads(line)
+        match entry.get("call"):
+            case "add":
+                now = now if present else 0.0
+                present.add(entry["key"])
+                requests[entry["key"]] = RequestTimes()
+            case "schedule" if entry["keys"]:
+                counts = np.array(entry["num_scheduled_tokens"], np.int32)
+                computed = np.array(entry["num_computed_tokens"], np.int32)
+                now += times.seconds(counts, computed)
+                plans[entry["step"]] = entry["keys"], now
+            case "update_from_output" if entry["step"] in plans:
+                keys, ended = plans.pop(entry["step"])
+                for key, token_ids in zip(keys, entry["token_ids"], strict=True):
+                    requests[key].tokens += [ended] * len(token_ids)
+                present -= {key for key, *_ in entry["ended"]}
+    return [request for request in requests.values() if request.tokens]
