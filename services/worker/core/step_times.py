@@ -11,7 +11,6 @@ import numpy as np
 from services.worker.core.step import Int32Array
 from services.worker.sampling.arrays import Float64Array
 
-
 TILE_TOKENS = 16
 """Tokens that matrix products compute together, such as the rows of a tile of Intel's AMX."""
 
