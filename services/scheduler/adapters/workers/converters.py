@@ -101,18 +101,23 @@ def model_runner_output_from_proto(
 
 
 def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestTimes | None:
-    """Converts the parts of a request's total time. None if they were not measured."""
+    """Converts the parts of a request's total time. None if they were not measured. A part in which
+    the machine's clock was set back is 0.
+    """
     if times is None:
         return None
     return scheduler_pb2.RequestTimes(
-        queue_nanos=times.queue_nanos,
-        prefill_nanos=times.prefill_nanos,
-        decode_nanos=times.decode_nanos,
-        interrupted_nanos=times.interrupted_nanos,
+        queue_nanos=max(0, times.queue_nanos),
+        prefill_nanos=max(0, times.prefill_nanos),
+        decode_nanos=max(0, times.decode_nanos),
+        interrupted_nanos=max(0, times.interrupted_nanos),
         queued_unix_nanos=times.queued_unix_nanos,
         parts=[
             scheduler_pb2.TimePart(
-                name=part.name, nanos=part.nanos, waited_for=part.request_id, step=part.step
+                name=part.name,
+                nanos=max(0, part.nanos),
+                waited_for=part.request_id,
+                step=part.step,
             )
             for part in times.parts
         ],
