@@ -23,7 +23,7 @@ class EventFeed:
 
     def __init__(self, max_hashes: int = MAX_UNREAD_HASHES) -> None:
         self._max_hashes = max_hashes
-        self._watchers: dict[PoolId, set[_Watcher]] = {}
+        self._watchers: dict[PoolId, dict[_Watcher, None]] = {}
         self._closed = False
 
     def open(
@@ -41,15 +41,15 @@ class EventFeed:
     async def watch(self, pool_id: PoolId, snapshot: Snapshot) -> AsyncGenerator[EventBatch]:
         """Yields a snapshot, then all later batches, without end. Raises Draining after `close`."""
         watcher = _Watcher(self._max_hashes)
-        watchers = self._watchers.setdefault(pool_id, set())
-        watchers.add(watcher)
+        watchers = self._watchers.setdefault(pool_id, {})
+        watchers[watcher] = None
         try:
             while not self._closed:
                 batch = watcher.pop()
                 yield snapshot() if batch is None else batch
                 await watcher.wait()
         finally:
-            watchers.discard(watcher)
+            watchers.pop(watcher, None)
         raise Draining("the pool is draining")
 
     def close(self) -> None:

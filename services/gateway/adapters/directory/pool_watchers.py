@@ -62,12 +62,12 @@ class PoolWatchers:
         tasks: dict[PoolAddress, asyncio.Task[None]] = {}
         try:
             while True:
-                wanted = set(pools())
+                wanted = dict.fromkeys(pools())  # in their order, so that a run can be repeated
                 self._index.contact = DirectoryState.EXACT if wanted else DirectoryState.UNUSED
-                for pool in tasks.keys() - wanted:
+                for pool in [pool for pool in tasks if pool not in wanted]:
                     tasks[pool].cancel()
                     await asyncio.gather(tasks.pop(pool), return_exceptions=True)
-                for pool in wanted - tasks.keys():
+                for pool in [pool for pool in wanted if pool not in tasks]:
                     tasks[pool] = asyncio.create_task(self._follow(pool))
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
                 for task in tasks.values():

@@ -56,8 +56,8 @@ class Sessions:
         """Number of finished requests whose logits contained NaN."""
         self.state = scheduler_pb2.ReplicaState(ready=True)
         """The state that was announced last. It includes whether steps can run."""
-        self._sessions: set[GatewaySession] = set()
-        self._gateways: set[GatewaySession] = set()
+        self._sessions: dict[GatewaySession, None] = {}
+        self._gateways: dict[GatewaySession, None] = {}
         """The sessions of gateways. Sessions of other gRPC services are not included."""
         self._owners: dict[Request, _Owner] = {}
         self._num_uncomputed = 0
@@ -74,20 +74,20 @@ class Sessions:
 
     def open(self, gateway_id: str) -> GatewaySession:
         session = self.open_call(gateway_id)
-        self._gateways.add(session)
+        self._gateways[session] = None
         self._send_load()
         return session
 
     def open_call(self, name: str) -> GatewaySession:
         """Opens a session for the requests of one call. No states are sent to it."""
         session = GatewaySession(name)
-        self._sessions.add(session)
+        self._sessions[session] = None
         return session
 
     def close(self, session: GatewaySession) -> list[Request]:
         """Removes a session. Returns its requests, which the caller must abort."""
-        self._sessions.discard(session)
-        self._gateways.discard(session)
+        self._sessions.pop(session, None)
+        self._gateways.pop(session, None)
         unowned = list(session.requests.values())
         for request in unowned:
             self._pop_owner(request)
