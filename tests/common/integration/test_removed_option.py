@@ -26,6 +26,8 @@ OTHER_TESTS = {
     ],
     "worker": [],
 }
+BUILT_ON = {"simulated": "services/cli/simulate"}
+"""Folders that are removed together with an option, since they have no use without it."""
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
 """Bytecode of another process that has not been renamed yet."""
 
@@ -80,10 +82,12 @@ def remove(service: str, option: str, root: Path) -> None:
     """
     options = f"services/{service}/options"
     shutil.rmtree(root / options / option)
+    if option in BUILT_ON:
+        shutil.rmtree(root / BUILT_ON[option])
     shutil.rmtree(root / "tests" / service / "options" / option, ignore_errors=True)
     listed = root / options / "listed.py"
     text, package = listed.read_text(), rf"services\.{service}\.options\.{option}"
-    [imported] = re.findall(rf"^from {package} import (.+)$", text, re.M)
+    [imported] = re.findall(rf"^from {package}(?:\.\w+)* import (.+)$", text, re.M)
     its = re.compile(rf"\b({imported.replace(', ', '|')})\b")
     lines = text.splitlines(keepends=True)
     listed.write_text("".join(line for line in lines if not its.search(line)))
