@@ -37,7 +37,7 @@ from services.worker.core.step_times import StepTimes
 from services.worker.models.config import read_model_config
 from services.worker.models.decoder import attention_layers
 from services.worker.options.simulated.model_size import Sizes
-from services.worker.options.simulated.profile import read_profile
+from services.worker.profiles.profile import read_profile
 
 LLAMA_8B = Shape(4096, 32, 32, 8, 14336, 128256, tied_embeddings=False)
 MAX_MODEL_LEN = 8192

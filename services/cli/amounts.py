@@ -1,3 +1,5 @@
+"""Durations and counts as text for people."""
+
 _MINUTE = 60.0
 
 

@@ -76,6 +76,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_body(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The request fields of the flags that were set."""
     names = (*(name for name, _, _ in _SAMPLING), "stop")
     given = {name: getattr(arguments, name) for name in names}
     temperature = arguments.temperature

@@ -1,3 +1,5 @@
+"""The error that ends a command, with one sentence for people and an exit status."""
+
 from typing import Any, NoReturn
 
 from services.common.process.argument_parser import ArgumentParser

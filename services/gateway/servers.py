@@ -1,3 +1,5 @@
+"""The servers of a gateway: HTTP and gRPC for clients, and HTTP for operators."""
+
 from stepwell.gateway.v1 import gateway_pb2_grpc
 
 from services.common.rpc.addresses import is_on_this_machine

@@ -1,3 +1,5 @@
+"""Settings of the gateway."""
+
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Settings of the pool service."""
+
 from dataclasses import dataclass
 
 from services.common.process.service_settings import ServiceSettings, allowed_names

@@ -209,6 +209,7 @@ class SchedulerService:
         )
 
     def serve_collect(self, metrics: ReplicaMetrics) -> None:
+        """Serves the metrics of the replica to gateways."""
         serve_collect(self._server, metrics.collect)
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -1,3 +1,5 @@
+"""Settings of the scheduler."""
+
 from dataclasses import dataclass
 from pathlib import Path
 

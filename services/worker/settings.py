@@ -1,3 +1,5 @@
+"""Settings of a worker."""
+
 from dataclasses import dataclass
 from pathlib import Path
 

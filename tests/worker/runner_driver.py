@@ -46,7 +46,7 @@ from services.worker.parallel.group import Group
 from services.worker.parallel.membership import Membership
 from services.worker.platforms.cpu_kernels import select_kernels
 from services.worker.sampling.logprobs import LogprobRows
-from services.worker.speculation.ngram import Proposer
+from services.worker.speculation.proposer import Proposer
 
 GREEDY = SamplingParams(temperature=0)
 MAX_MODEL_LEN = 512

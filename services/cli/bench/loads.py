@@ -1,3 +1,5 @@
+"""Builds the sessions of a load and their arrival times from the settings."""
+
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""The containers of a compose project, through Docker's SDK."""
+
 import os
 import socket
 from collections.abc import Iterator, Sequence

@@ -1,3 +1,5 @@
+"""What a check requires of a deployment and of its clients."""
+
 import enum
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -1,3 +1,5 @@
+"""The limits that are measured: arithmetic by the kernels themselves, and reads of memory."""
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

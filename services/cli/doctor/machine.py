@@ -1,3 +1,5 @@
+"""What the machine has: software, processor, cores, quota, memory and GPUs."""
+
 import os
 import platform
 import shutil

@@ -1,3 +1,5 @@
+"""The stores in which `stepwell keys` reads and writes records: a file or Redis."""
+
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,7 +21,9 @@ class Store(Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def read(self) -> KeyBook: ...
+    def read(self) -> KeyBook:
+        """Returns all records."""
+        ...
 
     def write(
         self, before: KeyRecord | None, after: KeyRecord, tenant: TenantRecord | None, version: str

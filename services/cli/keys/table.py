@@ -1,3 +1,5 @@
+"""Formats the records of `stepwell keys`."""
+
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -110,6 +110,7 @@ class Child:
             self._process.terminate()
 
     def kill(self) -> None:
+        """Kills the process and its process group."""
         if not self.ended:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

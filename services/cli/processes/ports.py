@@ -1,3 +1,5 @@
+"""Checks whether ports of this machine are free, and finds free ones."""
+
 import errno
 import random
 import socket

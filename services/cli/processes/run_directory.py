@@ -1,3 +1,5 @@
+"""A private directory for the sockets of one run of `stepwell up`."""
+
 import os
 import shutil
 import stat

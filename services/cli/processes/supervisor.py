@@ -138,6 +138,7 @@ class Supervisor:
         return self._children[name].pid
 
     def not_ready(self) -> list[str]:
+        """Names of the children that have not been ready yet."""
         return [name for name, event in self._was_ready.items() if not event.is_set()]
 
     async def run(self) -> None:

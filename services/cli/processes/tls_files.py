@@ -1,3 +1,5 @@
+"""TLS certificates of the client commands. Reads the flags, and explains TLS errors."""
+
 import argparse
 import os
 import ssl

@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def profile_text(fit: "Fit", described: "WorkerDescription") -> str:
-    """The profile, in the format of services/worker/options/simulated/profile.py."""
+    """The profile, in the format of services/worker/profiles/profile.py."""
     memory = described.num_blocks * described.bytes_per_block
     name, computed_with = described.model_name, f"{described.dtype}, {described.kernels}"
     lines = [

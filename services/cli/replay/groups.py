@@ -1,3 +1,5 @@
+"""The KV-cache groups of a step log's header, and the pool for them."""
+
 from services.cli.replay.fields import Field, FieldError
 from services.common.errors import InvalidArgument
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode

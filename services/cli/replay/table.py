@@ -1,3 +1,5 @@
+"""A table that compares two runs."""
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

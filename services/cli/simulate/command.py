@@ -22,7 +22,7 @@ from services.simulation.laboratory.programs import Program
 from services.simulation.laboratory.run import RunResult, Setup, simulate
 from services.simulation.laboratory.traces import read_trace
 from services.simulation.laboratory.workloads import NAMES, Traffic, generate
-from services.worker.options.simulated.profile import MeasuredProfile, profile_names, read_profile
+from services.worker.profiles.profile import MeasuredProfile, profile_names, read_profile
 
 DESCRIPTION = """\
 Runs whole fleets on simulated time: the real schedulers, pools and routing, with a device whose
@@ -170,7 +170,7 @@ def _setups(arguments: argparse.Namespace) -> dict[str, Setup]:
 
 
 def _programs(arguments: argparse.Namespace) -> Workload:
-    """The workload, of which each run takes its own iterator."""
+    """The workload. Each run has its own iterator."""
     name, num_programs = arguments.workload, arguments.programs
     if name not in NAMES:
         listed = _read(Path(name))[:num_programs]

@@ -10,7 +10,7 @@ from services.simulation.laboratory.programs import Program, Turn
 
 def read_step_log(path: Path) -> list[Program]:
     """One program for each request that got a token, in the order of arrival. Sessions are left
-    out. The prompts are those of the log, so their prefixes are equal where they were. Raises
+    out. The prompts are the prompts of the log, with the same common prefixes. Raises
     CommandError.
     """
     added: dict[int, dict[str, Any]] = {}

@@ -1,3 +1,5 @@
+"""Formats the gateway's /status answer as rows for people."""
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,3 +1,5 @@
+"""A key book, which has the records of all keys and tenants of one store, and its JSON text."""
+
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -44,6 +44,7 @@ class Digest:
 
 
 def digest_of(keys: Iterable[int]) -> Digest:
+    """The digest of distinct keys."""
     keys = list(keys)
     return Digest(len(keys), reduce(xor, keys, 0))
 

@@ -1,3 +1,5 @@
+"""Leases, which ensure that a worker or a pool belongs to one scheduler at a time."""
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime

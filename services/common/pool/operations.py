@@ -318,6 +318,7 @@ class Outcome:
 
     @property
     def reset_done(self) -> bool:
+        """Whether every hash was removed."""
         return ResetPrefixCacheResult(done=True) in self.results
 
 

@@ -1,3 +1,5 @@
+"""Converts pool transactions from and to the messages of stepwell.kvpool.v1."""
+
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import chain
@@ -61,6 +63,7 @@ def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.
 def outcome_to_proto(
     outcome: ops.Outcome, generation: int, sequence: int
 ) -> kvpool_pb2.TransactResponse:
+    """Converts the answer to a transaction of this generation and sequence number."""
     message = kvpool_pb2.TransactResponse(
         generation=generation,
         sequence=sequence,

@@ -1,3 +1,5 @@
+"""An argument parser that suggests similar flags for an unknown one."""
+
 import argparse
 import difflib
 from collections.abc import Sequence

@@ -60,6 +60,7 @@ class DirectoryKeys:
 
     @property
     def nodes(self) -> str:
+        """The name of the hash with the nodes' records."""
         return f"{self.prefix}:nodes"
 
     def lease(self, node: str) -> str:

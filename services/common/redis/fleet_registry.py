@@ -58,6 +58,7 @@ class FleetRegistry:
         self._damaged: set[bytes] = set()
 
     async def renew(self, replica: RegisteredReplica) -> None:
+        """Registers a replica for the duration of one lease."""
         record = record_to_bytes(replica)
         await self._redis.call(
             lambda client: client.eval(_RENEW, 1, self._key, record, self._lease_millis)

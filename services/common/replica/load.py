@@ -1,3 +1,5 @@
+"""The load of a replica, which consists of its outstanding work and its speed."""
+
 from dataclasses import dataclass
 
 

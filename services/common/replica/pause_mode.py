@@ -1,3 +1,5 @@
+"""Modes of an engine's pause, which differ in how unfinished requests are treated."""
+
 from enum import Enum
 
 

@@ -1,3 +1,5 @@
+"""An adapter, which requests can name instead of the model."""
+
 import errno
 import hashlib
 import stat

@@ -1,3 +1,5 @@
+"""The byte order of numbers in arrays that are stored or sent."""
+
 import sys
 from array import array
 

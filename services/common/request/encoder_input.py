@@ -22,6 +22,7 @@ class EncoderInput:
 
     @property
     def num_embeds(self) -> int:
+        """The number of embeddings that the encoder computes for the item."""
         return self.length if self.embeds is None else len(self.embeds)
 
     def has_embeds_between(self, start: int, end: int) -> bool:

@@ -51,6 +51,7 @@ class PromptEmbeds:
 
     @property
     def placeholders(self) -> list[int]:
+        """Placeholder token ids, one for each row."""
         return [PLACEHOLDER_TOKEN] * self.num_tokens
 
     def rest(self, num_computed_tokens: int) -> "PromptEmbeds | None":

@@ -1,3 +1,5 @@
+"""The sampling parameters of a request, and their ranges."""
+
 from dataclasses import dataclass
 
 from services.common.errors import InvalidArgument

@@ -1,3 +1,5 @@
+"""A client channel that forwards calls to another grpc channel."""
+
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any, Self

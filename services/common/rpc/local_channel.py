@@ -1,3 +1,5 @@
+"""A client channel to a Unix socket, in which each bidirectional stream has its own connection."""
+
 import asyncio
 import socket
 from typing import Any

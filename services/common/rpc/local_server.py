@@ -125,6 +125,7 @@ class _Call:
         return "unix:"
 
     def cancelled(self) -> bool:
+        """Whether the client has ended the call."""
         return self._is_cancelled
 
     def trailing_metadata(self) -> tuple[()]:

@@ -260,6 +260,7 @@ class LocalStream:
             self._loop.remove_reader(self._connection)
 
     def _is_complete(self) -> bool:
+        """Whether the started frame is complete or invalid."""
         if len(self._begun) < _HEADER_BYTES:
             return False
         kind, length = _HEADER.unpack_from(self._begun)

@@ -1,3 +1,5 @@
+"""A client channel that reconnects when its certificate changes or its connection is broken."""
+
 import asyncio
 from collections.abc import Callable
 

@@ -1,3 +1,5 @@
+"""Metrics over HTTP, for Prometheus."""
+
 import logging
 import socket
 import socketserver

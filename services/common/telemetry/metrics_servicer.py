@@ -1,3 +1,5 @@
+"""Serves the metrics of a process over gRPC, and collects metrics of other processes."""
+
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any

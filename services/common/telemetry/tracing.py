@@ -61,6 +61,7 @@ class TraceOrigin:
         return "" if self.parent is None else self.parent.trace_state.to_header()
 
     def context(self, span_id: int) -> SpanContext:
+        """The context of a sampled span of this trace."""
         state = None if self.parent is None else self.parent.trace_state
         return SpanContext(self.trace_id, span_id, False, TraceFlags(TraceFlags.SAMPLED), state)
 

@@ -1,3 +1,5 @@
+"""Prometheus metrics of the spans that a service sends to its collectors."""
+
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric

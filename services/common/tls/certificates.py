@@ -19,6 +19,8 @@ class CertificateError(SettingError):
 
 @dataclass(frozen=True, slots=True)
 class PemFile:
+    """A file that a setting names."""
+
     setting: str
     path: Path
 

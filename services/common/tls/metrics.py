@@ -1,3 +1,5 @@
+"""Prometheus metrics of certificates."""
+
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 

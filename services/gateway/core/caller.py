@@ -1,3 +1,5 @@
+"""The caller of a request: its identity and its rights."""
+
 from dataclasses import dataclass
 
 

@@ -1,3 +1,5 @@
+"""Limits the number of concurrent requests, and waits until none is in progress."""
+
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,4 +48,5 @@ class Gate:
         self.is_open = False
 
     async def empty(self) -> None:
+        """Waits until no request is in progress."""
         await self._empty.wait()

@@ -89,6 +89,7 @@ class Option:
 
     @property
     def max_streams(self) -> int:
+        """Limit on the gRPC streams of this option's calls."""
         return 0
 
     def routes(self, parts: "RouteParts", options: "Options") -> Sequence[Route]:  # noqa: ARG002
@@ -161,6 +162,7 @@ class Option:
         """Starts the option's own servers. Raises Unavailable if an address cannot be bound."""
 
     async def run(self) -> None:
+        """Runs until cancelled, from the start of the gateway."""
         await asyncio.Event().wait()
 
     def begin_drain(self, error: StepwellError) -> None:

@@ -53,6 +53,7 @@ class EventFeed:
         raise Draining("the pool is draining")
 
     def close(self) -> None:
+        """Ends the streams of all watchers."""
         self._closed = True
         for watchers in self._watchers.values():
             for watcher in watchers:

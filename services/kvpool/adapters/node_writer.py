@@ -119,6 +119,7 @@ class NodeWriter:
         self._task.add_done_callback(_log_defect)
 
     def note(self, batch: EventBatch) -> None:
+        """Records a batch, which the task writes soon."""
         self.changes.apply(batch)
         self._news.set()
 

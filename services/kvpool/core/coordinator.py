@@ -177,6 +177,7 @@ class _Candidate:
     """
 
     def shorten(self, kind: _Kind) -> None:
+        """Shortens the prefix to a hit of one kind."""
         number = kind.groups[0]
         if number in self.full_lengths:
             self.num_tokens = min(self.num_tokens, self.full_lengths[number])

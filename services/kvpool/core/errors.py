@@ -14,6 +14,8 @@ class UnsupportedGroup(errors.InvalidArgument):
 
 
 class PoolNotFound(errors.NotFound):
+    """No open pool has this name."""
+
     reason = "POOL_NOT_FOUND"
 
 

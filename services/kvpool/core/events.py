@@ -57,6 +57,7 @@ class EventLog:
     def add(
         self, kind: type[BlocksStored | BlocksRemoved], group: int, hashes: list[BlockHash]
     ) -> None:
+        """Adds hashes that entered or left the index of a group."""
         if not hashes:
             return
         if self._runs and self._runs[-1][:2] == (kind, group):

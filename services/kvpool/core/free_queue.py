@@ -64,6 +64,7 @@ class FreeQueue:
         self._cached.update(dict.fromkeys(compress(blocks, has_hash), now))
 
     def count_cached(self, blocks: Iterable[BlockId]) -> int:
+        """The number of these blocks that are free and have a hash."""
         return sum(map(self._cached.__contains__, blocks))
 
     def is_cached(self, block: BlockId) -> bool:

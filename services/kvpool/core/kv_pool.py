@@ -1,3 +1,5 @@
+"""A pool of blocks. Transactions change the block tables of requests."""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -45,6 +45,7 @@ class PoolConfig:
 
     @property
     def hash_block_size(self) -> int:
+        """Number of tokens in each hash of a chain."""
         return hash_block_size(
             self.groups, self.prefix_match_unit, enable_prefix_caching=self.enable_prefix_caching
         )

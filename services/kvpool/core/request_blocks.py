@@ -124,6 +124,7 @@ class RequestBlocks:
         return result, None
 
     def look_up(self, lookup: ops.Lookup) -> ops.LookupResult:
+        """Returns the number of each request's tokens that are cached."""
         result, num_changes = ops.LookupResult([], []), self._blocks.num_index_changes
         for request, max_hit_tokens, new_hashes in zip(
             lookup.requests, lookup.max_hit_tokens, lookup.new_hashes, strict=True
@@ -232,6 +233,7 @@ class RequestBlocks:
         self.publish([admission.request], [admission.num_commit_tokens], [admission.new_hashes])
 
     def _num_missing(self, tables: Tables, need: Need) -> int:
+        """The number of blocks that a request's tables lack for the slots of a need."""
         return sum(
             group.num_missing(table, need)
             for group, table in zip(self._groups, tables, strict=True)
@@ -286,6 +288,7 @@ class RequestBlocks:
 
 
 def _has_changed(hit: PrefixHit, admission: ops.Admission) -> bool:
+    """Whether a hit differs from the hit that the admission was planned with."""
     if hit.num_tokens != admission.num_hit_tokens:
         return True
     boundary = admission.shared_prefix_boundary

@@ -1,3 +1,5 @@
+"""Changes in one generation of a pool's prefix index that are not yet in the directory's log."""
+
 from collections.abc import Iterable
 
 from services.common.pool.block_hash import BlockHash
@@ -45,6 +47,7 @@ class UnwrittenChanges:
 
     @property
     def digest(self) -> Digest:
+        """The digest of all keys that are cached now."""
         return Digest(len(self._cached), self._xor)
 
     def take(self) -> tuple[list[int], list[int]]:
@@ -54,6 +57,7 @@ class UnwrittenChanges:
         return changes
 
     def keys(self) -> list[int]:
+        """All keys that are cached now."""
         return list(self._cached)
 
     def restart(self) -> list[int]:

@@ -1,3 +1,5 @@
+"""Validates a whole transaction before any of it is applied."""
+
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 

@@ -47,6 +47,7 @@ class ReplicaShape:
 
     @property
     def pipeline_parallel_size(self) -> int:
+        """Number of pipeline stages into which the model is divided."""
         return num_stages(self.description)
 
     @property

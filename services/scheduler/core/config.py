@@ -1,3 +1,5 @@
+"""The configuration of one replica's scheduler, such as limits, thresholds and the policy."""
+
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,6 +96,7 @@ class SchedulerConfig:
 
     @cached_property
     def token_budget(self) -> int:
+        """Limit on the tokens that a step computes."""
         return self.max_num_scheduled_tokens or self.max_num_batched_tokens
 
     @cached_property
@@ -173,6 +176,7 @@ class SchedulerConfig:
 
     @cached_property
     def hash_block_size(self) -> int:
+        """Number of tokens in one block hash."""
         return hash_block_size(
             self.all_groups,
             self.prefix_match_unit,
@@ -198,8 +202,10 @@ class SchedulerConfig:
 
     @cached_property
     def max_in_flight_tokens(self) -> int:
+        """Limit on the total number of tokens of all steps in flight."""
         return self.max_num_batched_tokens * self.num_steps_in_flight
 
     @cached_property
     def num_watermark_blocks(self) -> int:
+        """The watermark as a number of blocks."""
         return int(self.watermark * self.num_blocks)

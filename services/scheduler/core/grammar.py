@@ -1,3 +1,5 @@
+"""The state of a request's grammar: whether the workers have compiled it."""
+
 import enum
 
 

@@ -1,3 +1,5 @@
+"""The input of a session's next turn."""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -18,6 +18,8 @@ TierBlockId = NewType("TierBlockId", int)
 
 
 class KVRole(enum.Enum):
+    """The direction in which keys and values are transferred."""
+
     BOTH = "kv_both"
     CONSUMER = "kv_consumer"
     PRODUCER = "kv_producer"

@@ -33,6 +33,7 @@ class TransferMessages:
         raise ValueError("ended_tier_loads: no load is under way")
 
     def take(self) -> KVTransferResults:
+        """Returns the transfers that ended since the last call."""
         return NO_RESULTS
 
     def forget(self) -> None:

@@ -18,7 +18,7 @@ HTTP_PORT, GRPC_PORT = 8000, 9000
 
 @dataclass(slots=True)
 class Answer:
-    """What a client has received. Choices are keyed by their indices."""
+    """The answer that a client has received so far. Choices are keyed by their indices."""
 
     texts: dict[int, str] = field(default_factory=dict)
     token_ids: dict[int, list[int]] = field(default_factory=dict)

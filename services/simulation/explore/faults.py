@@ -25,8 +25,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to a service, from a time on and for some seconds. With `peer`, it concerns only
-    the network between both.
+    """A fault of a service, from a time on and for some seconds. With `peer`, it is a fault of the
+    network between both.
     """
 
     at_seconds: float

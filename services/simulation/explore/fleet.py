@@ -148,7 +148,7 @@ class Fleet:
             await asyncio.sleep(0.05)
 
     async def held(self) -> list[str]:
-        """What pools and schedulers still hold, though there are no requests."""
+        """Blocks and requests that are left in pools and schedulers, as sentences."""
         found = [
             f"{name} has {gateway.gate.inside} requests"
             for name, gateway in self.gateways.items()

@@ -24,7 +24,7 @@ class Edge(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked. Its answer depends on nothing else."""
+    """A request of a client. Its answer depends on nothing else."""
 
     edge: Edge
     prompt: tuple[int, ...]

@@ -29,7 +29,7 @@ class Failed(AssertionError):
 
 @dataclass(slots=True)
 class Report:
-    """What a run of a seed has shown."""
+    """The result of a run."""
 
     plan: "Plan"
     lines: list[str] = field(default_factory=list)

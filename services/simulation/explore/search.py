@@ -1,4 +1,4 @@
-"""Runs many seeds, and reports those that fail."""
+"""Runs many seeds, and reports the failing ones."""
 
 import gc
 import sys

@@ -24,7 +24,7 @@ from services.simulation.inprocess_pool import InProcessPool, pool_config_of
 
 
 class Owner(Protocol):
-    """What uses a block again, and when."""
+    """A request or a program that will use a block again."""
 
     @property
     def next_use(self) -> float: ...

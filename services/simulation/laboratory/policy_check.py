@@ -30,7 +30,7 @@ _MAX_STEPS_PER_TOKEN = 20
 
 
 class PolicyProblem(Exception):
-    """What a policy does wrong, in one sentence."""
+    """A defect of a policy, in one sentence."""
 
 
 def check_policy(name: str, num_worlds: int, seed: int) -> None:

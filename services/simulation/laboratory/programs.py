@@ -1,4 +1,4 @@
-"""What clients do: programs, their turns, and the tokens of their prompts."""
+"""The work of clients: programs, their turns, and the tokens of their prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A client's work: turns, each of which begins after the end of the turn before."""
+    """A client's work: turns. A turn begins after the end of the turn before."""
 
     number: int
     """Different programs have different tokens after the application's."""

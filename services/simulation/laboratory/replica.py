@@ -25,7 +25,7 @@ _NO_TOKEN: tuple[int, ...] = ()
 
 
 class Observer(Protocol):
-    """What happens at a replica, in order."""
+    """The events at a replica, in order."""
 
     def admitted(self, sent: SentTurn, request: Request, now: float) -> None: ...
 

@@ -22,7 +22,7 @@ from services.worker.core.step_times import StepTimes
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is simulated, besides the workload."""
+    """The configuration of a simulated fleet."""
 
     config: SchedulerConfig
     times: StepTimes

@@ -15,7 +15,7 @@ import grpc
 from grpc import _common
 from grpc._cython import cygrpc
 
-from services.simulation.runtime.grpc_client import DEFAULT_WINDOW_BYTES, MemoryCall, Metadata
+from services.simulation.runtime.grpc_call import DEFAULT_WINDOW_BYTES, MemoryCall, Metadata
 from services.simulation.runtime.network import End, Network, Pipe, current_process, digest
 
 logger = logging.getLogger(__name__)
@@ -180,11 +180,11 @@ class ServerCall:
     ) -> None:
         self.method = client.method
         self.up, self.down = up, down
-        """What the client sends, and what the server sends."""
+        """The directions to the server and to the client."""
         self.num_unread_bytes = 0
-        """What the client has sent and this side has not read."""
+        """Bytes that the client has sent and this side has not read."""
         self.is_reset = False
-        """Whether the client has gone."""
+        """Whether the client has ended the call."""
         self.task: asyncio.Task[None] | None = None
         self.callbacks: list[Callable[[Any], object]] = []
         self._server = server
@@ -205,7 +205,7 @@ class ServerCall:
         self._changed: list[asyncio.Future[None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    # What the client sends.
+    # Called when a message of the client arrives.
 
     def receive(self, message: bytes) -> None:
         self._server.network.log(f"{self._server.process.name} < {self.method} {digest(message)}")

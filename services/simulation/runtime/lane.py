@@ -8,8 +8,8 @@ from services.simulation.runtime.process import PROCESS
 
 
 class VirtualLane:
-    """Runs functions one after the other, as callbacks of the loop. What a function sleeps passes
-    before the next one begins, and before others learn of its end.
+    """Runs functions one after the other, as callbacks of the loop. If a function sleeps, the
+    next one begins later by this time, and its end is reported later by this time.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -27,7 +27,7 @@ class VirtualLane:
                 self._loop.call_later(0.0, self._run, context=self._context)
 
     def join(self, patience_seconds: float | None) -> None:
-        """Queued functions run, or nobody asks for them."""
+        """Does nothing: there is no thread, and queued functions still run."""
 
     def _run(self) -> None:
         loop, function = self._loop, self._functions.popleft()

@@ -1,8 +1,7 @@
 """An event loop whose clock jumps to the next timer.
 
-Callbacks run in the order of `call_soon`, as asyncio promises. What arrives from elsewhere has a
-delay that is drawn from the seed: messages, connections, results of executors, and the lateness of
-timers. So a seed decides the order in which independent sources proceed.
+Callbacks run in the order of `call_soon`, as asyncio promises. Messages,
+connections, results of executors and timers have a delay that is drawn from the seed. So a seed decides the order in which independent sources proceed.
 
 Code takes no time, except for what a lane (`lane.py`) sleeps.
 """
@@ -42,7 +41,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.rng = random.Random(seed)
         self.is_in_lane = False
         self.slept = 0.0
-        """What the running lane has slept. It is 0 outside of lanes."""
+        """Seconds that the running lane has slept. It is 0 outside of lanes."""
         self._now = 0.0
         self._serial = itertools.count()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []

@@ -1,10 +1,10 @@
 """A network in memory: addresses, connections, delays, and partitions.
 
-A connection has two ends. What one end sends arrives at the other in order, after a delay that is
-drawn from the seed. Separate connections, and separate calls of one gRPC connection, are not
-ordered among each other. While a direction between two processes is cut, nothing arrives: it waits
-until the direction is whole again, as TCP sends lost packets again. An end that hears nothing for
-too long gives the connection up, as gRPC's keepalive and TCP_USER_TIMEOUT do.
+A connection has two ends. Data arrives at the other end in order, after a delay that is drawn from
+the seed. Separate connections, and separate calls of one gRPC connection, are not
+ordered among each other. While a direction between two processes is cut, nothing arrives. Data
+arrives after the cut, as TCP sends lost packets again. An end that receives nothing for too long
+closes the connection, as gRPC's keepalive and TCP_USER_TIMEOUT do.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ Cut = tuple[str, str]
 CLOSED = "Socket closed"
 _FIRST_PORT = 40_000
 _CUT_SECONDS = 5.0, 15.0
-"""The range of the time after which an end gives up a connection of which a direction is cut."""
+"""The range of the time after which an end closes a connection, if one direction is cut."""
 _SILENT_SECONDS = 30.0, 40.0
 """The range of the time after which an end gives up a connection to a stopped process."""
 
 
 class Listener(Protocol):
-    """What is reached at an address."""
+    """A server at an address."""
 
     process: Process
 
@@ -142,7 +142,7 @@ class Network:
 
 
 class Pipe:
-    """One direction between two processes. What is sent arrives in order."""
+    """One direction between two processes. Data arrives in order."""
 
     __slots__ = ("_due", "_network", "source", "target")
 

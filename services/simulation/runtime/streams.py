@@ -15,7 +15,7 @@ from services.simulation.runtime.network import (
 from services.simulation.runtime.process import Process
 
 _KERNEL_BYTES = 128 * 1024
-"""What the kernels of both machines hold for a reader that does not read."""
+"""Bytes that the kernels of both machines store for a reader that does not read."""
 _HIGH_BYTES = 64 * 1024
 
 
@@ -203,7 +203,7 @@ class MemoryTransport(asyncio.Transport):
     def abort(self) -> None:
         self.close()
 
-    # What the peer sends.
+    # Called when data of the peer arrives.
 
     def receive(self, data: bytes) -> None:
         self._received.append(data)

@@ -1,3 +1,5 @@
+"""Prometheus metrics of a worker, read from its counters at each scrape."""
+
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric
@@ -29,6 +31,7 @@ class WorkerMetrics(Collector):
         self._description = description
 
     def stream_opened(self) -> None:
+        """Counts a stream of steps that a scheduler opened."""
         self._num_streams += 1
 
     def stepped(self, num_tokens: int, queue_nanos: int, execute_nanos: int) -> None:

@@ -1,3 +1,5 @@
+"""The worker's gRPC contract, implemented over a StepRunner."""
+
 import asyncio
 import logging
 import time

@@ -57,6 +57,7 @@ class StepLayout:
 
     @property
     def only_decodes(self) -> bool:
+        """Whether every request has one token."""
         return self.num_decodes == len(self.seq_lens)
 
     @cached_property
@@ -167,6 +168,7 @@ class StateLayer:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the state of one sequence."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors)
 
 

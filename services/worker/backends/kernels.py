@@ -94,6 +94,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
+    """The weights of a decoder, or of one of its pipeline stages."""
+
     embedding: torch.Tensor
     """[vocab_size, hidden_size]. Later pipeline stages have no rows."""
     layers: tuple[LayerWeights, ...]

@@ -30,6 +30,7 @@ class VectorEnd:
     config: PoolingConfig
 
     def finish(self, vector: Float64Array, params: PoolingParams) -> Float32Array:
+        """The vector as it is returned to the client."""
         vector = vector[: params.dimensions]
         activation = self.config.activation
         if params.use_activation is not None:

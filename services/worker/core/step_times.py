@@ -30,7 +30,7 @@ class StepCosts:
     """Time for each token of the contexts of single tokens."""
     seconds_per_request: float = 0.0
     seconds_per_tile: float = 0.0
-    """Time for each TILE_TOKENS tokens, of which the last ones may be fewer."""
+    """Time for each TILE_TOKENS tokens. The last tile may have fewer tokens."""
 
 
 def step_features(

@@ -81,6 +81,7 @@ class PoolingConfig:
 
 
 def generates(architecture: str) -> bool:
+    """Whether an architecture has a language model's head."""
     return architecture.endswith(_GENERATORS)
 
 

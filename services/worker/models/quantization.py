@@ -39,6 +39,7 @@ class StoredWeights:
         self.checkpoint.check(stored, dict.fromkeys(added, CODES))
 
     def read(self, reader: TensorReader, name: str, dtype: torch.dtype) -> QuantizedWeight:
+        """Reads one quantized weight, whole."""
         if self.config is None:
             return reader.read_quantized(name, dtype)
         parts = self._tensors_of(name)
@@ -49,6 +50,7 @@ class StoredWeights:
             raise UnsupportedModel(self.checkpoint.source, f"{name}: {error}") from error
 
     def _tensors_of(self, name: str) -> Shapes:
+        """Names and shapes of the tensors of a quantized weight."""
         if self.config is None:
             return {name: self.shapes[name]}
         module = name.removesuffix(_WEIGHT)

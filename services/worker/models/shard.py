@@ -27,11 +27,13 @@ class Shard:
     size: int = 1
 
     def of(self, length: int) -> slice:
+        """This rank's part of a dimension of this length."""
         part, more = divmod(length, self.size)
         start = self.rank * part + min(self.rank, more)
         return slice(start, start + part + (self.rank < more))
 
     def divides_head(self, num_rows: int) -> bool:
+        """Whether the rows of the output projection are divided."""
         return num_rows % self.size == 0
 
     def of_head(self, num_rows: int) -> slice:

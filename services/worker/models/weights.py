@@ -178,6 +178,7 @@ class _Loader:
         )
 
     def experts(self, experts: ExpertsConfig) -> Mlp:
+        """A router with its experts."""
         kernels, names = self.kernels, tensor_shapes.EXPERT_NAMES[experts.layout]
         size, stacked = experts.intermediate_size, self.stacked_experts
         inner, activation = self.shard.of(size), self.config.traits.activation

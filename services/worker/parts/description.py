@@ -1,3 +1,5 @@
+"""Describes a worker to the scheduler."""
+
 from services.common.request.tokenizer_files import tokenizer_fingerprint
 from services.worker.backends.device import dtype_name
 from services.worker.core.kv.kv_cache import KVCacheSizing

@@ -1,3 +1,5 @@
+"""Builds the drafter, with a draft model if the settings name one."""
+
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Sizes the KV cache of a rank."""
+
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +39,7 @@ def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
 
 
 def adapter_bytes(setup: RankSetup, loaded: LoadedModel) -> int:
+    """Bytes of memory that the maximum number of loaded adapters needs."""
     settings, reader = setup.settings, loaded.lora
     if reader is None or not settings.num_lora_places:
         return 0

@@ -1,3 +1,5 @@
+"""Loads the model, and determines the shape of its cache and the limits of its batch."""
+
 from dataclasses import replace
 
 from services.worker.backends.attention import AttentionShape

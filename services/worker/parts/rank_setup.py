@@ -1,3 +1,5 @@
+"""The setup of a rank: its settings, platform and group."""
+
 import logging
 import time
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""Builds a worker for a model that processes whole prompts."""
+
 from services.common.request.tokenizer_files import tokenizer_fingerprint
 from services.worker.backends.device import dtype_name
 from services.worker.backends.out_of_memory import memory_for

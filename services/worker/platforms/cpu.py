@@ -1,3 +1,5 @@
+"""A worker on the CPU."""
+
 from collections.abc import Sequence
 from typing import cast
 

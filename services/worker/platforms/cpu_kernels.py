@@ -1,3 +1,5 @@
+"""Selects the kernels on the CPU, once at a worker's start."""
+
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -40,6 +40,8 @@ class DraftModelParts:
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
+    """The parts from which a platform builds a runner."""
+
     loaded: LoadedModel
     kernels: Kernels
     shape: AttentionShape

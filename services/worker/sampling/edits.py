@@ -57,6 +57,8 @@ def logit_edits(
 
 
 class AllowedTokens(LogitEdit):
+    """Bans every token that is not allowed."""
+
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self._token_ids = np.array(token_ids, dtype=np.int64)
 

@@ -10,33 +10,9 @@ one entry for each n.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from services.worker.speculation.config import SpeculativeConfig
-
-Int32Array = npt.NDArray[np.int32]
-
-
-class Proposer(Protocol):
-    """Proposes drafts, which are tokens that are likely to follow a request's tokens. Drafts change
-    the number of steps that an output takes, and never the output.
-
-    Requests are identified by their row in the batch. All ranks of a model must propose the same.
-    """
-
-    def propose(self, row: int, token_ids: Int32Array, most: int) -> Sequence[int]:
-        """Returns up to `most` drafts, at least 1. `token_ids`: all known tokens of the request. In
-        a later call for the row, the same tokens are followed by new ones.
-        """
-
-    def forget(self, row: int) -> None:
-        """Called when the request in this row has left the batch, with or without drafts."""
-
-    def clear(self) -> None:
-        """Called when all requests have left the batch."""
+from services.worker.speculation.proposer import Int32Array
 
 
 class NgramIndex:

@@ -26,8 +26,6 @@ OTHER_TESTS = {
     ],
     "worker": [],
 }
-BUILT_ON = {"simulated": "services/cli/simulate"}
-"""Folders that are removed together with an option, since they have no use without it."""
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
 """Bytecode of another process that has not been renamed yet."""
 
@@ -82,8 +80,6 @@ def remove(service: str, option: str, root: Path) -> None:
     """
     options = f"services/{service}/options"
     shutil.rmtree(root / options / option)
-    if option in BUILT_ON:
-        shutil.rmtree(root / BUILT_ON[option])
     shutil.rmtree(root / "tests" / service / "options" / option, ignore_errors=True)
     listed = root / options / "listed.py"
     text, package = listed.read_text(), rf"services\.{service}\.options\.{option}"

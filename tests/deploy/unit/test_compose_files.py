@@ -13,7 +13,7 @@ from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings
 from services.worker.backends.choices import DeviceSetting
 from services.worker.options.simulated.faults import read_rules
-from services.worker.options.simulated.profile import ComputedProfile, read_profile
+from services.worker.profiles.profile import ComputedProfile, read_profile
 from services.worker.settings import WorkerSettings
 from tests.deploy.compose_files import DIRECTORY, ROOT, services_of
 from tests.deploy.dockerfiles import environment_of

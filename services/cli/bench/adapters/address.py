@@ -1,3 +1,5 @@
+"""The server's address, parsed from its URL."""
+
 import ssl
 from dataclasses import dataclass
 from typing import Self

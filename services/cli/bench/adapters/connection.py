@@ -20,7 +20,9 @@ from services.cli.bench.core.record import Failure
 class Reply(Protocol):
     """Receives the response of one exchange."""
 
-    def headers(self, status: int) -> None: ...
+    def headers(self, status: int) -> None:
+        """Called when the headers have arrived, with the status."""
+        ...
 
     def body(self, data: bytes, now: float) -> None:
         """Called with each piece of the body and its time of arrival."""
@@ -43,6 +45,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
+        """Whether the connection is open and free for another exchange."""
         transport = self._transport
         return transport is not None and not transport.is_closing() and self._ended is None
 

@@ -1,3 +1,5 @@
+"""Receives the answers of the server, which are streamed events or one JSON body."""
+
 import json
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Formats the figures of a run as text."""
+
 from collections.abc import Iterator
 
 from services.cli.bench.adapters.loop_lag import GeneratorUsage

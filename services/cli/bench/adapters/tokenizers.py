@@ -1,3 +1,5 @@
+"""Counts the tokens of a text with the server's /tokenize or with a local tokenizer file."""
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,3 +1,5 @@
+"""Sends a load as a closed or an open loop."""
+
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 

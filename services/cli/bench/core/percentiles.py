@@ -1,3 +1,5 @@
+"""Percentiles and moments of a figure over all requests."""
+
 import math
 import statistics
 from collections.abc import Sequence

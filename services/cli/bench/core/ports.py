@@ -1,3 +1,5 @@
+"""The ports of a load: the server, a clock, and an observer."""
+
 from typing import Any, Protocol
 
 from services.cli.bench.core.record import RequestRecord
@@ -32,4 +34,6 @@ class Observer(Protocol):
         """Called just before a request is sent."""
         ...
 
-    def ended(self, record: RequestRecord) -> None: ...
+    def ended(self, record: RequestRecord) -> None:
+        """Called when a request was answered or has failed."""
+        ...

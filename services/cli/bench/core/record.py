@@ -1,3 +1,5 @@
+"""The measurements of one request."""
+
 from array import array
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -48,6 +50,7 @@ class RequestRecord:
 
     @property
     def is_ok(self) -> bool:
+        """Whether the complete answer arrived."""
         return self.failure is None and self.ended is not None
 
     @property

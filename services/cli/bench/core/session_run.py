@@ -1,3 +1,5 @@
+"""Runs the turns of one session, one after the other."""
+
 import asyncio
 import math
 from contextlib import nullcontext

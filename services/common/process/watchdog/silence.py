@@ -48,6 +48,7 @@ class ProcessTimes:
 
     @property
     def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped the process."""
         return any(thread.state in ("T", "t") for thread in self.threads.values())
 
     @property

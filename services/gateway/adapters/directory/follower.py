@@ -35,7 +35,9 @@ class Follower(Protocol):
         """Raises SettingError if a setting is wrong."""
         ...
 
-    async def run(self) -> None: ...
+    async def run(self) -> None:
+        """Writes to the index until cancelled."""
+        ...
 
 
 def make_follower(

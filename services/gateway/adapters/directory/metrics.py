@@ -1,3 +1,5 @@
+"""Prometheus metrics of the index of cached prefixes."""
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 

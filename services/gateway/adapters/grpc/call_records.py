@@ -1,3 +1,5 @@
+"""Records of gRPC calls, for logs and traces."""
+
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

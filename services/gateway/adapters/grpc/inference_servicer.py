@@ -255,5 +255,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
 
 def deadline_of_call(context: Context) -> float | None:
+    """Returns the call's deadline on the event loop's clock."""
     remaining = context.time_remaining()
     return None if remaining is None else asyncio.get_running_loop().time() + remaining

@@ -1,3 +1,5 @@
+"""Operators' calls to one scheduler."""
+
 from collections.abc import Awaitable
 from typing import TypeVar
 

@@ -126,9 +126,11 @@ class Observation:
             listener.answered(self._record, usage)
 
     def _exemplar(self) -> dict[str, str] | None:
+        """Returns the trace id of this request as an exemplar."""
         return {"trace_id": self._record.trace_id} if self._record.origin.is_sampled else None
 
     def _waited(self, waits: Sequence[Wait]) -> None:
+        """Counts the waits for a slot at a replica."""
         for wait in waits:
             self._metrics.waited(wait.reason, wait.seconds)
 
@@ -186,6 +188,7 @@ class Observer:
         return CountedRefusals(self, record)
 
     def refused(self, record: RequestRecord, error: StepwellError) -> None:
+        """Counts the refusal of a request that is not observed yet."""
         reason = error.metric_reason
         _count_refusal(self._metrics, self.listeners, record, reason)
         record.failed(reason, error.message, is_failure=isinstance(error, InternalError))

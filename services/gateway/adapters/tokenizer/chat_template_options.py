@@ -1,3 +1,5 @@
+"""The operator's settings of the chat template."""
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -113,6 +113,8 @@ class Administration:
         return await self._ask(addresses, undrain)
 
     async def load_adapter(self, adapter: Adapter) -> list[Outcome]:
+        """Loads an adapter on every replica."""
+
         async def load(replica: ReplicaAdmin) -> Said:
             await replica.load_adapter(adapter)
             return {}

@@ -121,6 +121,7 @@ class LoadTracker:
 
     @property
     def num_uncomputed_tokens(self) -> int:
+        """Number of uncomputed tokens of all gateways' requests at the replica."""
         return self._num_uncomputed + self._num_other_tokens
 
     def num_sharing(self, cached_key: int) -> int:

@@ -1,3 +1,5 @@
+"""The choice of a replica for a sequence, and the reason for the choice."""
+
 import enum
 from dataclasses import dataclass
 
@@ -44,6 +46,7 @@ class RoutingDecision:
     """
 
     def details(self) -> dict[str, str | int | float]:
+        """Returns the choice as attributes of a span."""
         details: dict[str, str | int | float] = {
             names.ATTR_ROUTING_REPLICA: self.address,
             names.ATTR_ROUTING_REASON: self.reason.value,

@@ -102,6 +102,7 @@ class SequenceTrace:
         self._resubmitted(error.error_reason.lower(), "refused")
 
     def found_no_replica(self) -> None:
+        """Records that the sequence waits for a replica."""
         if self.timeline.part is not Part.RESUBMIT:
             self.timeline.enter(Part.WAIT, {names.ATTR_WAIT_REASON: "no_replica"})
 

@@ -1,3 +1,5 @@
+"""Sequences without a replica, in order of arrival."""
+
 from collections.abc import Callable, Iterator
 from functools import partial
 

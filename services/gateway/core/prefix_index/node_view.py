@@ -87,9 +87,11 @@ class Loading:
         self._view = view
 
     def add(self, keys: Iterable[int]) -> None:
+        """Adds a part of the keys."""
         self._index.add_keys(self._view, keys)
 
     def finish(self) -> None:
+        """Replaces the node's view with the loaded one."""
         self._index.remove(self._view.node)
         self._index.show(self._view)
 

@@ -1,3 +1,5 @@
+"""Delivers a generation's output to its reader."""
+
 import asyncio
 from collections import deque
 from collections.abc import Sequence
@@ -129,6 +131,7 @@ class Delivery:
         self._wake()
 
     def _put_next(self) -> bool:
+        """Puts the next part of the output into the sink."""
         assert self._source is not None
         if self._parts:
             part = self._parts.popleft()

@@ -1,3 +1,5 @@
+"""The output that steps add to one sequence."""
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 

@@ -1,3 +1,5 @@
+"""The identity of a request. Another gateway with the same identity generates the same answer."""
+
 from dataclasses import dataclass
 
 

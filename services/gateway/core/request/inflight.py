@@ -40,6 +40,7 @@ class Losses:
 
     @property
     def are_suspicious(self) -> bool:
+        """Whether the sequence may be the cause of the losses."""
         return self.num_computed > MAX_LOSSES_COMPUTED or self.num_waited > MAX_LOSSES_WAITED
 
     def forget(self) -> None:
@@ -48,6 +49,7 @@ class Losses:
         self.num_computed = self.num_waited = 0
 
     def count(self) -> None:
+        """Counts the loss of the sequence's replica."""
         if self.computing:
             self.num_computed += 1
         else:
@@ -106,6 +108,7 @@ class Inflight:
 
     @property
     def has_output(self) -> bool:
+        """Whether any model output was delivered."""
         return bool(self.output_token_ids or self._num_prompt_rows)
 
     @property

@@ -1,3 +1,5 @@
+"""The log-probabilities of tokens at consecutive positions."""
+
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""The limits that replicas set for requests."""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

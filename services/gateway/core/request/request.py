@@ -86,10 +86,12 @@ class ClientRequest:
 
     @property
     def num_choices(self) -> int:
+        """Number of answers that are generated for all prompts."""
         return len(self.prompts) * self.num_candidates
 
     @property
     def is_ranked(self) -> bool:
+        """Whether more answers are generated than returned."""
         return self.num_candidates > self.n
 
 

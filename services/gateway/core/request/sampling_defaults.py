@@ -1,3 +1,5 @@
+"""The server's defaults for sampling parameters."""
+
 from dataclasses import dataclass, field, replace
 
 from services.common.request.sampling import SamplingParams

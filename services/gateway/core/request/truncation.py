@@ -1,3 +1,5 @@
+"""Truncation of prompts that exceed the client's limit."""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,3 +1,5 @@
+"""Vectors of prompts: decoding and similarity."""
+
 import math
 from array import array
 from collections.abc import Sequence

@@ -1,3 +1,5 @@
+"""A sequence's wait for a place: its reason and duration."""
+
 from dataclasses import dataclass
 
 

@@ -1,3 +1,5 @@
+"""Selects the slowest requests of each minute."""
+
 from heapq import heappush, heapreplace
 
 _MINUTE_SECONDS = 60.0

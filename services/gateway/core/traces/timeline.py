@@ -69,6 +69,7 @@ class Timeline:
 
     @property
     def part(self) -> Part:
+        """The current part. After the end, the last part."""
         return self.stretches[-1].part
 
     @property

@@ -1,3 +1,5 @@
+"""Prometheus metrics of requests with an idempotency key."""
+
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric

@@ -1,3 +1,5 @@
+"""The option that adds idempotency keys to the gateway."""
+
 from collections.abc import Mapping, Sequence
 
 from prometheus_client.registry import Collector

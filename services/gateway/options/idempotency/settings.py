@@ -1,3 +1,5 @@
+"""Settings of requests with an idempotency key."""
+
 from dataclasses import dataclass
 
 from services.common.process.settings import at_least, setting

@@ -1,3 +1,5 @@
+"""The option that adds clients' sessions to the gateway."""
+
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence

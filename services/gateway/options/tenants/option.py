@@ -1,3 +1,5 @@
+"""The option that adds tenants to the gateway."""
+
 import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Sequence

@@ -1,3 +1,5 @@
+"""Settings of tenants: their keys and queues."""
+
 from dataclasses import dataclass
 from pathlib import Path
 

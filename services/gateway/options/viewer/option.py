@@ -1,3 +1,5 @@
+"""The option that shows what the replicas do."""
+
 import asyncio
 import contextlib
 import logging

@@ -1,3 +1,5 @@
+"""Settings of the viewer."""
+
 from dataclasses import dataclass
 
 from services.common.process.settings import at_least, setting

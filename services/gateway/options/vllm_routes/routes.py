@@ -1,3 +1,5 @@
+"""All routes of the option."""
+
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 

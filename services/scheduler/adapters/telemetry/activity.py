@@ -69,6 +69,7 @@ class WatchedSteps:
             self._open[plan.step] = step_to_proto(plan, self._begun_nanos)
 
     def done(self, plan: SchedulerOutput) -> None:
+        """Records that the tokens of a step have arrived."""
         step = self._open.pop(plan.step, None)
         if step is not None:
             step.done_unix_nanos = time.time_ns()

@@ -1,3 +1,5 @@
+"""Prometheus metrics of an engine, collected from its counters at each scrape."""
+
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,3 +1,5 @@
+"""The observer of a replica's engine, for traces, metrics and recorded steps."""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

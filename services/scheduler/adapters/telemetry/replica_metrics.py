@@ -1,3 +1,5 @@
+"""Serves the metrics of a replica's scheduler, pool and workers on one port."""
+
 import asyncio
 from collections.abc import Mapping, Sequence
 

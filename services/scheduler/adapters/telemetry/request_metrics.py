@@ -93,6 +93,7 @@ class RequestMetrics(Collector):
             )
 
     def admitted(self, requests: Sequence[Request]) -> None:
+        """Records the first admission of requests."""
         for request in requests:
             times = self._requests.get(request)
             if times is not None and times.scheduled is None:
@@ -147,6 +148,7 @@ class RequestMetrics(Collector):
                 self._ended(end.turn, of_turn)
 
     def ended(self, requests: Iterable[Request]) -> None:
+        """Records requests that ended between steps."""
         if self._steady:
             self._leave_steady()
         for request in requests:

@@ -79,6 +79,7 @@ class RequestTraces:
         )
 
     def arrived(self, request: Request) -> None:
+        """Records whether a request is sampled at its arrival."""
         if self._is_enabled and request.traceparent:
             self._sample(request, sampled_parent(request.traceparent, request.tracestate))
 

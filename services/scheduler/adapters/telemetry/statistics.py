@@ -72,6 +72,7 @@ class Statistics:
     kernels: Callable[[], str]
 
     def message(self) -> scheduler_pb2.GetStatsResponse:
+        """The numbers as the answer to GetStats."""
         engine, scheduler, counts = self.engine, self.engine.scheduler, self.counts
         reason = counts.wait_reasons.current if engine.num_waiting else None
         return scheduler_pb2.GetStatsResponse(

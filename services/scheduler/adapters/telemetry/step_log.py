@@ -173,10 +173,12 @@ class _CompressedFile:
         self._file.close()
 
     def write(self, content: bytes) -> int:
+        """Appends a compressed frame with this content."""
         self._file.write(self._compress(content))
         return len(content)
 
     def flush(self) -> None:
+        """Flushes the file's buffer to the operating system."""
         self._file.flush()
 
 

@@ -25,6 +25,7 @@ class StepSpan:
         self._links: list[Link] = []
 
     def planned(self, plan: SchedulerOutput, links: list[Link]) -> None:
+        """Records the plan, with links to the sampled requests in it."""
         self._links = links[:MAX_LINKS]
         self._attributes = {
             names.ATTR_STEP: plan.step,
@@ -43,6 +44,7 @@ class StepSpan:
             self._attributes[names.ATTR_NUM_LINKS_LEFT_OUT] = len(links) - MAX_LINKS
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Records how many drafts the step verified and accepted."""
         self._attributes |= {
             names.ATTR_NUM_DRAFT_TOKENS: num_drafts,
             names.ATTR_NUM_ACCEPTED_TOKENS: num_accepted,

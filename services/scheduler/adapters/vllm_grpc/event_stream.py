@@ -158,6 +158,8 @@ class EventStream:
 
 
 class _LoadRecords:
+    """The load records of one subscription."""
+
     def __init__(
         self, load: Callable[[], common_pb2.EngineLoad], clock: Callable[[], float]
     ) -> None:

@@ -43,6 +43,7 @@ class ModelFiles:
         self._generation_config = self._read("generation_config.json")
 
     def describe(self, response: vllm_engine_pb2.GetModelInfoResponse) -> None:
+        """Sets the fields of a response that are known from the files."""
         if self._directory is not None:
             response.model_path = response.tokenizer_path = str(self._directory.resolve())
         response.model_type = self._config.get("model_type") or ""

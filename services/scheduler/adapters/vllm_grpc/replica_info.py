@@ -1,3 +1,5 @@
+"""A replica's description and present load in messages of vllm.grpc.engine."""
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,6 +87,7 @@ class ReplicaInfo:
         )
 
     def engine_load(self) -> common_pb2.EngineLoad:
+        """The load in the format of a message with events."""
         load = self._load()
         return common_pb2.EngineLoad(
             running_requests=load.num_running_reqs,

@@ -108,6 +108,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetModelInfoResponse:
+        """The model, from the worker's description and the model's files."""
         response = self.info.model()
         self.files.describe(response)
         return response

@@ -25,6 +25,8 @@ class WrongAnswer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
+    """Facts about the model that are needed to check its answers."""
+
     vocab_size: int = 0
     pooler: Pooler | None = None
     """How the model computes a vector from a prompt. None if it samples tokens."""

@@ -168,6 +168,7 @@ class StepsInFlight:
         return self._loop
 
     def add(self, generation: int, plan: SchedulerOutput, allowed_seconds: float) -> SentStep:
+        """Adds a step that is about to be sent."""
         expected = ExpectedAnswer(plan, self.model, self._with_logprobs)
         if plan.kv_connector_metadata is not None:
             self.transfers.begin(plan.kv_connector_metadata)

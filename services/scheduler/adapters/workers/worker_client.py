@@ -276,6 +276,7 @@ class WorkerGroup:
         await _gather_calls(rank.load_adapter(adapter, kept) for rank in self._ranks)
 
     def close(self) -> None:
+        """Ends every stream."""
         for rank in self._ranks:
             rank.close()
 

@@ -32,6 +32,7 @@ class Deadlines:
         return min(max(_FACTOR * longest, self._floor_seconds), self.ceiling_seconds)
 
     def took(self, size: int, seconds: float) -> None:
+        """Records the time that work of this size took."""
         kind = size.bit_length()
         longest = self._longest.get(kind, 0.0)
         self._longest[kind] = max(seconds, _KEPT_SHARE * longest + (1 - _KEPT_SHARE) * seconds)

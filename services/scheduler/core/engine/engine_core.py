@@ -85,6 +85,7 @@ class EngineCore:
 
     @property
     def planning(self) -> PlanningClock:
+        """The clock that decides when the next step is planned."""
         return self._batch_queue.planning
 
     @property
@@ -107,6 +108,7 @@ class EngineCore:
             self.changes.abort(late, FinishReason.QUEUE_TIMEOUT)
 
     def unscheduled(self) -> Iterator[Request]:
+        """Waiting requests that were never scheduled."""
         waiting = chain(self.scheduler.queues, self.changes.arrivals)
         return (request for request in waiting if request.num_cached_tokens is None)
 

@@ -27,6 +27,7 @@ class PlannedAdmission:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the admission takes from the step's budget."""
         return self.num_new_tokens + self.num_drafts
 
 

@@ -42,6 +42,7 @@ class EncoderCacheManager:
 
     @property
     def used(self) -> Mapping[str, set[Request]]:
+        """Items in use, each with the requests that use it."""
         return {identifier: users for identifier, users in self._users.items() if users}
 
     def copy(self) -> "EncoderCacheManager":
@@ -106,6 +107,7 @@ class EncoderCacheManager:
                 self._free_input(request, index)
 
     def free(self, request: Request) -> None:
+        """Ends a request's use of all its items."""
         for index in sorted(self.used_inputs.get(request, ())):
             self._free_input(request, index)
 

@@ -31,9 +31,9 @@ def skip_steps(
     num_steps: int,
     token_ids: Sequence[Sequence[int]],
 ) -> None:
-    """Brings the scheduler and `plan` to the state in which `num_steps` further steps have been
-    planned, and each time the output of the step before has been applied. `token_ids` are the
-    outputs, `num_steps` tokens for each request of the plan, none of which ends a request.
+    """Changes the scheduler and `plan` as if `num_steps` further steps had been planned and their
+    outputs applied. `token_ids` are the outputs: `num_steps` tokens for each request of the plan.
+    No token may end a request.
     """
     for request, tokens in zip(plan.requests, token_ids, strict=True):
         request.token_ids += tokens

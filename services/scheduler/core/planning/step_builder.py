@@ -155,6 +155,7 @@ class PassingOver:
         return WaitReason.ADAPTERS if len(self._adapters) >= self._max_loras else None
 
     def admit(self, request: Request) -> None:
+        """Records that a request runs from this step on."""
         if self._max_loras is not None and request.adapter_digest:
             self._adapters.add(request.adapter_digest)
 

@@ -127,6 +127,7 @@ class StepEncoder:
             self.decide(request, request.num_computed_tokens, num_asked)
 
     def keep(self, request: Request) -> None:
+        """Keeps the decision for a request that caused another request's preemption."""
         if request in self.decisions:
             self.kept[request] = self.decisions[request]
             self._mark(request)

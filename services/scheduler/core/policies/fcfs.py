@@ -1,3 +1,5 @@
+"""First come, first served."""
+
 from collections import deque
 
 from services.scheduler.core.planning.running_requests import RunningRequests

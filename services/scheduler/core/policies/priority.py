@@ -1,3 +1,5 @@
+"""The policy PRIORITY orders requests by priority, then by arrival time."""
+
 from bisect import insort
 from heapq import heappop, heappush
 

@@ -25,6 +25,8 @@ class ReasonStart(NamedTuple):
 
 @dataclass(slots=True)
 class Wait:
+    """A part of a phase in which a request waits."""
+
     start: int
     end: int
     reasons: dict[str, int]

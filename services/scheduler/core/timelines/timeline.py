@@ -193,6 +193,7 @@ class Timeline:
         return phase.parts[-1].end if phase.parts else phase.start
 
     def enter(self, kind: PhaseKind, now: int) -> Phase:
+        """Ends the open phase and begins a new one."""
         now = self._end_phase(now)
         if len(self.phases) >= MAX_PHASES:
             self._merge_oldest()

@@ -134,6 +134,7 @@ class PagedOps:
     def _grouped(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Groups query heads by key head."""
         groups, head_dim = self.layer.num_kv_heads, self.layer.head_dim
         repeats = self.layer.num_heads // groups
         keys, values = (

@@ -175,6 +175,8 @@ class Decoder(ctypes.Structure):
 
 
 class NativeSharedRanks(ctypes.Structure):
+    """The structure SharedRanks of cpp/shared_ranks.h."""
+
     _fields_ = _fields(
         {
             "cells slots": _ADDRESS,
@@ -194,10 +196,14 @@ class LoraProjection(ctypes.Structure):
 
 
 class NativeLoraLayer(ctypes.Structure):
+    """An adapter's A and B for the projections of a layer."""
+
     _fields_ = _fields({"parts": LoraProjection * len(PARTS)})
 
 
 class StepLora(ctypes.Structure):
+    """The adapters of a step's rows."""
+
     _fields_ = _fields({"adapters rows starts": _ADDRESS, "width": _COUNT, "num_adapters": _INT})
 
 

@@ -37,10 +37,12 @@ class NativeSuffixDecoding:
 
     @property
     def num_cached(self) -> int:
+        """Number of responses in the trees."""
         return int(self._functions.num_cached(self._trees))
 
     @property
     def cached_bytes(self) -> int:
+        """Bytes of the trees of responses."""
         return int(self._functions.cached_bytes(self._trees))
 
     def enter(self, row: int, key: bytes, num_tokens: int) -> None:

@@ -1,3 +1,5 @@
+"""Checks the order of a stream's steps."""
+
 from services.worker.core.errors import InvalidStep
 
 

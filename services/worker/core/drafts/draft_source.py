@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from services.worker.backends.suffix_decoding import SuffixDecoding
 from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.step import Int32Array, NewRequest, StepInput
-from services.worker.speculation.ngram import Proposer
+from services.worker.speculation.proposer import Proposer
 
 
 @dataclass(slots=True)  # not frozen, see StepInput

@@ -57,6 +57,7 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all tensors in the files."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property
@@ -131,6 +132,7 @@ class TensorReader:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes read so far, as stored in the files."""
         return sum(self._sizes)
 
     def dimensions(self, name: str) -> int:

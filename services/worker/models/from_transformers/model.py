@@ -130,6 +130,7 @@ def _eos_token_ids(config: PretrainedConfig, model: PreTrainedModel) -> tuple[in
 
 
 def _is_stateful(model: object) -> bool:
+    """Whether transformers marks a model, or its class, as stateful."""
     return bool(getattr(model, "_is_stateful", False))
 
 

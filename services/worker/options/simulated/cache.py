@@ -31,8 +31,8 @@ class SimulatedCache:
     """A PagedAttention with one page, [2, num_blocks, tokens of the largest block]. Groups with
     smaller blocks leave the end of a block unused.
 
-    A group stores the numbers of its first layer, from which those of its other layers follow. So a
-    shape with the same layers in one group gives the same sums.
+    A group stores the numbers of its first layer. The numbers of its other layers are computed from
+    them. So a shape with the same layers in one group has the same sums.
     """
 
     def __init__(self, shape: AttentionShape) -> None:

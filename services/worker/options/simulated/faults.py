@@ -48,7 +48,7 @@ class DeviceFault(InternalError):
 
 
 class Counter(Enum):
-    """What the time of a rule is counted in."""
+    """The counter that triggers a rule."""
 
     STARTS = "starts"
     SECONDS = "seconds"

@@ -28,7 +28,7 @@ from services.worker.backends.attention import LayerAttention
 from services.worker.backends.lora import LoraLayer, LoraRows
 from services.worker.models.model import wanted_logits, wanted_rows
 from services.worker.options.simulated.hashing import mix, numbers_from
-from services.worker.options.simulated.model_size import ModelSize
+from services.worker.profiles.profile import ModelSize
 from services.worker.sampling.arrays import Float32Array, UInt64Array
 
 _PEAK = 40.0

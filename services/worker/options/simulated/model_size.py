@@ -1,4 +1,4 @@
-"""The numbers of a model, or of one rank's part of it, from which step times are computed."""
+"""Computes the size of a model, or of one rank's part of it, from its configuration."""
 
 from dataclasses import dataclass
 
@@ -9,27 +9,10 @@ from services.worker.models.config import ModelConfig
 from services.worker.models.decoder import attention_layers
 from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.models.stage import StageLayers, divide_layers
+from services.worker.profiles.profile import ModelSize
 
 _BITS_AT_LOAD = 8
 """Bits of a weight that is quantized at load."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    weight_bytes: int
-    """Bytes of all weights."""
-    read_bytes: int
-    """Bytes of weights that a step reads: all weights except rows of the embedding."""
-    products_per_token: int
-    """Multiplications of a weight for each token. Only the experts of a token are counted."""
-    attention_width: int
-    """Elements of all queries of a token: heads times head size, summed over layers."""
-    kv_bytes_per_token: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    itemsize: int
-    """Bytes of an element of the model's data type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +67,7 @@ class Sizes:
     def _weights(
         self, config: ModelConfig, attention: AttentionLayer, index: int, num_ranks: int
     ) -> tuple[int, int]:
-        """The weights of a layer, and those that a token is multiplied with."""
+        """The weights of a layer, and the weights that a token is multiplied with."""
         heads = attention.num_heads + attention.num_kv_heads
         projections = 2 * config.hidden_size * heads * attention.head_dim
         experts = config.layers[index].experts

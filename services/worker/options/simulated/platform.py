@@ -28,7 +28,6 @@ from services.worker.options.simulated.faults import Faults, Rule, read_rules
 from services.worker.options.simulated.kernels import SimulatedKernels
 from services.worker.options.simulated.model import SimulatedModel
 from services.worker.options.simulated.model_size import Sizes
-from services.worker.options.simulated.profile import Profile, read_profile
 from services.worker.options.simulated.runner import TimedModel, TimedRunner
 from services.worker.parallel.group import Group
 from services.worker.platform_choice import select_platform
@@ -36,6 +35,7 @@ from services.worker.platforms.cpu import CpuPlatform
 from services.worker.platforms.cpu_kernels import select_kernels
 from services.worker.platforms.interface import Platform, RunnerParts
 from services.worker.platforms.prompt_shapes import PromptShape
+from services.worker.profiles.profile import Profile, read_profile
 from services.worker.settings import WorkerSettings
 
 

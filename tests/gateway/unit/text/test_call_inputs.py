@@ -12,9 +12,9 @@ from pydantic_core import from_json
 
 from services.gateway.adapters.http.anthropic.input_json import InputWriter
 from services.gateway.core.text.parsing.catalog import TOOL_FORMATS
+from services.gateway.core.text.parsing.control_escaper import ControlEscaper
 from services.gateway.core.text.parsing.events import ParsedMessage
 from services.gateway.core.text.parsing.output_form import OutputForm
-from services.gateway.core.text.parsing.sink import ControlEscaper
 
 JSON = st.recursive(
     st.none()

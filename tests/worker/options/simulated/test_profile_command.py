@@ -9,7 +9,7 @@ from services.cli.errors import CommandError
 from services.cli.profile.command import main
 from services.cli.profile.fit import Measurement, fit_times
 from services.worker.core.step_times import StepCosts, StepTimes
-from services.worker.options.simulated.profile import MeasuredProfile, read_profile
+from services.worker.profiles.profile import MeasuredProfile, read_profile
 from services.worker.sampling.arrays import Int32Array
 from tests.worker.options.simulated.simulated_worker import save_configuration, save_profile
 

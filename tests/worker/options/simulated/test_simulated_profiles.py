@@ -13,14 +13,14 @@ from services.worker.build import build_worker
 from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.step_times import StepCosts, StepTimes
 from services.worker.models.errors import UnsupportedModel
-from services.worker.options.simulated.model_size import ModelSize
-from services.worker.options.simulated.profile import (
+from services.worker.options.simulated.runner import TimedOutput, TimedRunner
+from services.worker.profiles.profile import (
     ComputedProfile,
     MeasuredProfile,
+    ModelSize,
     profile_names,
     read_profile,
 )
-from services.worker.options.simulated.runner import TimedOutput, TimedRunner
 from services.worker.settings import WorkerSettings
 from tests.worker.options.simulated.simulated_worker import (
     Clock,

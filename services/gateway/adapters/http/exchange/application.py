@@ -1,7 +1,8 @@
+"""An ASGI application that calls the handler of each route, and answers its errors."""
+
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
-from html import escape
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.http.exchange.errors import error_response, plain_error_response
 from services.gateway.adapters.http.exchange.route import Handler, Route
+from services.gateway.adapters.http.openapi.pages import redoc_page, swagger_page
 from services.gateway.adapters.telemetry.request_record import RequestRecord, is_failure
 
 Check = Callable[[Request], Awaitable[None]]
@@ -114,51 +116,3 @@ def _document_routes(title: str, document: Callable[[], dict[str, Any]]) -> list
         StarletteRoute("/docs", page(swagger_page(title, _DOCUMENT))),
         StarletteRoute("/redoc", page(redoc_page(title, _DOCUMENT))),
     ]
-
-
-_CDN = "https://cdn.jsdelivr.net/npm"
-_HEAD = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-"""
-
-
-def swagger_page(title: str, document_path: str) -> str:
-    """A page on which operations can be tried. `document_path` is the document's path."""
-    return f"""{_HEAD}\
-<title>{escape(title)} - Swagger UI</title>
-<link rel="stylesheet" href="{_CDN}/swagger-ui-dist@5/swagger-ui.css">
-</head>
-<body>
-<div id="swagger-ui"></div>
-<script src="{_CDN}/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
-<script>
-SwaggerUIBundle({{
-  url: "{document_path}", dom_id: "#swagger-ui", layout: "BaseLayout", deepLinking: true,
-  showExtensions: true, showCommonExtensions: true,
-}});
-</script>
-</body>
-</html>
-"""
-
-
-def redoc_page(title: str, document_path: str) -> str:
-    """A page to read. `document_path` is the document's path."""
-    return f"""{_HEAD}\
-<title>{escape(title)} - ReDoc</title>
-<link rel="stylesheet"
- href="https://fonts.googleapis.com/css?family=Montserrat:300,400,700|Roboto:300,400,700">
-<style>body {{ margin: 0; padding: 0; }}</style>
-</head>
-<body>
-<noscript>ReDoc needs JavaScript.</noscript>
-<redoc spec-url="{document_path}"></redoc>
-<script src="{_CDN}/redoc@2/bundles/redoc.standalone.js"></script>
-</body>
-</html>
-"""

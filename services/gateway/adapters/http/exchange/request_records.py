@@ -90,6 +90,7 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 
 
 def call_of(scope: Scope) -> Call:
+    """Returns the method, path and client of a request, for its record."""
     # The raw path, without the query: the decoded path may contain a line break.
     path = scope.get("raw_path", b"").decode("ascii", errors="backslashreplace")[:_MAX_PATH]
     client = scope.get("client")

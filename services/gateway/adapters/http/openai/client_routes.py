@@ -1,3 +1,5 @@
+"""The table of the routes for clients."""
+
 from collections.abc import Sequence
 from functools import partial
 

@@ -23,9 +23,10 @@ from services.gateway.adapters.http.exchange.request_state import (
 )
 from services.gateway.adapters.http.exchange.while_connected import Client
 from services.gateway.adapters.http.transport.body_writer import BodyWriter, answer_without_chunks
+from services.gateway.adapters.http.transport.client_probe import ClientProbe
 from services.gateway.adapters.http.transport.connections import Connections
 from services.gateway.adapters.http.transport.quick_refusals import raw_refusal
-from services.gateway.adapters.http.transport.reader_timeout import ClientProbe, ReaderTimeout
+from services.gateway.adapters.http.transport.reader_timeout import ReaderTimeout
 from services.gateway.adapters.http.transport.sliced_protocol import SlicedProtocol
 from services.gateway.core.request.arrivals import Arrival
 

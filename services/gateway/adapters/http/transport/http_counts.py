@@ -1,3 +1,5 @@
+"""Counts HTTP requests by route, method and status."""
+
 import re
 import time
 from collections.abc import Sequence

@@ -1,3 +1,5 @@
+"""A connection from its start to the end of its TLS handshake."""
+
 import asyncio
 import logging
 import ssl
@@ -105,6 +107,7 @@ class TlsHandshake(asyncio.Protocol):
         self._has_ended = True
 
     def shutdown(self) -> None:
+        """Called when the server stops."""
         self.end()
 
     def end(self) -> None:

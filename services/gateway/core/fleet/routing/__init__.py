@@ -9,8 +9,9 @@ from services.common.errors import InvalidArgument
 from services.common.process.outside_class import load_class, one_of_or_class
 from services.gateway.core.fleet.routing.cache_aware import CacheAware
 from services.gateway.core.fleet.routing.consistent_hash import ConsistentHash
-from services.gateway.core.fleet.routing.least_loaded import LeastLoaded, PowerOfTwo, RoundRobin
+from services.gateway.core.fleet.routing.least_loaded import LeastLoaded, PowerOfTwo
 from services.gateway.core.fleet.routing.policy import RoutingParts, RoutingPolicy
+from services.gateway.core.fleet.routing.round_robin import RoundRobin
 
 POLICIES: dict[str, Callable[[RoutingParts], RoutingPolicy]] = {
     "cache-aware": CacheAware,

@@ -180,6 +180,7 @@ class CacheAware:
 
 
 def _cached_key(offer: _Offer, keys: Sequence[int]) -> int | None:
+    """Returns the key of the last block that is expected to be cached."""
     return keys[offer.depth - 1] if offer.depth else None
 
 

@@ -1,3 +1,5 @@
+"""Routing by a hash of the session id, or of the prompt's first tokens."""
+
 from bisect import bisect
 from collections.abc import Sequence
 from hashlib import blake2b

@@ -1,21 +1,11 @@
+"""Routing by load only."""
+
 from collections.abc import Sequence
 
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing.policy import RoutingParts, least_loaded
 from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Inflight
-
-
-class RoundRobin:
-    """Chooses each replica in turn, in the order of their addresses."""
-
-    def __init__(self, _parts: RoutingParts) -> None:
-        self._last = ""
-
-    def choose(self, _inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
-        replica = min(candidates, key=lambda one: (one.address <= self._last, one.address))
-        self._last = replica.address
-        return RoutingDecision(replica.address, RoutingReason.TURN, len(candidates))
 
 
 class LeastLoaded:

@@ -1,3 +1,5 @@
+"""The interface of routing policies."""
+
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
+    """Text for the user."""
+
     text: str
 
 
@@ -65,6 +67,8 @@ class _Part:
 
 @dataclass(slots=True)
 class ParsedMessage:
+    """The joined events of one answer."""
+
     _parts: list[_Part] = field(default_factory=list)
     _calls: list[_Part] = field(default_factory=list)
 

@@ -1,3 +1,5 @@
+"""The incremental parser of one answer."""
+
 from collections.abc import Callable, Sequence
 from typing import Protocol
 

@@ -41,6 +41,7 @@ class Reader:
         self._recorded = []
 
     def recorded(self) -> str:
+        """Ends the recording. Returns the recorded text."""
         recorded, self._recorded = self._recorded or [], None
         return "".join(recorded)
 
@@ -155,6 +156,7 @@ class Reader:
             yield from self._json_scalar(take)
 
     def json_text(self) -> Reading[str]:
+        """Reads one JSON value and returns its text."""
         pieces: list[str] = []
         yield from self.json_value(pieces.append)
         return "".join(pieces)

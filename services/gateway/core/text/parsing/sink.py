@@ -1,5 +1,6 @@
-import re
+"""Collects the events of format readers."""
 
+from services.gateway.core.text.parsing.control_escaper import ControlEscaper
 from services.gateway.core.text.parsing.events import (
     CallArguments,
     CallStart,
@@ -7,62 +8,6 @@ from services.gateway.core.text.parsing.events import (
     OutputEvent,
     ReasoningDelta,
 )
-
-_IN_STRING = re.compile(r'["\\\x00-\x1f]')
-_SHORT = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f"}
-
-
-class ControlEscaper:
-    """Escapes raw control characters in strings of a JSON text that is fed in pieces.
-
-    Models often write control characters, but JSON does not allow them in strings.
-    """
-
-    def __init__(self) -> None:
-        self._in_string = False
-        self._after_backslash = False
-
-    def feed(self, text: str) -> str:
-        pieces: list[str] = []
-        at = 0
-        while at < len(text):
-            if self._after_backslash:
-                self._after_backslash = False
-                pieces.append(_escape(text[at]))
-                at += 1
-                continue
-            end = self._next_mark(text, at)
-            pieces.append(text[at:end])
-            if end < len(text):
-                pieces.append(self._mark(text[end]))
-            at = end + 1
-        return "".join(pieces)
-
-    def _next_mark(self, text: str, at: int) -> int:
-        """Returns the position of the next quote, backslash or control character that must be
-        processed, or the end of the text.
-        """
-        if self._in_string:
-            found = _IN_STRING.search(text, at)
-            return len(text) if found is None else found.start()
-        quote = text.find('"', at)
-        return len(text) if quote < 0 else quote
-
-    def _mark(self, character: str) -> str:
-        if character == '"':
-            self._in_string = not self._in_string
-            return character
-        if character == "\\":
-            self._after_backslash = True
-            return character
-        return "\\" + _escape(character)
-
-
-def _escape(character: str) -> str:
-    """Returns what must follow a backslash to escape this character."""
-    if character >= " ":
-        return character
-    return _SHORT.get(character) or f"u{ord(character):04x}"
 
 
 class Sink:
@@ -82,6 +27,7 @@ class Sink:
         self._trims_start = False
 
     def take(self) -> list[OutputEvent]:
+        """Returns the events since the last call of this method."""
         self._close_arguments()
         events, self._events = self._events, []
         return events
@@ -105,6 +51,7 @@ class Sink:
         self.in_reasoning = False
 
     def call(self, name: str) -> int:
+        """Starts a tool call. Returns the call's index."""
         self._close_arguments()
         self._escaper = ControlEscaper()
         self._boundary()
@@ -132,6 +79,7 @@ class Sink:
         return self._max_calls is not None and self.num_calls >= self._max_calls
 
     def _close_arguments(self) -> None:
+        """Makes one event from the collected arguments."""
         text = self._escaper.feed("".join(self._arguments))
         if text and (self._max_calls is None or self.num_calls <= self._max_calls):
             self._events.append(CallArguments(self.num_calls - 1, text))

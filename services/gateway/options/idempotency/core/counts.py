@@ -1,3 +1,5 @@
+"""Counts of requests with an idempotency key, by outcome."""
+
 from dataclasses import dataclass
 
 

@@ -60,6 +60,8 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Bring:
+    """More output of sequences."""
+
     parts: Sequence[Part]
     """The new output of each sequence. A part has the index of the sequence, the numbers of tokens
     and of prompt rows before the new output, and the new output.

@@ -19,6 +19,8 @@ from services.gateway.options.idempotency.core.recording import Cursor, Recordin
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
+    """A client's request with a key."""
+
     scope: str
     """The id under which the answer is stored (see IdempotencyKey.scope)."""
     fingerprint: bytes

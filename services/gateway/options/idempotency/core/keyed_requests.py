@@ -82,6 +82,7 @@ class KeyedRequests:
             sharing.listener = self
 
     def __len__(self) -> int:
+        """The number of answers, complete or in progress."""
         return len(self._table)
 
     def knows(self, key: IdempotencyKey) -> bool:

@@ -61,6 +61,7 @@ class SequenceRecord:
 
     @property
     def num_prompt_rows(self) -> int:
+        """The number of received rows of prompt log-probabilities."""
         return len(self.prompt_logprobs or ())
 
     @property
@@ -164,6 +165,7 @@ class Recording:
                 cursor.wake()
 
     def progress(self) -> list[Progress]:
+        """For each sequence, the progress from which an engine can resume it."""
         return [
             Progress(one.token_ids.tolist(), one.num_prompt_rows, one.finish is not None)
             for one in self.sequences

@@ -71,6 +71,7 @@ class History:
         """Addresses of replicas that have been ready."""
 
     def bins(self, now: float) -> list[Bin]:
+        """Returns all bins, up to the current one."""
         self._bin(now)
         return list(self._bins)
 

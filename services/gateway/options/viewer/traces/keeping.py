@@ -32,6 +32,7 @@ class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
     async def Export(  # noqa: N802 - the contract's name
         self, request: trace_service_pb2.ExportTraceServiceRequest, _context: _Context
     ) -> trace_service_pb2.ExportTraceServiceResponse:
+        """Stores the spans of other services."""
         keep(self._store, request.resource_spans, is_own=False)
         return trace_service_pb2.ExportTraceServiceResponse()
 

@@ -110,6 +110,7 @@ class RunningTraces:
     async def _ask(
         self, address: str, request: scheduler_pb2.GetRunningSpansRequest
     ) -> ExportTraceServiceRequest:
+        """Queries the spans of a scheduler."""
         try:
             answer = await self._links[address].running_spans(request, _TIMEOUT_SECONDS)
             return ExportTraceServiceRequest.FromString(answer.otlp)

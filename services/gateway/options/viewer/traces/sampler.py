@@ -1,3 +1,5 @@
+"""Limits the number of traces per minute."""
+
 import time
 from collections.abc import Callable, Sequence
 

@@ -70,6 +70,7 @@ class KVEventLog:
 
     @property
     def oldest(self) -> int:
+        """Number of the oldest batch that is stored."""
         return self._next - len(self._batches)
 
     def append(self, events: tuple[KVCacheEvent, ...]) -> None:

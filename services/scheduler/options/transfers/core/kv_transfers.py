@@ -288,6 +288,7 @@ class KVTransfers:
             self._answers.append(answer)
 
     def _loading_into(self, invalid: Collection[BlockId]) -> list[RequestKey]:
+        """Requests whose pending load includes one of these blocks."""
         return [
             key
             for key, request in self._loading.items()

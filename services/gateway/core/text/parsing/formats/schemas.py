@@ -112,6 +112,7 @@ class _Schema:
         return types | {"null"} if schema.get("nullable") is True else types
 
     def _bounds(self, schema: Mapping[str, Any], above: frozenset[int]) -> Iterator[frozenset[str]]:
+        """Yields the types that each keyword of a schema allows."""
         declared = schema.get("type")
         names = [declared] if isinstance(declared, str) else declared
         if isinstance(names, list):

@@ -44,7 +44,9 @@ class LimitStore(Protocol):
         """Applies a change whose `must_fit` is false. It may be applied later."""
         ...
 
-    async def run(self) -> None: ...
+    async def run(self) -> None:
+        """Maintains the counts until cancelled."""
+        ...
 
 
 MAX_RESERVED_OUTPUT_TOKENS = 4096

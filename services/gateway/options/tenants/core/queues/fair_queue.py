@@ -1,3 +1,5 @@
+"""A queue for each tenant, served in proportion to the tenants' weights."""
+
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -180,6 +180,7 @@ class Places:
         return 0 if usage is None else usage.num_waiting
 
     def service_time(self, tenant: Tenant) -> ServiceTime:
+        """Returns the measured service time of a tenant's sequences."""
         usage = self._usages.get(tenant.caller_id)
         return ServiceTime() if usage is None else usage.service_time
 

@@ -17,7 +17,6 @@ from services.worker.core.step_times import StepCosts, StepTimes
 
 if TYPE_CHECKING:  # `stepwell simulate` reads profiles without torch
     from services.worker.core.batch.input_batch import BatchLimits
-    from services.worker.options.simulated.model_size import ModelSize
 
 T = TypeVar("T")
 
@@ -25,7 +24,27 @@ DRAFT_ACCEPTANCE_RATE = 0.7
 _DEFAULT_UTILIZATION = 0.9
 _ANSWERS = ("mean_output_tokens", "draft_acceptance_rate")
 """Keys of both kinds of profiles, which describe the model's answers."""
-_PROFILES = files("services.worker.options.simulated") / "profiles"
+_PROFILES = files("services.worker.profiles")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The numbers of a model, or of one rank's part of it, from which step times are computed."""
+
+    weight_bytes: int
+    """Bytes of all weights."""
+    read_bytes: int
+    """Bytes of weights that a step reads: all weights except rows of the embedding."""
+    products_per_token: int
+    """Multiplications of a weight for each token. Only the experts of a token are counted."""
+    attention_width: int
+    """Elements of all queries of a token: heads times head size, summed over layers."""
+    kv_bytes_per_token: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    itemsize: int
+    """Bytes of an element of the model's data type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +58,18 @@ class MeasuredProfile:
     draft: StepCosts | None = None
     """The costs of a run of the draft model."""
 
-    def step_times(self, size: "ModelSize") -> StepTimes:
+    def step_times(self, size: ModelSize) -> StepTimes:
         """The times of steps. A measured profile has the times of one model and ignores `size`."""
         return self.times
 
-    def draft_times(self, size: "ModelSize") -> StepTimes:
+    def draft_times(self, size: ModelSize) -> StepTimes:
         """The times of runs of the draft model. Raises SettingError if there are none."""
         if self.draft is None:
             raise SettingError("--profile: no table [draft] has the times of a draft model")
         return StepTimes(self.draft, self.draft)
 
     def free_memory(
-        self, size: "ModelSize", limits: "BatchLimits", utilization: float | None
+        self, size: ModelSize, limits: "BatchLimits", utilization: float | None
     ) -> FreeMemory:
         """The memory for the KV cache. `utilization`: the share to use, by default all of it."""
         share = utilization or 1.0
@@ -78,7 +97,7 @@ class ComputedProfile:
     mean_output_tokens: int = 0
     draft_acceptance_rate: float = DRAFT_ACCEPTANCE_RATE
 
-    def step_times(self, size: "ModelSize") -> StepTimes:
+    def step_times(self, size: ModelSize) -> StepTimes:
         """The times of steps of a model of this size."""
         bandwidth = self.bandwidth_bytes_per_second * self.bandwidth_efficiency
         speed = self.operations_per_second * self.compute_efficiency
@@ -90,12 +109,12 @@ class ComputedProfile:
         )
         return StepTimes(costs, costs)
 
-    def draft_times(self, size: "ModelSize") -> StepTimes:
+    def draft_times(self, size: ModelSize) -> StepTimes:
         """The times of runs of a draft model of this size."""
         return self.step_times(size)
 
     def free_memory(
-        self, size: "ModelSize", limits: "BatchLimits", utilization: float | None
+        self, size: ModelSize, limits: "BatchLimits", utilization: float | None
     ) -> FreeMemory:
         """The device's memory, less the weights and an estimate of what the largest step needs."""
         width = 6 * size.hidden_size + 4 * size.intermediate_size

@@ -1,0 +1,1 @@
+"""Profiles of simulated devices, which the worker and `stepwell simulate` read."""
