@@ -1,9 +1,10 @@
 """An event loop whose clock jumps to the next timer.
 
-Callbacks run in the order of `call_soon`, as asyncio promises. Messages,
-connections, results of executors and timers have a delay that is drawn from the seed. So a seed decides the order in which independent sources proceed.
+Callbacks run in the order of `call_soon`, as asyncio promises. Messages, connections, results of
+executors and timers have a delay that is drawn from the seed. So a seed decides the order in which
+independent sources proceed.
 
-Code takes no time, except for what a lane (`lane.py`) sleeps.
+Code takes no time. Only a function in a lane (`lane.py`) that sleeps takes time.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""The clocks and random numbers of a process in virtual time, and a guard against the machine's own.
+"""Clocks and random numbers in virtual time, and a guard against the machine's own.
 
 `install` must be called before services are imported, since they may keep Python's functions. While
-a VirtualLoop runs, Python's clocks show its time, and Python's random numbers are drawn from its seed. What
-cannot be virtual raises PastThePorts: threads, sockets, other processes, and written files. When no
+a VirtualLoop runs, Python's clocks show its time, and Python's random numbers are drawn from its
+seed. The guard raises PastThePorts at threads, sockets, other processes and written files. When no
 VirtualLoop runs, everything is as usual.
 """
 
