@@ -182,7 +182,7 @@ async def http_bad(endpoint: Endpoint, draw: Random) -> None:
     body: Any = draw.choice(
         (
             {"prompt": [3, 4], "temperature": -1},
-            {"prompt": [3, 4], "colour": "blue"},
+            {"prompt": [3, 4], "suffix": "blue"},
             {"prompt": [3] * (endpoint.longest + 10_000)},
             {"prompt": [endpoint.vocab_size]},
             "no object",
