@@ -81,11 +81,18 @@ class Outbox:
             self._num_output = num_output
             self._is_empty = False
 
-    def logprobs(self, handle: int, item: worker_pb2.RequestLogprobs, num_skipped: int = 0) -> None:
-        """Adds log-probabilities, without the first `num_skipped` rows of the prompt."""
+    def logprobs(
+        self, handle: int, item: worker_pb2.RequestLogprobs, num_tokens: int, num_skipped: int = 0
+    ) -> None:
+        """Adds log-probabilities, without the first `num_skipped` rows of the prompt, and of the
+        first `num_tokens` sampled tokens. The answer may end before the last accepted draft.
+        """
         added = self._deltas.logprobs.add(handle=handle)
         if item.HasField("sampled"):
             added.sampled.CopyFrom(item.sampled)
+            del added.sampled.token_ids[num_tokens * item.sampled.width :]
+            del added.sampled.logprobs[num_tokens * item.sampled.width :]
+            del added.sampled.ranks[num_tokens:]
         if item.HasField("prompt") and not 0 < len(item.prompt.ranks) <= num_skipped:
             added.prompt.CopyFrom(item.prompt)
             del added.prompt.token_ids[: num_skipped * item.prompt.width]

@@ -230,8 +230,8 @@ class Sessions:
     def _deliver_logprobs(self, update: EngineCoreOutputs) -> None:
         plan = update.plan
         for index, item in update.logprobs.items():
-            owner = self._owners.get(plan.requests[index])
-            if owner is None or update.token_ids[index] is None:
+            owner, tokens = self._owners.get(plan.requests[index]), update.token_ids[index]
+            if owner is None or tokens is None:
                 continue
             if isinstance(item, worker_pb2.RequestLogprobs):
                 num_known = 0
@@ -241,7 +241,7 @@ class Sessions:
                     num_known = max(owner.num_prompt_rows - start, 0)
                     end = start + len(item.prompt.ranks)
                     owner.num_prompt_rows = max(owner.num_prompt_rows, end)
-                owner.session.outbox.logprobs(owner.handle, item, num_known)
+                owner.session.outbox.logprobs(owner.handle, item, len(tokens), num_known)
 
     def _deliver_pooled(self, update: EngineCoreOutputs) -> None:
         for index, values in update.pooled.items():

@@ -256,6 +256,20 @@ async def test_rows_that_are_cut_keep_their_columns_and_what_was_sampled() -> No
     assert list(item.sampled.token_ids) == [9]
 
 
+async def test_drafts_behind_the_end_of_an_answer_have_no_rows() -> None:
+    sessions, request = Sessions(), make_request()
+    session = sessions.open("one")
+    sessions.own(session, 1, request)
+    cells, values = [5, 6, 7, 8, 9, 10], [-1, -2, -3, -4, -5, -6]
+    sampled = common_pb2.Logprobs(width=2, token_ids=cells, logprobs=values, ranks=[1, 2, 3])
+    rows = worker_pb2.RequestLogprobs(sampled=sampled)
+    sessions.deliver(update(9, [request], [[5, 7]], logprobs=rows))
+    (item,) = (await take(session)).logprobs
+    assert list(item.sampled.token_ids) == [5, 6, 7, 8]
+    assert list(item.sampled.logprobs) == [-1, -2, -3, -4]
+    assert list(item.sampled.ranks) == [1, 2]
+
+
 async def test_a_session_is_sent_the_state_only_after_a_time_without_other_messages() -> None:
     sessions, request = Sessions(), make_request()
     session = sessions.open("one")
