@@ -23,8 +23,8 @@ def explore(*flags: str, hash_seed: int = 0) -> str:
 
 
 def test_a_seed_has_the_same_log_in_every_process() -> None:
-    first = explore("--seed", "5", hash_seed=1)
-    assert first == explore("--seed", "5", hash_seed=2)
+    first = explore("--seed", "16", hash_seed=1)
+    assert first == explore("--seed", "16", hash_seed=2)
     assert "/stepwell.worker.v1.Worker/Execute" in first
 
 

@@ -2,23 +2,44 @@
 
 import asyncio
 import json
+from array import array
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 from services.common.rpc.channel import open_channel
-from services.simulation.explore.requests import Edge, Request
+from services.simulation.explore.requests import Edge, Kind, Request
 
 HTTP_PORT, GRPC_PORT = 8000, 9000
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"enum": ["Oslo", "Rome"]},
+                    "days": {"enum": [1, 2, 14]},
+                },
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
 
 
 @dataclass(slots=True)
 class Answer:
-    """The answer that a client has received so far. Choices are keyed by their indices."""
+    """The answer that a client has received so far. Choices are keyed by their indices, and turns
+    of a session by their numbers.
+    """
 
     texts: dict[int, str] = field(default_factory=dict)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -30,6 +51,11 @@ class Answer:
         self.texts[index] = self.texts.get(index, "") + text
         if token_ids:
             self.token_ids.setdefault(index, []).extend(token_ids)
+
+    def add_vector(self, index: int, numbers: Iterable[float]) -> None:
+        values = array("f", numbers)
+        self.texts[index] = f"{len(values)} numbers, {crc32(values.tobytes()):08x}"
+        self.finished[index] = "vector"
 
     def equals(self, whole: "Answer") -> bool:
         """Whether this is the whole answer. `whole` came over gRPC, this one perhaps over HTTP."""
@@ -50,7 +76,8 @@ async def ask(gateway: str, request: Request, answer: Answer) -> None:
     """Sends a request, and adds to `answer` what arrives."""
     try:
         if request.edge is Edge.GRPC:
-            await _ask_grpc(gateway, request, answer)
+            async with open_channel(f"{gateway}:{GRPC_PORT}") as channel:
+                await _ask_grpc(gateway_pb2_grpc.InferenceStub(channel), request, answer)
         else:
             await _ask_http(gateway, request, answer)
     except grpc.aio.AioRpcError as error:
@@ -59,9 +86,45 @@ async def ask(gateway: str, request: Request, answer: Answer) -> None:
         answer.error = f"{type(error).__name__}: {error}"
 
 
-async def _ask_grpc(gateway: str, request: Request, answer: Answer) -> None:
+# gRPC.
+
+
+async def _ask_grpc(stub: Any, request: Request, answer: Answer) -> None:
+    if request.kind is Kind.VECTOR:
+        prompt = gateway_pb2.EmbedInput(token_ids=common_pb2.TokenIds(ids=request.prompt))
+        vectors = await stub.Embed(gateway_pb2.EmbedRequest(inputs=[prompt]))
+        for index, vector in enumerate(vectors.vectors):
+            answer.add_vector(index, vector.values)
+    elif request.kind is Kind.TURNS:
+        await _ask_turns(stub, request, answer)
+    else:
+        async for piece in stub.Generate(_message(request, request.prompt)):
+            _take_piece(piece.index, piece, answer)
+
+
+async def _ask_turns(stub: Any, request: Request, answer: Answer) -> None:
+    call = stub.GenerateSession()
+    try:
+        for number, prompt in enumerate((request.prompt, *request.later_prompts)):
+            turn = gateway_pb2.GenerateSessionRequest(turn=_message(request, prompt))
+            await call.write(turn)
+            while number not in answer.finished:
+                response = await call.read()
+                if response is grpc.aio.EOF:
+                    raise EOFError("the session has ended")
+                _take_piece(response.turn, response.piece, answer)
+            await asyncio.sleep(request.pause_seconds)
+        await call.done_writing()
+        await call.read()
+    except asyncio.InvalidStateError:  # the call has ended, and `read` raises its error
+        await call.read()
+        raise
+
+
+def _message(request: Request, prompt: Iterable[int]) -> gateway_pb2.GenerateRequest:
     message = gateway_pb2.GenerateRequest(
-        token_ids=common_pb2.TokenIds(ids=request.prompt),
+        model=request.model,
+        token_ids=common_pb2.TokenIds(ids=prompt),
         sampling=common_pb2.SamplingParams(**request.sampling()),
         n=request.n,
         stop=request.stop,
@@ -69,26 +132,43 @@ async def _ask_grpc(gateway: str, request: Request, answer: Answer) -> None:
     if request.regex:
         forms = message.sampling.structured_outputs
         forms.kind, forms.text = common_pb2.STRUCTURED_OUTPUTS_KIND_REGEX, request.regex
-    async with open_channel(f"{gateway}:{GRPC_PORT}") as channel:
-        async for piece in gateway_pb2_grpc.InferenceStub(channel).Generate(message):
-            answer.add(piece.index, piece.text, piece.token_ids)
-            if piece.finish_reason:
-                name = common_pb2.FinishReason.Name(piece.finish_reason)
-                answer.finished[piece.index] = name.removeprefix("FINISH_REASON_").lower()
+    return message
+
+
+def _take_piece(index: int, piece: gateway_pb2.GenerateResponse, answer: Answer) -> None:
+    answer.add(index, piece.text, piece.token_ids)
+    if piece.finish_reason:
+        name = common_pb2.FinishReason.Name(piece.finish_reason)
+        answer.finished[index] = name.removeprefix("FINISH_REASON_").lower()
+
+
+# HTTP.
 
 
 async def _ask_http(gateway: str, request: Request, answer: Answer) -> None:
-    is_stream = request.edge is Edge.STREAM
-    body = {"model": "demo", "prompt": request.prompt, "n": request.n, "stream": is_stream}
-    encoded = json.dumps(body | request.sampling()).encode()
+    path, body = _body(request)
+    encoded = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(gateway, HTTP_PORT)
     try:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {gateway}\r\nConnection: close\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {gateway}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(encoded)}\r\n\r\n"
         writer.write(head.encode() + encoded)
-        await _read_reply(reader, is_stream, answer)
+        await _read_reply(reader, request.edge is Edge.STREAM, answer)
     finally:
         writer.transport.abort()
+
+
+def _body(request: Request) -> tuple[str, dict[str, Any]]:
+    """The path and the body of a request."""
+    body: dict[str, Any] = {"model": request.model}
+    if request.kind is Kind.VECTOR:
+        return "/v1/embeddings", body | {"input": [request.prompt]}
+    body |= {"n": request.n, "stream": request.edge is Edge.STREAM} | request.sampling()
+    if request.kind is Kind.CALL:
+        message = {"role": "user", "content": " ".join(map(str, request.prompt))}
+        asked = {"messages": [message], "tools": _TOOLS, "tool_choice": "required"}
+        return "/v1/chat/completions", body | asked
+    return "/v1/completions", body | {"prompt": request.prompt}
 
 
 async def _read_reply(reader: asyncio.StreamReader, is_stream: bool, answer: Answer) -> None:
@@ -126,6 +206,18 @@ def _take(body: Any, answer: Answer) -> None:
     if "error" in body:
         answer.error = str(body["error"])
     for choice in body.get("choices", ()):
-        answer.add(choice["index"], choice["text"])
+        answer.add(choice["index"], _text(choice))
         if choice.get("finish_reason"):
             answer.finished[choice["index"]] = choice["finish_reason"]
+    for vector in body.get("data", ()):
+        answer.add_vector(vector["index"], vector["embedding"])
+
+
+def _text(choice: Any) -> str:
+    """The text of a completion, or what a chat completion says and calls."""
+    if "text" in choice:
+        return str(choice["text"])
+    message = choice.get("message") or choice["delta"]
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = (f"{one.get('name') or ''}{one.get('arguments') or ''}" for one in functions)
+    return (message.get("content") or "") + "".join(calls)

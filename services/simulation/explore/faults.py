@@ -21,12 +21,17 @@ class Kind(Enum):
     CUT_ONE_WAY = "sends into the void"
     RESET = "loses its connections"
     AHEAD = "has a clock that is ahead"
+    DISK = "has a full disk"
+    DEVICE = "has a faulty device"
+
+
+_DEVICE_FAULTS = ("refuse memory", "fail", "exit", "hang 0.5 s", "hang 8 s", "slow 30x for 1 s")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A fault of a service, from a time on and for some seconds. With `peer`, it is a fault of the
-    network between both.
+    network between both. `rule` says when and how a worker's device fails.
     """
 
     at_seconds: float
@@ -34,8 +39,11 @@ class Fault:
     service: str
     seconds: float
     peer: str | None = None
+    rule: str = ""
 
     def __str__(self) -> str:
+        if self.rule:
+            return f"{self.service} {self.kind.value}: {self.rule}"
         peer = "" if self.peer is None else f" ({self.peer})"
         what = f"{self.service} {self.kind.value}{peer} for {self.seconds:.2f} s"
         return f"at {self.at_seconds:.3f} s {what}"
@@ -45,12 +53,22 @@ def draw_faults(rng: random.Random, services: list[str], count: int, seconds: fl
     faults = []
     for _ in range(count):
         kind, service = rng.choice(list(Kind)), rng.choice(services)
+        if kind is Kind.DEVICE:
+            faults.append(_draw_device_fault(rng, services, seconds))
+            continue
         peer = None
         if kind in (Kind.CUT, Kind.CUT_ONE_WAY, Kind.RESET):
             peer = rng.choice([name for name in services if name != service])
         lasts = rng.choice((0.02, 0.3, 3.0, 20.0)) * rng.random()
         faults.append(Fault(rng.random() * seconds, kind, service, lasts, peer))
     return sorted(faults, key=lambda fault: fault.at_seconds)
+
+
+def _draw_device_fault(rng: random.Random, services: list[str], seconds: float) -> Fault:
+    worker = rng.choice([name for name in services if name.startswith("worker")])
+    at = rng.random() * seconds
+    when = rng.choice((f"after {at:.3f} s", f"at step {rng.randrange(1, 60)}"))
+    return Fault(0.0, Kind.DEVICE, worker, 0.0, rule=f"{when}: {rng.choice(_DEVICE_FAULTS)}")
 
 
 async def inject(fault: Fault, fleet: Fleet, network: Network) -> None:
@@ -74,6 +92,12 @@ async def inject(fault: Fault, fleet: Fleet, network: Network) -> None:
             process.seconds_ahead = fault.seconds
             await asyncio.sleep(fault.seconds)
             process.seconds_ahead = 0.0
+        case Kind.DISK:
+            process.is_disk_full = True
+            await asyncio.sleep(fault.seconds)
+            process.is_disk_full = False
+        case Kind.DEVICE:
+            """The worker's settings have the rule."""
         case _:
             assert fault.peer is not None
             await _disturb(fault, process, fleet.services[fault.peer].process, network)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+MODEL = "demo"
+ADAPTERS = ("first-adapter", "second-adapter", "third-adapter")
 _NUM_DOCUMENTS = 4
 _DOCUMENT_TOKENS = 120
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 300, 4000
@@ -22,6 +24,15 @@ class Edge(Enum):
     STREAM = "HTTP, streamed"
 
 
+class Kind(Enum):
+    """What a request asks for."""
+
+    TEXT = "text"
+    TURNS = "the turns of a session"
+    CALL = "a call of a tool"
+    VECTOR = "an embedding"
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A request of a client. Its answer depends on nothing else."""
@@ -29,14 +40,29 @@ class Request:
     edge: Edge
     prompt: tuple[int, ...]
     max_tokens: int
+    kind: Kind = Kind.TEXT
+    model: str = MODEL
     n: int = 1
     temperature: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
     regex: str = ""
+    later_prompts: tuple[tuple[int, ...], ...] = ()
+    """The prompts of a session's turns after the first."""
+    pause_seconds: float = 0.0
+    """The time between two turns. The answer does not depend on it."""
 
     def sampling(self) -> dict[str, Any]:
         return {"temperature": self.temperature, "seed": self.seed, "max_tokens": self.max_tokens}
+
+    @property
+    def wants_vector(self) -> bool:
+        return self.kind is Kind.VECTOR
+
+    def usual(self) -> "Request":
+        """The request with the same answer whose answer alone is computed."""
+        edge = Edge.COMPLETION if self.kind is Kind.CALL else Edge.GRPC
+        return replace(self, edge=edge, pause_seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +77,29 @@ class Arrival:
 
 
 def draw_arrivals(
-    rng: random.Random, count: int, seconds: float, num_gateways: int
+    rng: random.Random, count: int, seconds: float, num_gateways: int, *, pools: bool
 ) -> list[Arrival]:
-    """Requests that arrive within some seconds, some of them in bursts."""
+    """Requests that arrive within some seconds, some of them in bursts. `pools`: the model computes
+    embeddings.
+    """
     arrivals, at = [], 0.0
     for number in range(count):
         if rng.random() < 0.6:
             at += rng.expovariate(count / seconds)
         leaves = rng.random() * 0.5 if rng.random() < 0.1 else None
-        arrivals.append(Arrival(number, at, draw_request(rng), rng.randrange(num_gateways), leaves))
+        request = draw_vector(rng) if pools else draw_request(rng)
+        arrivals.append(Arrival(number, at, request, rng.randrange(num_gateways), leaves))
     return arrivals
 
 
-def draw_request(rng: random.Random) -> Request:
-    document = _document(rng.randrange(_NUM_DOCUMENTS))
-    prompt = document[: rng.choice((3, 16, 17, 40, 100))]
-    request = Request(rng.choice(list(Edge)), prompt, rng.choice((1, 5, 24)))
+def draw_vector(rng: random.Random) -> Request:
+    edge = rng.choice((Edge.GRPC, Edge.COMPLETION))
+    return Request(edge, _draw_prompt(rng), 1, Kind.VECTOR)
+
+
+def draw_request(rng: random.Random) -> Request:  # noqa: PLR0911 - one for each kind
+    edge, prompt = rng.choice(list(Edge)), _draw_prompt(rng)
+    request = Request(edge, prompt, rng.choice((1, 5, 24)))
     kind = rng.random()
     if kind < 0.15:
         return replace(request, n=rng.choice((2, 3)))
@@ -74,7 +107,24 @@ def draw_request(rng: random.Random) -> Request:
         return replace(request, temperature=1.0, seed=rng.randrange(3))
     if kind < 0.4:
         return replace(request, edge=Edge.GRPC, regex="(yes|no|maybe){2,5}")
+    if kind < 0.5:
+        return replace(request, model=rng.choice(ADAPTERS))
+    if kind < 0.57:
+        edge = rng.choice((Edge.COMPLETION, Edge.STREAM))
+        return Request(edge, prompt[: rng.choice((1, 3))], 48, Kind.CALL)
+    if kind < 0.7:
+        later = tuple(
+            _draw_prompt(rng)[: rng.choice((1, 16, 40))] for _ in range(rng.choice((1, 2)))
+        )
+        pause = rng.choice((0.0, 0.05, 1.5)) * rng.random()
+        first = replace(request, kind=Kind.TURNS, edge=Edge.GRPC, max_tokens=rng.choice((1, 5)))
+        return replace(first, later_prompts=later, pause_seconds=pause)
     return request
+
+
+def _draw_prompt(rng: random.Random) -> tuple[int, ...]:
+    document = _document(rng.randrange(_NUM_DOCUMENTS))
+    return document[: rng.choice((3, 16, 17, 40, 100))]
 
 
 def _document(number: int) -> tuple[int, ...]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from services.simulation.explore.clients import Answer, ask
-from services.simulation.explore.faults import Fault, draw_faults, inject
-from services.simulation.explore.fleet import Fleet, service_names
-from services.simulation.explore.requests import Arrival, Edge, Request, draw_arrivals
+from services.simulation.explore.faults import Fault, Kind, draw_faults, inject
+from services.simulation.explore.fleet import Fleet
+from services.simulation.explore.left import left_on_disks, what_is_left
+from services.simulation.explore.members import Shape, service_names
+from services.simulation.explore.requests import Arrival, Request, draw_arrivals
 from services.simulation.runtime.loop import VirtualLoop
 from services.simulation.runtime.machine import run_on
 from services.simulation.runtime.network import Network
@@ -41,8 +43,7 @@ class Plan:
     """Everything about a run that is not drawn while it runs."""
 
     seed: int
-    num_replicas: int
-    num_gateways: int
+    shape: Shape
     arrivals: tuple[Arrival, ...]
     faults: tuple[Fault, ...] = ()
 
@@ -54,11 +55,25 @@ class Plan:
 
 def make_plan(seed: int) -> Plan:
     rng = random.Random(seed)
-    num_replicas, num_gateways = rng.choice((1, 1, 2)), rng.choice((1, 1, 2))
-    arrivals = draw_arrivals(rng, rng.randrange(4, 16), _LOAD_SECONDS, num_gateways)
-    names = service_names(num_replicas, num_gateways)
-    faults = draw_faults(rng, names, rng.choice((0, 1, 1, 2, 4)), _LOAD_SECONDS)
-    return Plan(seed, num_replicas, num_gateways, tuple(arrivals), tuple(faults))
+    shape = _draw_shape(rng)
+    count, num_gateways = rng.randrange(4, 16), shape.num_gateways
+    arrivals = draw_arrivals(rng, count, _LOAD_SECONDS, num_gateways, pools=shape.pools)
+    faults = draw_faults(rng, service_names(shape), rng.choice((0, 1, 1, 2, 4)), _LOAD_SECONDS)
+    return Plan(seed, shape, tuple(arrivals), tuple(faults))
+
+
+def _draw_shape(rng: random.Random) -> Shape:
+    shape = Shape(
+        num_replicas=rng.choice((1, 1, 2)),
+        num_gateways=rng.choice((1, 1, 2)),
+        num_ranks=2 if rng.random() < 0.15 else 1,
+        has_redis=rng.random() < 0.3,
+        has_step_log=rng.random() < 0.3,
+    )
+    if rng.random() < 0.06:
+        return replace(shape, pools=True)
+    drafts = rng.choice(("", "", "ngram", "draft_model"))
+    return replace(shape, drafts=drafts, has_tier=rng.random() < 0.3)
 
 
 class Explorer:
@@ -72,7 +87,8 @@ class Explorer:
         """Runs one plan. `prepare` computes answers of many plans faster."""
         self.prepare([plan])
         network = _network(plan.seed)
-        fleet = Fleet(network, self._model, plan.num_replicas, plan.num_gateways)
+        device = [(fault.service, fault.rule) for fault in plan.faults if fault.kind is Kind.DEVICE]
+        fleet = Fleet(network, self._model, plan.shape, device)
         report = Report(plan, network.lines)
         answers: dict[int, Answer] = {}
         try:
@@ -84,16 +100,20 @@ class Explorer:
         return report
 
     def prepare(self, plans: Iterable[Plan]) -> None:
-        """Computes the answers of all requests of some plans alone: one after the other, in a fleet
+        """Computes the answers of all requests of some plans alone: one after the other, in fleets
         without faults.
         """
         arrivals = (arrival for plan in plans for arrival in plan.arrivals)
-        wanted = dict.fromkeys(_over_grpc(arrival.request) for arrival in arrivals)
+        wanted = dict.fromkeys(arrival.request.usual() for arrival in arrivals)
         missing = [request for request in wanted if request not in self._alone]
-        if not missing:
-            return
+        for pools in (False, True):
+            of_fleet = [one for one in missing if one.wants_vector is pools]
+            if of_fleet:
+                self._answer_alone(of_fleet, Shape(pools=pools))
+
+    def _answer_alone(self, missing: Iterable[Request], shape: Shape) -> None:
         network = _network(0)
-        fleet = Fleet(network, self._model, 1, 1)
+        fleet = Fleet(network, self._model, shape)
 
         async def main() -> None:
             fleet.start_all()
@@ -111,7 +131,7 @@ class Explorer:
     def _compare(self, plan: Plan, answers: dict[int, Answer]) -> list[str]:
         failures = []
         for arrival in plan.arrivals:
-            answer, alone = answers.get(arrival.number), self._alone[_over_grpc(arrival.request)]
+            answer, alone = answers.get(arrival.number), self._alone[arrival.request.usual()]
             if answer is None or answer.equals(alone):
                 continue
             may_end = arrival.leaves_after_seconds is not None or plan.excuses(arrival)
@@ -137,12 +157,17 @@ async def _main(plan: Plan, fleet: Fleet, network: Network, answers: dict[int, A
     async with asyncio.timeout(_START_SECONDS):
         await fleet.until_ready()
     await asyncio.sleep(_SETTLE_SECONDS)
-    if held := await Process(network.loop, "operator").spawn(fleet.held()):
-        raise Failed("; ".join(held))
+    if left := what_is_left(fleet, plan.shape.num_gateways):
+        raise Failed("; ".join(left))
     await fleet.stop_all(_STOP_SECONDS)
-    left = [task for task in asyncio.all_tasks() if _runs(task)]
-    if left:
-        raise Failed(f"tasks are left: {sorted(map(repr, left))}")
+    if wrong := left_on_disks(fleet):
+        raise Failed("; ".join(wrong))
+    await asyncio.sleep(_SETTLE_SECONDS)
+    if tasks := [task for task in asyncio.all_tasks() if _runs(task)]:
+        raise Failed(f"tasks are left: {sorted(map(repr, tasks))}")
+    if network.listeners or network.connections:
+        what = f"{list(network.listeners)} and {len(network.connections)} connections"
+        raise Failed(f"addresses are left: {what}")
 
 
 def _runs(task: "asyncio.Task[object]") -> bool:
@@ -160,10 +185,6 @@ async def _client(arrival: Arrival, answer: Answer) -> None:
             await asking
     except TimeoutError:
         answer.error = "left"
-
-
-def _over_grpc(request: Request) -> Request:
-    return replace(request, edge=Edge.GRPC)
 
 
 def _network(seed: int) -> Network:

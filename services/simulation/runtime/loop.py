@@ -40,7 +40,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.rng = random.Random(seed)
-        self.is_in_lane = False
+        self.lane: Any = None
+        """The lane whose function runs now."""
+        self.fiber: Any = None
+        """The thread of this function, if it may wait."""
         self.slept = 0.0
         """Seconds that the running lane has slept. It is 0 outside of lanes."""
         self._now = 0.0
@@ -52,6 +55,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_task_factory(self._new_task)  # type: ignore[arg-type]
 
     # Time.
+
+    @property
+    def is_in_lane(self) -> bool:
+        return self.lane is not None
 
     def time(self) -> float:
         return self._now + self.slept

@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from contextvars import Context
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
@@ -26,7 +27,7 @@ from services.simulation.runtime.grpc_client import MemoryChannel
 from services.simulation.runtime.grpc_server import MemoryServer
 from services.simulation.runtime.loop import EPOCH, VirtualLoop
 from services.simulation.runtime.network import Network
-from services.simulation.runtime.process import PROCESS
+from services.simulation.runtime.process import PROCESS, Exited
 
 T = TypeVar("T")
 
@@ -86,6 +87,16 @@ def outside() -> Iterator[None]:
         _Machine.loop = loop
 
 
+@contextmanager
+def inside(loop: VirtualLoop) -> Iterator[None]:
+    """Virtual time again, for what runs while code in `outside` waits."""
+    before, _Machine.loop = _Machine.loop, loop
+    try:
+        yield
+    finally:
+        _Machine.loop = before
+
+
 class _LogHandler(logging.Handler):
     """Adds the lines of services to the network's log."""
 
@@ -111,6 +122,7 @@ def install() -> None:
     _replace_clocks()
     _replace(time, "sleep", _sleep)
     _replace(os, "urandom", _urandom)
+    _replace(os, "_exit", _exit)
     proc.PROC = "/nothing"
     _replace(grpc.aio, "insecure_channel", _insecure_channel)
     _replace(grpc.aio, "server", _server)
@@ -171,6 +183,24 @@ def _urandom(size: int) -> bytes:
     return random.randbytes(size)
 
 
+def _exit(status: int) -> None:
+    end_process(f"exit status {status}")
+
+
+def end_process(reason: str) -> NoReturn:
+    """Ends the process whose code runs now. None of its code runs any more."""
+    process, task = PROCESS.get(), None if _loop().is_in_lane else asyncio.current_task()
+
+    def ended() -> None:
+        if task is not None and task.done() and not task.cancelled():
+            task.exception()  # otherwise asyncio logs that nobody has read it
+        process.on_exit(reason)
+
+    _loop().call_soon(ended, context=Context())
+    process.kill()
+    raise Exited(reason)
+
+
 def _process_name() -> str:
     process = PROCESS.get(None)
     return "outside" if process is None else process.name
@@ -180,19 +210,20 @@ def _create_server(address: tuple[str, int], **_: Any) -> Any:
     return _loop().servers.listener(address)
 
 
-def _network() -> Network:
+def network() -> Network:
+    """The network of the present run."""
     assert _Machine.network is not None
     return _Machine.network
 
 
 def _insecure_channel(target: str, options: Any = None) -> MemoryChannel:
-    return MemoryChannel(_network(), target, options)
+    return MemoryChannel(network(), target, options)
 
 
 def _server(
     *, interceptors: Any = (), maximum_concurrent_rpcs: int | None = None, **_: Any
 ) -> MemoryServer:
-    return MemoryServer(_network(), interceptors, maximum_concurrent_rpcs)
+    return MemoryServer(network(), interceptors, maximum_concurrent_rpcs)
 
 
 def _guard(event: str, args: tuple[Any, ...]) -> None:

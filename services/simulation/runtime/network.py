@@ -45,7 +45,8 @@ class Network:
         """The chance that something takes much longer than usual."""
         self._cuts: dict[Cut, None] = {}
         self._waiting: dict[Cut, list[tuple[Pipe, Callable[..., object], tuple[Any, ...]]]] = {}
-        self._connections: dict[Connection, None] = {}
+        self.connections: dict[Connection, None] = {}
+        """The connections with an open end."""
         self._next_port = _FIRST_PORT
 
     def log(self, line: str) -> None:
@@ -90,7 +91,7 @@ class Network:
     def cut(self, source: Process, target: Process) -> None:
         """Cuts one direction."""
         self._cuts[source.name, target.name] = None
-        for connection in self._connections:
+        for connection in self.connections:
             if connection.joins(source, target):
                 self._watch(connection, _CUT_SECONDS, lambda: not self.reaches(source, target))
 
@@ -103,7 +104,7 @@ class Network:
 
     def reset(self, one: Process, other: Process) -> None:
         """Ends all connections between two processes, at both ends."""
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             if connection.joins(one, other):
                 for end in connection.ends:
                     self.loop.call_soon(
@@ -116,7 +117,7 @@ class Network:
 
     def stopped(self, process: Process) -> None:
         """Notes that a process was stopped. Its peers give up if it stays so."""
-        for connection in self._connections:
+        for connection in self.connections:
             if connection.has(process):
                 self._watch(connection, _SILENT_SECONDS, lambda: process.state is State.STOPPED)
 
@@ -135,10 +136,10 @@ class Network:
             self.loop.call_later(after, check, context=end.process.context)
 
     def add(self, connection: "Connection") -> None:
-        self._connections[connection] = None
+        self.connections[connection] = None
 
     def remove(self, connection: "Connection") -> None:
-        self._connections.pop(connection, None)
+        self.connections.pop(connection, None)
 
 
 class Pipe:

@@ -12,6 +12,12 @@ PROCESS: contextvars.ContextVar["Process"] = contextvars.ContextVar("process")
 """The process that runs now. Tasks, timers and callbacks inherit it."""
 
 
+class Exited(BaseException):
+    """Ends the running code of a process that has ended itself. It is no Exception, so that no
+    service handles it.
+    """
+
+
 class State(enum.Enum):
     RUNS = "runs"
     STOPPED = "stopped"
@@ -28,8 +34,15 @@ class Process:
         self.state = State.RUNS
         self.seconds_ahead = 0.0
         """How much its clock of the time of day is ahead."""
+        self.files: list[Any] = []
+        """The files that it has created."""
+        self.is_disk_full = False
         self.at_end: list[Callable[[], None]] = []
         """Called at the end of the process, outside of it: what its machine's kernel does then."""
+        self.on_exit: Callable[[str], None] = lambda _: None
+        """Called, outside of the process, when it ends itself. The argument is the reason."""
+        self.inside: Any = None
+        """The main object of the service, for those who look into it."""
         self._loop = loop
         self._held: list[asyncio.Handle] = []
         self._tasks: list[asyncio.Task[Any]] = []

@@ -37,10 +37,9 @@ MAX_WAITING_BYTES = 64 * 2**20
 
 
 class StepLog:
-    """A log file that a thread writes every `FLUSH_SECONDS`. Only one thread may call `write`.
-    `write` never waits for the disk. If the disk fails, or is so slow that more than
-    MAX_WAITING_BYTES wait, a warning is logged and the log ends. The entries that were written
-    until then can be replayed.
+    """A log file that a WriterThread writes. Only one thread may call `write`. `write` never waits
+    for the disk. If the disk fails, or is so slow that more than MAX_WAITING_BYTES wait, a warning
+    is logged and the log ends. The entries that were written until then can be replayed.
     """
 
     def __init__(self, file: BinaryIO, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
@@ -49,10 +48,8 @@ class StepLog:
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._num_waiting_bytes = 0
-        self._has_ended = False
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._write_all, name="step-log", daemon=True)
-        self._thread.start()
+        self._has_ended = self._has_failed = False
+        self._writer = WriterThread(self._write_waiting)
 
     def write(self, entry: log_entry.Entry) -> None:
         if self._has_ended:
@@ -68,29 +65,46 @@ class StepLog:
     def close(self) -> None:
         """Writes the remaining lines, and a last line that marks the log as complete."""
         self.write({"call": "end"})
-        self._closing.set()
-        self._thread.join()
-
-    def _write_all(self) -> None:
+        self._writer.close()
         try:
-            with self._file:
-                while not self._closing.wait(FLUSH_SECONDS):
-                    self._write_waiting()
-                self._write_waiting()
+            self._file.close()
         except OSError as error:
             self._give_up(error.strerror or str(error))
 
     def _write_waiting(self) -> None:
         with self._lock:
             lines, self._lines, self._num_waiting_bytes = self._lines, [], 0
-        if lines:
-            self._file.write("".join(lines).encode())
-            self._file.flush()
+        if lines and not self._has_failed:
+            try:
+                self._file.write("".join(lines).encode())
+                self._file.flush()
+            except OSError as error:
+                self._has_failed = True
+                self._give_up(error.strerror or str(error))
 
     def _give_up(self, why: str) -> None:
         if not self._has_ended:
             self._has_ended = True
             logger.warning("the step log ends here: %s", why)
+
+
+class WriterThread:
+    """Calls a function every FLUSH_SECONDS, and a last time in `close`, in a thread."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="step-log", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(FLUSH_SECONDS):
+            self._write()
+        self._write()
 
 
 @contextmanager
@@ -166,12 +180,6 @@ class _CompressedFile:
         self._file = file
         self._compress = compress
 
-    def __enter__(self) -> "_CompressedFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
     def write(self, content: bytes) -> int:
         """Appends a compressed frame with this content."""
         self._file.write(self._compress(content))
@@ -180,6 +188,9 @@ class _CompressedFile:
     def flush(self) -> None:
         """Flushes the file's buffer to the operating system."""
         self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _compressor() -> Callable[[BinaryIO], BinaryIO]:

@@ -5,7 +5,7 @@ the tier's blocks contain. A step names the blocks to store in the tier and the 
 The contents of the tier remain valid in later generations, even if the pool is reset.
 
 Stores run before a step writes anything, so that a block that is about to be reused still has the
-results of earlier steps. A separate thread runs loads while steps run. No step uses the target
+results of earlier steps. A LoadThread runs loads while steps run. No step uses the target
 blocks before the load has ended. If the blocks must be cleared, the step that begins the load
 clears them.
 
@@ -14,8 +14,6 @@ compares both. If one differs, the block is reported as not loaded, and its toke
 again.
 """
 
-import queue
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,14 +22,10 @@ import numpy.typing as npt
 import torch
 from xxhash import xxh3_64_intdigest
 
+from services.worker.core.kv import load_thread
 from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, TierLoad
 
 Bytes = npt.NDArray[np.uint8]
-
-_IDLE_WAIT_SECONDS = 0.005
-"""Maximum time that an empty step waits for a load to end, so that steps that only poll for ended
-loads do not slow the load down. A request that arrives meanwhile may wait this long.
-"""
 
 
 def tier_memory(num_blocks: int, bytes_per_block: int) -> Bytes:
@@ -54,8 +48,7 @@ class _Held:
 class KVTier:
     """Copies blocks between the cache and the tier.
 
-    `memory` uint8 [num_blocks, bytes_per_block]. `pages`: the pages of a PagesOfKeys. `store`,
-    `begin_loads` and `reset` are called by the thread that runs steps.
+    `memory` uint8 [num_blocks, bytes_per_block]. `pages`: the pages of a PagesOfKeys.
     """
 
     def __init__(self, memory: Bytes, pages: Sequence[torch.Tensor]) -> None:
@@ -75,11 +68,7 @@ class KVTier:
             offset = end
         if offset != memory.shape[1]:
             raise AssertionError(f"pages of {offset} bytes, and blocks of {memory.shape[1]}")
-        self._loads: queue.SimpleQueue[TierLoad] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._num_loading = 0
-        self._ended: list[EndedTierLoad] = []
-        threading.Thread(target=self._load_all, name="KV tier", daemon=True).start()
+        self._loads = load_thread.LoadThread(self._load)
 
     def store(self, blocks: TierBlocks) -> None:
         theirs = blocks.tier_block_ids
@@ -91,34 +80,13 @@ class KVTier:
             self._held[number] = _Held(key, xxh3_64_intdigest(self.memory[number]))
 
     def begin_loads(self, loads: Sequence[TierLoad]) -> None:
-        with self._changed:
-            self._num_loading += len(loads)
-        for load in loads:
-            self._loads.put(load)
+        self._loads.begin(loads)
 
     def take_ended(self, *, is_idle: bool) -> tuple[EndedTierLoad, ...]:
-        """If the step is idle and no load has ended, waits up to _IDLE_WAIT_SECONDS for one."""
-        if not self._num_loading and not self._ended:
-            return ()
-        with self._changed:
-            if is_idle and not self._ended:
-                self._changed.wait(_IDLE_WAIT_SECONDS)
-            ended, self._ended = tuple(self._ended), []
-        return ended
+        return self._loads.take_ended(is_idle=is_idle)
 
     def reset(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_loading)
-            self._ended = []
-
-    def _load_all(self) -> None:
-        while True:
-            load = self._loads.get()
-            invalid = self._load(load.blocks)
-            with self._changed:
-                self._num_loading -= 1
-                self._ended.append(EndedTierLoad(load.request, invalid))
-                self._changed.notify_all()
+        self._loads.reset()
 
     def _load(self, blocks: TierBlocks) -> Int32Array:
         """Copies blocks whose key and checksum match."""

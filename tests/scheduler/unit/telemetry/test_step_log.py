@@ -24,10 +24,7 @@ class SlowFile:
         self.content = b""
         self.is_closed = False
 
-    def __enter__(self) -> "SlowFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.is_closed = True
 
     def write(self, content: bytes) -> int:

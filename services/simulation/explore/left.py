@@ -1,0 +1,85 @@
+"""Looks for what is left in the services after all requests have ended."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from services.gateway.__main__ import Gateway
+from services.kvpool.__main__ import PoolService
+from services.scheduler.__main__ import SchedulerService
+from services.simulation.explore.fleet import Fleet
+from services.simulation.explore.members import REDIS
+
+
+def what_is_left(fleet: Fleet, num_gateways: int) -> list[str]:
+    """Requests, sessions, blocks and rows that are left, as sentences. Nothing may run."""
+    found = []
+    for name, service in fleet.services.items():
+        match service.process.inside:
+            case Gateway() as gateway:
+                left = _in_gateway(gateway)
+            case SchedulerService() as scheduler:
+                left = _in_scheduler(scheduler, num_gateways)
+            case PoolService() as pool:
+                left = _in_pool(pool)
+            case _:
+                continue
+        found += [f"{name} has {number} {what}" for what, number in left if number]
+    return found
+
+
+Left = Iterator[tuple[str, int]]
+"""What is left, and how many of it."""
+
+
+def _in_gateway(gateway: Gateway) -> Left:
+    yield "requests", gateway.gate.inside
+    yield "arriving requests", gateway.fleet.arrivals._counts.total()
+    yield "sequences without a replica", gateway.fleet.num_waiting
+    for replica in gateway.membership.replicas:
+        yield f"sequences at {replica.address}", replica.num_unfinished
+        yield f"kept sequences at {replica.address}", len(replica._held)
+    for option in gateway.parts.options:
+        yield "sessions", len(getattr(option, "sessions", ()))
+
+
+def _in_scheduler(service: SchedulerService, num_gateways: int) -> Left:
+    parts = service.parts
+    scheduler = parts.engine.scheduler
+    yield "requests", len(parts.engine.unfinished)
+    yield "requests between turns", len(scheduler.queues.between_turns)
+    yield "rows in use", scheduler.config.max_num_seqs - len(scheduler.rows._free)
+    yield "steps in flight", len(scheduler.steps.in_flight)
+    yield "pending operations", bool(scheduler.kv_cache_manager.pending)
+    yield "claims on adapters", parts.adapters._claims.total()
+    yield "gateways too many", len(parts.sessions) - num_gateways
+
+    transfers: Any = scheduler.transfers
+    if transfers is not None:
+        transfers.connector.index.check()
+        yield "requests with transfers", len(transfers._block_tables)
+        yield "loads", len(transfers._loading)
+        yield "blocks in transfer", len(transfers._leaving)
+        yield "pinned blocks of the tier", len(transfers.connector.index._pins)
+
+
+def _in_pool(service: PoolService) -> Left:
+    for hosted in service.host.pools():
+        hosted.pool.check()
+        config = hosted.pool.config
+        yield "blocks in use", config.num_blocks - 1 - hosted.pool.num_free_blocks
+
+
+def left_on_disks(fleet: Fleet) -> list[str]:
+    """What is wrong after all services have stopped, as sentences: keys in Redis that never expire,
+    and step logs that are incomplete although the disk was never full.
+    """
+    redis = fleet.services.get(REDIS)
+    keys = [] if redis is None else redis.process.inside.lasting_keys
+    found = [f"the key {key} is left" for key in keys if not key.endswith((":log", ":epoch"))]
+    for name, service in fleet.services.items():
+        for file in service.process.files:
+            *_, last = [json.loads(line) for line in file.content.splitlines()]
+            if last != {"call": "end"} and not file.has_failed:
+                found.append(f"the step log of {name} ends with {last}")
+    return found

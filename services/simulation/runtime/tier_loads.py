@@ -1,0 +1,41 @@
+"""The loads of a tier of offloaded blocks, in virtual time."""
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from services.worker.core.kv.load_thread import IDLE_WAIT_SECONDS
+from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, TierLoad
+
+_LONGEST_LOAD_SECONDS = 0.02
+
+
+class VirtualLoads:
+    """Stands for LoadThread. A load begins after the one before it, and copies at its end."""
+
+    def __init__(self, load: Callable[[TierBlocks], Int32Array]) -> None:
+        self._load = load
+        self._loads: deque[tuple[float, TierLoad]] = deque()
+        """The loads that have not ended, and their ends."""
+
+    def begin(self, loads: Sequence[TierLoad]) -> None:
+        for load in loads:
+            begins = self._loads[-1][0] if self._loads else time.monotonic()
+            self._loads.append((begins + _LONGEST_LOAD_SECONDS * random.random(), load))
+
+    def take_ended(self, *, is_idle: bool) -> tuple[EndedTierLoad, ...]:
+        if is_idle and self._loads:
+            time.sleep(min(IDLE_WAIT_SECONDS, max(0.0, self._loads[0][0] - time.monotonic())))
+        ended = []
+        while self._loads and self._loads[0][0] <= time.monotonic():
+            ended.append(self._end_first())
+        return tuple(ended)
+
+    def reset(self) -> None:
+        while self._loads:
+            self._end_first()
+
+    def _end_first(self) -> EndedTierLoad:
+        _, load = self._loads.popleft()
+        return EndedTierLoad(load.request, self._load(load.blocks))
