@@ -24,6 +24,11 @@ class InProcessPool:
         self.num_answers_left = None
         self.core = KVPool(self._config)
 
+    @property
+    def num_skippable_blocks(self) -> int:
+        """The number of free blocks that steps may allocate later than they would have."""
+        return self.core.num_free_blocks
+
     async def transact(
         self,
         operations: Sequence[Operation],

@@ -35,13 +35,18 @@ class Directory:
         self._replicas = replicas
         self._sequences: dict[str, int] = {}
         for epoch, (name, replica) in enumerate(replicas.items()):
-            replica.watchers.append(partial(self._follow, name, epoch, replica))
+            replica.on_pool_changed = partial(self._follow, name, epoch, replica)
         self._has_begun = False
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
+        """Replicas that skip steps may have evicted blocks that are still in the index. What they
+        have cached besides is the output of requests that have not ended, and in no other prompt.
+        """
         if not self._has_begun:
             self._begin()
-        return self._index.match(keys)
+        nodes = self._index.match(keys)
+        has_changed = [self._replicas[node].catch_up() for node in nodes]
+        return self._index.match(keys) if any(has_changed) else nodes
 
     def _begin(self) -> None:
         self._has_begun = True
@@ -52,7 +57,7 @@ class Directory:
             replica.pool.core.take_events()
             self._apply(name, epoch, replica.pool.core.snapshot())
 
-    def _follow(self, name: str, epoch: int, replica: SimulatedReplica, _plan: object) -> None:
+    def _follow(self, name: str, epoch: int, replica: SimulatedReplica) -> None:
         events = replica.pool.core.take_events()
         if events and self._has_begun:
             self._apply(name, epoch, events)

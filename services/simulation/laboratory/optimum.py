@@ -43,6 +43,10 @@ class KnownFutureQueue(FreeQueue):
         """The owner of each block that was ever released."""
         self._by_owner: dict[Owner, OrderedDict[BlockId, None]] = {}
 
+    @property
+    def num_blank(self) -> int:
+        return len(self._blank)
+
     def pop_cached(self, num_blocks: int) -> tuple[list[BlockId], list[int]]:
         blocks: list[BlockId] = []
         while len(blocks) < num_blocks:
@@ -91,6 +95,11 @@ class KnownFuturePool(InProcessPool):
         owner of all others is `own`.
         """
         self._requests[request] = shared, own, num_shared_blocks
+
+    @property
+    def num_skippable_blocks(self) -> int:
+        """Blank blocks only, since the order of cached blocks depends on other replicas, too."""
+        return self._queue.num_blank
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
         for operation in operations:

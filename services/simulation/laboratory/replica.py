@@ -68,6 +68,8 @@ class SimulatedReplica:
         self.on_added: Callable[[Request, SentTurn], object] = lambda _request, _sent: None
         self.watchers: list[Callable[[SchedulerOutput], object]] = []
         """Called after each step that was planned, not skipped."""
+        self.on_pool_changed: Callable[[], object] = lambda: None
+        """Called after each transaction with the pool."""
         self._device = device
         self._clock = clock
         self._observer = observer
@@ -125,6 +127,7 @@ class SimulatedReplica:
             self._note_admissions(plan)
         for watch in self.watchers:
             watch(plan)
+        self.on_pool_changed()
         return plan
 
     def _run(self, plan: SchedulerOutput) -> None:
@@ -137,7 +140,7 @@ class SimulatedReplica:
         self._running = plan
         ends = self._step_ends = [self._clock.now + self._device.seconds(plan)]
         if self._may_skip and not self._without_output:
-            num_steps = num_steady_steps(self.scheduler, plan)
+            num_steps = num_steady_steps(self.scheduler, plan, self.pool.num_skippable_blocks)
             if num_steps:
                 num_requests = len(plan.requests)
                 context = sum(plan.num_computed_tokens) + 2 * num_requests
@@ -146,11 +149,9 @@ class SimulatedReplica:
 
     def _end(self) -> None:
         """The running step ends, or the last of the steps that are skipped."""
-        plan, ends = self._running, self._step_ends
+        self.catch_up()
+        plan, self._running = self._running, None
         assert plan is not None
-        if len(ends) > 1:
-            self._skip(plan, len(ends) - 1)
-        self._running = None
         if self.scheduler.config.async_scheduling:
             following = self._plan() if self.scheduler.has_requests else None
             if following is not None and following.requests:
@@ -174,19 +175,25 @@ class SimulatedReplica:
         if self._running is None:
             raise AssertionError("requests wait, none runs, and none can be admitted")
 
+    def catch_up(self) -> bool:
+        """Skips the steps that have ended by now. Returns whether there are any."""
+        ends = self._step_ends
+        num_ended = bisect_right(ends, self._clock.now, 0, len(ends) - 1) if len(ends) > 1 else 0
+        if not num_ended:
+            return False
+        assert self._running is not None
+        self._skip(self._running, num_ended)
+        del ends[:num_ended]
+        return True
+
     def _stop_skipping(self) -> None:
-        """Skips the steps that have ended by now, so that the next step is planned as usual."""
-        ends, plan = self._step_ends, self._running
-        if plan is None or len(ends) <= 1:
-            return
-        num_ended = bisect_right(ends, self._clock.now, 0, len(ends) - 1)
-        if num_ended:
-            self._skip(plan, num_ended)
-        self._step_ends = [ends[num_ended]]
-        if num_ended < len(ends) - 1:
+        """Skips the steps that have ended by now. The next step is planned as usual."""
+        self.catch_up()
+        if len(self._step_ends) > 1:
+            del self._step_ends[1:]
             assert self._end_event is not None
             self._end_event.cancel()
-            self._end_event = self._clock.call_at(ends[num_ended], self._end)
+            self._end_event = self._clock.call_at(self._step_ends[0], self._end)
 
     def _skip(self, plan: SchedulerOutput, num_steps: int) -> None:
         tokens = [
@@ -196,9 +203,10 @@ class SimulatedReplica:
             )
             for request in plan.requests
         ]
-        skip_steps(self.scheduler, plan, num_steps, tokens)
+        run_now(skip_steps(self.scheduler, plan, num_steps, tokens))
         self.num_steps += num_steps
         self.num_computed_tokens += num_steps * len(plan.requests)
+        self.on_pool_changed()
 
     def _update(self, plan: SchedulerOutput) -> EngineCoreOutputs:
         sent, chunks = self._sent, plan.prefill_chunks
@@ -221,6 +229,8 @@ class SimulatedReplica:
             assert request.finish_reason is not None
             self._observer.ended(ended, request, self._clock.now)
             self.replica.finished(ended.handle, Finish(request.finish_reason))
+            ended.inflight.mailbox.take()
+            ended.inflight.mailbox.close()
         return update
 
     def _note_admissions(self, plan: SchedulerOutput) -> None:

@@ -135,15 +135,22 @@ def crowded(workload: str, num_replicas: int = 1, *, is_async: bool = True) -> S
     return replace(crowd, num_replicas=num_replicas)
 
 
+@pytest.mark.parametrize("is_optimum", [False, True])
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("workload", ["automated", "chat"])
-def test_skipped_steps_change_nothing(workload: str, *, is_async: bool) -> None:
+def test_skipped_steps_change_nothing(workload: str, *, is_async: bool, is_optimum: bool) -> None:
     traffic = Traffic(25, 2.0, seed=5, scale=0.01, max_tokens=2_000)
-    simulated = crowded(workload, 2, is_async=is_async)
+    simulated = replace(crowded(workload, 2, is_async=is_async), is_optimum=is_optimum)
     skipped = simulate(simulated, generate(workload, traffic))
     stepped = simulate(replace(simulated, may_skip=False), generate(workload, traffic))
     assert everything(skipped) == everything(stepped)
     assert skipped.num_planned_steps < stepped.num_planned_steps
+
+
+def test_all_steps_between_the_first_and_the_last_tokens_are_skipped() -> None:
+    run = simulate(setup(), [program(1, 0.0, (10, 400, 0.0))])
+    # Planned are the prompt, the next token, the last token, a step without tokens, and the end.
+    assert (run.num_steps, run.num_planned_steps) == (400, 5)
 
 
 @pytest.mark.parametrize("workload", ["automated", "interactive", "mixed", "chat"])

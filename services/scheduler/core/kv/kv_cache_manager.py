@@ -97,6 +97,25 @@ class KVCacheManager:
                 self._note_hits(builder, looked_up, outcome)
         return outcome.stop
 
+    async def catch_up(self, requests: Sequence[Request]) -> None:
+        """Allocates and publishes the blocks of steps that were not planned. Enough blocks must be
+        free. Each request decodes, and block tables only grow.
+        """
+        operations: list[Operation] = []
+        growing = [one for one in requests if self.needs_slots(one, one.num_computed_tokens)]
+        if growing:
+            starts = running_requests.num_computed_tokens_of(growing)
+            keys = [request.key for request in growing]
+            operations.append(Grow(keys, starts, list(map(self.num_slots, starts))))
+        filling = self._filled(requests) if self._config.enable_prefix_caching else []
+        if filling:
+            operations.append(self._commit(filling))
+        outcome = await self._transact(operations, "")
+        for request, blocks in zip(growing, outcome.grown, strict=True):
+            request.num_slots += len(blocks[0]) * self._config.block_size
+        for _, end, request in filling:
+            self._note_commit(request, end // self._hash_block_size)
+
     async def look_up(
         self, builder: StepBuilder, looked_up: Sequence[Request], traceparent: str
     ) -> None:
@@ -227,6 +246,18 @@ class KVCacheManager:
                 filling.append((request.admission_number, min(end, known), request))
         filling.sort()
         return filling
+
+    def _filled(self, requests: Sequence[Request]) -> list[_Filling]:
+        """The decoding requests whose last planned step, or a step before it, filled blocks that
+        are not published. With asynchronous scheduling, a step is planned before the token is known
+        that the step before it samples.
+        """
+        size, num_unknown = self._hash_block_size, int(self._config.async_scheduling)
+        return [
+            (request.admission_number, end, request)
+            for request, computed in running_requests.with_num_computed_tokens(requests)
+            if (end := computed - num_unknown) >= (request.num_committed_blocks + 1) * size
+        ]
 
     def _commit(self, filling: Sequence[_Filling]) -> Commit:
         keys, ends, new_hashes = [], [], []

@@ -116,13 +116,19 @@ class RunningRequests:
         self._clock.now += num_steps
 
     @property
-    def num_steady_steps(self) -> int:
-        """The number of next steps before the first that is the last on the fast path for some
-        request. 0 if a request is off the fast path.
+    def has_off_fast_path(self) -> bool:
+        """Whether the next step examines a request although its steps have not passed."""
+        return bool(self._off_fast_path)
+
+    def skip(self, num_steps: int) -> None:
+        """Counts steps that were not planned, each with one token of each request. The next step
+        examines the requests that should have left the fast path.
         """
-        if self._off_fast_path or not self._calendar:
-            return 0
-        return max(0, min(self._calendar) - self._clock.now - 1)
+        for request in self._off_fast_path:
+            request.origin += num_steps
+        self.advance(num_steps)
+        for end in [end for end in self._calendar if end < self._clock.now]:
+            self._leave_fast_path(self._calendar.pop(end))
 
 
 @dataclass(slots=True, eq=False)

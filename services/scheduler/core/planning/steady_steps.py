@@ -1,44 +1,69 @@
-"""Steps in which every running request computes one token, and nothing else happens.
+"""Steps in which every running request computes one token, and no request begins or ends.
 
-A simulation can skip such steps: it knows their output without planning each of them.
+A simulation can skip such steps: it knows their output without planning each of them. The blocks
+that the steps allocate and publish are allocated and published in one transaction.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 
 
-def num_steady_steps(scheduler: Scheduler, plan: SchedulerOutput) -> int:
-    """The number of steps after `plan` that differ from it only in the counts of computed tokens,
-    if no request arrives and none is aborted. `plan` is the last planned step, and the only one in
-    flight. 0 if `plan` itself does more than compute a token of each running request, and blocks
-    for it.
+def num_steady_steps(scheduler: Scheduler, plan: SchedulerOutput, max_num_blocks: int) -> int:
+    """The number of steps after `plan` that compute one token of each of its requests, and need at
+    most `max_num_blocks` free blocks together, if no request arrives and none is aborted. `plan` is
+    the last planned step, and the only one in flight. 0 if `plan` itself does more than compute a
+    token of each running request, and blocks for it. Configurations with windows, states, partial
+    hits or drafts have no steady steps.
     """
-    running, num_requests = scheduler.running, len(plan.requests)
+    config, running, num_requests = scheduler.config, scheduler.running, len(plan.requests)
     is_steady = (
         plan.num_tokens == num_requests == len(running)
         and plan.wait_reason is None
-        and not (plan.new or plan.resumed or plan.is_special)
+        and not (plan.new or plan.resumed or plan.is_special or running.has_off_fast_path)
         and scheduler.is_steady
+        and config.foretells_hits
+        and not config.num_speculative_tokens
     )
-    return running.num_steady_steps if is_steady else 0
+    if not is_steady or not num_requests:
+        return 0
+    computed = [start + 1 for start in plan.num_computed_tokens]
+    longest = min(
+        request.max_num_tokens - num for request, num in zip(plan.requests, computed, strict=True)
+    )
+    held = [request.num_slots for request in plan.requests]
+    size, num_slots = config.block_size, scheduler.kv_cache_manager.num_slots
+
+    def num_new_blocks(num_steps: int) -> int:
+        return sum(
+            max(0, -(-(num_slots(num + num_steps) - slots) // size))
+            for num, slots in zip(computed, held, strict=True)
+        )
+
+    # The last token of a request, and the token before it, are planned as usual.
+    num_steps = max(0, longest - 2)
+    if num_new_blocks(num_steps) <= max_num_blocks:
+        return num_steps
+    return bisect_right(range(num_steps), max_num_blocks, key=num_new_blocks) - 1
 
 
-def skip_steps(
+async def skip_steps(
     scheduler: Scheduler,
     plan: SchedulerOutput,
     num_steps: int,
     token_ids: Sequence[Sequence[int]],
 ) -> None:
-    """Changes the scheduler and `plan` as if `num_steps` further steps had been planned and their
-    outputs applied. `token_ids` are the outputs: `num_steps` tokens for each request of the plan.
-    No token may end a request.
+    """Changes the scheduler, its pool and `plan` as if `num_steps` further steps had been planned
+    and their outputs applied. `token_ids` are the outputs: `num_steps` tokens for each request of
+    the plan. No token may end a request.
     """
     for request, tokens in zip(plan.requests, token_ids, strict=True):
         request.token_ids += tokens
     plan.appended_blocks = {}
     plan.step += num_steps
     plan.num_computed_tokens = [count + num_steps for count in plan.num_computed_tokens]
-    scheduler.running.advance(num_steps)
+    scheduler.running.skip(num_steps)
     scheduler.steps.skip(num_steps)
+    await scheduler.kv_cache_manager.catch_up(plan.requests)
