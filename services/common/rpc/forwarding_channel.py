@@ -1,14 +1,19 @@
 """A client channel that forwards calls to another grpc channel."""
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import suppress
 from typing import Any, Self
 
 import grpc
 from google.protobuf.message import DecodeError
+from grpc._cython import cygrpc
 
 UNDECODABLE = object()
 """Replaces a message that cannot be decoded."""
+_STATUS_SECONDS = 1.0
+"""How long a failed write waits for the status of its call."""
 
 
 def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
@@ -39,10 +44,17 @@ class UndecodableAnswer(grpc.aio.AioRpcError):
 class CheckedCall:
     """Wraps a grpc call. An undecodable message cancels it and raises AioRpcError."""
 
-    def __init__(self, call: Any, method: str, on_end: Callable[[grpc.StatusCode], None]) -> None:
+    def __init__(
+        self,
+        call: Any,
+        method: str,
+        serialize: Callable[[Any], bytes],
+        on_end: Callable[[grpc.StatusCode], None],
+    ) -> None:
         """`on_end` is called with the status of a call that has a single answer."""
         self._call = call
         self._method = method
+        self._serialize = serialize
         self._on_end = on_end
 
     def __getattr__(self, name: str) -> Any:
@@ -69,6 +81,25 @@ class CheckedCall:
 
     async def read(self) -> Any:
         return self._checked(await self._call.read())
+
+    async def write(self, request: Any) -> None:
+        """Sends a message. Raises AioRpcError or InvalidStateError if the call has ended. The call
+        then has the status that the peer sent. If grpc.aio's own `write` (1.85) fails before it has
+        read that status, it gives the call the status INTERNAL, and the peer's is lost.
+        """
+        call = self._call
+        await call.wait_for_connection()
+        if call.done():
+            raise asyncio.InvalidStateError("the call has ended")
+        try:
+            await call._cython_call.send_serialized_message(self._serialize(request))
+        except cygrpc.InternalError as error:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(call.code(), _STATUS_SECONDS)
+            raise asyncio.InvalidStateError("the call has ended") from error
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
 
     def _checked(self, message: Any) -> Any:
         if message is UNDECODABLE:
@@ -143,6 +174,7 @@ class _Method:
     ) -> None:
         self._channel = channel
         self._kind, self._name, self._kwargs = kind, method, kwargs
+        self._serialize = request_serializer or bytes
         self._args = (request_serializer, lenient(response_deserializer), *args)
         self._bound_to: grpc.aio.Channel | None = None
         self._method: Any = None
@@ -154,4 +186,4 @@ class _Method:
             self._bound_to = channel
         call = self._method(*args, **kwargs)
         self._channel.began(call)
-        return CheckedCall(call, self._name, self._channel.ended)
+        return CheckedCall(call, self._name, self._serialize, self._channel.ended)

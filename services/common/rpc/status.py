@@ -42,8 +42,6 @@ _CONNECTION_ENDS = (
     (r"Socket closed", "closed the connection"),
 )
 """Pairs of a pattern for grpc's connection messages and its meaning. The first match counts."""
-_WRITE_FAILED = "Internal error from Core"
-"""grpc.aio's message, with the status INTERNAL, for a connection that ended during a write."""
 
 STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -145,8 +143,6 @@ def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
             return errors.Unavailable(f"{peer} {_connection_end(rpc_error.details() or '')}")
         if rpc_error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.Unavailable(f"{peer} does not answer")
-        if rpc_error.details() == _WRITE_FAILED:
-            return errors.Unavailable(f"{peer} closed the connection")
     error = from_rpc_error(rpc_error)
     return errors.Unavailable(error.message) if error.error_reason == UNDECODABLE else error
 

@@ -77,9 +77,6 @@ class MemoryCall:
     def is_locally_cancelled(self) -> bool:
         return self._is_locally_cancelled
 
-    def set_internal_error(self, error: str) -> None:
-        self._set_status(cygrpc.AioRpcStatus(13, "Internal error from Core", (), error))
-
     async def status(self) -> Any:
         await self._until(lambda: self._status is not None)
         return self._status

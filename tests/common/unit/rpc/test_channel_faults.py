@@ -135,6 +135,30 @@ async def test_an_answer_that_cannot_be_decoded_ends_its_call_with_an_error(
     assert not caplog.records, "grpc logs a traceback"
 
 
+async def test_a_call_that_ends_under_writes_has_the_status_of_the_server() -> None:
+    class Refusing(kvpool_pb2_grpc.KVPoolServicer):
+        async def Transact(self, requests: Any, context: Any) -> Any:  # noqa: N802
+            await anext(aiter(requests))
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the reason")
+            yield
+
+    async def write_on(call: Any) -> None:
+        while True:
+            await call.write(kvpool_pb2.TransactRequest())
+
+    server = GrpcServer()
+    server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, Refusing(), POOL)
+    async with open_channel(await server.start("127.0.0.1:0")) as channel:
+        for _ in range(50):
+            call: Any = kvpool_pb2_grpc.KVPoolStub(channel).Transact()
+            writer = asyncio.create_task(write_on(call))
+            with pytest.raises(grpc.aio.AioRpcError, match="the reason"):
+                await call.read()
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+                await writer
+    await server.drain(0)
+
+
 async def test_a_channel_without_calls_that_is_renewed_tries_to_connect_no_more() -> None:
     """Without the renewal, grpc would try to connect four times a second while the channel is
     open.
