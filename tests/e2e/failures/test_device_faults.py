@@ -30,17 +30,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("faults", "loses_workers"),
+    ("faults", "num_losses"),
     [
-        ("every 20th step: fail", True),
-        ("at step 20: hang 1 s; at step 40: slow 5x for 1 s", False),
-        ("at step 45: exit", True),
-        ("at step 45: hang", True),
-        ("at step 30: refuse memory", True),
-        ("rank 1 at step 45: fail", True),
+        ("at step 20: hang 1 s; at step 40: slow 5x for 1 s", 0),
+        ("at step 30: refuse memory; at step 60: hang", 2),
+        ("rank 1 at step 20: fail; rank 0 at step 45: exit", 2),
     ],
 )
-async def test_answers_are_complete(directory: Path, faults: str, loses_workers: bool) -> None:
+async def test_answers_are_complete(directory: Path, faults: str, num_losses: int) -> None:
     """Failed steps, ended processes and a device that hangs for ever count as losses of workers."""
     num_ranks = 2 if "rank" in faults else 1
     flags = (
@@ -55,5 +52,6 @@ async def test_answers_are_complete(directory: Path, faults: str, loses_workers:
             assert answer.token_ids == ORACLE.continuation(prompt, NUM_TOKENS)
         text = http_get(f"{stack.url}/metrics").text
         losses = re.findall(r'^stepwell_recoveries_total{.*?lost="workers?".*?} (\S+)$', text, re.M)
-        assert bool(sum(map(float, losses))) is loses_workers
+        # A rank that comes back while the other one recovers can be lost again.
+        assert min(sum(map(float, losses)), 2) == num_losses
         stack.wait_until_nothing_is_held()
