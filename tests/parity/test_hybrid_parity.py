@@ -77,10 +77,12 @@ def turns() -> list[list[int]]:
 
 
 async def serve(served: Served, name: str, runner: ModelRunner, **changes: Any) -> list[Run]:
-    """Serves the turns with one step in flight and with two, and asserts the expected tokens."""
+    """Serves the turns with two steps in flight, with preemptions also with one step in flight, and
+    asserts the expected tokens.
+    """
     greedy, runs = common_pb2.SamplingParams(**GREEDY), []
     given = turns()[:NUM_TURNS_ALONE] if name == "alone" else turns()
-    for async_scheduling in (False, True):
+    for async_scheduling in (False, True) if name == "preempted again and again" else (True,):
         runs.append(
             await generate(
                 runner,
