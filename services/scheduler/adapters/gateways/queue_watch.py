@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from math import fsum
 
 from services.common.replica.queue_state import QueueState
 from services.scheduler.adapters.gateways.resumable_sessions import ResumableSessions
@@ -122,7 +123,7 @@ class QueueWatch:
         most = self._engine.scheduler.config.max_running
         expected = 0.0
         if self._estimate.counts_tokens and running:
-            expected = sum(
+            expected = fsum(
                 expected_tokens(
                     request.num_prompt_tokens, request.num_output_tokens, request.max_num_tokens
                 )

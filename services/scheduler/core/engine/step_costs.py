@@ -1,6 +1,7 @@
 """Estimates the time that a step takes for each prompt token and for each decoding request."""
 
 from collections import deque
+from math import fsum
 from statistics import fmean
 
 RECENT_STEPS = 64
@@ -49,7 +50,7 @@ class StepCosts:
         if num_tokens < MIN_COMPUTED_TOKENS:
             return 0.0
         each_step, each_decode = self._fit()
-        beyond = sum(
+        beyond = fsum(
             max(0.0, seconds - each_step - each_decode * num_requests)
             for num_requests, _, seconds in self._computing
         )
@@ -90,9 +91,9 @@ class StepCosts:
             return 0.0, 0.0
         mean_requests = fmean(num_requests for num_requests, _ in self._decoding)
         mean_seconds = fmean(seconds for _, seconds in self._decoding)
-        spread = sum((n - mean_requests) ** 2 for n, _ in self._decoding)
+        spread = fsum((n - mean_requests) ** 2 for n, _ in self._decoding)
         if not spread:
             return mean_seconds / 2, mean_seconds / (2 * mean_requests)
-        slope = sum((n - mean_requests) * (s - mean_seconds) for n, s in self._decoding) / spread
+        slope = fsum((n - mean_requests) * (s - mean_seconds) for n, s in self._decoding) / spread
         slope = min(max(0.0, slope), mean_seconds / mean_requests)
         return mean_seconds - slope * mean_requests, slope

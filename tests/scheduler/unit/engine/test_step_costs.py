@@ -100,3 +100,11 @@ def test_a_step_that_took_less_with_more_requests_costs_nothing_for_each() -> No
     for number in range(MIN_STEPS):
         costs.observe(number + 1, number + 1, 1.0 - number / 100)
     assert costs.seconds_per_decode == 0.0
+
+
+def test_costs_are_the_same_with_every_version_of_python() -> None:
+    """Since Python 3.12 `sum` of ten times 0.1 is 1.0, and before it was 0.9999999999999999."""
+    costs = StepCosts()
+    for _ in range(10):
+        costs.observe(1, 17, 0.1)
+    assert costs.seconds_per_prompt_token == 1.0 / 160
