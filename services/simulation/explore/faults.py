@@ -25,7 +25,7 @@ class Kind(Enum):
     DEVICE = "has a faulty device"
 
 
-_DEVICE_FAULTS = ("refuse memory", "fail", "exit", "hang 0.5 s", "hang 8 s", "slow 30x for 1 s")
+_DEVICE_FAULTS = ("refuse memory", "fail", "exit", "hang 0.5 s", "hang 3 s", "slow 30x for 1 s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,16 +108,15 @@ def draw_request(rng: random.Random) -> Request:  # noqa: PLR0911 - one for each
     if kind < 0.4:
         return replace(request, edge=Edge.GRPC, regex="(yes|no|maybe){2,5}")
     if kind < 0.5:
-        return replace(request, model=rng.choice(ADAPTERS))
+        return replace(request, model=rng.choice(ADAPTERS), max_tokens=5)
     if kind < 0.57:
         edge = rng.choice((Edge.COMPLETION, Edge.STREAM))
         return Request(edge, prompt[: rng.choice((1, 3))], 48, Kind.CALL)
     if kind < 0.7:
-        later = tuple(
-            _draw_prompt(rng)[: rng.choice((1, 16, 40))] for _ in range(rng.choice((1, 2)))
-        )
+        later = _LATER_PROMPTS[: rng.choice((1, 2))]
+        prompt = _document(0)[: rng.choice((3, 40))]
         pause = rng.choice((0.0, 0.05, 1.5)) * rng.random()
-        first = replace(request, kind=Kind.TURNS, edge=Edge.GRPC, max_tokens=rng.choice((1, 5)))
+        first = Request(Edge.GRPC, prompt, rng.choice((1, 5)), Kind.TURNS)
         return replace(first, later_prompts=later, pause_seconds=pause)
     return request
 
@@ -130,3 +129,6 @@ def _draw_prompt(rng: random.Random) -> tuple[int, ...]:
 def _document(number: int) -> tuple[int, ...]:
     rng = random.Random(number)
     return tuple(rng.randrange(_LOWEST_TOKEN, _HIGHEST_TOKEN) for _ in range(_DOCUMENT_TOKENS))
+
+
+_LATER_PROMPTS = _document(1)[:16], _document(2)[:40]

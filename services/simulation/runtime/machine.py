@@ -7,6 +7,7 @@ VirtualLoop runs, everything is as usual.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import random
@@ -67,12 +68,14 @@ def run_on(network: Network, seed: int, main: Callable[[], Coroutine[Any, Any, T
     root = logging.getLogger()
     root.addHandler(handler)
     _Machine.loop, _Machine.network = network.loop, network
+    gc.disable()  # it would end asynchronous generators at times that no seed decides
     try:
         return network.loop.run_until_complete(main())
     finally:
         _Machine.loop = _Machine.network = None
         root.removeHandler(handler)
         random.setstate(state)
+        gc.enable()
         _UNFINISHED.extend(asyncio.all_tasks(network.loop))
         network.loop.close()
 
