@@ -192,6 +192,7 @@ class Fleet:
             self._clock.call_at(later, self._migrate)
 
     def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
+        self.membership.readiness_changed()
         for inflight in inflights:
             inflight.lost(cause)
             self.admission.left(inflight)

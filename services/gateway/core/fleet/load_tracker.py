@@ -1,9 +1,10 @@
 """Tracks the load of one replica, from this gateway's sequences and the scheduler's reports."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import NamedTuple
 
 from services.common.replica.load import ReplicaLoad
 from services.gateway.core.fleet.routing_decision import RoutingDecision
@@ -26,9 +27,9 @@ same pools. In simulations (tests/gateway/simulated_fleet.py), OWN_TOKENS_COUNT 
 EVICTED_TOKENS_COUNT have the values with the best hit rates and times to first token.
 """
 RECENT_SECONDS = 30.0
-"""Half-life of `LoadTracker.recent_tokens`, in seconds."""
-REFRESH_SECONDS = 0.05
-"""`LoadTracker.refresh` does nothing if it was called less than this number of seconds ago."""
+"""Half-life of the number of recently computed tokens, in seconds."""
+_HALF_LIVES = 256
+"""Number of half-lives in an era (`Era`)."""
 _SHARE = 0.1
 """Weight of the newest value in moving means."""
 
@@ -40,16 +41,34 @@ class Speeds:
     seconds_per_prompt_token: float
     seconds_per_decode: float
 
+    @property
+    def values(self) -> tuple[float, float]:
+        return self.seconds_per_prompt_token, self.seconds_per_decode
+
 
 DEFAULT_SPEEDS = Speeds(1e-4, 1e-4)
 """Speeds that are used until a replica has measured its own. Only their ratio matters."""
 
 
-def mean_speeds(loads: Iterable["LoadTracker"]) -> Speeds:
-    """Returns the mean of the known speeds of several replicas, or the default if no speed is
-    known.
+class Era(NamedTuple):
+    """A moment, as the number of an era and the weight that a token of this moment has in the era.
+
+    Weights double every RECENT_SECONDS. Therefore numbers of recently computed tokens, which halve
+    in this time, are compared without updating any of them (forward decay: Cormode et al., ICDE
+    2009). An era ends before weights become too large.
     """
-    known = [load.speeds for load in loads if load.speeds is not None]
+
+    number: int
+    weight: float
+
+
+def era_of(now_seconds: float) -> Era:
+    number, half_lives = divmod(now_seconds / RECENT_SECONDS, _HALF_LIVES)
+    return Era(int(number), 2.0**half_lives)
+
+
+def mean_speeds(known: Sequence[Speeds]) -> Speeds:
+    """Returns the mean of speeds, or the default if there are none."""
     if not known:
         return DEFAULT_SPEEDS
     return Speeds(
@@ -86,38 +105,50 @@ class LoadTracker:
         """Moving mean of the fraction of tokens that were really cached, among the tokens that were
         expected to be cached.
         """
+        self.on_changed: Callable[[], object] = lambda: None
+        """Called after each change, except changes by `refresh`."""
         self._sent: dict[int, _Sent] = {}
+        self._uncomputed: dict[int, _Sent] = {}
+        """The sequences whose uncomputed tokens are counted."""
         self._num_sharing: Counter[int] = Counter()
         self._num_uncomputed = 0
-        self.num_sessions = 0
-        """Number of this gateway's sessions that the replica keeps between two turns. Each occupies
-        a slot of a running sequence.
-        """
-        self._refreshed_at = -REFRESH_SECONDS
-        self._mean_output_tokens = INITIAL_MEAN_OUTPUT_TOKENS
+        self._num_sessions = 0
+        self.mean_output_tokens = INITIAL_MEAN_OUTPUT_TOKENS
+        self._era = 0
         self.clear()
 
     def clear(self) -> None:
         """Resets the load and the speeds, after the session with the scheduler ended."""
         self._sent.clear()
+        self._uncomputed.clear()
         self._num_sharing.clear()
         self._num_uncomputed = 0
-        self.num_sessions = 0
+        self._num_sessions = 0
         self._num_other_requests = 0
         self._num_other_tokens = 0
         self.speeds: Speeds | None = None
         """Speeds that the scheduler measured. They are None until the scheduler reports them."""
-        self.recent_tokens = 0.0
-        """Number of tokens of this gateway's prompts that were recently computed at the replica. It
-        decays with a half-life of RECENT_SECONDS.
+        self._recent_weight = 0.0
+        self.on_changed()
+
+    @property
+    def num_sessions(self) -> int:
+        """Number of this gateway's sessions that the replica keeps between two turns. Each occupies
+        a slot of a running sequence.
         """
+        return self._num_sessions
+
+    @num_sessions.setter
+    def num_sessions(self, number: int) -> None:
+        self._num_sessions = number
+        self.on_changed()
 
     @property
     def num_requests(self) -> int:
         """Number of requests of all gateways at the replica, plus the number of sessions between
         two turns.
         """
-        return len(self._sent) + self.num_sessions + self._num_other_requests
+        return len(self._sent) + self._num_sessions + self._num_other_requests
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -130,18 +161,24 @@ class LoadTracker:
         """
         return self._num_sharing[cached_key]
 
-    def refresh(self, now_seconds: float) -> None:
-        """Stops counting the prompt tokens of sequences that have new output, and decays
-        `recent_tokens`. Does nothing if it was called less than REFRESH_SECONDS ago.
+    def recent_weight(self, era_number: int) -> float:
+        """Number of tokens of this gateway's prompts that were recently computed at the replica,
+        multiplied by the weight of a token of the present moment (`Era`).
         """
-        if now_seconds < self._refreshed_at + REFRESH_SECONDS:
+        if era_number != self._era:
+            self._recent_weight *= 2.0 ** (_HALF_LIVES * (self._era - era_number))
+            self._era = era_number
+        return self._recent_weight
+
+    def refresh(self) -> None:
+        """Stops counting the prompt tokens of sequences that have new output."""
+        if not self._uncomputed:
             return
-        self.recent_tokens *= 0.5 ** ((now_seconds - self._refreshed_at) / RECENT_SECONDS)
-        self._refreshed_at = now_seconds
-        for sent in self._sent.values():
+        for handle, sent in list(self._uncomputed.items()):
             if len(sent.inflight.output_token_ids) > sent.num_output_tokens:
                 self._num_uncomputed -= sent.num_uncomputed_tokens
                 sent.num_uncomputed_tokens = 0
+                del self._uncomputed[handle]
 
     def cost_seconds(
         self, num_tokens: int, max_output_tokens: int | None, fleet_speeds: Speeds, pressure: float
@@ -159,29 +196,34 @@ class LoadTracker:
         the same pools, because at low load equal replicas measure different speeds by chance.
         `pressure` is the replica's eviction pressure divided by the mean of all replicas.
         """
-        speeds = self.speeds or fleet_speeds
-        num_output_tokens = self._mean_output_tokens
+        num_output_tokens = self.mean_output_tokens
         if max_output_tokens is not None:
             num_output_tokens = min(num_output_tokens, max_output_tokens)
-        own_tokens_count = OWN_TOKENS_COUNT + EVICTED_TOKENS_COUNT * pressure
-        num_computed = self.num_uncomputed_tokens + own_tokens_count * num_tokens
-        num_decoded = self.num_requests * num_output_tokens
-        per_prompt_token = speeds.seconds_per_prompt_token + fleet_speeds.seconds_per_prompt_token
-        per_decode = speeds.seconds_per_decode + fleet_speeds.seconds_per_decode
-        return (per_prompt_token * num_computed + per_decode * num_decoded) / 2
+        return cost_seconds(
+            self.speeds or fleet_speeds,
+            fleet_speeds,
+            self.num_uncomputed_tokens,
+            num_tokens,
+            pressure,
+            self.num_requests * num_output_tokens,
+        )
 
     def sent(self, handle: int, inflight: Inflight, route: RoutingDecision) -> None:
         num_output_tokens = len(inflight.output_token_ids)
         num_tokens = len(inflight.request.prompt_token_ids) + num_output_tokens
         num_uncomputed = num_tokens - route.num_cached_tokens
-        self._sent[handle] = _Sent(
+        sent = _Sent(
             inflight, num_output_tokens, num_uncomputed, route.num_cached_tokens, route.cached_key
         )
+        self._sent[handle] = self._uncomputed[handle] = sent
         if route.cached_key is not None:
             self._num_sharing[route.cached_key] += 1
         self._num_uncomputed += num_uncomputed
+        self.on_changed()
 
-    def admitted(self, handle: int, num_cached_tokens: int, block_size: int) -> None:
+    def admitted(
+        self, handle: int, num_cached_tokens: int, block_size: int, now_seconds: float
+    ) -> None:
         """Corrects the estimates for a scheduled sequence with `num_cached_tokens` cached tokens.
         If a whole prompt is cached, its last block is computed again.
         """
@@ -189,7 +231,9 @@ class LoadTracker:
         if sent is None:
             return
         num_tokens = len(sent.inflight.request.prompt_token_ids) + sent.num_output_tokens
-        self.recent_tokens += num_tokens - num_cached_tokens
+        era = era_of(now_seconds)
+        weight = self.recent_weight(era.number)
+        self._recent_weight = weight + era.weight * (num_tokens - num_cached_tokens)
         difference = sent.num_cached_tokens - num_cached_tokens
         if sent.num_uncomputed_tokens:
             sent.num_uncomputed_tokens += difference
@@ -197,24 +241,47 @@ class LoadTracker:
         if sent.num_cached_tokens:
             share = min(1.0, (num_cached_tokens + block_size) / sent.num_cached_tokens)
             self.trust += _SHARE * (share - self.trust)
+        self.on_changed()
 
     def ended(self, handle: int) -> None:
         """Removes a sequence that ended, or was aborted or refused."""
         sent = self._sent.pop(handle, None)
         if sent is None:
             return
+        self._uncomputed.pop(handle, None)
         self._num_uncomputed -= sent.num_uncomputed_tokens
         if sent.cached_key is not None:
-            self._num_sharing -= Counter((sent.cached_key,))
+            self._num_sharing[sent.cached_key] -= 1
+            if not self._num_sharing[sent.cached_key]:
+                del self._num_sharing[sent.cached_key]
         num_output_tokens = len(sent.inflight.output_token_ids)
         if num_output_tokens:
-            self._mean_output_tokens += _SHARE * (num_output_tokens - self._mean_output_tokens)
+            self.mean_output_tokens += _SHARE * (num_output_tokens - self.mean_output_tokens)
+        self.on_changed()
 
     def reported(self, load: ReplicaLoad) -> None:
         """Applies a load report of the scheduler. Tokens that this gateway did not send belong to
         other gateways.
         """
+        self.refresh()
         self._num_other_requests = load.num_other_requests
         self._num_other_tokens = max(0, load.num_uncomputed_tokens - self._num_uncomputed)
         if load.seconds_per_prompt_token and load.seconds_per_decode:
             self.speeds = Speeds(load.seconds_per_prompt_token, load.seconds_per_decode)
+        self.on_changed()
+
+
+def cost_seconds(
+    speeds: Speeds,
+    fleet_speeds: Speeds,
+    num_waiting_tokens: float,
+    num_own_tokens: float,
+    pressure: float,
+    num_decoded_tokens: float,
+) -> float:
+    """The cost that `LoadTracker.cost_seconds` describes. It does not fall if an argument grows."""
+    own_tokens_count = OWN_TOKENS_COUNT + EVICTED_TOKENS_COUNT * pressure
+    num_computed = num_waiting_tokens + own_tokens_count * num_own_tokens
+    per_prompt_token = speeds.seconds_per_prompt_token + fleet_speeds.seconds_per_prompt_token
+    per_decode = speeds.seconds_per_decode + fleet_speeds.seconds_per_decode
+    return (per_prompt_token * num_computed + per_decode * num_decoded_tokens) / 2

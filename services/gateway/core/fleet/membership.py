@@ -4,7 +4,7 @@ must meet.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from services.common.errors import Unavailable
@@ -69,6 +69,7 @@ class Membership:
         """
         self.changed = asyncio.Event()
         """Set whenever a replica joins, leaves or changes. The reader clears it."""
+        self._ready: Sequence[Replica] | None = None
         self._links = links
         self._clock = clock
         self._listener = listener
@@ -87,8 +88,15 @@ class Membership:
                 self._join(address)
         return self._remove_leaving()
 
-    def ready(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.is_ready]
+    def ready(self) -> Sequence[Replica]:
+        """The ready replicas. The same object is returned until `readiness_changed`."""
+        if self._ready is None:
+            self._ready = [replica for replica in self.replicas if replica.is_ready]
+        return self._ready
+
+    def readiness_changed(self) -> None:
+        """Must be called after a replica became ready or unready, before the next `ready`."""
+        self._ready = None
 
     @property
     def model_fingerprint(self) -> bytes:
@@ -126,6 +134,7 @@ class Membership:
         of a new model apply at once. Other changes of limits apply when a replica is ready.
         """
         was_replaced = self._model.compare(self.replicas)
+        self.readiness_changed()
         limits = [
             replica.limits
             for replica in self.replicas
@@ -140,6 +149,7 @@ class Membership:
     def _join(self, address: str) -> None:
         replica = Replica(address, self._links.make(address), self._clock, self._listener)
         self.replicas = [*self.replicas, replica]
+        self.readiness_changed()
         self._links.open(replica)
         self.changed.set()
 
@@ -150,6 +160,7 @@ class Membership:
         for replica in leaving:
             logger.info("scheduler %s left: %s", replica.address, replica.reason)
             self.replicas = [one for one in self.replicas if one is not replica]
+            self.readiness_changed()
             self._links.close(replica)
             self._model.left(replica)
         return bool(leaving)

@@ -46,11 +46,9 @@ class Placement:
         with room in their queue are preferred. `admission` may exclude further ones. Returns None
         if there is no such replica.
         """
-        ready = [
-            replica
-            for replica in self._membership.ready()
-            if replica.address not in inflight.refused_by
-        ]
+        ready = self._membership.ready()
+        if refused_by := inflight.refused_by:
+            ready = [replica for replica in ready if replica.address not in refused_by]
         if not ready:
             return None
         inflight.trace.timeline.enter(Part.ROUTE)
@@ -59,14 +57,16 @@ class Placement:
         with_room = [
             replica
             for replica in ready
-            if replica.queue_refusal(timeout, has_output=has_output) is None
+            if replica.queue is None
+            or replica.queue_refusal(timeout, has_output=has_output) is None
         ]
-        candidates = admission.candidates(inflight, with_room or ready)
+        some_have_room = 0 < len(with_room) < len(ready)
+        candidates = admission.candidates(inflight, with_room if some_have_room else ready)
         if len(candidates) == 1:
             (replica,) = candidates
             return replica, RoutingDecision(replica.address, RoutingReason.ONLY, 1)
         route = self._policy.choose(inflight, candidates)
-        (replica,) = (one for one in candidates if one.address == route.address)
+        replica = next(one for one in candidates if one.address == route.address)
         return replica, route
 
     def _timeout(self, deadline: float | None) -> float | None:

@@ -2,7 +2,8 @@
 reported these blocks as cached yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 MIN_SECONDS = 2.0
 """Sent blocks are expected to be cached for at least this number of seconds, and at most twice as
@@ -12,20 +13,22 @@ long.
 
 class RecentPrefixes:
     """The keys of the blocks of sequences that were recently sent to one replica. Keys are added to
-    a newer set. At intervals the newer set becomes the older one, and the older set is dropped, so
-    that no key needs a timer. The idea of expecting blocks for two seconds is from llm-d.
+    a newer set. At each multiple of MIN_SECONDS the newer set becomes the older one, and the older
+    set is dropped, so that no key needs a timer. The idea of expecting blocks for two seconds is
+    from llm-d.
     """
 
     def __init__(self) -> None:
         self._newer: set[int] = set()
         self._older: set[int] = set()
-        self._turned_at = 0.0
+        self._turns_at = MIN_SECONDS
 
     def add(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> None:
         """Adds the blocks of a sequence that was sent. The first `known_depth` blocks are known to
         be cached. They are not stored, since storing them costs more than looking them up.
         """
-        self._turn(now_seconds)
+        if now_seconds >= self._turns_at:
+            self._turn(now_seconds)
         self._newer.update(keys[known_depth:])
 
     def depth(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> int:
@@ -34,7 +37,7 @@ class RecentPrefixes:
         blocks before it were sent, too. So the end can be found by bisection, and mostly a lookup
         of the first unknown block suffices.
         """
-        if now_seconds - self._turned_at >= MIN_SECONDS:
+        if now_seconds >= self._turns_at:
             self._turn(now_seconds)
         newer, older = self._newer, self._older
         low, high = known_depth, len(keys)
@@ -53,8 +56,37 @@ class RecentPrefixes:
         self._newer, self._older = set(), set()
 
     def _turn(self, now_seconds: float) -> None:
-        passed = now_seconds - self._turned_at
-        if passed >= MIN_SECONDS:
-            self._older = self._newer if passed < 2 * MIN_SECONDS else set()
-            self._newer = set()
-            self._turned_at = now_seconds
+        self._older = self._newer if now_seconds < self._turns_at + MIN_SECONDS else set()
+        self._newer = set()
+        self._turns_at = next_turn(now_seconds)
+
+
+class RecentReplicas:
+    """The replicas to which sequences were recently sent, by the key of their first block. Keys are
+    dropped at the times at which `RecentPrefixes` drops them.
+    """
+
+    def __init__(self) -> None:
+        self._newer: dict[int, set[str]] = {}
+        self._older: dict[int, set[str]] = {}
+        self._turns_at = MIN_SECONDS
+
+    def add(self, key: int, address: str, now_seconds: float) -> None:
+        self._turn(now_seconds)
+        self._newer.setdefault(key, set()).add(address)
+
+    def addresses(self, key: int, now_seconds: float) -> Iterable[str]:
+        """The replicas to which sequences with this key were recently sent, some of them twice."""
+        self._turn(now_seconds)
+        return chain(self._newer.get(key, ()), self._older.get(key, ()))
+
+    def _turn(self, now_seconds: float) -> None:
+        if now_seconds >= self._turns_at:
+            self._older = self._newer if now_seconds < self._turns_at + MIN_SECONDS else {}
+            self._newer = {}
+            self._turns_at = next_turn(now_seconds)
+
+
+def next_turn(now_seconds: float) -> float:
+    """The next multiple of MIN_SECONDS."""
+    return (now_seconds // MIN_SECONDS + 1) * MIN_SECONDS

@@ -246,7 +246,6 @@ class Replica:
         self._listener.load_reported()
 
     def load_changed(self, load: ReplicaLoad) -> None:
-        self.load.refresh(self._clock.time())
         self.load.reported(load)
         self._listener.load_reported()
 
@@ -254,7 +253,7 @@ class Replica:
         """A sequence was scheduled for the first time."""
         self._unadmitted.discard(handle)
         block_size = 0 if self.description is None else self.description.block_size
-        self.load.admitted(handle, num_cached_tokens, block_size)
+        self.load.admitted(handle, num_cached_tokens, block_size, self._clock.time())
         if (inflight := self.running.get(handle)) is not None:
             inflight.admitted(num_cached_tokens)
             self._listener.sequence_started(inflight)
@@ -321,6 +320,6 @@ class Replica:
         return inflight
 
     def _free_handle(self) -> int:
-        while (handle := next(self._handles) % _MAX_HANDLE) in self.running.keys() | self._held:
+        while (handle := next(self._handles) % _MAX_HANDLE) in self.running or handle in self._held:
             pass
         return handle

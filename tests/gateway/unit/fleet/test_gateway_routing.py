@@ -16,11 +16,11 @@ from services.gateway.core.fleet.load_tracker import EVICTED_TOKENS_COUNT, OWN_T
 from services.gateway.core.fleet.recent_prefixes import MIN_SECONDS, RecentPrefixes
 from services.gateway.core.fleet.routing import POLICIES, make_policy
 from services.gateway.core.fleet.routing.cache_aware import (
-    FEW_TOKENS,
     SPREAD_MIN_SHARING,
     SessionReplicas,
 )
 from services.gateway.core.fleet.routing.chain_keys import ChainKeys
+from services.gateway.core.fleet.routing.offers import FEW_TOKENS
 from services.gateway.core.fleet.routing.policy import RoutingParts
 from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Mailbox
@@ -320,7 +320,7 @@ def test_predictions_that_prove_wrong_are_not_used_and_are_used_again_when_they_
         world.replicas["a"].load.sent(
             9, world.start().inflights[0], RoutingDecision("a", RoutingReason.ONLY, 1, 20)
         )
-        world.replicas["a"].load.admitted(9, 20, BLOCK_SIZE)
+        world.replicas["a"].load.admitted(9, 20, BLOCK_SIZE, 0.0)
     assert trust < 0.5 < world.replicas["a"].load.trust
 
 

@@ -2,12 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean
 
-from services.gateway.core.fleet.load_tracker import mean_speeds
+from services.gateway.core.fleet.load_tracker import era_of
+from services.gateway.core.fleet.recent_prefixes import RecentReplicas
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.routing.chain_keys import ChainKeys
+from services.gateway.core.fleet.routing.load_order import LoadOrder
+from services.gateway.core.fleet.routing.offers import Offer, Offers
 from services.gateway.core.fleet.routing.policy import RoutingParts
 from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Inflight
@@ -19,10 +20,6 @@ AFFINITY = 0.9
 """The cost of the replica that served the session last is multiplied by this factor, which favors
 this replica.
 """
-MIN_TRUST = 0.5
-"""Predictions for a replica are ignored if less than this fraction of the predicted tokens was
-really cached.
-"""
 SPREAD_LOAD_RATIO = 2
 SPREAD_MIN_SHARING = 8
 """A prefix is hot if at least this many requests at a replica share it, and the replica has
@@ -32,30 +29,6 @@ A sequence with a hot prefix is sent to the least loaded replica, which computes
 has it cached, too (Preble's rule). Sequences with a prefix that fewer requests share, such as the
 prefix of a conversation, are sent to the cheapest replica as usual.
 """
-FEW_TOKENS = 2048
-"""This number is added to each replica's number of recently computed tokens before the replicas are
-compared. Therefore replicas that computed few tokens hardly differ, since few tokens evict few
-blocks.
-"""
-
-
-@dataclass(slots=True)
-class _Offer:
-    """The cost of a sequence at one replica, and the number of its blocks that are cached there.
-    The class is not frozen, since frozen dataclasses are slower to create.
-    """
-
-    replica: Replica
-    known_depth: int
-    """Number of leading blocks of the sequence that are cached at the replica according to the
-    directory.
-    """
-    depth: int
-    """Number of leading blocks of the sequence that are expected to be cached at the replica."""
-    num_cached_tokens: int
-    is_cached: bool
-    """Whether some tokens are expected to be cached and the prediction is trusted."""
-    cost_seconds: float
 
 
 class CacheAware:
@@ -83,6 +56,9 @@ class CacheAware:
         self._max_load_delta = parts.max_load_delta
         self._chain_keys = ChainKeys()
         self._sessions = SessionReplicas()
+        self._recent = RecentReplicas()
+        self._kept_order: LoadOrder | None = None
+        self._last_candidates: Sequence[Replica] = ()
 
     def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
         return self.choose_for_keys(inflight, candidates, self._keys(inflight, candidates[0]))
@@ -93,11 +69,15 @@ class CacheAware:
         """Chooses a replica for a sequence. `keys` are the keys of its full blocks."""
         now = self._clock.time()
         session_id = inflight.request.session_id
-        least = min(replica.load.num_requests for replica in candidates)
-        offers = self._offers(inflight, candidates, keys, least + self._max_load_delta, now)
+        offers = Offers(self._order(candidates, now), inflight, keys, now)
+        nodes = self._directory.match(keys)
+        recent = self._recent.addresses(keys[0], now) if keys else ()
         address_before = self._sessions.replica_of(session_id)
-        chosen, reason = self._choose(offers, keys, least, address_before)
+        offers.examine(nodes, [*recent, address_before or ""])
+        chosen, reason = self._choose(offers, address_before)
         chosen.replica.recent_prefixes.add(keys, now, chosen.known_depth)
+        if keys:
+            self._recent.add(keys[0], chosen.replica.address, now)
         self._sessions.remember(session_id, chosen.replica.address)
         return RoutingDecision(
             chosen.replica.address,
@@ -108,21 +88,34 @@ class CacheAware:
             _cached_key(chosen, keys),
         )
 
-    def _choose(
-        self, offers: Sequence[_Offer], keys: Sequence[int], least: int, address_before: str | None
-    ) -> tuple[_Offer, RoutingReason]:
-        """Returns the best offer and the reason for it. `least` is the number of requests at the
-        least loaded replica. `address_before` is the replica that served the session last.
+    def _order(self, candidates: Sequence[Replica], now: float) -> LoadOrder:
+        """The order of the candidates. It is kept if the same candidates are passed twice."""
+        order, number = self._kept_order, era_of(now).number
+        if order is not None and order.replicas is candidates and order.era_number == number:
+            order.update()
+            return order
+        order = LoadOrder(candidates, number)
+        if candidates is self._last_candidates:
+            self._kept_order = order
+            order.follow()
+        self._last_candidates = candidates
+        return order
+
+    def _choose(self, offers: Offers, address_before: str | None) -> tuple[Offer, RoutingReason]:
+        """Returns the best offer and the reason for it. `address_before` is the replica that served
+        the session last.
         """
-        best = min(offers, key=lambda offer: offer.cost_seconds)
-        if best.is_cached and _is_hot(best, keys, least):
-            idle = [offer for offer in offers if offer.replica.load.num_requests == least]
+        least = offers.order.least
+        near = offers.near(least + self._max_load_delta, NEARLY_EQUAL)
+        best = min(near, key=lambda offer: offer.cost_seconds)
+        if best.is_cached and _is_hot(best, offers.keys, least):
+            idle = offers.near(least)
             return min(idle, key=lambda offer: offer.cost_seconds), RoutingReason.SPREAD
-        before = next((o for o in offers if o.replica.address == address_before), best)
+        before = next((o for o in near if o.replica.address == address_before), best)
         if before is not best and AFFINITY * before.cost_seconds <= best.cost_seconds:
             return before, RoutingReason.AFFINITY
         most = NEARLY_EQUAL * best.cost_seconds
-        chosen = self._rng.choice([offer for offer in offers if offer.cost_seconds <= most])
+        chosen = self._rng.choice([offer for offer in near if offer.cost_seconds <= most])
         return chosen, RoutingReason.CACHED if chosen.is_cached else RoutingReason.CHEAPEST
 
     def _keys(self, inflight: Inflight, replica: Replica) -> list[int]:
@@ -142,49 +135,13 @@ class CacheAware:
             request.adapter_digest,
         )
 
-    def _offers(
-        self,
-        inflight: Inflight,
-        candidates: Sequence[Replica],
-        keys: Sequence[int],
-        most: int,
-        now: float,
-    ) -> list[_Offer]:
-        """Returns the offers of replicas with at most `most` requests. It is a single loop with
-        local variables, since routing spends most of its time here.
-        """
-        request = inflight.request
-        max_output_tokens = request.sampling.max_tokens
-        num_tokens = len(request.prompt_token_ids) + len(inflight.output_token_ids)
-        depths = self._directory.match(keys)
-        fleet_speeds = mean_speeds([replica.load for replica in candidates])
-        mean_recent = fmean([replica.load.recent_tokens for replica in candidates])
-        offers = []
-        for replica in candidates:
-            load, served = replica.load, replica.description
-            if load.num_requests > most:
-                continue
-            load.refresh(now)
-            num_cached = known_depth = depth = 0
-            if keys and served is not None:
-                known_depth = depths.get(served.cache_node, 0)
-                depth = replica.recent_prefixes.depth(keys, now, known_depth)
-                num_cached = min(depth * served.block_size, num_tokens - 1)
-            is_trusted = load.trust >= MIN_TRUST
-            num_to_compute = num_tokens - num_cached if is_trusted else num_tokens
-            pressure = (load.recent_tokens + FEW_TOKENS) / (mean_recent + FEW_TOKENS)
-            cost = load.cost_seconds(num_to_compute, max_output_tokens, fleet_speeds, pressure)
-            is_cached = is_trusted and num_cached > 0
-            offers.append(_Offer(replica, known_depth, depth, num_cached, is_cached, cost))
-        return offers
 
-
-def _cached_key(offer: _Offer, keys: Sequence[int]) -> int | None:
+def _cached_key(offer: Offer, keys: Sequence[int]) -> int | None:
     """Returns the key of the last block that is expected to be cached."""
     return keys[offer.depth - 1] if offer.depth else None
 
 
-def _is_hot(offer: _Offer, keys: Sequence[int], least: int) -> bool:
+def _is_hot(offer: Offer, keys: Sequence[int], least: int) -> bool:
     """Whether many requests at the offer's replica share the cached prefix, and the replica has at
     least twice the load of the least loaded replica.
     """

@@ -1,0 +1,90 @@
+"""The replicas in the order of their loads, so that a policy need not examine all of them."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from functools import partial
+from statistics import fmean
+
+from services.gateway.core.fleet.load_tracker import (
+    INITIAL_MEAN_OUTPUT_TOKENS,
+    Speeds,
+    mean_speeds,
+)
+from services.gateway.core.fleet.replica import Replica
+
+Entry = tuple[float, int]
+"""A replica's weight of recent tokens (`LoadTracker.recent_weight`), and its index."""
+
+
+class LoadOrder:
+    """Replicas in the order of their numbers of requests, and among equals of their numbers of
+    recently computed tokens. The order is valid in one era.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], era_number: int) -> None:
+        self.replicas = replicas
+        self.era_number = era_number
+        self.index_of = {replica.address: index for index, replica in enumerate(replicas)}
+        self.index_of_node = {
+            replica.description.cache_node: index
+            for index, replica in enumerate(replicas)
+            if replica.description is not None
+        }
+        self.fleet_speeds = self.least_speeds = mean_speeds(())
+        """The mean speeds, and speeds that no replica's speeds are below."""
+        self.least_output_tokens = INITIAL_MEAN_OUTPUT_TOKENS
+        """A number that no replica's mean number of output tokens is below."""
+        self._speeds: list[Speeds | None] = [None] * len(replicas)
+        self._num_requests = [0] * len(replicas)
+        self._weights = [0.0] * len(replicas)
+        self._levels: dict[int, list[Entry]] = {0: [(0.0, i) for i in range(len(replicas))]}
+        """Maps a number of requests to the replicas that have it, sorted."""
+        self._changed = set(range(len(replicas)))
+        self.update()
+
+    def follow(self) -> None:
+        """Notes changes of the replicas from now on, for `update`. Only one order can do so."""
+        for index, replica in enumerate(self.replicas):
+            replica.load.on_changed = partial(self._changed.add, index)
+
+    def update(self) -> None:
+        """Moves the replicas that changed since the last call."""
+        has_new_speeds = False
+        for index in self._changed:
+            load = self.replicas[index].load
+            self._move(index, load.num_requests, load.recent_weight(self.era_number))
+            self.least_output_tokens = min(self.least_output_tokens, load.mean_output_tokens)
+            if load.speeds is not self._speeds[index]:
+                self._speeds[index], has_new_speeds = load.speeds, True
+        self._changed.clear()
+        if has_new_speeds:
+            known = [speeds for speeds in self._speeds if speeds is not None]
+            self.fleet_speeds = fleet = mean_speeds(known)
+            self.least_speeds = Speeds(
+                *map(min, zip(fleet.values, *(speeds.values for speeds in known), strict=True))
+            )
+
+    @property
+    def least(self) -> int:
+        """The smallest number of requests of a replica."""
+        return min(self._levels)
+
+    @property
+    def mean_weight(self) -> float:
+        """The replicas' mean weight of recent tokens."""
+        return fmean(self._weights)
+
+    def levels(self, max_num_requests: int) -> Iterator[tuple[int, Sequence[Entry]]]:
+        """For each number of requests up to a limit, the replicas that have it, in order."""
+        for num_requests in sorted(self._levels):
+            if num_requests > max_num_requests:
+                return
+            yield num_requests, self._levels[num_requests]
+
+    def _move(self, index: int, num_requests: int, weight: float) -> None:
+        before = self._levels[self._num_requests[index]]
+        del before[bisect_left(before, (self._weights[index], index))]
+        if not before:
+            del self._levels[self._num_requests[index]]
+        insort(self._levels.setdefault(num_requests, []), (weight, index))
+        self._num_requests[index], self._weights[index] = num_requests, weight
