@@ -157,7 +157,7 @@ def _setups(arguments: argparse.Namespace) -> dict[str, Setup]:
     )
     policies = arguments.policy or ["fcfs"]
     routings = arguments.routing or ["cache-aware"]
-    base = Setup(config, profile.times, arguments.replicas, seed=arguments.seed)
+    base = Setup(config, profile.times, profile.serving, arguments.replicas, seed=arguments.seed)
     setups = {}
     for routing in routings:
         for policy in policies:

@@ -3,22 +3,26 @@
 from collections.abc import Sequence
 
 from services.scheduler.core.output import SchedulerOutput
-from services.worker.core.step_times import TILE_TOKENS, StepTimes
+from services.worker.core.step_times import TILE_TOKENS, ServingCosts, StepTimes
 
 
 class Device:
-    """Computes the function that `services/worker/core/step_times.py` defines."""
+    """Computes the function that `services/worker/core/step_times.py` defines, and adds the costs
+    of serving.
+    """
 
-    def __init__(self, times: StepTimes) -> None:
-        self.times = times
+    def __init__(self, times: StepTimes, serving: ServingCosts) -> None:
+        self.times = times.served(serving)
         self._per_context = times.decode.seconds_per_decoded_context
+        self._per_new_request = serving.seconds_per_new_request
 
     def seconds(self, plan: SchedulerOutput) -> float:
         """The time of a step. 0 for a step without requests."""
         num_requests, starts = len(plan.requests), plan.num_computed_tokens
+        new_requests = self._per_new_request * len(plan.new)
         if plan.num_tokens == num_requests:
-            return self.decode_seconds(num_requests, sum(starts) + num_requests)
-        return self._mixed_seconds(plan.num_scheduled_tokens, starts)
+            return new_requests + self.decode_seconds(num_requests, sum(starts) + num_requests)
+        return new_requests + self._mixed_seconds(plan.num_scheduled_tokens, starts)
 
     def decode_seconds(self, num_requests: int, context: int) -> float:
         """The time of a step of single tokens. `context` is the sum of their contexts, each of
@@ -47,7 +51,7 @@ class Device:
         """The time of a request that has the device to itself, with the first `num_cached` tokens
         of its prompt cached.
         """
-        seconds, start = 0.0, min(num_cached, num_prompt - 1)
+        seconds, start = self._per_new_request, min(num_cached, num_prompt - 1)
         while start < num_prompt:
             count = min(budget, num_prompt - start)
             seconds += (

@@ -17,7 +17,7 @@ from services.simulation.laboratory.fleet import SimulatedFleet
 from services.simulation.laboratory.optimum import KnownFuturePool
 from services.simulation.laboratory.programs import Program
 from services.simulation.laboratory.replica import SimulatedReplica
-from services.worker.core.step_times import StepTimes
+from services.worker.core.step_times import NO_SERVING, ServingCosts, StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class Setup:
 
     config: SchedulerConfig
     times: StepTimes
+    serving: ServingCosts = NO_SERVING
     num_replicas: int = 1
     routing: str = "cache-aware"
     seed: int = 0
@@ -56,7 +57,7 @@ def simulate(
     """
     config = setup.config
     config = replace(config, max_model_len=max_request_tokens(config))
-    clock, device = EventClock(), Device(setup.times)
+    clock, device = EventClock(), Device(setup.times, setup.serving)
     accounts = Accounts(device, config.token_budget, config.block_size)
     clients = Clients(iter(programs), clock, config, accounts, progress)
     began = time.perf_counter()

@@ -4,7 +4,7 @@ The function is the one of several simulators of serving. Profiles of the simula
 coefficients, and `stepwell profile` fits them.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
@@ -33,6 +33,23 @@ class StepCosts:
     """Time for each TILE_TOKENS tokens. The last tile may have fewer tokens."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingCosts:
+    """The time that gateway, scheduler, pool and clients add to a step if they share the
+    processors with the worker. Simulations without these services add it.
+    """
+
+    seconds: float = 0.0
+    """Time for each step."""
+    seconds_per_token: float = 0.0
+    """Time for each request in a step, most of which get a token."""
+    seconds_per_new_request: float = 0.0
+    """Time for each request that a step admits for the first time."""
+
+
+NO_SERVING = ServingCosts()
+
+
 def step_features(
     num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array
 ) -> Float64Array:
@@ -54,6 +71,19 @@ class StepTimes:
 
     decode: StepCosts
     mixed: StepCosts
+
+    def served(self, serving: ServingCosts) -> "StepTimes":
+        """These times and the serving costs of each step, except of new requests."""
+        return StepTimes(
+            *(
+                replace(
+                    costs,
+                    seconds=costs.seconds + serving.seconds,
+                    seconds_per_request=costs.seconds_per_request + serving.seconds_per_token,
+                )
+                for costs in (self.decode, self.mixed)
+            )
+        )
 
     def seconds(self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) -> float:
         """The time of a step, see step_features. It is 0 for a step without requests."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.common.process.settings import SettingError
 from services.worker.core.kv.free_memory import FreeMemory
-from services.worker.core.step_times import StepCosts, StepTimes
+from services.worker.core.step_times import NO_SERVING, ServingCosts, StepCosts, StepTimes
 
 if TYPE_CHECKING:  # `stepwell simulate` reads profiles without torch
     from services.worker.core.batch.input_batch import BatchLimits
@@ -57,6 +57,8 @@ class MeasuredProfile:
     """The probability that a draft model's draft is the next token, if the drafts before it are."""
     draft: StepCosts | None = None
     """The costs of a run of the draft model."""
+    serving: ServingCosts = NO_SERVING
+    """What the other services add to steps. Only simulations without these services use it."""
 
     def step_times(self, size: ModelSize) -> StepTimes:
         """The times of steps. A measured profile has the times of one model and ignores `size`."""
@@ -175,10 +177,13 @@ def _parse(table: dict[str, Any]) -> Profile:
     draft = None
     if "draft" in table:
         draft = _read(StepCosts, _pop_table(table, "draft"), "draft")
+    serving = NO_SERVING
+    if "serving" in table:
+        serving = _read(ServingCosts, _pop_table(table, "serving"), "serving")
     memory = {"kv_cache_memory_bytes": table.pop("kv_cache_memory_bytes", None)}
     _refuse_others(table)
     numbers = _numbers(memory, "") | answers
-    return MeasuredProfile(StepTimes(decode, mixed), draft=draft, **numbers)
+    return MeasuredProfile(StepTimes(decode, mixed), draft=draft, serving=serving, **numbers)
 
 
 def _pop_table(table: dict[str, Any], key: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from services.simulation.laboratory.programs import Program, Turn
 from services.simulation.laboratory.run import RunResult, Setup, simulate
 from services.simulation.laboratory.workloads import Traffic, generate
-from services.worker.core.step_times import StepCosts, StepTimes
+from services.worker.core.step_times import ServingCosts, StepCosts, StepTimes
 from tests.simulation.laboratory.small import program, setup
 
 
@@ -27,6 +27,15 @@ def test_a_program_of_two_turns_takes_its_steps_and_its_pause() -> None:
     assert accounts.num_prompt_tokens == 223
     assert run.num_computed_tokens == 102 + 27 + 1
     assert run.num_steps == 6
+
+
+def test_serving_costs_make_steps_and_new_requests_longer() -> None:
+    serving = ServingCosts(seconds=0.5, seconds_per_token=0.25, seconds_per_new_request=2.0)
+    costly = replace(setup(), serving=serving)
+    for is_skipping in True, False:
+        run = simulate(replace(costly, may_skip=is_skipping), [program(1, 0.0, (60, 9, 0.0))])
+        assert run.accounts.job_seconds.tolist() == pytest.approx([7.0 + 8 + 9 * 0.75 + 2])
+        assert run.accounts.alone_seconds.tolist() == pytest.approx([7.0 + 8 + 9 * 0.75 + 2])
 
 
 def test_a_programs_time_alone_is_its_time_on_an_idle_replica() -> None:

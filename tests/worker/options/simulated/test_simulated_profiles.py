@@ -11,7 +11,7 @@ from services.common.request.sampling import SamplingParams
 from services.worker.backends.choices import DeviceSetting
 from services.worker.build import build_worker
 from services.worker.core.batch.input_batch import BatchLimits
-from services.worker.core.step_times import StepCosts, StepTimes
+from services.worker.core.step_times import NO_SERVING, ServingCosts, StepCosts, StepTimes
 from services.worker.models.errors import UnsupportedModel
 from services.worker.options.simulated.runner import TimedOutput, TimedRunner
 from services.worker.profiles.profile import (
@@ -55,6 +55,24 @@ def test_the_time_of_a_step_is_the_sum_of_the_formula() -> None:
 def test_tokens_are_computed_in_tiles_of_sixteen() -> None:
     times = StepTimes(COSTS, StepCosts(seconds=0, seconds_per_tile=1))
     assert [times.seconds(ints(count), ints(0)) for count in (2, 16, 17, 32, 33)] == [1, 1, 2, 2, 3]
+
+
+def test_serving_costs_are_added_to_both_kinds_of_steps() -> None:
+    served = TIMES.served(ServingCosts(seconds=100, seconds_per_token=10))
+    for counts in ints(1, 1), ints(2, 1):
+        more = served.seconds(counts, ints(3, 4)) - TIMES.seconds(counts, ints(3, 4))
+        assert more == 100 + 2 * 10
+
+
+def test_a_profile_may_have_serving_costs_which_its_device_ignores(tmp_path: Path) -> None:
+    text = "kv_cache_memory_bytes = 1\n[mixed]\nseconds = 1\n"
+    profile = read_profile(
+        save_profile(tmp_path, f"{text}[serving]\nseconds = 2\nseconds_per_new_request = 3")
+    )
+    assert isinstance(profile, MeasuredProfile)
+    assert profile.serving == ServingCosts(seconds=2, seconds_per_new_request=3)
+    assert profile.step_times(SIZE).seconds(ints(1), ints(0)) == 1
+    assert read_profile(save_profile(tmp_path, text)).serving == NO_SERVING  # type: ignore[union-attr]
 
 
 def test_steps_of_single_tokens_have_their_own_costs() -> None:
