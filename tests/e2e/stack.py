@@ -27,7 +27,13 @@ _START_SECONDS = 90.0
 class Stack:
     """A running `stepwell up`. Its output is stored for the report of a failed test."""
 
-    def __init__(self, model: Path, *flags: str, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *flags: str,
+        environ: Mapping[str, str] | None = None,
+        directory: Path = ROOT,
+    ) -> None:
         inherited = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
         self.output: list[str] = []
         self._process = subprocess.Popen(
@@ -39,7 +45,7 @@ class Stack:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=ROOT,
+            cwd=directory,
             env={**inherited, **(environ or {})},
             start_new_session=True,
         )

@@ -1,16 +1,23 @@
-"""All four services with a simulated device."""
+"""All four services with a simulated device, and with the scheduling policy that
+docs/simulation.md writes.
+"""
 
 import re
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.stack import Stack
+from tests.e2e.stack import ROOT, Stack
 from tests.e2e.tiny import save_servable_model
 from tests.plain_http import http_get, http_post
 from tests.tiny_models import VOCAB_SIZE
+from tests.waiting import wait_for
 from tests.worker.options.simulated.oracle import Oracle
 
 STEP_SECONDS = 0.03
@@ -23,16 +30,28 @@ seconds = {STEP_SECONDS}
 ORACLE = Oracle(VOCAB_SIZE, (2,))
 
 
+POLICY = "shortest:ShortestPromptFirst"
+
+
 @pytest.fixture(scope="module")
-def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Services of a model without weights. Every step takes 30 ms."""
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without weights, a profile whose steps take 30 ms, and the policy of the page."""
     directory: Path = tmp_path_factory.mktemp("simulated")
     save_servable_model(directory)
     (directory / "model.safetensors").unlink()
-    profile = directory / "steps.toml"
-    profile.write_text(PROFILE)
-    flags = ("--device", "simulated", "--profile", str(profile), "--max-num-seqs", "4")
-    with closing(Stack(directory, *flags)) as stack:
+    (directory / "steps.toml").write_text(PROFILE)
+    page = (ROOT / "docs" / "simulation.md").read_text()
+    (code,) = re.findall(r"Write `shortest\.py`:\n\n(.*?)\n\nCheck it\.", page, re.S)
+    (directory / "shortest.py").write_text(textwrap.dedent(code) + "\n")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def simulated(directory: Path) -> Iterator[Stack]:
+    flags = ("--device", "simulated", "--profile", "steps.toml", "--max-num-seqs", "4")
+    environ = {"STEPWELL_SCHEDULER_STEP_LOG": "steps.jsonl"}
+    flags += ("--policy", POLICY)
+    with closing(Stack(directory, *flags, environ=environ, directory=directory)) as stack:
         yield stack
 
 
@@ -66,3 +85,59 @@ def test_the_metrics_show_the_times_of_the_profile(simulated: Stack) -> None:
     simulated.wait_until_nothing_is_held()
     took = step_seconds(simulated) - before
     assert 10 * STEP_SECONDS <= took < 12 * STEP_SECONDS
+
+
+def test_the_policy_of_the_page_lets_a_short_prompt_overtake(
+    simulated: Stack, directory: Path
+) -> None:
+    """Four requests run, of which the first ends early. A long and a short prompt wait."""
+    answered: list[str] = []
+
+    def ask(prompt: str, max_tokens: int) -> None:
+        body = {"prompt": prompt, "max_tokens": max_tokens}
+        assert http_post(f"{simulated.url}/v1/completions", json=body).status_code == 200
+        answered.append(prompt)
+
+    def waiting(count: int) -> bool:
+        return bool(simulated.status()["num_waiting"] == count)
+
+    with ThreadPoolExecutor() as pool:
+        asked: list[Future[None]] = [
+            pool.submit(ask, f"running {number}", 150 if number else 90) for number in range(4)
+        ]
+        wait_for(lambda: simulated.status()["num_running"] == 4)
+        for count, prompt in enumerate(("a prompt that is long", "short"), start=1):
+            asked.append(pool.submit(ask, prompt, 10))
+            wait_for(lambda count=count: waiting(count))
+        for one in asked:
+            one.result()
+    assert answered[:3] == ["running 0", "short", "a prompt that is long"]
+    wait_for(lambda: "0 differences" in replayed(directory))
+    assert "what if" in replayed(directory)
+
+
+def replayed(directory: Path) -> str:
+    """The output of `stepwell replay` for the server's step log, with the same policy."""
+    return stepwell(directory, "replay", "steps.jsonl", "--set", f"policy={POLICY}")
+
+
+def test_the_policy_of_the_page_passes_the_kit_and_is_simulated(directory: Path) -> None:
+    said = stepwell(directory, "simulate", "--check-policy", POLICY, "--programs", "12")
+    assert said == f"{POLICY}: 12 worlds, no problem\n"
+    crowd = ("--workload", "chat", "--programs", "100", "--rate", "20", "--max-num-seqs", "64")
+    said = stepwell(directory, "simulate", *crowd, "--policy", "fcfs", "--policy", POLICY)
+    assert len(re.findall(rf"^{POLICY} ", said, re.M)) == 5
+
+
+def stepwell(directory: Path, *arguments: str) -> str:
+    """Runs a command of `stepwell` in this directory, and returns its output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments],
+        capture_output=True,
+        cwd=directory,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
