@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--steps must be at least {_LEAST_STEPS}")
     # Imported only here, since importing torch takes seconds.
     from services.cli.profile.fit import fit_times  # noqa: PLC0415
-    from services.cli.profile.steps import MeasuredWorker  # noqa: PLC0415
+    from services.cli.profile.steps import NUM_RUNS, MeasuredWorker  # noqa: PLC0415
     from services.worker.build import load_worker  # noqa: PLC0415
     from services.worker.settings import WorkerSettings  # noqa: PLC0415
 
@@ -60,10 +60,11 @@ def main(argv: Sequence[str]) -> int:
 
     def progress(done: int) -> None:
         if sys.stderr.isatty():
-            print(f"\r{done} of {arguments.steps} steps", end="", file=sys.stderr, flush=True)
+            total = NUM_RUNS * arguments.steps
+            print(f"\r{done} of {total} runs", end="", file=sys.stderr, flush=True)
 
     measuring = MeasuredWorker(worker.runner, arguments.seed)
-    fit = fit_times(list(measuring.measure(arguments.steps, progress)))
+    fit = fit_times(measuring.measure(arguments.steps, progress))
     if sys.stderr.isatty():
         print(file=sys.stderr)
     text = profile_text(fit, worker.description)

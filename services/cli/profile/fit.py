@@ -65,27 +65,38 @@ def fit_times(measured: Sequence[Measurement]) -> Fit:
 
 
 def _fit(measured: Sequence[Measurement], columns: tuple[int, ...]) -> StepCosts:
-    """The coefficients of 0 or more that minimize the squares of the relative errors.
-
-    The solution is the best one of all subsets of coefficients whose unconstrained solution is not
-    negative. There are at most 64 subsets.
-    """
+    """The costs that minimize the squares of the relative errors."""
     seconds = np.array([one.seconds for one in measured])
     features = np.array(
         [step_features(one.num_scheduled_tokens, one.num_computed_tokens) for one in measured]
     )
-    scales = features.max(axis=0).clip(min=1)
-    rows: Float64Array = features / scales / seconds[:, None]
+    found = least_squares(features / seconds[:, None], np.ones(len(seconds)), columns)
+    names = (field.name for field in fields(StepCosts))
+    return StepCosts(**dict(zip(names, found.tolist(), strict=True)))
+
+
+def least_squares(
+    rows: Float64Array, targets: Float64Array, columns: Sequence[int]
+) -> Float64Array:
+    """The coefficients of 0 or more whose products with the rows are closest to the targets.
+    Coefficients of other columns than `columns` are 0.
+
+    The solution is the best one of all subsets of coefficients whose unconstrained solution is not
+    negative. There are at most 64 subsets.
+    """
+    scales = rows.max(axis=0)
+    scales[scales == 0] = 1
+    scaled = rows / scales
     best, least = np.zeros(len(scales)), np.inf
-    for count in range(1, len(columns) + 1):
+    for count in range(len(columns) + 1):
         for subset in map(list, combinations(columns, count)):
-            found = np.linalg.lstsq(rows[:, subset], np.ones(len(rows)))[0]
-            error = float(((rows[:, subset] @ found - 1) ** 2).sum())
-            if error < least and found.min() >= 0:
+            found = np.linalg.lstsq(scaled[:, subset], targets)[0]
+            error = float(((scaled[:, subset] @ found - targets) ** 2).sum())
+            if error < least and (found >= 0).all():
                 best, least = np.zeros(len(scales)), error
                 best[subset] = found
-    names = (field.name for field in fields(StepCosts))
-    return StepCosts(**dict(zip(names, (best / scales).tolist(), strict=True)))
+    unscaled: Float64Array = best / scales
+    return unscaled
 
 
 def _errors(times: StepTimes, measured: Sequence[Measurement]) -> Errors:

@@ -1,7 +1,7 @@
 """Runs random steps on a worker, without scheduler and pool, and measures them."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from services.worker.core.worker import StepRunner
 from services.worker.sampling.arrays import Int32Array
 
 _GREEDY = SamplingParams(temperature=0)
-_RUNS = 3
+NUM_RUNS = 3
 _MORE = 2
 """Tokens that a request computes after its context: one as it enters, and one in the measured step.
 """
@@ -32,17 +32,18 @@ class MeasuredWorker:
         self._next_block = 0
         runner.reset()
 
-    def measure(self, num_steps: int, progress: Callable[[int], None]) -> Iterator[Measurement]:
-        """Decode steps and steps with chunks in turn. Each step is run three times, and the run of
-        median time is returned. Calls `progress` with the number of steps so far.
+    def measure(self, num_steps: int, progress: Callable[[int], None]) -> list[Measurement]:
+        """Decode steps and steps with chunks in turn. All steps are run three times, one round
+        after the other, so that a disturbance of the machine concerns one run of a step. The runs
+        of median time are returned. Calls `progress` with the number of runs so far.
         """
-        for number in range(num_steps):
-            runs = []
-            for _ in range(_RUNS):
-                self._random = np.random.default_rng((self._seed, number))
-                runs.append(self._chunks() if number % 2 else self._decodes())
-            yield sorted(runs, key=lambda run: run.seconds)[_RUNS // 2]
+        runs: list[list[Measurement]] = [[] for _ in range(num_steps)]
+        for number in range(NUM_RUNS * num_steps):
+            of_step = number % num_steps
+            self._random = np.random.default_rng((self._seed, of_step))
+            runs[of_step].append(self._chunks() if of_step % 2 else self._decodes())
             progress(number + 1)
+        return [sorted(three, key=lambda run: run.seconds)[NUM_RUNS // 2] for three in runs]
 
     def _decodes(self) -> Measurement:
         contexts = self._contexts(self._between(1, self._limits.max_num_seqs), _MORE)
