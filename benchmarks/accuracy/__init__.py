@@ -1,0 +1,1 @@
+"""Compares simulations with real runs of the services."""

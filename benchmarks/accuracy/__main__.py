@@ -1,0 +1,333 @@
+"""Compares simulations with real runs of the services, for a model on this machine.
+
+    python -m benchmarks.accuracy [--model demo,135m] [--seconds 40]
+
+1. Held-out steps: `stepwell profile` measures steps of a worker with the same settings. Its errors
+   are of steps that were not fitted.
+2. A run at light load. What the services add to steps is fitted to it.
+3. Real runs at 0.5, 1 and 2 times the capacity, and at 2 times it with each policy. Clients send
+   conversations over HTTP. The simulations have the same conversations, the scheduler's settings
+   and the fitted times.
+4. Every plan of every real run is made again by `stepwell replay`, from the step log.
+
+The capacity is the number of conversations a second that the simulation completes if all arrive at
+the same time, without pauses.
+
+With `--simulated` the services have a simulated device with the profile. The errors of the profile
+are then left out.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.accuracy.conversations import Conversations, at_once, with_priorities
+from benchmarks.accuracy.real import RealRun, run_conversations
+from benchmarks.accuracy.serving import Decoding, decodings, fit_serving, median_error, total_error
+from benchmarks.common.arguments import DEMO, count, make_parser, positive
+from benchmarks.common.console import log, show
+from benchmarks.common.machine import machine, machine_text
+from benchmarks.common.models import find_model
+from benchmarks.common.processes import environment
+from benchmarks.common.runs import run_measurement
+from benchmarks.common.tables import table_text
+from services.cli.replay.log_file import StepLogFile
+from services.cli.replay.log_replay import LogReplay
+from services.cli.settings import UpSettings
+from services.scheduler.core.config import SchedulerConfig
+from services.simulation.laboratory.accounts import percentile
+from services.simulation.laboratory.programs import Program
+from services.simulation.laboratory.run import RunResult, Setup, simulate
+from services.worker.core.step_times import NO_SERVING, StepTimes
+from services.worker.profiles.profile import MeasuredProfile, read_profile
+
+LIGHT = 0.5
+"""The load of the run to which the serving costs are fitted, as a fraction of the capacity of the
+device alone.
+"""
+SHORTEST = "benchmarks.accuracy.shortest_prompt:ShortestPromptFirst"
+POLICIES = f"fcfs,priority,{SHORTEST}"
+MAX_MODEL_LEN = 1024
+_SETTINGS = "max_num_seqs", "max_num_batched_tokens", "num_blocks"
+_CAPACITY_PROGRAMS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """The measures of a run, real or simulated. Times are in seconds."""
+
+    mean_job: float
+    p99_job: float
+    mean_first_token: float
+    hit_rate: float
+
+    @classmethod
+    def of_real(cls, run: RealRun) -> "Measures":
+        """The measures of a real run."""
+        jobs = run.job_seconds
+        first = fmean(run.first_token_seconds)
+        return cls(fmean(jobs), percentile(jobs, 0.99), first, run.hit_rate)
+
+    @classmethod
+    def of_simulated(cls, run: RunResult) -> "Measures":
+        """The measures of a simulation."""
+        own = run.accounts
+        first = fmean([*own.first_turn_seconds, *own.later_turn_seconds])
+        hit_rate = own.num_cached_tokens / own.num_prompt_tokens
+        return cls(fmean(own.job_seconds), percentile(own.job_seconds, 0.99), first, hit_rate)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A real run, and its simulation."""
+
+    model: str
+    policy: str
+    load: float
+    num_jobs: int
+    real: Measures
+    simulated: Measures
+    num_plans: int
+    """Plans of the real run. All of them were made again by the replay."""
+    decoding_error: float
+    """The relative error of the times from first to last tokens, if they are computed from the
+    run's own steps. It is the part of the errors that is due to step times.
+    """
+
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        pairs = [
+            (getattr(self.real, name), getattr(self.simulated, name))
+            for name in ("mean_job", "p99_job", "mean_first_token")
+        ]
+        times = [
+            text
+            for real, simulated in pairs
+            for text in (f"{real:.3g}", f"{simulated:.3g}", f"{simulated / real - 1:+.1%}")
+        ]
+        real, simulated = self.real.hit_rate, self.simulated.hit_rate
+        hits = [f"{real:.1%}", f"{simulated:.1%}", f"{100 * (simulated - real):+.1f}"]
+        name = f"{self.model}, {self.policy.rpartition(':')[2]}, {self.load:g} times"
+        return [name, str(self.num_jobs), *times, *hits, f"{self.decoding_error:+.1%}"]
+
+
+HEADER = (
+    *("", "jobs", "mean job time, s", "simulated", ""),
+    *("p99, s", "simulated", "", "first token, s", "simulated", ""),
+    *("hit rate", "simulated", "points", "step times"),
+)
+
+
+class Benchmark:
+    """The runs of one model."""
+
+    def __init__(self, model: Path, options: argparse.Namespace, directory: Path) -> None:
+        self._model = model
+        self._options = options
+        self._directory = directory
+        self._profile = (options.profiles or directory) / f"{model.name}.toml"
+        self._conversations = Conversations(MAX_MODEL_LEN)
+        self._times: StepTimes
+        self._serving = NO_SERVING
+
+    async def run(self) -> dict[str, Any]:
+        """Measures all. Returns the figures."""
+        errors = await self._read_profile()
+        serving = await self._fit_serving()
+        capacity = self._capacity()
+        log(f"{self._model.name}: capacity {capacity:.3g} conversations a second")
+        options, loads = self._options, self._options.loads
+        runs = [(options.policies[0], load) for load in loads] + [
+            (name, loads[-1]) for name in options.policies[1:]
+        ]
+        return {
+            "model": self._model.name,
+            "held_out_steps": errors,
+            "times": asdict(self._times),
+            "serving": serving,
+            "capacity": capacity,
+            "rows": [await self._compare(policy, load, capacity) for policy, load in runs],
+        }
+
+    async def _read_profile(self) -> list[str]:
+        """Measures the profile, unless there is one. Returns the errors of held-out steps."""
+        path = self._profile
+        if self._options.profiles is None:
+            log(f"{self._model.name}: measuring steps")
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "services.cli", "profile", "--model", str(self._model)),
+                *("--output", str(path), "--steps", str(self._options.steps)),
+                stdout=sys.stderr,
+                env={**environment(), **self._worker_variables()},
+            )
+            if await process.wait():
+                raise RuntimeError("stepwell profile failed")
+        profile = read_profile(str(path))
+        assert isinstance(profile, MeasuredProfile)
+        self._times = profile.times
+        lines = path.read_text().splitlines()
+        return [line[2:] for line in lines if line.startswith(("# decode:", "# mixed:"))]
+
+    async def _fit_serving(self) -> dict[str, float]:
+        """Fits the serving costs to a run of other conversations. Returns them and their errors."""
+        log(f"{self._model.name}: fitting what the services add")
+        rate = LIGHT * self._capacity()
+        run, step_log = await self._real("fcfs", self._arriving(rate, seed=1))
+        found = self._decodings(run, step_log)
+        self._serving = fit_serving(found)
+        return {
+            **asdict(self._serving),
+            "num_answers": len(found),
+            "median_error": median_error(found, self._serving),
+            "median_error_without": median_error(found, NO_SERVING),
+        }
+
+    async def _compare(self, policy: str, load: float, capacity: float) -> Comparison:
+        """A real run and its simulation, and the replay of its step log."""
+        log(f"{self._model.name}: {policy}, {load:g} times the capacity")
+        programs = self._arriving(load * capacity, seed=2)
+        if policy == "priority":
+            programs = with_priorities(programs)
+        run, step_log = await self._real(policy, programs)
+        config = StepLogFile(step_log).header.config
+        return Comparison(
+            self._model.name,
+            policy,
+            load,
+            len(programs),
+            Measures.of_real(run),
+            Measures.of_simulated(self._simulated(config, programs)),
+            await num_equal_plans(step_log),
+            total_error(self._decodings(run, step_log), self._serving),
+        )
+
+    def _worker_variables(self) -> dict[str, str]:
+        """The worker's settings with which steps are measured, those of the services."""
+        settings = {name: getattr(self._options, name) for name in _SETTINGS}
+        settings |= {"max_model_len": MAX_MODEL_LEN}
+        return {f"STEPWELL_WORKER_{name.upper()}": str(value) for name, value in settings.items()}
+
+    def _arriving(self, per_second: float, seed: int) -> list[Program]:
+        number = max(1, round(per_second * self._options.seconds))
+        return self._conversations.arriving(number, per_second, seed)
+
+    async def _real(self, policy: str, programs: list[Program]) -> tuple[RealRun, Path]:
+        """A real run, and its step log."""
+        step_log = self._directory / "steps.jsonl"
+        step_log.unlink(missing_ok=True)
+        is_simulated = self._options.simulated
+        settings = UpSettings(
+            model=self._model,
+            device="simulated" if is_simulated else None,
+            profile=str(self._profile) if is_simulated else None,
+            policy=policy,
+            max_model_len=MAX_MODEL_LEN,
+            **{name: getattr(self._options, name) for name in _SETTINGS},
+        )
+        return await run_conversations(settings, programs, step_log), step_log
+
+    def _simulated(self, config: SchedulerConfig, programs: list[Program]) -> RunResult:
+        return simulate(Setup(config, self._times, self._serving), programs)
+
+    def _capacity(self) -> float:
+        """Conversations a second."""
+        limits = {name: getattr(self._options, name) for name in _SETTINGS}
+        config = SchedulerConfig(
+            **limits, max_model_len=MAX_MODEL_LEN, block_size=16, async_scheduling=True
+        )
+        programs = at_once(self._conversations.arriving(_CAPACITY_PROGRAMS, 1.0, seed=3))
+        return len(programs) / self._simulated(config, programs).simulated_seconds
+
+    def _decodings(self, run: RealRun, step_log: Path) -> list[Decoding]:
+        with step_log.open() as lines:
+            return decodings(lines, run.answered, self._times)
+
+
+async def num_equal_plans(step_log: Path) -> int:
+    """Replays a step log. Returns its number of plans. Raises RuntimeError if one differs."""
+    file = StepLogFile(step_log)
+    replay = LogReplay(file.header)
+    for line in file:
+        if differences := await replay.replay_entry(line.entry):
+            raise RuntimeError(f"the replay differs in line {line.number}: {differences[0]}")
+    if not replay.is_complete:
+        raise RuntimeError("the step log has no end")
+    return replay.history.num_plans
+
+
+def ranking(rows: Sequence[Comparison], kind: str) -> list[str]:
+    """The policies at the highest load, by the mean job time of `kind`, shortest first."""
+    ranked = sorted(
+        (row for row in rows if row.load == max(row.load for row in rows)),
+        key=lambda row: getattr(row, kind).mean_job,
+    )
+    return [row.policy.rpartition(":")[2] for row in ranked]
+
+
+async def measure(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Measures each model. Returns all figures."""
+    found = machine()
+    show(machine_text(found, command))
+    results = []
+    with tempfile.TemporaryDirectory(prefix="stepwell-bench-") as directory:
+        for model in options.model:
+            result = await Benchmark(model, options, Path(directory)).run()
+            report(result)
+            results.append({**result, "rows": [asdict(row) for row in result["rows"]]})
+    return {"command": command, "machine": found, "models": results}
+
+
+def report(result: dict[str, Any]) -> None:
+    """Prints the figures of a model."""
+    rows, serving = result["rows"], result["serving"]
+    show(f"{result['model']}: held-out steps: {'; '.join(result['held_out_steps'])}.")
+    show(
+        "[serving]\nseconds = {seconds:.4g}\nseconds_per_token = {seconds_per_token:.4g}\n"
+        "seconds_per_new_request = {seconds_per_new_request:.4g}\n\n"
+        "Fitted to {num_answers} answers. Median error of the times from first to last token: "
+        "{median_error:.1%}, and {median_error_without:.1%} without these costs.".format(**serving)
+    )
+    show(table_text(HEADER, [row.cells() for row in rows]))
+    num_plans = sum(row.num_plans for row in rows)
+    show(f"Replay: all {num_plans:,} plans are equal.")
+    for kind in ("real", "simulated"):
+        show(f"Policies by mean job time, {kind}: {', '.join(ranking(rows, kind))}.")
+
+
+def models(text: str) -> tuple[Path, ...]:
+    """The type of an option that lists models, separated by commas."""
+    return tuple(find_model(str(DEMO) if name == DEMO.name else name) for name in text.split(","))
+
+
+def loads(text: str) -> tuple[float, ...]:
+    """The type of an option with loads, separated by commas, the highest last."""
+    return tuple(sorted(map(positive, text.split(","))))
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures, and prints the tables."""
+    parser = make_parser("accuracy", (__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--model", type=models, default="demo,135m", help="directories or sizes of random models")
+    add("--loads", type=loads, default="0.5,1,2", help="in capacities (default: 0.5,1,2)")
+    add("--policies", type=lambda text: text.split(","), default=POLICIES, help="three by default")
+    add("--seconds", type=positive, default=40.0, help="time in which conversations arrive")
+    add("--steps", type=count, default=600, help="that are measured for a profile (default: 600)")
+    add("--profiles", type=Path, help="directory with MODEL.toml (default: measure them)")
+    add("--simulated", action="store_true", help="serve a simulated device with the profile")
+    add("--max-num-seqs", type=count, default=16)
+    add("--max-num-batched-tokens", type=count, default=512)
+    add("--num-blocks", type=count, default=600)
+    add("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args(argv)
+    run_measurement("accuracy", argv, lambda command: measure(options, command), options.json)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""The conversations of both runs: the laboratory's chat, with lengths and pauses that fit a small
+model and a short run, after a system prompt.
+"""
+
+from dataclasses import dataclass, replace
+
+from services.simulation.laboratory.programs import Context, Program, Turn
+from services.simulation.laboratory.workloads import Traffic, generate
+
+_ROUNDING = 16
+"""Tokens that the rounding of scaled lengths may add to a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """The shape of conversations. Prompts and answers of the laboratory's chat have medians of 400
+    and 200 tokens, and pauses a mean of 38 s.
+    """
+
+    max_model_len: int
+    token_scale: float = 0.25
+    pause_scale: float = 0.05
+    num_system_tokens: int = 64
+
+    def arriving(self, number: int, per_second: float, seed: int) -> list[Program]:
+        """The first conversations of a Poisson process."""
+        room = self.max_model_len - self.num_system_tokens - _ROUNDING
+        traffic = Traffic(number, per_second, seed, max_tokens=int(room / self.token_scale))
+        return list(map(self._scaled, generate("chat", traffic)))
+
+    def _scaled(self, program: Program) -> Program:
+        turns = tuple(
+            replace(
+                turn,
+                num_new_tokens=self._tokens(turn.num_new_tokens),
+                num_output_tokens=self._tokens(turn.num_output_tokens),
+                pause_seconds=turn.pause_seconds * self.pause_scale,
+            )
+            for turn in program.turns
+        )
+        return replace(program, turns=turns, num_shared_tokens=self.num_system_tokens)
+
+    def _tokens(self, number: int) -> int:
+        return max(1, round(number * self.token_scale))
+
+
+def at_once(programs: list[Program]) -> list[Program]:
+    """The conversations without pauses, all arriving at the same time."""
+    return [
+        replace(
+            program,
+            arrival_seconds=0.0,
+            turns=tuple(replace(turn, pause_seconds=0.0) for turn in program.turns),
+        )
+        for program in programs
+    ]
+
+
+def with_priorities(programs: list[Program]) -> list[Program]:
+    """The conversations, of which those with few tokens have the higher priority."""
+    return [replace(program, priority=sum(map(_num_tokens, program.turns))) for program in programs]
+
+
+def _num_tokens(turn: Turn) -> int:
+    return turn.num_new_tokens + turn.num_output_tokens
+
+
+class RealContext:
+    """A conversation's tokens so far, in the vocabulary of a model, with the model's own answers.
+    Tokens that are equal in the laboratory are equal here.
+    """
+
+    def __init__(self, program: Program, vocab_size: int) -> None:
+        self._simulated = Context(program, program.number, program.num_shared_tokens)
+        self._vocab_size = vocab_size
+        self.token_ids: list[int] = []
+
+    def prompt(self, turn: Turn) -> list[int]:
+        """Adds the prompt of the next turn, and returns the whole prompt."""
+        context, known = self._simulated, len(self.token_ids)
+        context.num_tokens = max(context.num_tokens, known) + turn.num_new_tokens
+        self.token_ids += map(self._real, context.prompt()[known:])
+        return list(self.token_ids)
+
+    def _real(self, token: int) -> int:
+        return (token * 2654435761 >> 12) % self._vocab_size

@@ -1,0 +1,57 @@
+"""The benchmark of simulations: a real run of services that have a simulated device."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.accuracy.__main__ import Measures, num_equal_plans
+from benchmarks.accuracy.conversations import Conversations
+from benchmarks.accuracy.real import run_conversations
+from benchmarks.accuracy.serving import decodings, fit_serving
+from services.cli.replay.log_file import StepLogFile
+from services.cli.settings import UpSettings
+from services.simulation.laboratory.run import Setup, simulate
+from services.worker.profiles.profile import MeasuredProfile, read_profile
+
+PROFILE = """
+kv_cache_memory_bytes = 8_000_000
+[mixed]
+seconds = 0.01
+"""
+
+
+@pytest.mark.slow
+async def test_a_real_run_is_measured_replayed_and_simulated(
+    random_model: Path, tmp_path: Path
+) -> None:
+    """The device takes the times of the profile, so only the services' own times differ."""
+    path, step_log = tmp_path / "steps.toml", tmp_path / "steps.jsonl"
+    path.write_text(PROFILE)
+    profile = read_profile(str(path))
+    assert isinstance(profile, MeasuredProfile)
+    settings = UpSettings(
+        model=random_model,
+        device="simulated",
+        profile=str(path),
+        max_model_len=512,
+        max_num_seqs=4,
+        num_blocks=200,
+    )
+    programs = Conversations(max_model_len=512, pause_scale=0.01).arriving(6, 10.0, seed=1)
+    run = await run_conversations(settings, programs, step_log)
+    turns = [turn for program in programs for turn in program.turns]
+    assert len(run.job_seconds) == 6
+    assert sorted(len(one.token_ids) for one in run.answered) == sorted(
+        turn.num_output_tokens for turn in turns
+    )
+    assert await num_equal_plans(step_log) > 50
+    config = StepLogFile(step_log).header.config
+    real = Measures.of_real(run)
+    simulated = Measures.of_simulated(simulate(Setup(config, profile.times), programs))
+    assert 0 < simulated.mean_job < 1.1 * real.mean_job
+    assert simulated.hit_rate == pytest.approx(real.hit_rate, abs=0.1)
+    assert simulated.hit_rate > 0.1
+    with step_log.open() as lines:
+        found = decodings(lines, run.answered, profile.times)
+    assert len(found) == sum(turn.num_output_tokens > 1 for turn in turns)
+    assert fit_serving(found).seconds >= 0
