@@ -90,8 +90,12 @@ def profile_text(fit: "Fit", described: "WorkerDescription") -> str:
         f"about = {json.dumps(f'{name}, {computed_with}, measured')}",
         f"kv_cache_memory_bytes = {memory:_}",
     ]
-    for kind, costs in (("mixed", fit.times.mixed), ("decode", fit.times.decode)):
+    tables = {"mixed": fit.times.mixed, "decode": fit.times.decode}
+    if fit.times.small is not None:
+        tables["small"] = fit.times.small
+    for kind, costs in tables.items():
         lines += ["", f"[{kind}]"]
+        lines += [f"max_tokens = {fit.times.small_tokens}"] * (kind == "small")
         lines += [
             f"{field.name} = {value:.4g}"
             for field, value in zip(fields(costs), astuple(costs), strict=True)

@@ -13,7 +13,6 @@ class Device:
 
     def __init__(self, times: StepTimes, serving: ServingCosts) -> None:
         self.times = times.served(serving)
-        self._per_context = times.decode.seconds_per_decoded_context
         self._per_new_request = serving.seconds_per_new_request
 
     def seconds(self, plan: SchedulerOutput) -> float:
@@ -28,9 +27,10 @@ class Device:
         """The time of a step of single tokens. `context` is the sum of their contexts, each of
         which includes the token itself.
         """
-        return (
-            self._decode_fixed(num_requests) + self._per_context * context if num_requests else 0.0
-        )
+        if not num_requests:
+            return 0.0
+        fixed, per_context = self._decode_costs(num_requests)
+        return fixed + per_context * context
 
     def decode_ends(
         self, now: float, num_requests: int, context: int, num_steps: int
@@ -38,7 +38,7 @@ class Device:
         """The ends of `num_steps` steps of single tokens of the same requests, the first of which
         begins at `now`.
         """
-        fixed, per_context, ends = self._decode_fixed(num_requests), self._per_context, []
+        (fixed, per_context), ends = self._decode_costs(num_requests), []
         for _ in range(num_steps):
             now += fixed + per_context * context
             ends.append(now)
@@ -65,11 +65,13 @@ class Device:
         mean = (self.decode_seconds(1, first) + self.decode_seconds(1, last)) / 2
         return seconds + steps * mean
 
-    def _decode_fixed(self, num_requests: int) -> float:
-        costs = self.times.decode
+    def _decode_costs(self, num_requests: int) -> tuple[float, float]:
+        """The time of a step without its contexts, and the time for each token of its contexts."""
+        costs = self.times.costs(num_requests, num_requests)
         each = costs.seconds_per_token + costs.seconds_per_request
         tiles = -(-num_requests // TILE_TOKENS)
-        return costs.seconds + each * num_requests + costs.seconds_per_tile * tiles
+        fixed = costs.seconds + each * num_requests + costs.seconds_per_tile * tiles
+        return fixed, costs.seconds_per_decoded_context
 
     def _mixed_seconds(self, counts: Sequence[int], starts: Sequence[int]) -> float:
         num_tokens = new_context = decoded_context = 0
@@ -79,7 +81,7 @@ class Device:
                 decoded_context += start + 1
             else:
                 new_context += count * start + count * (count + 1) // 2
-        costs = self.times.mixed
+        costs = self.times.costs(num_tokens, len(counts))
         return (
             costs.seconds
             + costs.seconds_per_token * num_tokens

@@ -71,24 +71,35 @@ class StepTimes:
 
     decode: StepCosts
     mixed: StepCosts
+    small: StepCosts | None = None
+    """The costs of steps of at most `small_tokens` tokens, for which kernels of small models use a
+    single thread.
+    """
+    small_tokens: int = 0
+
+    def costs(self, num_tokens: int, num_requests: int) -> StepCosts:
+        """The costs of a step."""
+        if self.small is not None and num_tokens <= self.small_tokens:
+            return self.small
+        return self.decode if num_tokens == num_requests else self.mixed
 
     def served(self, serving: ServingCosts) -> "StepTimes":
         """These times and the serving costs of each step, except of new requests."""
-        return StepTimes(
-            *(
-                replace(
-                    costs,
-                    seconds=costs.seconds + serving.seconds,
-                    seconds_per_request=costs.seconds_per_request + serving.seconds_per_token,
-                )
-                for costs in (self.decode, self.mixed)
+
+        def more(costs: StepCosts) -> StepCosts:
+            return replace(
+                costs,
+                seconds=costs.seconds + serving.seconds,
+                seconds_per_request=costs.seconds_per_request + serving.seconds_per_token,
             )
-        )
+
+        small = None if self.small is None else more(self.small)
+        return replace(self, decode=more(self.decode), mixed=more(self.mixed), small=small)
 
     def seconds(self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) -> float:
         """The time of a step, see step_features. It is 0 for a step without requests."""
         if not len(num_scheduled_tokens):
             return 0.0
-        costs = self.decode if (num_scheduled_tokens == 1).all() else self.mixed
+        costs = self.costs(int(num_scheduled_tokens.sum()), len(num_scheduled_tokens))
         features = step_features(num_scheduled_tokens, num_computed_tokens)
         return float(features @ np.array(astuple(costs)))

@@ -174,6 +174,11 @@ def _parse(table: dict[str, Any]) -> Profile:
     decode = mixed
     if "decode" in table:
         decode = _read(StepCosts, _pop_table(table, "decode"), "decode")
+    small, small_tokens = None, 0
+    if "small" in table:
+        own = _pop_table(table, "small")
+        small_tokens = _numbers({"max_tokens": own.pop("max_tokens", None)}, "small.")["max_tokens"]
+        small = _read(StepCosts, own, "small")
     draft = None
     if "draft" in table:
         draft = _read(StepCosts, _pop_table(table, "draft"), "draft")
@@ -183,7 +188,8 @@ def _parse(table: dict[str, Any]) -> Profile:
     memory = {"kv_cache_memory_bytes": table.pop("kv_cache_memory_bytes", None)}
     _refuse_others(table)
     numbers = _numbers(memory, "") | answers
-    return MeasuredProfile(StepTimes(decode, mixed), draft=draft, serving=serving, **numbers)
+    times = StepTimes(decode, mixed, small, small_tokens)
+    return MeasuredProfile(times, draft=draft, serving=serving, **numbers)
 
 
 def _pop_table(table: dict[str, Any], key: str) -> dict[str, Any]:

@@ -40,7 +40,31 @@ def test_the_coefficients_of_exact_times_are_found() -> None:
     for one in steps:
         assert fit.times.seconds(*one) == pytest.approx(TIMES.seconds(*one), rel=1e-6)
     assert fit.mixed.p90 < 1e-6
+    assert fit.times.small is None
     assert fit.times.mixed.seconds_per_token == pytest.approx(1e-4)
+
+
+def test_small_steps_have_their_own_costs_if_they_are_other() -> None:
+    """Up to 28 tokens a tile takes three times as long, as with one thread."""
+    small = StepCosts(seconds=0.0005, seconds_per_request=1e-5, seconds_per_tile=6e-4)
+    large = StepCosts(seconds=0.001, seconds_per_request=1e-5, seconds_per_tile=2e-4)
+    times = StepTimes(large, large, small, 28)
+    random = np.random.default_rng(1)
+    steps = [step(random, has_chunk=bool(number % 2)) for number in range(600)]
+    fit = fit_times([Measurement(*one, times.seconds(*one)) for one in steps])
+    assert (fit.times.small_tokens, fit.times.small is None) == (28, False)
+    for one in steps:
+        assert fit.times.seconds(*one) == pytest.approx(times.seconds(*one), rel=1e-6)
+
+
+def test_without_large_decode_steps_their_costs_are_those_of_small_steps() -> None:
+    small, large = StepCosts(seconds=0.001), StepCosts(seconds=0.005)
+    times = StepTimes(small, large, small, 32)
+    random = np.random.default_rng(1)
+    steps = [step(random, has_chunk=bool(number % 2)) for number in range(200)]
+    fit = fit_times([Measurement(*one, times.seconds(*one)) for one in steps])
+    assert fit.times.decode.seconds == pytest.approx(0.001)
+    assert fit.times.mixed.seconds == pytest.approx(0.005)
 
 
 def test_no_coefficient_is_negative() -> None:

@@ -75,6 +75,16 @@ def test_a_profile_may_have_serving_costs_which_its_device_ignores(tmp_path: Pat
     assert read_profile(save_profile(tmp_path, text)).serving == NO_SERVING  # type: ignore[union-attr]
 
 
+def test_small_steps_may_have_their_own_costs(tmp_path: Path) -> None:
+    text = "kv_cache_memory_bytes = 1\n[mixed]\nseconds = 9\n[small]\nmax_tokens = 4\nseconds = 5"
+    profile = read_profile(save_profile(tmp_path, text))
+    assert isinstance(profile, MeasuredProfile)
+    steps = ints(1), ints(3, 1), ints(1, 1, 1, 1), ints(4, 1), ints(1, 1, 1, 1, 1)
+    times = [profile.times.seconds(counts, 0 * counts) for counts in steps]
+    assert times == [5, 5, 5, 9, 9]
+    assert profile.times.served(ServingCosts(seconds=1)).seconds(ints(1), ints(0)) == 6
+
+
 def test_steps_of_single_tokens_have_their_own_costs() -> None:
     assert TIMES.seconds(ints(1, 1, 1), ints(0, 5, 8)) == 7 + 3
     assert TIMES.seconds(ints(), ints()) == 0
@@ -234,6 +244,10 @@ def test_a_large_model_on_a_large_gpu(tmp_path: Path) -> None:
         ("[mixed]\nseconds = -1", r"must have mixed.seconds as a number of 0 or more, not -1"),
         ("[mixed]\nseconds = 1", r"must have kv_cache_memory_bytes as a number"),
         ("kv_cache_memory_bytes = 1", r"must have the table \[mixed\]"),
+        (
+            "kv_cache_memory_bytes = 1\n[mixed]\nseconds = 1\n[small]",
+            "small.max_tokens as a number",
+        ),
         ("kv_cache_memory = 1\n[mixed]\nseconds = 1", r"has 'kv_cache_memory'"),
         ("[hardware]\nmemory_bytes = 1", r"\[hardware\] missing 5 required"),
         ("mixed", r"Expected '='"),
