@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from functools import lru_cache
 from itertools import takewhile
 
 from services.common.pool.block_hash import BlockHash
@@ -11,6 +12,12 @@ from services.kvpool.core.block_ages import BlockAges
 from services.kvpool.core.events import BlocksRemoved, BlocksStored, Event, EventLog
 from services.kvpool.core.free_queue import FreeQueue, MakeFreeQueue
 from services.kvpool.core.prefix_index import PrefixIndex
+
+
+@lru_cache(maxsize=1)
+def _block_ids(num_blocks: int) -> Sequence[BlockId]:
+    """All blocks except the null block. Pools of one size share the numbers, to save memory."""
+    return tuple(map(BlockId, range(1, num_blocks)))
 
 
 class BlockPool:
@@ -28,7 +35,7 @@ class BlockPool:
     ) -> None:
         self.num_blocks = num_blocks
         self.ages = BlockAges(num_blocks)
-        self._free = make_free_queue([BlockId(block) for block in range(1, num_blocks)])
+        self._free = make_free_queue(_block_ids(num_blocks))
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         """The published blocks of each group. Only `publish`, `reset` and evictions change them."""
         self._shared: dict[BlockId, int] = {}

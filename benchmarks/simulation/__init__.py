@@ -1,0 +1,1 @@
+"""`python -m benchmarks.simulation`: measures the cost of `stepwell simulate`."""
