@@ -79,7 +79,7 @@ def left_on_disks(fleet: Fleet) -> list[str]:
     found = [f"the key {key} is left" for key in keys if not key.endswith((":log", ":epoch"))]
     for name, service in fleet.services.items():
         for file in service.process.files:
-            *_, last = [json.loads(line) for line in file.content.splitlines()]
-            if last != {"call": "end"} and not file.has_failed:
-                found.append(f"the step log of {name} ends with {last}")
+            entries = [json.loads(line) for line in file.content.splitlines()]
+            if entries[-1:] != [{"call": "end"}] and not file.has_failed:
+                found.append(f"the step log of {name} ends with {entries[-1:]}")
     return found

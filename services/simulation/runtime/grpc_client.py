@@ -197,7 +197,8 @@ class MemoryCore:
         for call in list(self._waiting):
             if not call.waits_for_ready:
                 call.fail(UNAVAILABLE, self._failure)
-        self.loop.call_later(self.loop.rng.uniform(*_BACKOFF_SECONDS), self._try_again)
+        rng = self.loop.rng_of("backoff", self.process.name, self._target)
+        self.loop.call_later(rng.uniform(*_BACKOFF_SECONDS), self._try_again)
 
     def attempt_succeeded(
         self, server: "MemoryServer", connection: Connection, served: "ServedConnection"
@@ -249,7 +250,9 @@ class _Attempt:
         )
         if listener is None:
             core.loop.call_later(
-                network.delay(), self._fail, "Failed to connect to remote host: Connection refused"
+                network.delay(core.process.name, core.target),
+                self._fail,
+                "Failed to connect to remote host: Connection refused",
             )
             return
         pipe = Pipe(network, core.process, listener.process)

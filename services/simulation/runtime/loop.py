@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any
+from zlib import crc32
 
 from services.simulation.runtime.process import PROCESS, Process, State
 
@@ -39,7 +40,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.rng = random.Random(seed)
+        self._seed = seed
+        self._rngs: dict[tuple[str, ...], random.Random] = {}
         self.lane: Any = None
         """The lane whose function runs now."""
         self.fiber: Any = None
@@ -79,10 +81,24 @@ class VirtualLoop(asyncio.BaseEventLoop):
         *args: Any,
         context: Context | None = None,
     ) -> asyncio.TimerHandle:
-        due = max(when, self.time()) + self.rng.random() * _LATENESS_SECONDS
+        due = max(when, self.time()) + self._lateness(when)
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (due, next(self._serial), handle))
         return handle
+
+    def _lateness(self, when: float) -> float:
+        """It depends on the process and the time alone, and not on the number of timers."""
+        checksum = crc32(f"{self._seed} {_process_name()} {when}".encode())
+        return _LATENESS_SECONDS * checksum / 2**32
+
+    def rng_of(self, *source: str) -> random.Random:
+        """The random numbers of a source. They do not depend on what others draw, nor on the order
+        in which sources draw at the same time, which depends on the version of Python.
+        """
+        found = self._rngs.get(source)
+        if found is None:
+            found = self._rngs[source] = random.Random(f"{self._seed} {source}")
+        return found
 
     def call_exactly(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context
@@ -166,7 +182,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 if not future.done():
                     future.set_result(result)
 
-        self.call_later(self.rng.random() * _EXECUTOR_SECONDS, run)
+        seconds = self.rng_of("executor", _process_name()).random() * _EXECUTOR_SECONDS
+        self.call_later(seconds, run)
         return future
 
     # The network.
@@ -196,6 +213,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _process_events(self, event_list: Any) -> None:
         """There are no events of a selector."""
+
+
+def _process_name() -> str:
+    process = PROCESS.get(None)
+    return "" if process is None else process.name
 
 
 class _Future(asyncio.Future[Any]):

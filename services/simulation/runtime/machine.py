@@ -75,8 +75,8 @@ def run_on(network: Network, seed: int, main: Callable[[], Coroutine[Any, Any, T
         _Machine.loop = _Machine.network = None
         root.removeHandler(handler)
         random.setstate(state)
-        gc.enable()
         _UNFINISHED.extend(asyncio.all_tasks(network.loop))
+        gc.enable()
         network.loop.close()
 
 
@@ -183,7 +183,7 @@ def _start_thread(thread: threading.Thread) -> None:
 
 
 def _urandom(size: int) -> bytes:
-    return random.randbytes(size)
+    return _loop().rng_of("urandom", _process_name()).randbytes(size)
 
 
 def _exit(status: int) -> None:

@@ -52,8 +52,9 @@ class Network:
     def log(self, line: str) -> None:
         self.lines.append(f"{self.loop.time():.6f} {line}")
 
-    def delay(self) -> float:
-        rng = self.loop.rng
+    def delay(self, source: str, target: str) -> float:
+        """How long something takes from one process to another."""
+        rng = self.loop.rng_of(source, target)
         seconds = 0.00005 + 0.0002 * rng.random()
         if rng.random() < self.spike_chance:
             seconds += 0.02 * rng.random()
@@ -132,7 +133,7 @@ class Network:
                 if fails():
                     end.lose("ping timeout")
 
-            after = self.loop.rng.uniform(*seconds)
+            after = self.loop.rng_of("silence", end.process.name).uniform(*seconds)
             self.loop.call_later(after, check, context=end.process.context)
 
     def add(self, connection: "Connection") -> None:
@@ -156,7 +157,9 @@ class Pipe:
     def send(self, callback: Callable[..., object], *args: Any) -> None:
         """Calls a function in the target's process, after a delay."""
         network = self._network
-        due = max(network.loop.time() + network.delay(), self._due)
+        due = max(
+            network.loop.time() + network.delay(self.source.name, self.target.name), self._due
+        )
         self._due = due
         network.loop.call_exactly(due, self._arrive, callback, args, context=self.target.context)
 

@@ -59,7 +59,7 @@ class MemoryStreams:
         if isinstance(listener, MemoryListener):
             Pipe(network, client, listener.process).send(arrived, listener)
         else:
-            network.loop.call_later(network.delay(), answered, None)
+            network.loop.call_later(network.delay(client.name, address), answered, None)
         transport = await answer
         if transport is None:
             raise ConnectionRefusedError(111, f"Connect call failed {address}")
