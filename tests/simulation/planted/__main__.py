@@ -1,0 +1,107 @@
+"""Plants each defect in a copy of the services, and searches seeds until one fails:
+`python -m tests.simulation.planted`. Prints a table. Arguments are names of defects.
+"""
+
+import argparse
+import os
+import re
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.simulation.planted.defects import ROOT, Defect, all_defects
+
+_ROUNDS = (20, 100)
+"""Each defect gets this many seeds before any gets more. Most are found by the first ones."""
+_LONGEST_COMPLAINT = 160
+_MAX_PROCESSOR_SECONDS = (60, 12)
+"""Limit on the processor time of a search, and more for each of its seeds."""
+
+
+@dataclass(slots=True)
+class Finding:
+    seed: int | None = None
+    """The first seed that fails. None if no seed fails."""
+    complaint: str = ""
+    """What the search reported about this seed."""
+    processor_seconds: float = 0.0
+
+
+def find(defect: Defect, finding: Finding, seeds: range) -> None:
+    """Runs some seeds with a defect, until one fails."""
+    before = _processor_seconds()
+    with TemporaryDirectory() as directory:
+        tree = Path(directory)
+        subprocess.run(["cp", "-a", "--reflink=auto", ROOT / "services", tree], check=True)
+        for name in ("gen", "models"):
+            (tree / name).symlink_to(ROOT / name)
+        defect.plant(tree)
+        finding.seed, finding.complaint = _search(tree, seeds)
+    finding.processor_seconds += _processor_seconds() - before
+
+
+def _search(tree: Path, seeds: range) -> tuple[int | None, str]:
+    """Searches some seeds, up to the first failure. Returns the seed and the first complaint."""
+    start, of_seed = _MAX_PROCESSOR_SECONDS
+    limit = f"--cpu={start + of_seed * len(seeds)}"
+    command = ["prlimit", limit, sys.executable, "-m", "services.cli", "explore"]
+    command += ["--first", str(seeds[0]), "--seeds", str(len(seeds))]
+    with subprocess.Popen(
+        command,
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": f"{tree}:{tree / 'gen'}"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        seed, line = None, ""
+        for line in process.stderr:
+            if seed is not None:
+                process.kill()
+                return seed, line.strip()
+            if match := re.match(r"seed (\d+) failed", line):
+                seed = int(match[1])
+    if process.returncode == 0:
+        return None, ""
+    return seeds[0], line.strip() or f"the search ends with status {process.returncode}"
+
+
+def _processor_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="names of defects (default: all)")
+    parser.add_argument("--seeds", type=int, default=1000, help="most seeds for a defect")
+    arguments = parser.parse_args()
+    defects = [one for one in all_defects() if one.name in arguments.names or not arguments.names]
+    findings = {defect: Finding() for defect in defects}
+    ends = sorted({min(end, arguments.seeds) for end in (*_ROUNDS, arguments.seeds)})
+    for first, end in pairwise([0, *ends]):
+        for defect, finding in findings.items():
+            if finding.seed is None:
+                find(defect, finding, range(first, end))
+                print(_row(defect, finding), file=sys.stderr, flush=True)
+    print("| defect | in | first seed | s | complaint |\n|---|---|---:|---:|---|")
+    for defect, finding in findings.items():
+        print(_row(defect, finding))
+    num_found = sum(finding.seed is not None for finding in findings.values())
+    print(f"\n{num_found} of {len(defects)} found within {arguments.seeds} seeds")
+
+
+def _row(defect: Defect, finding: Finding) -> str:
+    seed = "none" if finding.seed is None else finding.seed
+    complaint = finding.complaint.replace("|", "\\|")[:_LONGEST_COMPLAINT]
+    where = defect.path.split("/")[1]
+    return f"| {defect.name} | {where} | {seed} | {finding.processor_seconds:.0f} | {complaint} |"
+
+
+if __name__ == "__main__":
+    main()
