@@ -44,7 +44,13 @@ class Answer:
     texts: dict[int, str] = field(default_factory=dict)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     """Empty over HTTP."""
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    """Log-probabilities of the prompt and the answer, in their order."""
     finished: dict[int, str] = field(default_factory=dict)
+    num_cached_tokens: int = 0
+    """Not a part of the answer."""
+    seconds: float = 0.0
+    """The time until its end, without a session's pauses."""
     error: str | None = None
 
     def add(self, index: int, text: str, token_ids: Iterable[int] = ()) -> None:
@@ -59,7 +65,11 @@ class Answer:
 
     def equals(self, whole: "Answer") -> bool:
         """Whether this is the whole answer. `whole` came over gRPC, this one perhaps over HTTP."""
-        is_equal = self.texts == whole.texts and self.finished == whole.finished
+        is_equal = (self.texts, self.finished, self.logprobs) == (
+            whole.texts,
+            whole.finished,
+            whole.logprobs,
+        )
         return is_equal and self.error is None and self.token_ids in ({}, whole.token_ids)
 
     def begins(self, whole: "Answer") -> bool:
@@ -128,6 +138,7 @@ def _message(request: Request, prompt: Iterable[int]) -> gateway_pb2.GenerateReq
         sampling=common_pb2.SamplingParams(**request.sampling()),
         n=request.n,
         stop=request.stop,
+        cache_salt=request.salt,
     )
     if request.regex:
         forms = message.sampling.structured_outputs
@@ -137,6 +148,10 @@ def _message(request: Request, prompt: Iterable[int]) -> gateway_pb2.GenerateReq
 
 def _take_piece(index: int, piece: gateway_pb2.GenerateResponse, answer: Answer) -> None:
     answer.add(index, piece.text, piece.token_ids)
+    for rows in (piece.prompt_logprobs, piece.logprobs):
+        if rows.logprobs:
+            answer.logprobs.setdefault(index, []).extend(rows.logprobs)
+    answer.num_cached_tokens += piece.usage.num_cached_tokens
     if piece.finish_reason:
         name = common_pb2.FinishReason.Name(piece.finish_reason)
         answer.finished[index] = name.removeprefix("FINISH_REASON_").lower()

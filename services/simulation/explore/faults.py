@@ -59,7 +59,7 @@ def draw_faults(rng: random.Random, services: list[str], count: int, seconds: fl
         peer = None
         if kind in (Kind.CUT, Kind.CUT_ONE_WAY, Kind.RESET):
             peer = rng.choice([name for name in services if name != service])
-        lasts = rng.choice((0.02, 0.3, 3.0, 20.0)) * rng.random()
+        lasts = rng.choice((0.02, 0.3, 3.0, 40.0)) * rng.random()
         faults.append(Fault(rng.random() * seconds, kind, service, lasts, peer))
     return sorted(faults, key=lambda fault: fault.at_seconds)
 

@@ -49,6 +49,7 @@ class Fleet:
         device_faults: Iterable[tuple[str, str]] = (),
     ) -> None:
         self._network = network
+        self._num_replicas = shape.num_replicas
         members = Members(model, shape, network.loop)
         for service in ("gateway", "scheduler", "kvpool", "worker", STEP_SERVICE):
             service_resource(service)
@@ -119,12 +120,12 @@ class Fleet:
                     await service.task
 
     async def until_ready(self) -> None:
-        """Waits until each gateway has a ready replica."""
+        """Waits until all replicas are ready for each gateway."""
         gateways = [one for name, one in self.services.items() if name.startswith("gateway")]
-        while not all(map(_is_ready, gateways)):  # noqa: ASYNC110
+        while any(_num_ready(one) < self._num_replicas for one in gateways):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
-def _is_ready(service: Service) -> bool:
+def _num_ready(service: Service) -> int:
     gateway = service.process.inside
-    return isinstance(gateway, Gateway) and gateway.membership.num_ready > 0
+    return gateway.membership.num_ready if isinstance(gateway, Gateway) else 0

@@ -14,10 +14,15 @@ from services.simulation.explore.members import REDIS
 def what_is_left(fleet: Fleet, num_gateways: int) -> list[str]:
     """Requests, sessions, blocks and rows that are left, as sentences. Nothing may run."""
     found = []
+    insides = [service.process.inside for service in fleet.services.values()]
+    hosted = [
+        one for inside in insides if isinstance(inside, PoolService) for one in inside.host.pools()
+    ]
+    num_cached = sum(one.pool.num_cached_hashes for one in hosted)
     for name, service in fleet.services.items():
         match service.process.inside:
             case Gateway() as gateway:
-                left = _in_gateway(gateway)
+                left = _in_gateway(gateway, num_cached)
             case SchedulerService() as scheduler:
                 left = _in_scheduler(scheduler, num_gateways)
             case PoolService() as pool:
@@ -32,10 +37,13 @@ Left = Iterator[tuple[str, int]]
 """What is left, and how many of it."""
 
 
-def _in_gateway(gateway: Gateway) -> Left:
+def _in_gateway(gateway: Gateway, num_cached: int) -> Left:
     yield "requests", gateway.gate.inside
     yield "arriving requests", gateway.fleet.arrivals._counts.total()
     yield "sequences without a replica", gateway.fleet.num_waiting
+    if views := gateway.parts.prefix_index.views:
+        num_known = sum(view.count for view in views)
+        yield f"cached prefixes more than the {num_cached} of the pools", num_known - num_cached
     for replica in gateway.membership.replicas:
         yield f"sequences at {replica.address}", replica.num_unfinished
         yield f"kept sequences at {replica.address}", len(replica._held)
@@ -68,6 +76,9 @@ def _in_pool(service: PoolService) -> Left:
         hosted.pool.check()
         config = hosted.pool.config
         yield "blocks in use", config.num_blocks - 1 - hosted.pool.num_free_blocks
+        requests = hosted.pool._requests
+        yield "requests with hashes", len(requests.chains)
+        yield "requests with blocks or a hit", len(requests.tables) + len(requests._hits)
 
 
 def left_on_disks(fleet: Fleet) -> list[str]:

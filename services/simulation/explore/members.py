@@ -40,6 +40,8 @@ REDIS = "redis"
 DEVICE = files("services.simulation.explore") / "device.toml"
 _RESUBMIT_SECONDS = 300.0
 """Longer than all faults of a run, so that each request waits until they are over."""
+_STEP_SECONDS = 3.0
+"""The time after which a worker counts as hung."""
 _TIER_GIB = 0.001
 """Memory of a tier, for about twenty blocks."""
 
@@ -125,6 +127,7 @@ class Members:
             workers=tuple(f"{name}:9003" for name in worker_names(number, self._shape)),
             replica=f"replica-{number}",
             max_queue_seconds=0.0,
+            step_timeout_seconds=_STEP_SECONDS,
             redis_url=self._redis_url,
             step_log=Path("steps.jsonl") if self._shape.has_step_log else None,
         )

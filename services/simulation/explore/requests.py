@@ -13,6 +13,8 @@ MODEL = "demo"
 ADAPTERS = ("first-adapter", "second-adapter", "third-adapter")
 _NUM_DOCUMENTS = 4
 _DOCUMENT_TOKENS = 120
+_LONG_ANSWER = 120
+"""Tokens of an answer that goes on for a while if nobody ends it."""
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 300, 4000
 
 
@@ -40,12 +42,17 @@ class Request:
     edge: Edge
     prompt: tuple[int, ...]
     max_tokens: int
+    """0: as many as the blocks hold."""
     kind: Kind = Kind.TEXT
     model: str = MODEL
     n: int = 1
     temperature: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    num_logprobs: int = 0
+    """Log-probabilities of its prompt and its answer, with this many probable tokens."""
+    salt: str = ""
+    """Its cached prefixes are its own. The answer does not depend on it."""
     regex: str = ""
     later_prompts: tuple[tuple[int, ...], ...] = ()
     """The prompts of a session's turns after the first."""
@@ -53,7 +60,12 @@ class Request:
     """The time between two turns. The answer does not depend on it."""
 
     def sampling(self) -> dict[str, Any]:
-        return {"temperature": self.temperature, "seed": self.seed, "max_tokens": self.max_tokens}
+        sampling = {"temperature": self.temperature, "seed": self.seed}
+        if self.max_tokens:
+            sampling["max_tokens"] = self.max_tokens
+        if self.num_logprobs:
+            sampling |= {"logprobs": self.num_logprobs, "prompt_logprobs": self.num_logprobs}
+        return sampling
 
     @property
     def wants_vector(self) -> bool:
@@ -62,7 +74,7 @@ class Request:
     def usual(self) -> "Request":
         """The request with the same answer whose answer alone is computed."""
         edge = Edge.COMPLETION if self.kind is Kind.CALL else Edge.GRPC
-        return replace(self, edge=edge, pause_seconds=0.0)
+        return replace(self, edge=edge, pause_seconds=0.0, salt="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +100,10 @@ def draw_arrivals(
             at += rng.expovariate(count / seconds)
         leaves = rng.random() * 0.5 if rng.random() < 0.1 else None
         request = draw_vector(rng) if pools else draw_request(rng)
+        if request.kind is Kind.TEXT and leaves is not None:
+            request = replace(request, max_tokens=_LONG_ANSWER)
+        elif request.kind is Kind.TEXT and request.n == 1 and rng.random() < 0.1:
+            request = replace(request, edge=Edge.GRPC, salt=f"salt {number}")
         arrivals.append(Arrival(number, at, request, rng.randrange(num_gateways), leaves))
     return arrivals
 
@@ -118,6 +134,13 @@ def draw_request(rng: random.Random) -> Request:  # noqa: PLR0911 - one for each
         pause = rng.choice((0.0, 0.05, 1.5)) * rng.random()
         first = Request(Edge.GRPC, prompt, rng.choice((1, 5)), Kind.TURNS)
         return replace(first, later_prompts=later, pause_seconds=pause)
+    if kind < 0.78:
+        stop = (rng.choice("aeiou"),)
+        return replace(request, edge=Edge.GRPC, max_tokens=_LONG_ANSWER, stop=stop)
+    if kind < 0.86:
+        return replace(request, edge=Edge.GRPC, num_logprobs=rng.choice((1, 3)))
+    if kind < 0.88:
+        return replace(request, edge=Edge.GRPC, max_tokens=0)
     return request
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from services.simulation.explore.clients import Answer, ask
 from services.simulation.explore.faults import Fault, Kind, draw_faults, inject
 from services.simulation.explore.fleet import Fleet
 from services.simulation.explore.left import left_on_disks, what_is_left
-from services.simulation.explore.members import Shape, service_names
+from services.simulation.explore.lines import unexpected_line
+from services.simulation.explore.members import REDIS, Shape, service_names
 from services.simulation.explore.requests import Arrival, Request, draw_arrivals
 from services.simulation.runtime.loop import VirtualLoop
 from services.simulation.runtime.machine import run_on
@@ -21,7 +23,11 @@ from services.simulation.runtime.streams import MemoryStreams
 _START_SECONDS = 20.0
 _LOAD_SECONDS = 1.0
 _SETTLE_SECONDS = 3.0
+_CALM_SETTLE_SECONDS = 0.3
+"""Enough for what is under way without faults. An answer that nobody wants may take longer."""
 _ANSWER_SECONDS = 120.0
+_TAKEOVER_SECONDS = 15.0
+"""Enough to notice that a replica hangs, and to answer at another one."""
 _STOP_SECONDS = 30.0
 
 
@@ -52,13 +58,24 @@ class Plan:
         gateway = f"gateway-{arrival.gateway}"
         return any(gateway == fault.service for fault in self.faults)
 
+    @property
+    def spares_a_replica(self) -> bool:
+        """Whether the faults leave all of a replica alone, and what it shares with others."""
+        hit = {name for fault in self.faults for name in (fault.service, fault.peer or "")} - {""}
+        replicas = {name.split("-")[1] for name in hit if "-" in name}
+        shared = any(name.startswith((REDIS, "gateway")) for name in hit)
+        return len(replicas) < self.shape.num_replicas and not shared
+
 
 def make_plan(seed: int) -> Plan:
     rng = random.Random(seed)
     shape = _draw_shape(rng)
     count, num_gateways = rng.randrange(4, 16), shape.num_gateways
     arrivals = draw_arrivals(rng, count, _LOAD_SECONDS, num_gateways, pools=shape.pools)
-    faults = draw_faults(rng, service_names(shape), rng.choice((0, 1, 1, 2, 4)), _LOAD_SECONDS)
+    services = service_names(shape)
+    if shape.num_replicas > 1 and rng.random() < 0.5:  # the other replica takes over
+        services = [name for name in services if re.match(r"(pool|worker|scheduler)-0", name)]
+    faults = draw_faults(rng, services, rng.choice((0, 1, 1, 2, 4)), _LOAD_SECONDS)
     return Plan(seed, shape, tuple(arrivals), tuple(faults))
 
 
@@ -121,7 +138,9 @@ class Explorer:
                 await fleet.until_ready()
             for request in missing:
                 self._alone[request] = answer = Answer()
-                await Process(network.loop, "client").spawn(ask("gateway-0", request, answer))
+                client = Process(network.loop, "client")
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    await client.spawn(ask("gateway-0", request, answer))
                 if answer.error is not None:
                     raise Failed(f"{request} alone: {answer.error}")
             await fleet.stop_all(_STOP_SECONDS)
@@ -132,6 +151,10 @@ class Explorer:
         failures = []
         for arrival in plan.arrivals:
             answer, alone = answers.get(arrival.number), self._alone[arrival.request.usual()]
+            if answer and arrival.request.salt and answer.num_cached_tokens and not plan.faults:
+                failures.append(f"request {arrival.number} has cached tokens of another salt")
+            if answer and answer.seconds > _TAKEOVER_SECONDS and plan.spares_a_replica:
+                failures.append(f"request {arrival.number} was not answered by another replica")
             if answer is None or answer.equals(alone):
                 continue
             may_end = arrival.leaves_after_seconds is not None or plan.excuses(arrival)
@@ -145,18 +168,21 @@ async def _main(plan: Plan, fleet: Fleet, network: Network, answers: dict[int, A
     fleet.start_all()
     async with asyncio.timeout(_START_SECONDS):
         await fleet.until_ready()
+    num_lines = len(network.lines)
     injecting = [asyncio.create_task(inject(fault, fleet, network)) for fault in plan.faults]
     clients = []
     for arrival in plan.arrivals:
         process = Process(network.loop, f"client-{arrival.number}")
         answer = answers[arrival.number] = Answer()
-        clients.append(process.spawn(_client(arrival, answer)))
+        clients.append(process.spawn(_client(arrival, answer, network)))
     await asyncio.gather(*injecting)
     async with asyncio.timeout(_ANSWER_SECONDS):
         await asyncio.gather(*clients)
     async with asyncio.timeout(_START_SECONDS):
         await fleet.until_ready()
-    await asyncio.sleep(_SETTLE_SECONDS)
+    await asyncio.sleep(_SETTLE_SECONDS if plan.faults else _CALM_SETTLE_SECONDS)
+    if line := unexpected_line(network.lines[num_lines:], is_calm=not plan.faults):
+        raise Failed(f"a line of the log is unexpected: {line}")
     if left := what_is_left(fleet, plan.shape.num_gateways):
         raise Failed("; ".join(left))
     await fleet.stop_all(_STOP_SECONDS)
@@ -177,14 +203,17 @@ def _runs(task: "asyncio.Task[object]") -> bool:
     return task is not asyncio.current_task() and not is_dead
 
 
-async def _client(arrival: Arrival, answer: Answer) -> None:
+async def _client(arrival: Arrival, answer: Answer, network: Network) -> None:
     await asyncio.sleep(arrival.at_seconds)
+    begin = network.loop.time()
     asking = ask(f"gateway-{arrival.gateway}", arrival.request, answer)
     try:
         async with asyncio.timeout(arrival.leaves_after_seconds):
             await asking
     except TimeoutError:
         answer.error = "left"
+    pauses = arrival.request.pause_seconds * (1 + len(arrival.request.later_prompts))
+    answer.seconds = network.loop.time() - begin - pauses
 
 
 def _network(seed: int) -> Network:

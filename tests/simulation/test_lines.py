@@ -1,0 +1,15 @@
+"""Lines of a log that no run should have."""
+
+from services.simulation.explore.lines import unexpected_line
+
+WRONG = "2.5 gateway-0 WARNING session ended: a message of the scheduler is wrong: 4 rows"
+WARNING = "2.0 gateway-0 WARNING scheduler scheduler-0:9001 is not ready: its pool is lost"
+USUAL = "1.0 scheduler-0 INFO session of gateway-0 opened"
+
+
+def test_a_wrong_message_is_unexpected_in_every_run() -> None:
+    lines = [USUAL, WARNING, WRONG]
+    assert unexpected_line(lines, is_calm=False) == WRONG
+    assert unexpected_line(lines, is_calm=True) == WARNING
+    assert unexpected_line([USUAL], is_calm=True) is None
+    assert unexpected_line([USUAL, WARNING], is_calm=False) is None
