@@ -12,6 +12,7 @@ _ABORT = "an operator may have aborted any request"
 _LIMIT = "a model may have any such limit; it is told anew with the next session"
 _ASKED = "a client may ask for any such value"
 _HANDLE = "another request of the same gateway may be meant as well"
+_NEXT_HANDLE = "the gateway's next request may be meant, until it comes with the same handle"
 
 UNDETECTABLE: dict[str, str] = {
     "Session response: deltas.token_ids": _MODEL,
@@ -27,6 +28,8 @@ UNDETECTABLE: dict[str, str] = {
     "Session response: deltas.rejected.message": _REFUSAL,
     "Session response: deltas.rejected.handle": _HANDLE,
     "Session request: abort.handles": _HANDLE,
+    "Session request: add.handle: one more": _NEXT_HANDLE,
+    "Session request: adds.requests.handle: one more": _NEXT_HANDLE,
     **{
         f"Session response: opened.{field}": _LIMIT
         for field in ("vocab_size", "max_model_len", "max_request_tokens", "eos_token_ids")
