@@ -1,10 +1,9 @@
 """How `make test` divides the tests between four processes of pytest-xdist.
 
 Tests that start servers or measure time run in two processes, one test after another, from the
-start: they mostly wait. The other two processes run the other tests, file by file: first those of
-the benchmarks' programs, then those that only compute, each with one thread and at low priority, so
-that the servers are hardly delayed. Each process imports and collects only the tests that it may
-run, as collecting takes 20 seconds of processor time.
+start: they mostly wait. Tests that only compute run in the other two processes, file by file, each
+with one thread and at low priority, so that the servers are hardly delayed. Each process imports
+and collects only the tests that it may run, as collecting takes 20 seconds of processor time.
 Without pytest-xdist all tests run in one process, in the order of collection.
 """
 
@@ -26,15 +25,17 @@ from services.cli.processes.ports import claim_port
 NUM_PROCESSES = 4
 _SERVICES = ("common", "gateway", "scheduler", "kvpool", "worker", "cli", "directory")
 SERVERS = {
-    "stacks": tuple(f"tests/e2e/{folder}/" for folder in ("clients", "failures", "models")),
+    "stacks": tuple(
+        f"tests/e2e/{folder}/" for folder in ("clients", "failures", "models", "replicas")
+    ),
     "services": (
-        *(f"tests/e2e/{folder}/" for folder in ("observing", "replicas")),
-        *(f"tests/{service}/integration/" for service in _SERVICES),
+        "tests/benchmarks/integration/",
+        "tests/e2e/observing/",
         "tests/gateway/options/",
+        *(f"tests/{service}/integration/" for service in _SERVICES),
     ),
 }
 """The tests of each of the first two processes. The two sets take about the same time."""
-PROGRAMS = "tests/benchmarks/integration/"
 LONG_FILES = (
     "tests/parity/parallel/test_services_parity.py",
     "tests/worker/unit/test_xformers_kernels.py",
@@ -60,8 +61,8 @@ settings.register_profile(
     "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("same")
-THREADS_SET = pytest.StashKey[bool]()
-"""Whether this process has already set torch's number of threads."""
+LIMITED = pytest.StashKey[bool]()
+"""Whether this process has already limited its processor use."""
 SESSION = pytest.StashKey[pytest.Session]()
 
 # Imported modules and collected tests are never garbage. Collecting garbage would take a third of
@@ -94,14 +95,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def order(item: pytest.Item) -> int:
-    """The sort key: server tests first, then programs, then slow files, then the others."""
+    """The sort key: server tests first, then slow files, then the others."""
     servers = servers_of(item.nodeid)
     if servers is not None:
         return list(SERVERS).index(servers)
-    if item.nodeid.startswith(PROGRAMS):
-        return len(SERVERS)
     file = item.nodeid.partition("::")[0]
-    return len(SERVERS) + 1 + (LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES))
+    return len(SERVERS) + (LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES))
 
 
 @pytest.hookimpl(trylast=True)
@@ -163,19 +162,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Limits the processor use of a pytest-xdist process. torch uses one thread, unless a test sets
-    another number. From the first test on that only computes, a process runs at low priority.
+    """Limits the processor use of a pytest-xdist process before its first test. torch uses one
+    thread, unless a test sets another number. Processes without servers run at low priority.
     """
-    if not hasattr(item.config, "workerinput"):
-        return
-    if not item.config.stash.setdefault(THREADS_SET, False):
-        item.config.stash[THREADS_SET] = True
+    if hasattr(item.config, "workerinput") and not item.config.stash.setdefault(LIMITED, False):
+        item.config.stash[LIMITED] = True
         import torch  # noqa: PLC0415 - tests that are run without pytest-xdist may not need it
 
         torch.set_num_threads(1)
-    starts_servers = servers_of(item.nodeid) is not None or item.nodeid.startswith(PROGRAMS)
-    if not starts_servers and os.nice(0) < NICENESS:
-        os.nice(NICENESS)
+        if servers_of(item.nodeid) is None:
+            os.nice(NICENESS)
 
 
 @pytest.fixture(scope="session", autouse=True)
