@@ -149,9 +149,16 @@ class ModelRunner:
             output = replace(output, waited_nanos=stage.waited_nanos)
         return output
 
+    def _wait_for_device(self) -> None:
+        """Waits until the device has done all earlier work. So a device that hangs is found before
+        a request is sent to it again.
+        """
+        self.device.download(self.device.upload(np.zeros(1, np.int32))).wait()
+
     def _begin(self, step: StepInput) -> StepOutput | PendingOutput:
         if step.generation != self._generation:
             self.reset()
+            self._wait_for_device()
             self._generation = step.generation
         num_computed_tokens = self._update_batch(step)
         self._prepare_blocks(step)

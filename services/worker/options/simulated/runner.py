@@ -92,6 +92,11 @@ class TimedRunner:
         self.runner.reset()
 
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
+        """Runs one step. The first step of a generation waits for all earlier work, so that a
+        device that hangs is found before a request is sent to it again.
+        """
+        if not step.step:
+            self.device.wait_until(self.device.ends)
         began = self.device.clock()
         self.device.begin_step()
         output = self.runner.begin(step)

@@ -11,6 +11,7 @@ from services.common.request.sampling import SamplingParams
 from services.worker.backends.choices import DeviceSetting
 from services.worker.build import build_worker
 from services.worker.core.batch.input_batch import BatchLimits
+from services.worker.core.step import StepInput
 from services.worker.core.step_times import NO_SERVING, ServingCosts, StepCosts, StepTimes
 from services.worker.models.errors import UnsupportedModel
 from services.worker.options.simulated.runner import TimedOutput, TimedRunner
@@ -131,6 +132,14 @@ def test_a_step_that_is_queued_late_starts_late(tmp_path: Path) -> None:
     clock.now += 5
     assert runner.execute(step(1, (0, 1, 5))).waited_nanos == 0
     assert clock.now == 25
+
+
+def test_a_generation_begins_when_the_device_has_done_the_work_before(tmp_path: Path) -> None:
+    runner, clock = timed(tmp_path, "[mixed]\nseconds = 10")
+    runner.begin(PROMPT)
+    runner.device.queue(50)  # a hang
+    runner.execute(StepInput(2, 0, ints(), ints(), ints()))
+    assert clock.now == 60
 
 
 def test_only_the_drafts_that_the_worker_proposes_take_time(tmp_path: Path) -> None:
