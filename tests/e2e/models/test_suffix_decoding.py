@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.conftest import TinyModel
 from tests.e2e.inference import generate_all, request
 from tests.e2e.prompts import PROMPTS
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import greedy
 from tests.plain_http import http_get, http_post
 
@@ -65,4 +65,5 @@ async def test_tokens_are_the_models_own(stack: Stack, tiny_model: TinyModel) ->
         assert [answer.token_ids for answer in answers] == expected
         if hit is not None:
             stack.wait_until_back(victim, pid)
-    assert num_accepted(stack) > before
+    # The gateway leaves out a replica whose scheduler is slow to answer.
+    wait_for(lambda: num_accepted(stack) > before)
