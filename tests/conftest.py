@@ -25,12 +25,9 @@ from services.cli.processes.ports import claim_port
 NUM_PROCESSES = 4
 _SERVICES = ("common", "gateway", "scheduler", "kvpool", "worker", "cli", "directory")
 SERVERS = {
-    "stacks": tuple(
-        f"tests/e2e/{folder}/" for folder in ("clients", "failures", "models", "replicas")
-    ),
+    "stacks": ("tests/e2e/",),
     "services": (
         "tests/benchmarks/integration/",
-        "tests/e2e/observing/",
         "tests/gateway/options/",
         *(f"tests/{service}/integration/" for service in _SERVICES),
     ),
