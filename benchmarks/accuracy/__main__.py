@@ -4,7 +4,8 @@
 
 1. Held-out steps: `stepwell profile` measures steps of a worker with the same settings. Its errors
    are of steps that were not fitted.
-2. A run at light load. What the services add to steps is fitted to it.
+2. Two runs at other loads, with other conversations. What the services add to steps is fitted to
+   them.
 3. Real runs at 0.5, 1 and 2 times the capacity, and at 2 times it with each policy. Clients send
    conversations over HTTP. The simulations have the same conversations, the scheduler's settings
    and the fitted times.
@@ -47,9 +48,8 @@ from services.simulation.laboratory.run import RunResult, Setup, simulate
 from services.worker.core.step_times import NO_SERVING, StepTimes
 from services.worker.profiles.profile import MeasuredProfile, read_profile
 
-LIGHT = 0.5
-"""The load of the run to which the serving costs are fitted, as a fraction of the capacity of the
-device alone.
+FITTED_LOADS = 0.4, 1.0
+"""The loads of the runs to which the serving costs are fitted, in capacities of the device alone.
 """
 SHORTEST = "benchmarks.accuracy.shortest_prompt:ShortestPromptFirst"
 POLICIES = f"fcfs,priority,{SHORTEST}"
@@ -175,11 +175,12 @@ class Benchmark:
         return [line[2:] for line in lines if line.startswith(("# decode:", "# mixed:"))]
 
     async def _fit_serving(self) -> dict[str, float]:
-        """Fits the serving costs to a run of other conversations. Returns them and their errors."""
-        log(f"{self._model.name}: fitting what the services add")
-        rate = LIGHT * self._capacity()
-        run, step_log = await self._real("fcfs", self._arriving(rate, seed=1))
-        found = self._decodings(run, step_log)
+        """Fits the serving costs to runs of other conversations. Returns them and their errors."""
+        capacity, found = self._capacity(), []
+        for load in FITTED_LOADS:
+            log(f"{self._model.name}: fitting what the services add, {load:g} times the device's")
+            run, step_log = await self._real("fcfs", self._arriving(load * capacity, seed=1))
+            found += self._decodings(run, step_log)
         self._serving = fit_serving(found)
         return {
             **asdict(self._serving),

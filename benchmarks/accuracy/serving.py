@@ -72,11 +72,15 @@ def _features(schedule: dict[str, list[int]], times: StepTimes) -> Float64Array:
 
 
 def fit_serving(found: Sequence[Decoding]) -> ServingCosts:
-    """The costs that minimize the squares of the relative errors."""
+    """The costs that minimize the squares of the errors, divided by the times. With these weights
+    the errors of long and of short times are as important as their lengths, so that their sum is
+    near 0.
+    """
     rows = np.array([[one.num_steps, one.num_tokens, one.num_new_requests] for one in found])
     seconds = np.array([one.seconds for one in found])
-    missing = 1 - np.array([one.device_seconds for one in found]) / seconds
-    each, per_token, per_new = least_squares(rows / seconds[:, None], missing, (0, 1, 2)).tolist()
+    missing = seconds - np.array([one.device_seconds for one in found])
+    weights = np.sqrt(seconds)
+    each, per_token, per_new = least_squares(rows / weights[:, None], missing / weights).tolist()
     return ServingCosts(seconds=each, seconds_per_token=per_token, seconds_per_new_request=per_new)
 
 

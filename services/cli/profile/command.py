@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import astuple, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,13 +38,20 @@ def main(argv: Sequence[str]) -> int:
         metavar="N",
         help=f"steps to measure, at least {_LEAST_STEPS} (default: 1000)",
     )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="N",
+        help="all steps are run three times, and up to 15 times within this time (default: 60)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the shapes")
     arguments = parser.parse_args(argv)
     if arguments.steps < _LEAST_STEPS:
         parser.error(f"--steps must be at least {_LEAST_STEPS}")
     # Imported only here, since importing torch takes seconds.
     from services.cli.profile.fit import fit_times  # noqa: PLC0415
-    from services.cli.profile.steps import NUM_RUNS, MeasuredWorker  # noqa: PLC0415
+    from services.cli.profile.steps import MeasuredWorker  # noqa: PLC0415
     from services.worker.build import load_worker  # noqa: PLC0415
     from services.worker.settings import WorkerSettings  # noqa: PLC0415
 
@@ -58,13 +65,13 @@ def main(argv: Sequence[str]) -> int:
     if worker.description.pooler is not None:
         raise CommandError("the model answers with vectors, whose steps are not measured")
 
-    def progress(done: int) -> None:
+    def progress(number: int, done: int) -> None:
         if sys.stderr.isatty():
-            total = NUM_RUNS * arguments.steps
-            print(f"\r{done} of {total} runs", end="", file=sys.stderr, flush=True)
+            text = f"\rround {number}, {done} of {arguments.steps} steps "
+            print(text, end="", file=sys.stderr, flush=True)
 
     measuring = MeasuredWorker(worker.runner, arguments.seed)
-    fit = fit_times(measuring.measure(arguments.steps, progress))
+    fit = fit_times(measuring.measure(arguments.steps, arguments.seconds, progress))
     if sys.stderr.isatty():
         print(file=sys.stderr)
     text = profile_text(fit, worker.description)
@@ -90,17 +97,11 @@ def profile_text(fit: "Fit", described: "WorkerDescription") -> str:
         f"about = {json.dumps(f'{name}, {computed_with}, measured')}",
         f"kv_cache_memory_bytes = {memory:_}",
     ]
-    tables = {"mixed": fit.times.mixed, "decode": fit.times.decode}
-    if fit.times.small is not None:
-        tables["small"] = fit.times.small
-    for kind, costs in tables.items():
-        lines += ["", f"[{kind}]"]
-        lines += [f"max_tokens = {fit.times.small_tokens}"] * (kind == "small")
-        lines += [
-            f"{field.name} = {value:.4g}"
-            for field, value in zip(fields(costs), astuple(costs), strict=True)
-            if value or field.name == "seconds"
-        ]
+    for kind, costs in {"mixed": fit.times.mixed, "decode": fit.times.decode}.items():
+        *linear, (_, curve) = asdict(costs).items()
+        lines += ["", f"[{kind}]", *(f"{name} = {value:.4g}" for name, value in linear if value)]
+        points = ", ".join(f"[{place}, {value:.4g}]" for place, value in curve)
+        lines.append(f"seconds_by_tokens = [{points}]")
     return "\n".join(lines) + "\n"
 
 

@@ -1,26 +1,22 @@
 """Fits step times by least squares, and computes the errors of the fit."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from itertools import combinations
+from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.core.step_times import StepCosts, StepTimes, step_features
+from services.worker.core.step_times import StepCosts, StepTimes, curve_value, num_contexts
 from services.worker.sampling.arrays import Float64Array, Int32Array
 
 _HELD_OUT = 5
 """One in five measurements is not fitted, and only used to compute errors."""
-_SMALL = 8, 16, 20, 24, 28, 32, 48, 64, 96, 128
-"""The sizes, in tokens, up to which steps may have costs of their own."""
-_LEAST_GAIN = 0.2
-"""The fraction of the squares of the errors that own costs of small steps must remove."""
-_ROUNDING = 1e-12
+_SIZES = tuple(size for power in range(20) for size in (2**power, 3 * 2**power // 2) if size)
+"""Numbers of tokens at which a curve may have a point: powers of 2, and halfway between them."""
 _LEAST_STEPS = 10
-_DECODE, _MIXED = (0, 3, 4, 5), (0, 1, 2, 3, 4, 5)
-"""The fitted fields of StepCosts. In steps of single tokens there are as many tokens as requests,
-and no chunks.
-"""
+"""Measurements between two points of a curve."""
+_REQUESTS = 2
+"""The column of the number of requests."""
+_ROUNDING = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +57,13 @@ class Fit:
 
 
 def fit_times(measured: Sequence[Measurement]) -> Fit:
-    """Fits all kinds of steps. Each kind needs at least ten measurements."""
+    """Fits both kinds of steps. Each kind needs at least ten measurements."""
     fitted = [one for index, one in enumerate(measured) if index % _HELD_OUT]
     others = [one for index, one in enumerate(measured) if not index % _HELD_OUT]
-    times = _fit_kinds(fitted, None, 0)
-    best, least = times, (1 - _LEAST_GAIN) * _squares(times, fitted) - _ROUNDING
-    for size in _SMALL:
-        small = [one for one in fitted if one.num_tokens <= size]
-        large = [one for one in fitted if one.num_tokens > size]
-        if len(small) < _LEAST_STEPS or sum(not one.is_decode for one in large) < _LEAST_STEPS:
-            continue
-        costs = _fit(small, _MIXED)
-        times = _fit_kinds(large, costs, size)
-        if (error := _squares(times, fitted)) < least:
-            best, least = times, error
-    times = best
+    times = StepTimes(
+        _fit([one for one in fitted if one.is_decode]),
+        _fit([one for one in fitted if not one.is_decode]),
+    )
     return Fit(
         times,
         _errors(times, [one for one in others if one.is_decode]),
@@ -83,58 +71,70 @@ def fit_times(measured: Sequence[Measurement]) -> Fit:
     )
 
 
-def _fit_kinds(
-    measured: Sequence[Measurement], small: StepCosts | None, small_tokens: int
-) -> StepTimes:
-    """The times of steps, of which all small ones have given costs. Without large decode steps the
-    costs of decode steps are those of small steps.
-    """
-    decodes = [one for one in measured if one.is_decode]
-    decode = small
-    if small is None or len(decodes) >= _LEAST_STEPS:
-        decode = _fit(decodes, _DECODE)
-    assert decode is not None
-    mixed = _fit([one for one in measured if not one.is_decode], _MIXED)
-    return StepTimes(decode, mixed, small, small_tokens)
-
-
-def _squares(times: StepTimes, measured: Sequence[Measurement]) -> float:
-    """The sum of the squares of the relative errors."""
-    return float((_relative_errors(times, measured) ** 2).sum())
-
-
-def _fit(measured: Sequence[Measurement], columns: tuple[int, ...]) -> StepCosts:
+def _fit(measured: Sequence[Measurement]) -> StepCosts:
     """The costs that minimize the squares of the relative errors."""
     seconds = np.array([one.seconds for one in measured])
-    features = np.array(
-        [step_features(one.num_scheduled_tokens, one.num_computed_tokens) for one in measured]
+    places = _places([one.num_tokens for one in measured])
+    rows = np.array([_features(one, places) for one in measured])
+    if all(one.is_decode for one in measured):  # the curve is by requests, too
+        rows[:, _REQUESTS] = 0
+    found = least_squares(rows / seconds[:, None], np.ones(len(seconds))).tolist()
+    chunks, single, each, *curve = found
+    return StepCosts(
+        seconds_per_new_context=chunks,
+        seconds_per_decoded_context=single,
+        seconds_per_request=each,
+        seconds_by_tokens=tuple(zip(places, curve, strict=True)),
     )
-    found = least_squares(features / seconds[:, None], np.ones(len(seconds)), columns)
-    names = (field.name for field in fields(StepCosts))
-    return StepCosts(**dict(zip(names, found.tolist(), strict=True)))
 
 
-def least_squares(
-    rows: Float64Array, targets: Float64Array, columns: Sequence[int]
-) -> Float64Array:
-    """The coefficients of 0 or more whose products with the rows are closest to the targets.
-    Coefficients of other columns than `columns` are 0.
-
-    The solution is the best one of all subsets of coefficients whose unconstrained solution is not
-    negative. There are at most 64 subsets.
+def _places(numbers: Sequence[int]) -> list[int]:
+    """The places of a curve's points, given the numbers of tokens that were measured. They are the
+    least and the largest number, and sizes between them.
     """
-    scales = rows.max(axis=0)
+    ordered = np.sort(numbers)
+    places, last = [int(ordered[0])], int(ordered[-1])
+    for size in _SIZES:
+        num_below = np.searchsorted(ordered, (places[-1], size), "right")
+        if np.diff([*num_below, len(ordered)]).min() >= _LEAST_STEPS:
+            places.append(size)
+    return places if places[-1] == last else [*places, last]
+
+
+def _features(measured: Measurement, places: Sequence[int]) -> list[float]:
+    """The numbers whose products with the coefficients are summed to a step's time."""
+    one = measured
+    contexts = num_contexts(one.num_scheduled_tokens, one.num_computed_tokens)
+    units = np.eye(len(places)).tolist()
+    shares = [curve_value(tuple(zip(places, unit, strict=True)), one.num_tokens) for unit in units]
+    return [*contexts, len(one.num_scheduled_tokens), *shares]
+
+
+def least_squares(rows: Float64Array, targets: Float64Array) -> Float64Array:
+    """The coefficients of 0 or more whose products with the rows are closest to the targets, by the
+    algorithm of Lawson and Hanson ("Solving Least Squares Problems", 1974).
+    """
+    scales = np.linalg.norm(rows, axis=0)
     scales[scales == 0] = 1
     scaled = rows / scales
-    best, least = np.zeros(len(scales)), np.inf
-    for count in range(len(columns) + 1):
-        for subset in map(list, combinations(columns, count)):
-            found = np.linalg.lstsq(scaled[:, subset], targets)[0]
-            error = float(((scaled[:, subset] @ found - targets) ** 2).sum())
-            if error < least and (found >= 0).all():
-                best, least = np.zeros(len(scales)), error
-                best[subset] = found
-    unscaled: Float64Array = best / scales
+    found, positive = np.zeros(len(scales)), np.zeros(len(scales), bool)
+    for _ in range(3 * len(scales)):
+        gains = np.where(positive, -np.inf, scaled.T @ (targets - scaled @ found))
+        if gains.max() <= _ROUNDING:
+            break
+        positive[gains.argmax()] = True
+        while True:
+            free = np.zeros(len(scales))
+            free[positive] = np.linalg.lstsq(scaled[:, positive], targets)[0]
+            wrong = positive & (free <= 0)
+            if not wrong.any():
+                found = free
+                break
+            step = (found[wrong] / (found[wrong] - free[wrong])).min()
+            found += step * (free - found)
+            positive &= found > _ROUNDING
+            found[~positive] = 0
+    unscaled: Float64Array = found / scales
     return unscaled
 
 

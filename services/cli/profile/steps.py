@@ -12,7 +12,7 @@ from services.worker.core.worker import StepRunner
 from services.worker.sampling.arrays import Int32Array
 
 _GREEDY = SamplingParams(temperature=0)
-NUM_RUNS = 3
+_LEAST_RUNS, _MOST_RUNS = 3, 15
 _MORE = 2
 """Tokens that a request computes after its context: one as it enters, and one in the measured step.
 """
@@ -32,18 +32,24 @@ class MeasuredWorker:
         self._next_block = 0
         runner.reset()
 
-    def measure(self, num_steps: int, progress: Callable[[int], None]) -> list[Measurement]:
-        """Decode steps and steps with chunks in turn. All steps are run three times, one round
-        after the other, so that a disturbance of the machine concerns one run of a step. The runs
-        of median time are returned. Calls `progress` with the number of runs so far.
+    def measure(
+        self, num_steps: int, seconds: float, progress: Callable[[int, int], None]
+    ) -> list[Measurement]:
+        """Decode steps and steps with chunks in turn. All steps are run three times and, for as
+        long as `seconds` have not passed, up to 15 times. They are run one round after the other,
+        so that a disturbance of the machine concerns one run of a step. The runs of median time are
+        returned. Calls `progress` with the number of the round and of its steps so far.
         """
         runs: list[list[Measurement]] = [[] for _ in range(num_steps)]
-        for number in range(NUM_RUNS * num_steps):
-            of_step = number % num_steps
-            self._random = np.random.default_rng((self._seed, of_step))
-            runs[of_step].append(self._chunks() if of_step % 2 else self._decodes())
-            progress(number + 1)
-        return [sorted(three, key=lambda run: run.seconds)[NUM_RUNS // 2] for three in runs]
+        began = time.perf_counter()
+        for number in range(_MOST_RUNS):
+            if number >= _LEAST_RUNS and time.perf_counter() - began >= seconds:
+                break
+            for of_step in range(num_steps):
+                self._random = np.random.default_rng((self._seed, of_step))
+                runs[of_step].append(self._chunks() if of_step % 2 else self._decodes())
+                progress(1 + number, 1 + of_step)
+        return [sorted(some, key=lambda run: run.seconds)[len(some) // 2] for some in runs]
 
     def _decodes(self) -> Measurement:
         contexts = self._contexts(self._between(1, self._limits.max_num_seqs), _MORE)

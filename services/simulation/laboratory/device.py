@@ -1,9 +1,10 @@
 """The step times of a simulated device, in plain Python and for whole runs of steps."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from services.scheduler.core.output import SchedulerOutput
-from services.worker.core.step_times import TILE_TOKENS, ServingCosts, StepTimes
+from services.worker.core.step_times import ServingCosts, StepTimes
 
 
 class Device:
@@ -65,13 +66,19 @@ class Device:
         mean = (self.decode_seconds(1, first) + self.decode_seconds(1, last)) / 2
         return seconds + steps * mean
 
+    def seconds_per_prompt_token(self, budget: int) -> float:
+        """The time that a token of a prompt adds to a step, on average up to a full budget."""
+        more = partial(self.times.mixed.without_contexts, num_requests=1)
+        return (more(budget) - more(1)) / max(1, budget - 1)
+
+    def seconds_per_decode(self, most: int) -> float:
+        """The time that a request adds to a step of single tokens, on average up to `most`."""
+        return (self._decode_costs(most)[0] - self._decode_costs(1)[0]) / max(1, most - 1)
+
     def _decode_costs(self, num_requests: int) -> tuple[float, float]:
         """The time of a step without its contexts, and the time for each token of its contexts."""
-        costs = self.times.costs(num_requests, num_requests)
-        each = costs.seconds_per_token + costs.seconds_per_request
-        tiles = -(-num_requests // TILE_TOKENS)
-        fixed = costs.seconds + each * num_requests + costs.seconds_per_tile * tiles
-        return fixed, costs.seconds_per_decoded_context
+        costs = self.times.decode
+        return costs.without_contexts(num_requests, num_requests), costs.seconds_per_decoded_context
 
     def _mixed_seconds(self, counts: Sequence[int], starts: Sequence[int]) -> float:
         num_tokens = new_context = decoded_context = 0
@@ -83,10 +90,7 @@ class Device:
                 new_context += count * start + count * (count + 1) // 2
         costs = self.times.costs(num_tokens, len(counts))
         return (
-            costs.seconds
-            + costs.seconds_per_token * num_tokens
+            costs.without_contexts(num_tokens, len(counts))
             + costs.seconds_per_new_context * new_context
             + costs.seconds_per_decoded_context * decoded_context
-            + costs.seconds_per_request * len(counts)
-            + costs.seconds_per_tile * -(-num_tokens // TILE_TOKENS)
         )

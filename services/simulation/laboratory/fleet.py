@@ -89,9 +89,11 @@ class SimulatedFleet:
             f"replica-{number}": make_replica() for number in range(num_replicas)
         }
         self._config = config
-        costs = device.times.mixed
         self._load = ReplicaLoad(
-            0, 0, costs.seconds_per_token, device.times.decode.seconds_per_request
+            0,
+            0,
+            device.seconds_per_prompt_token(config.token_budget),
+            device.seconds_per_decode(config.max_num_seqs),
         )
         directory = Directory(self.replicas)
         parts = RoutingParts(random.Random(seed), clock, directory, MAX_LOAD_DELTA)

@@ -1,18 +1,15 @@
-"""The time of a step as a linear function of its tokens and their contexts.
+"""The time of a step as a function of its tokens and their contexts.
 
-The function is the one of several simulators of serving. Profiles of the simulated device have its
-coefficients, and `stepwell profile` fits them.
+The terms are those of several simulators of serving: the time grows linearly with requests and
+contexts. With tokens it may grow along a curve, since kernels compute tokens in tiles and with more
+threads if there are many. Profiles of the simulated device have the coefficients, and
+`stepwell profile` fits them.
 """
 
-from dataclasses import astuple, dataclass, replace
-
-import numpy as np
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 
 from services.worker.core.step import Int32Array
-from services.worker.sampling.arrays import Float64Array
-
-TILE_TOKENS = 16
-"""Tokens that matrix products compute together, such as the rows of a tile of Intel's AMX."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +18,7 @@ class StepCosts:
     including itself.
     """
 
-    seconds: float
+    seconds: float = 0.0
     """Time of any step with tokens."""
     seconds_per_token: float = 0.0
     seconds_per_new_context: float = 0.0
@@ -29,8 +26,25 @@ class StepCosts:
     seconds_per_decoded_context: float = 0.0
     """Time for each token of the contexts of single tokens."""
     seconds_per_request: float = 0.0
-    seconds_per_tile: float = 0.0
-    """Time for each TILE_TOKENS tokens. The last tile may have fewer tokens."""
+    seconds_by_tokens: tuple[tuple[int, float], ...] = ()
+    """Points of a curve: numbers of tokens in rising order, and times of steps. The curve is
+    straight between two points, level before the first one, and beyond the last one it goes on as
+    between the last two.
+    """
+
+    def without_contexts(self, num_tokens: int, num_requests: int) -> float:
+        """The time of a step, less the time for its contexts."""
+        linear = self.seconds_per_token * num_tokens + self.seconds_per_request * num_requests
+        return self.seconds + linear + curve_value(self.seconds_by_tokens, num_tokens)
+
+
+def curve_value(points: tuple[tuple[int, float], ...], place: int) -> float:
+    """The value of a curve at a place, see StepCosts.seconds_by_tokens. 0 without points."""
+    if len(points) < 2:
+        return points[0][1] if points else 0.0
+    after = min(max(bisect_left(points, (place,)), 1), len(points) - 1)
+    (begin, first), (end, last) = points[after - 1], points[after]
+    return max(0.0, first + (last - first) * max(place - begin, 0) / (end - begin))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,37 +64,15 @@ class ServingCosts:
 NO_SERVING = ServingCosts()
 
 
-def step_features(
-    num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array
-) -> Float64Array:
-    """The numbers that the fields of StepCosts are multiplied by, [6], given the numbers of
-    scheduled and computed tokens of a step's requests.
-    """
-    counts = num_scheduled_tokens.astype(np.int64)
-    contexts = counts * num_computed_tokens + counts * (counts + 1) // 2
-    single = int(contexts[counts == 1].sum())
-    chunks = int(contexts.sum()) - single
-    num_tokens = int(counts.sum())
-    tiles = -(-num_tokens // TILE_TOKENS)
-    return np.array([1, num_tokens, chunks, single, len(counts), tiles], np.float64)
-
-
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """The times of steps with only single tokens (`decode`), and of all other steps (`mixed`)."""
 
     decode: StepCosts
     mixed: StepCosts
-    small: StepCosts | None = None
-    """The costs of steps of at most `small_tokens` tokens, for which kernels of small models use a
-    single thread.
-    """
-    small_tokens: int = 0
 
     def costs(self, num_tokens: int, num_requests: int) -> StepCosts:
         """The costs of a step."""
-        if self.small is not None and num_tokens <= self.small_tokens:
-            return self.small
         return self.decode if num_tokens == num_requests else self.mixed
 
     def served(self, serving: ServingCosts) -> "StepTimes":
@@ -93,13 +85,30 @@ class StepTimes:
                 seconds_per_request=costs.seconds_per_request + serving.seconds_per_token,
             )
 
-        small = None if self.small is None else more(self.small)
-        return replace(self, decode=more(self.decode), mixed=more(self.mixed), small=small)
+        return StepTimes(more(self.decode), more(self.mixed))
 
     def seconds(self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) -> float:
-        """The time of a step, see step_features. It is 0 for a step without requests."""
-        if not len(num_scheduled_tokens):
+        """The time of a step, given its requests' numbers of scheduled and computed tokens. It is 0
+        for a step without requests.
+        """
+        num_requests = len(num_scheduled_tokens)
+        if not num_requests:
             return 0.0
-        costs = self.costs(int(num_scheduled_tokens.sum()), len(num_scheduled_tokens))
-        features = step_features(num_scheduled_tokens, num_computed_tokens)
-        return float(features @ np.array(astuple(costs)))
+        num_tokens = int(num_scheduled_tokens.sum())
+        costs = self.costs(num_tokens, num_requests)
+        new_context, decoded_context = num_contexts(num_scheduled_tokens, num_computed_tokens)
+        return (
+            costs.without_contexts(num_tokens, num_requests)
+            + costs.seconds_per_new_context * new_context
+            + costs.seconds_per_decoded_context * decoded_context
+        )
+
+
+def num_contexts(
+    num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array
+) -> tuple[int, int]:
+    """The contexts of a step, summed over the tokens of its chunks, and over its single tokens."""
+    counts = num_scheduled_tokens.astype("int64")
+    contexts = counts * num_computed_tokens + counts * (counts + 1) // 2
+    single = int(contexts[counts == 1].sum())
+    return int(contexts.sum()) - single, single

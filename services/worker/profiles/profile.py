@@ -6,8 +6,9 @@ are computed from these numbers and the size of the served model.
 """
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,8 @@ DRAFT_ACCEPTANCE_RATE = 0.7
 _DEFAULT_UTILIZATION = 0.9
 _ANSWERS = ("mean_output_tokens", "draft_acceptance_rate")
 """Keys of both kinds of profiles, which describe the model's answers."""
+_CURVE = "seconds_by_tokens"
+_TOO_MUCH = 1e18
 _PROFILES = files("services.worker.profiles")
 
 
@@ -170,26 +173,33 @@ def _parse(table: dict[str, Any]) -> Profile:
         hardware = _pop_table(table, "hardware")
         _refuse_others(table)
         return _read(ComputedProfile, hardware | answers, "hardware")
-    mixed = _read(StepCosts, _pop_table(table, "mixed"), "mixed")
-    decode = mixed
-    if "decode" in table:
-        decode = _read(StepCosts, _pop_table(table, "decode"), "decode")
-    small, small_tokens = None, 0
-    if "small" in table:
-        own = _pop_table(table, "small")
-        small_tokens = _numbers({"max_tokens": own.pop("max_tokens", None)}, "small.")["max_tokens"]
-        small = _read(StepCosts, own, "small")
-    draft = None
-    if "draft" in table:
-        draft = _read(StepCosts, _pop_table(table, "draft"), "draft")
+    mixed = _step_costs(table, "mixed")
+    decode = _step_costs(table, "decode") if "decode" in table else mixed
+    draft = _step_costs(table, "draft") if "draft" in table else None
     serving = NO_SERVING
     if "serving" in table:
         serving = _read(ServingCosts, _pop_table(table, "serving"), "serving")
     memory = {"kv_cache_memory_bytes": table.pop("kv_cache_memory_bytes", None)}
     _refuse_others(table)
     numbers = _numbers(memory, "") | answers
-    times = StepTimes(decode, mixed, small, small_tokens)
-    return MeasuredProfile(times, draft=draft, serving=serving, **numbers)
+    return MeasuredProfile(StepTimes(decode, mixed), draft=draft, serving=serving, **numbers)
+
+
+def _step_costs(table: dict[str, Any], key: str) -> StepCosts:
+    own = _pop_table(table, key)
+    points = own.pop(_CURVE, [])
+    costs = _read(StepCosts, own, key)
+    if not own and not points:
+        raise ValueError(f"must have {key}.seconds or {key}.{_CURVE}")
+    try:
+        curve = tuple((int(place), float(seconds)) for place, seconds in points)
+    except (TypeError, ValueError):
+        curve = ((0, 0.0),)
+    places = [0, *(place for place, _ in curve)]
+    is_rising = all(one < other for one, other in pairwise(places))
+    if not is_rising or not all(0 <= seconds < _TOO_MUCH for _, seconds in curve):
+        raise ValueError(f"must have {key}.{_CURVE} as pairs of rising tokens and times")
+    return replace(costs, seconds_by_tokens=curve)
 
 
 def _pop_table(table: dict[str, Any], key: str) -> dict[str, Any]:
@@ -218,6 +228,6 @@ def _read(cls: type[T], table: dict[str, Any], where: str) -> T:
 def _numbers(table: dict[str, Any], prefix: str) -> dict[str, Any]:
     for key, value in table.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < 1e18:
+        if not is_number or not 0 <= value < _TOO_MUCH:
             raise ValueError(f"must have {prefix}{key} as a number of 0 or more, not {value!r}")
     return table

@@ -12,7 +12,13 @@ from services.worker.backends.choices import DeviceSetting
 from services.worker.build import build_worker
 from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.step import StepInput
-from services.worker.core.step_times import NO_SERVING, ServingCosts, StepCosts, StepTimes
+from services.worker.core.step_times import (
+    NO_SERVING,
+    ServingCosts,
+    StepCosts,
+    StepTimes,
+    curve_value,
+)
 from services.worker.models.errors import UnsupportedModel
 from services.worker.options.simulated.runner import TimedOutput, TimedRunner
 from services.worker.profiles.profile import (
@@ -40,7 +46,7 @@ COSTS = StepCosts(
     seconds_per_new_context=10,
     seconds_per_decoded_context=2,
     seconds_per_request=0.5,
-    seconds_per_tile=10_000,
+    seconds_by_tokens=((2, 10_000), (6, 50_000)),
 )
 TIMES = StepTimes(StepCosts(seconds=7, seconds_per_request=1), COSTS)
 
@@ -49,13 +55,25 @@ def test_the_time_of_a_step_is_the_sum_of_the_formula() -> None:
     """The chunk of three tokens after two attends to 3 + 4 + 5 tokens. The single token attends to
     nine.
     """
-    expected = 1000 + 4 * 100 + (3 + 4 + 5) * 10 + 9 * 2 + 2 * 0.5 + 10_000
+    expected = 1000 + 4 * 100 + (3 + 4 + 5) * 10 + 9 * 2 + 2 * 0.5 + 30_000
     assert TIMES.seconds(ints(3, 1), ints(2, 8)) == expected
 
 
-def test_tokens_are_computed_in_tiles_of_sixteen() -> None:
-    times = StepTimes(COSTS, StepCosts(seconds=0, seconds_per_tile=1))
-    assert [times.seconds(ints(count), ints(0)) for count in (2, 16, 17, 32, 33)] == [1, 1, 2, 2, 3]
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        (((2, 4.0), (4, 6.0), (8, 6.0)), [4, 4, 5, 6, 6, 6]),
+        (((2, 4.0), (4, 6.0)), [4, 4, 5, 6, 7, 11]),
+        (((2, 4.0), (4, 1.0)), [4, 4, 2.5, 1, 0, 0]),
+        (((3, 4.0),), [4, 4, 4, 4, 4, 4]),
+    ],
+)
+def test_times_by_tokens_are_a_curve(
+    points: tuple[tuple[int, float], ...], expected: list[float]
+) -> None:
+    times = StepTimes(COSTS, StepCosts(seconds_by_tokens=points))
+    assert [curve_value(points, size) for size in (1, 2, 3, 4, 5, 9)] == expected
+    assert times.seconds(ints(9), ints(0)) == expected[-1]
 
 
 def test_serving_costs_are_added_to_both_kinds_of_steps() -> None:
@@ -76,13 +94,12 @@ def test_a_profile_may_have_serving_costs_which_its_device_ignores(tmp_path: Pat
     assert read_profile(save_profile(tmp_path, text)).serving == NO_SERVING  # type: ignore[union-attr]
 
 
-def test_small_steps_may_have_their_own_costs(tmp_path: Path) -> None:
-    text = "kv_cache_memory_bytes = 1\n[mixed]\nseconds = 9\n[small]\nmax_tokens = 4\nseconds = 5"
+def test_a_profile_may_have_a_curve(tmp_path: Path) -> None:
+    text = "kv_cache_memory_bytes = 1\n[mixed]\nseconds_by_tokens = [[1, 5], [3, 9.5]]"
     profile = read_profile(save_profile(tmp_path, text))
     assert isinstance(profile, MeasuredProfile)
-    steps = ints(1), ints(3, 1), ints(1, 1, 1, 1), ints(4, 1), ints(1, 1, 1, 1, 1)
-    times = [profile.times.seconds(counts, 0 * counts) for counts in steps]
-    assert times == [5, 5, 5, 9, 9]
+    assert profile.times.mixed == profile.times.decode
+    assert profile.times.mixed.seconds_by_tokens == ((1, 5.0), (3, 9.5))
     assert profile.times.served(ServingCosts(seconds=1)).seconds(ints(1), ints(0)) == 6
 
 
@@ -248,15 +265,15 @@ def test_a_large_model_on_a_large_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[mixed]", r"\[mixed\] missing 1 required keyword-only argument: 'seconds'"),
-        ("[mixed]\nsecond = 1", r"has mixed.second, which is none of seconds, seconds_per_"),
+        ("[mixed]", r"must have mixed.seconds or mixed.seconds_by_tokens"),
+        ("[mixed]\nseconds_by_tokens = [[4, 1], [4, 2]]", "as pairs of rising tokens and times"),
+        ("[mixed]\nseconds_by_tokens = [[0, 1]]", "as pairs of rising tokens and times"),
+        ("[mixed]\nseconds_by_tokens = [[4, -1]]", "as pairs of rising tokens and times"),
+        ("[mixed]\nseconds_by_tokens = [4]", "mixed.seconds_by_tokens as pairs"),
+        ("[mixed]\nsecond = 1", r"has mixed.second, which is none of seconds, seconds_by_"),
         ("[mixed]\nseconds = -1", r"must have mixed.seconds as a number of 0 or more, not -1"),
         ("[mixed]\nseconds = 1", r"must have kv_cache_memory_bytes as a number"),
         ("kv_cache_memory_bytes = 1", r"must have the table \[mixed\]"),
-        (
-            "kv_cache_memory_bytes = 1\n[mixed]\nseconds = 1\n[small]",
-            "small.max_tokens as a number",
-        ),
         ("kv_cache_memory = 1\n[mixed]\nseconds = 1", r"has 'kv_cache_memory'"),
         ("[hardware]\nmemory_bytes = 1", r"\[hardware\] missing 5 required"),
         ("mixed", r"Expected '='"),
