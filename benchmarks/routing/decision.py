@@ -200,7 +200,7 @@ class _Listener:
     def sequence_left(self, inflight: Inflight) -> None:
         """Does nothing."""
 
-    def load_reported(self) -> None:
+    def load_reported(self, replica: Replica) -> None:
         """Does nothing."""
 
 

@@ -241,7 +241,8 @@ class Fleet:
     def sequence_left(self, inflight: Inflight) -> None:
         self.admission.left(inflight)
 
-    def load_reported(self) -> None:
+    def load_reported(self, replica: Replica) -> None:
+        self._placement.reported(replica)
         self.admission.admit()
 
     # Choice of the replica.

@@ -52,5 +52,5 @@ class ReplicaListener(Protocol):
     def sequence_left(self, inflight: Inflight) -> None:
         """A sequence ended at the replica, or was aborted, refused or lost."""
 
-    def load_reported(self) -> None:
-        """The scheduler reported its queue or its load."""
+    def load_reported(self, replica: "Replica") -> None:
+        """The replica's scheduler reported its queue or its load."""

@@ -70,6 +70,7 @@ class Membership:
         self.changed = asyncio.Event()
         """Set whenever a replica joins, leaves or changes. The reader clears it."""
         self._ready: Sequence[Replica] | None = None
+        self._by_address: dict[str, Replica] = {}
         self._links = links
         self._clock = clock
         self._listener = listener
@@ -81,9 +82,8 @@ class Membership:
         removed. Must be called repeatedly, since a replica may be removed later than its address.
         """
         self._addresses[source] = tuple(addresses)
-        known = {replica.address for replica in self.replicas}
-        for address in dict.fromkeys(self._addresses[source]):
-            if address not in known:
+        for address in self._addresses[source]:
+            if address not in self._by_address:
                 logger.info("scheduler %s joins, by %s", address, source)
                 self._join(address)
         return self._remove_leaving()
@@ -93,6 +93,10 @@ class Membership:
         if self._ready is None:
             self._ready = [replica for replica in self.replicas if replica.is_ready]
         return self._ready
+
+    def at(self, address: str) -> Replica:
+        """The replica with an address."""
+        return self._by_address[address]
 
     def readiness_changed(self) -> None:
         """Must be called after a replica became ready or unready, before the next `ready`."""
@@ -149,6 +153,7 @@ class Membership:
     def _join(self, address: str) -> None:
         replica = Replica(address, self._links.make(address), self._clock, self._listener)
         self.replicas = [*self.replicas, replica]
+        self._by_address[address] = replica
         self.readiness_changed()
         self._links.open(replica)
         self.changed.set()
@@ -160,6 +165,7 @@ class Membership:
         for replica in leaving:
             logger.info("scheduler %s left: %s", replica.address, replica.reason)
             self.replicas = [one for one in self.replicas if one is not replica]
+            del self._by_address[replica.address]
             self.readiness_changed()
             self._links.close(replica)
             self._model.left(replica)

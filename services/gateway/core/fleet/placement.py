@@ -2,6 +2,7 @@
 preferred.
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 from services.common.errors import ResourceExhausted
@@ -22,6 +23,12 @@ class Placement:
         self._membership = membership
         self._policy = policy
         self._clock = clock
+        self._knows_queues = False
+        """Whether any replica has announced the state of its queue."""
+
+    def reported(self, replica: Replica) -> None:
+        """Called when a replica's scheduler has reported its queue or its load."""
+        self._knows_queues |= replica.queue is not None
 
     def check_queues(self, deadline: float | None, num_arriving: int) -> None:
         """Raises ResourceExhausted if the queues of all ready replicas would refuse another
@@ -52,22 +59,24 @@ class Placement:
         if not ready:
             return None
         inflight.trace.timeline.enter(Part.ROUTE)
-        timeout = self._timeout(inflight.request.deadline)
-        has_output = bool(inflight.output_token_ids)
-        with_room = [
-            replica
-            for replica in ready
-            if replica.queue is None
-            or replica.queue_refusal(timeout, has_output=has_output) is None
-        ]
+        with_room = self._with_room(inflight, ready) if self._knows_queues else ready
         some_have_room = 0 < len(with_room) < len(ready)
         candidates = admission.candidates(inflight, with_room if some_have_room else ready)
         if len(candidates) == 1:
             (replica,) = candidates
             return replica, RoutingDecision(replica.address, RoutingReason.ONLY, 1)
         route = self._policy.choose(inflight, candidates)
-        replica = next(one for one in candidates if one.address == route.address)
-        return replica, route
+        return self._membership.at(route.address), route
+
+    def _with_room(self, inflight: Inflight, ready: Sequence[Replica]) -> list[Replica]:
+        timeout = self._timeout(inflight.request.deadline)
+        has_output = bool(inflight.output_token_ids)
+        return [
+            replica
+            for replica in ready
+            if replica.queue is None
+            or replica.queue_refusal(timeout, has_output=has_output) is None
+        ]
 
     def _timeout(self, deadline: float | None) -> float | None:
         return None if deadline is None else deadline - self._clock.time()

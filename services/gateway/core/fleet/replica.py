@@ -243,11 +243,11 @@ class Replica:
         before, self.queue = self.queue, queue
         self._is_blocked = before is not None and before.is_blocked and queue.is_blocked
         self._num_others_waiting = max(0, queue.num_waiting - len(self._unadmitted))
-        self._listener.load_reported()
+        self._listener.load_reported(self)
 
     def load_changed(self, load: ReplicaLoad) -> None:
         self.load.reported(load)
-        self._listener.load_reported()
+        self._listener.load_reported(self)
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
         """A sequence was scheduled for the first time."""

@@ -46,6 +46,9 @@ def test_few_replicas_are_examined_and_the_cheapest_are_among_them(
     world = FakeFleet(NUM_REPLICAS, policy=rng.choice(("least-loaded", "power-of-two")))
     world.connect(*world.replicas)
     a_while(world, rng, num_events)
+    if rng.random() < 0.5:
+        for replica in world.replicas.values():
+            replica.load_changed(ReplicaLoad(0, 0, 1e-4, 3e-4))
     now = world.clock.time()
     (inflight,) = world.start(prompt=range(rng.choice((3, 12, 60)))).inflights
     order = LoadOrder(world.fleet.membership.ready(), era_of(now).number)
@@ -54,11 +57,14 @@ def test_few_replicas_are_examined_and_the_cheapest_are_among_them(
     few.examine(nodes, rng.sample("abcdefgh", rng.randint(0, 1)))
     every.examine(nodes, world.replicas)
     for factor in (1.0, 1.05, 1.5):
-        offers = every.near(order.least + delta, factor)
-        most = factor * min(offer.cost_seconds for offer in offers)
-        assert [offer for offer in offers if offer.cost_seconds <= most] == [
-            offer for offer in few.near(order.least + delta, factor) if offer.cost_seconds <= most
-        ]
+        expected = every.near(order.least + delta, factor)
+        costs = {order.index_of[one.replica.address]: one.cost_seconds for one in expected.examined}
+        assert expected.best.cost_seconds == min(costs.values())
+        most = factor * expected.best.cost_seconds
+        assert expected.indexes == sorted(index for index, cost in costs.items() if cost <= most)
+        near = few.near(order.least + delta, factor)
+        assert (near.best, near.indexes) == (expected.best, expected.indexes)
+        assert [few.at(index).cost_seconds for index in costs] == list(costs.values())
 
 
 @given(st.randoms(use_true_random=False))
@@ -78,6 +84,7 @@ def test_an_order_that_follows_changes_equals_a_new_one(rng: random.Random) -> N
         assert list(kept.levels(ALL)) == list(new.levels(ALL))
         assert kept.mean_weight == new.mean_weight
         assert kept.fleet_speeds == new.fleet_speeds
+        assert kept.idle_speeds == new.idle_speeds
         assert kept.least_output_tokens <= new.least_output_tokens
 
 
@@ -89,7 +96,7 @@ def test_a_replica_that_certainly_costs_more_is_not_examined() -> None:
     (inflight,) = world.start().inflights  # the second at the first replica
     order = LoadOrder(world.fleet.membership.ready(), 0)
     near = Offers(order, inflight, KEYS, 0.0).near(ALL, 1.05)
-    assert [offer.replica.address for offer in near] == list("bcdefgh")
+    assert [order.replicas[index].address for index in near.indexes] == list("bcdefgh")
 
 
 @given(

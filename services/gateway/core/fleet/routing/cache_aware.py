@@ -107,15 +107,13 @@ class CacheAware:
         """
         least = offers.order.least
         near = offers.near(least + self._max_load_delta, NEARLY_EQUAL)
-        best = min(near, key=lambda offer: offer.cost_seconds)
+        best = near.best
         if best.is_cached and _is_hot(best, offers.keys, least):
-            idle = offers.near(least)
-            return min(idle, key=lambda offer: offer.cost_seconds), RoutingReason.SPREAD
-        before = next((o for o in near if o.replica.address == address_before), best)
+            return offers.near(least).best, RoutingReason.SPREAD
+        before = next((o for o in near.examined if o.replica.address == address_before), best)
         if before is not best and AFFINITY * before.cost_seconds <= best.cost_seconds:
             return before, RoutingReason.AFFINITY
-        most = NEARLY_EQUAL * best.cost_seconds
-        chosen = self._rng.choice([offer for offer in near if offer.cost_seconds <= most])
+        chosen = offers.at(self._rng.choice(near.indexes))
         return chosen, RoutingReason.CACHED if chosen.is_cached else RoutingReason.CHEAPEST
 
     def _keys(self, inflight: Inflight, replica: Replica) -> list[int]:

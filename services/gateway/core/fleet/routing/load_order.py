@@ -2,8 +2,8 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from functools import partial
-from statistics import fmean
 
 from services.gateway.core.fleet.load_tracker import (
     INITIAL_MEAN_OUTPUT_TOKENS,
@@ -34,9 +34,14 @@ class LoadOrder:
         """The mean speeds, and speeds that no replica's speeds are below."""
         self.least_output_tokens = INITIAL_MEAN_OUTPUT_TOKENS
         """A number that no replica's mean number of output tokens is below."""
+        self._has_equal_speeds = True
         self._speeds: list[Speeds | None] = [None] * len(replicas)
         self._num_requests = [0] * len(replicas)
         self._weights = [0.0] * len(replicas)
+        self._sum_of_weights = Fraction(0)
+        """The exact sum, so that it does not depend on the order of changes."""
+        self._with_tokens_only: set[int] = set()
+        """The replicas without requests whose last report has uncomputed tokens."""
         self._levels: dict[int, list[Entry]] = {0: [(0.0, i) for i in range(len(replicas))]}
         """Maps a number of requests to the replicas that have it, sorted."""
         self._changed = set(range(len(replicas)))
@@ -53,6 +58,10 @@ class LoadOrder:
         for index in self._changed:
             load = self.replicas[index].load
             self._move(index, load.num_requests, load.recent_weight(self.era_number))
+            if load.num_uncomputed_tokens and not load.num_requests:
+                self._with_tokens_only.add(index)
+            else:
+                self._with_tokens_only.discard(index)
             self.least_output_tokens = min(self.least_output_tokens, load.mean_output_tokens)
             if load.speeds is not self._speeds[index]:
                 self._speeds[index], has_new_speeds = load.speeds, True
@@ -63,6 +72,7 @@ class LoadOrder:
             self.least_speeds = Speeds(
                 *map(min, zip(fleet.values, *(speeds.values for speeds in known), strict=True))
             )
+            self._has_equal_speeds = all(speeds == self._speeds[0] for speeds in self._speeds)
 
     @property
     def least(self) -> int:
@@ -72,7 +82,17 @@ class LoadOrder:
     @property
     def mean_weight(self) -> float:
         """The replicas' mean weight of recent tokens."""
-        return fmean(self._weights)
+        return float(self._sum_of_weights) / len(self._weights)
+
+    @property
+    def idle_speeds(self) -> Speeds | None:
+        """The speeds of every replica, if all have the same and no replica without requests has
+        uncomputed tokens. What a sequence costs at a replica that is idle and has cached nothing
+        then depends only on its weight.
+        """
+        if self._has_equal_speeds and not self._with_tokens_only:
+            return self._speeds[0] or self.fleet_speeds
+        return None
 
     def levels(self, max_num_requests: int) -> Iterator[tuple[int, Sequence[Entry]]]:
         """For each number of requests up to a limit, the replicas that have it, in order."""
@@ -87,4 +107,6 @@ class LoadOrder:
         if not before:
             del self._levels[self._num_requests[index]]
         insort(self._levels.setdefault(num_requests, []), (weight, index))
+        if weight != self._weights[index]:
+            self._sum_of_weights += Fraction(weight) - Fraction(self._weights[index])
         self._num_requests[index], self._weights[index] = num_requests, weight

@@ -1,12 +1,13 @@
 """What a sequence costs at the replicas, and how to find the cheapest without examining all."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.gateway.core.fleet.load_tracker import cost_seconds, era_of
+from services.gateway.core.fleet.load_tracker import Speeds, cost_seconds, era_of
 from services.gateway.core.fleet.replica import Replica
-from services.gateway.core.fleet.routing.load_order import LoadOrder
+from services.gateway.core.fleet.routing.load_order import Entry, LoadOrder
 from services.gateway.core.request.inflight import Inflight
 
 MIN_TRUST = 0.5
@@ -37,6 +38,18 @@ class Offer:
     is_cached: bool
     """Whether some tokens are expected to be cached and the prediction is trusted."""
     cost_seconds: float
+
+
+@dataclass(slots=True)
+class Near:
+    """The replicas at which a sequence costs little more than at the cheapest one."""
+
+    best: Offer
+    """The lowest cost. Among equals, the first replica."""
+    indexes: list[int]
+    """The replicas whose costs are near the lowest one, in order."""
+    examined: list[Offer]
+    """Offers of the replicas that were examined, whatever their costs."""
 
 
 class Offers:
@@ -71,9 +84,9 @@ class Offers:
             if index is not None:
                 self._examined[index] = self._offer(self.order.replicas[index])
 
-    def near(self, max_num_requests: int, factor: float = 1.0) -> list[Offer]:
-        """Offers of replicas with at most `max_num_requests`, in the order of the replicas. All
-        offers are included whose cost is at most `factor` times the lowest of these costs.
+    def near(self, max_num_requests: int, factor: float = 1.0) -> Near:
+        """The replicas with at most `max_num_requests` whose cost is at most `factor` times the
+        lowest of these costs. Idle replicas are found by bisection, if only their weights differ.
         """
         order = self.order
         offers = {
@@ -81,8 +94,14 @@ class Offers:
             for index, offer in self._examined.items()
             if offer.replica.load.num_requests <= max_num_requests
         }
-        most = factor * min((offer.cost_seconds for offer in offers.values()), default=math.inf)
+        examined = list(offers.values())
+        idle: Sequence[Entry] = ()
+        most = factor * min((offer.cost_seconds for offer in examined), default=math.inf)
         for num_requests, entries in order.levels(max_num_requests):
+            if num_requests == 0 and order.idle_speeds is not None:
+                idle = entries
+                most = min(most, factor * self._idle_cost(idle[0]))
+                continue
             least = self._least_cost(num_requests, 0.0)
             if least > most:
                 break
@@ -95,18 +114,38 @@ class Offers:
                 if index not in offers:
                     offer = offers[index] = self._offer(order.replicas[index])
                     most = min(most, factor * offer.cost_seconds)
-        return [offers[index] for index in sorted(offers)]
+        first = next((entry for entry in idle if entry[1] not in offers), None)
+        if first is not None:
+            index = min(self._idle_up_to(self._idle_cost(first), idle).difference(offers))
+            offers[index] = self._offer(order.replicas[index])
+        best = min(sorted(offers), key=lambda index: offers[index].cost_seconds)
+        most = factor * offers[best].cost_seconds
+        near = self._idle_up_to(most, idle).difference(offers)
+        near.update(index for index, offer in offers.items() if offer.cost_seconds <= most)
+        return Near(offers[best], sorted(near), examined)
+
+    def at(self, index: int) -> Offer:
+        """The offer of one replica."""
+        return self._examined.get(index) or self._offer(self.order.replicas[index])
+
+    def _idle_up_to(self, most: float, idle: Sequence[Entry]) -> set[int]:
+        """The idle replicas whose cost is at most `most`, if they have cached nothing."""
+        return {index for _, index in idle[: bisect_right(idle, most, key=self._idle_cost)]}
+
+    def _idle_cost(self, entry: Entry) -> float:
+        """The cost at an idle replica that has cached nothing, if `idle_speeds` are known."""
+        return self._cost(self.order.idle_speeds or self.order.fleet_speeds, entry[0], 0)
 
     def _least_cost(self, num_requests: int, weight: float) -> float:
         """A lower bound of the cost at replicas with this load that have cached nothing."""
-        return cost_seconds(
-            self.order.least_speeds,
-            self.order.fleet_speeds,
-            0,
-            self._num_tokens,
-            (weight + self._few) / self._mean,
-            num_requests * self._num_output_tokens,
-        )
+        num_decoded_tokens = num_requests * self._num_output_tokens
+        return self._cost(self.order.least_speeds, weight, num_decoded_tokens)
+
+    def _cost(self, speeds: Speeds, weight: float, num_decoded_tokens: float) -> float:
+        """The cost at a replica where no token waits and nothing is cached."""
+        pressure = (weight + self._few) / self._mean
+        fleet_speeds, num_tokens = self.order.fleet_speeds, self._num_tokens
+        return cost_seconds(speeds, fleet_speeds, 0, num_tokens, pressure, num_decoded_tokens)
 
     def _offer(self, replica: Replica) -> Offer:
         load, served, keys = replica.load, replica.description, self.keys
