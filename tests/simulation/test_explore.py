@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OTHER_PYTHON = os.environ.get("OTHER_PYTHON", "")
 """An interpreter of another version, with the packages of `make test`."""
-RICH_SEED = "1359"
+RICH_SEED = "2448"
 """A seed with most kinds of requests and of services, two ranks and Redis among them."""
 
 
@@ -41,4 +41,4 @@ def test_a_seed_has_the_same_log_with_another_version_of_python() -> None:
 
 
 def test_answers_in_a_mixture_equal_the_answers_alone_and_nothing_is_left() -> None:
-    assert explore("--seeds", "40").startswith("40 seeds, 0 failed")
+    assert explore("--seeds", "24").startswith("24 seeds, 0 failed")

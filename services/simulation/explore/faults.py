@@ -9,7 +9,10 @@ from services.simulation.explore.fleet import Fleet
 from services.simulation.runtime.network import Network
 from services.simulation.runtime.process import Process
 
-_SLOW_STOP_SECONDS, _SLOW_RUN_SECONDS = 0.05, 0.005
+_SLOW_STOP_SECONDS, _SLOW_RUN_SECONDS = 0.1, 0.01
+_RESET_SECONDS, _LONGEST_RESET_SECONDS = 0.1, 1.0
+_AHEAD = 20
+"""How much farther a clock is ahead than the fault lasts."""
 
 
 class Kind(Enum):
@@ -19,13 +22,15 @@ class Kind(Enum):
     SLOW = "runs a tenth of the time"
     CUT = "is cut off"
     CUT_ONE_WAY = "sends into the void"
-    RESET = "loses its connections"
+    RESET = "loses its connections again and again"
     AHEAD = "has a clock that is ahead"
     DISK = "has a full disk"
     DEVICE = "has a faulty device"
 
 
-_DEVICE_FAULTS = ("refuse memory", "fail", "exit", "hang 0.5 s", "hang 3 s", "slow 30x for 1 s")
+_HANG, _HANG_SECONDS = "hang 20 s", 20.0
+_DEVICE_FAULTS = "refuse memory", "fail", "exit", "hang 0.5 s", _HANG, "slow 30x for 1 s"
+_END_GATEWAYS = Kind.CRASH, Kind.TERMINATE, Kind.STOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,15 @@ class Fault:
     peer: str | None = None
     rule: str = ""
 
+    def ends_calls_of(self, gateway: str) -> bool:
+        """Whether clients of a gateway may get errors."""
+        return self.service == gateway and self.kind in _END_GATEWAYS
+
+    @property
+    def hang_seconds(self) -> float:
+        """How long a device hangs at most, in steps that nobody waits for any more."""
+        return _HANG_SECONDS * self.rule.count(_HANG)
+
     def __str__(self) -> str:
         if self.rule:
             return f"{self.service} {self.kind.value}: {self.rule}"
@@ -49,30 +63,45 @@ class Fault:
         return f"at {self.at_seconds:.3f} s {what}"
 
 
-def draw_faults(rng: random.Random, services: list[str], count: int, seconds: float) -> list[Fault]:
+def draw_faults(
+    rng: random.Random,
+    services: list[str],
+    pairs: list[tuple[str, str]],
+    count: int,
+    seconds: float,
+) -> list[Fault]:
+    """Faults of services, and of the network between pairs of services."""
     faults = []
     for _ in range(count):
-        kind, service = rng.choice(list(Kind)), rng.choice(services)
+        kind, service = rng.choice([*Kind, Kind.DEVICE]), rng.choice(services)
         if kind is Kind.DEVICE:
             faults.append(_draw_device_fault(rng, services, seconds))
             continue
         peer = None
         if kind in (Kind.CUT, Kind.CUT_ONE_WAY, Kind.RESET):
-            peer = rng.choice([name for name in services if name != service])
-        lasts = rng.choice((0.02, 0.3, 3.0, 40.0)) * rng.random()
+            service, peer = rng.sample(rng.choice(pairs), 2)
+        lasts = rng.choice((0.02, 0.3, 3.0, 40.0)) * (0.2 + 0.8 * rng.random())
         faults.append(Fault(rng.random() * seconds, kind, service, lasts, peer))
     return sorted(faults, key=lambda fault: fault.at_seconds)
 
 
 def _draw_device_fault(rng: random.Random, services: list[str], seconds: float) -> Fault:
+    """One fault of a device, or several that follow each other."""
     worker = rng.choice([name for name in services if name.startswith("worker")])
-    at = rng.random() * seconds
-    when = rng.choice((f"after {at:.3f} s", f"at step {rng.randrange(1, 60)}"))
-    return Fault(0.0, Kind.DEVICE, worker, 0.0, rule=f"{when}: {rng.choice(_DEVICE_FAULTS)}")
+    step = rng.randrange(1, 60)
+    rules = [f"at step {step}"]
+    if rng.random() < 0.5:
+        rules = [f"after {rng.random() * seconds:.3f} s"]
+    elif rng.random() < 0.5:
+        rules += [f"at step {step + rng.choice((1, 2, 10))}" for _ in range(rng.choice((1, 2)))]
+    script = "; ".join(f"{when}: {rng.choice(_DEVICE_FAULTS)}" for when in dict.fromkeys(rules))
+    return Fault(0.0, Kind.DEVICE, worker, 0.0, rule=script)
 
 
-async def inject(fault: Fault, fleet: Fleet, network: Network) -> None:
-    """Waits for the time of a fault, causes it, and ends it. Leaves a dead service alone."""
+async def inject(fault: Fault, fleet: Fleet, network: Network, *, must_end: bool) -> None:
+    """Waits for the time of a fault, causes it, and ends it. Leaves a dead service alone.
+    `must_end`: a service must end in time after SIGTERM. Otherwise raises AssertionError.
+    """
     await asyncio.sleep(fault.at_seconds)
     process = fleet.services[fault.service].process
     network.log(f"fault: {fault}")
@@ -80,16 +109,19 @@ async def inject(fault: Fault, fleet: Fleet, network: Network) -> None:
         case Kind.CRASH:
             await fleet.crash(fault.service, fault.seconds)
         case Kind.TERMINATE:
-            await fleet.restart(fault.service)
+            ends_itself = await fleet.restart(fault.service)
+            if must_end and not ends_itself:
+                raise AssertionError(f"{fault.service} has not ended after SIGTERM")
         case Kind.STOP:
             await _stop(process, network, fault.seconds)
         case Kind.SLOW:
             until = network.loop.time() + fault.seconds
+            chance = network.loop.rng_of("slow", fault.service)
             while network.loop.time() < until:
-                await _stop(process, network, _SLOW_STOP_SECONDS)
-                await asyncio.sleep(_SLOW_RUN_SECONDS)
+                await _stop(process, network, _SLOW_STOP_SECONDS * chance.random() ** 2)
+                await asyncio.sleep(_SLOW_RUN_SECONDS * chance.random())
         case Kind.AHEAD:
-            process.seconds_ahead = fault.seconds
+            process.seconds_ahead = _AHEAD * fault.seconds
             await asyncio.sleep(fault.seconds)
             process.seconds_ahead = 0.0
         case Kind.DISK:
@@ -112,7 +144,11 @@ async def _stop(process: Process, network: Network, seconds: float) -> None:
 
 async def _disturb(fault: Fault, one: Process, other: Process, network: Network) -> None:
     if fault.kind is Kind.RESET:
-        network.reset(one, other)
+        chance, now = network.loop.rng_of("reset", one.name, other.name), network.loop.time
+        until = now() + min(fault.seconds, _LONGEST_RESET_SECONDS)
+        while now() < until:
+            network.reset(one, other)
+            await asyncio.sleep(_RESET_SECONDS * chance.random())
         return
     pairs = [(one, other), (other, one)] if fault.kind is Kind.CUT else [(one, other)]
     for source, target in pairs:

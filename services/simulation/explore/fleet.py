@@ -90,16 +90,20 @@ class Fleet:
         await asyncio.sleep(seconds)
         self._replace(self.services[name], process)
 
-    async def restart(self, name: str) -> None:
-        """Ends a service as SIGTERM does, and starts it again. Kills it if it takes too long."""
+    async def restart(self, name: str) -> bool:
+        """Ends a service as SIGTERM does, and starts it again. Kills it if it takes too long.
+        Returns whether it did not.
+        """
         service = self.services[name]
         process, task = service.process, service.task
         if process.is_dead or task is None:
-            return
+            return True
         service.tell_to_stop()
         await asyncio.wait({task}, timeout=_TERMINATION_SECONDS)
+        has_ended = task.done()
         process.kill()
         self._replace(service, process)
+        return has_ended
 
     def start_all(self) -> None:
         for name in self.services:
@@ -118,6 +122,12 @@ class Fleet:
                 assert service.task is not None
                 async with asyncio.timeout(seconds):
                     await service.task
+
+    def mend_devices(self) -> None:
+        """Ends the faults of devices, also those that have not happened."""
+        for service in self.services.values():
+            if (faults := getattr(service.process.inside, "faults", None)) is not None:
+                faults.rules = ()
 
     async def until_ready(self) -> None:
         """Waits until all replicas are ready for each gateway."""

@@ -1,6 +1,7 @@
 """Looks for what is left in the services after all requests have ended."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,12 @@ from services.kvpool.__main__ import PoolService
 from services.scheduler.__main__ import SchedulerService
 from services.simulation.explore.fleet import Fleet
 from services.simulation.explore.members import REDIS
+from services.simulation.runtime.loop import VirtualLoop
+from services.simulation.runtime.process import PROCESS, State
+
+_LATE_SECONDS = 10.0
+_MAY_BE_LEFT = {"KeyedRequests._expire", "Fleet._update"}
+"""Timers that are left by design: answers with a key are kept, and a model is waited for."""
 
 
 def what_is_left(fleet: Fleet, num_gateways: int) -> list[str]:
@@ -48,7 +55,8 @@ def _in_gateway(gateway: Gateway, num_cached: int) -> Left:
         yield f"sequences at {replica.address}", replica.num_unfinished
         yield f"kept sequences at {replica.address}", len(replica._held)
     for option in gateway.parts.options:
-        yield "sessions", len(getattr(option, "sessions", ()))
+        sessions = getattr(option, "sessions", ())
+        yield "sessions", sum(one.is_in_turn or one.num_turns > 0 for one in sessions)
 
 
 def _in_scheduler(service: SchedulerService, num_gateways: int) -> Left:
@@ -93,4 +101,21 @@ def left_on_disks(fleet: Fleet) -> list[str]:
             entries = [json.loads(line) for line in file.content.splitlines()]
             if entries[-1:] != [{"call": "end"}] and not file.has_failed:
                 found.append(f"the step log of {name} ends with {entries[-1:]}")
+    return found
+
+
+def late_timers(loop: VirtualLoop) -> Counter[str]:
+    """The timers of living services that are due after ten seconds or later: their numbers by
+    service and function.
+    """
+    found: Counter[str] = Counter()
+    for due, _, handle in loop._timers:
+        process = handle._context.get(PROCESS)
+        is_late = due > loop.time() + _LATE_SECONDS and not handle._cancelled
+        if not is_late or process is None or process.state is State.DEAD:
+            continue
+        callback: Any = getattr(handle._callback, "func", handle._callback)
+        is_own = callback.__module__.startswith("services.simulation")
+        if not is_own and callback.__qualname__ not in _MAY_BE_LEFT:
+            found[f"{process.name} {callback.__qualname__}"] += 1
     return found

@@ -42,6 +42,8 @@ _RESUBMIT_SECONDS = 300.0
 """Longer than all faults of a run, so that each request waits until they are over."""
 _STEP_SECONDS = 3.0
 """The time after which a worker counts as hung."""
+_IDLE_SECONDS = 8.0
+"""The time after which an idle session of a client ends."""
 _TIER_GIB = 0.001
 """Memory of a tier, for about twenty blocks."""
 
@@ -64,6 +66,12 @@ class Shape:
     has_redis: bool = False
     """Redis has the registry of schedulers and the directory of cached prefixes."""
     has_step_log: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Further settings of the schedulers, as pairs of a name and a value."""
+
+    def setting(self, name: str) -> Any:
+        """A further setting of the schedulers. None if it has its default."""
+        return dict(self.settings).get(name)
 
 
 def service_names(shape: Shape) -> list[str]:
@@ -80,6 +88,23 @@ def service_names(shape: Shape) -> list[str]:
 def worker_names(number: int, shape: Shape) -> list[str]:
     """The names of a replica's workers, in the order of their ranks."""
     return [f"worker-{number}", *(f"worker-{number}-{rank}" for rank in range(1, shape.num_ranks))]
+
+
+def links(shape: Shape) -> list[tuple[str, str]]:
+    """The pairs of services that send messages to each other."""
+    gateways = [name for name in service_names(shape) if name.startswith("gateway")]
+    found = []
+    for number in range(shape.num_replicas):
+        pool, scheduler, workers = (
+            f"pool-{number}",
+            f"scheduler-{number}",
+            worker_names(number, shape),
+        )
+        found += [(scheduler, pool), *((scheduler, worker) for worker in workers)]
+        found += [(workers[0], worker) for worker in workers[1:]]
+        found += [(name, gateway) for name in (pool, scheduler) for gateway in gateways]
+        found += [(name, REDIS) for name in (pool, scheduler) if shape.has_redis]
+    return [*found, *((gateway, REDIS) for gateway in gateways if shape.has_redis)]
 
 
 class Members:
@@ -130,6 +155,7 @@ class Members:
             step_timeout_seconds=_STEP_SECONDS,
             redis_url=self._redis_url,
             step_log=Path("steps.jsonl") if self._shape.has_step_log else None,
+            **dict(self._shape.settings),
         )
         return lambda stop: scheduler.serve(settings, stop)
 
@@ -181,6 +207,7 @@ class Members:
             address=f"gateway-{number}:9000",
             trace_slowest_per_minute=0,
             resubmit_timeout_seconds=_RESUBMIT_SECONDS,
+            client_session_idle_seconds=_IDLE_SECONDS,
         )
 
         async def serve(stop: asyncio.Event) -> None:
@@ -200,6 +227,8 @@ class Members:
         incarnation = uuid.uuid4().hex
         with outside():
             built = build_worker(settings, incarnation, checkpoint_reached, group)
+        runner: Any = built.runner
+        current_process().inside = runner.runner.model
         if (adapters := built.adapters) is not None:
             load = adapters.load
 

@@ -7,15 +7,20 @@ different requests, so that their answers alone are computed once for many seeds
 import random
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 from typing import Any
 
 MODEL = "demo"
 ADAPTERS = ("first-adapter", "second-adapter", "third-adapter")
 _NUM_DOCUMENTS = 4
-_DOCUMENT_TOKENS = 120
-_LONG_ANSWER = 120
+_DOCUMENT_TOKENS = 350
+_LONG_PROMPT = 345
+"""Tokens of a prompt that needs nearly all blocks of a replica."""
+_LONG_ANSWER = 60
 """Tokens of an answer that goes on for a while if nobody ends it."""
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 300, 4000
+WRONGS = "cut", "json", "model", "length", "temperature"
+"""What is wrong with a request: half of it is missing, it is no JSON, or a field is wrong."""
 
 
 class Edge(Enum):
@@ -33,6 +38,7 @@ class Kind(Enum):
     TURNS = "the turns of a session"
     CALL = "a call of a tool"
     VECTOR = "an embedding"
+    WRONG = "something that is refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,8 @@ class Request:
     temperature: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    ignores_end: bool = False
+    """Only `max_tokens` or a stop string ends its answer."""
     num_logprobs: int = 0
     """Log-probabilities of its prompt and its answer, with this many probable tokens."""
     salt: str = ""
@@ -58,6 +66,16 @@ class Request:
     """The prompts of a session's turns after the first."""
     pause_seconds: float = 0.0
     """The time between two turns. The answer does not depend on it."""
+    breaks_after_seconds: float | None = None
+    """The time after which the client breaks off the last turn of an HTTP session. It then sends
+    the turn again. The answer does not depend on it.
+    """
+    ends_in_turn: bool = False
+    """Whether the client ends its HTTP session during the last turn, whose answer goes on."""
+    key: str = ""
+    """Its idempotency key. The answer does not depend on it."""
+    wrong: str = ""
+    """What is wrong with it."""
 
     def sampling(self) -> dict[str, Any]:
         sampling = {"temperature": self.temperature, "seed": self.seed}
@@ -73,8 +91,16 @@ class Request:
 
     def usual(self) -> "Request":
         """The request with the same answer whose answer alone is computed."""
-        edge = Edge.COMPLETION if self.kind is Kind.CALL else Edge.GRPC
-        return replace(self, edge=edge, pause_seconds=0.0, salt="")
+        is_http = self.kind in (Kind.CALL, Kind.WRONG)
+        return replace(
+            self,
+            edge=Edge.COMPLETION if is_http else Edge.GRPC,
+            pause_seconds=0.0,
+            breaks_after_seconds=None,
+            ends_in_turn=False,
+            salt="",
+            key="",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +120,23 @@ def draw_arrivals(
     """Requests that arrive within some seconds, some of them in bursts. `pools`: the model computes
     embeddings.
     """
-    arrivals, at = [], 0.0
+    arrivals: list[Arrival] = []
+    at = 0.0
     for number in range(count):
         if rng.random() < 0.6:
             at += rng.expovariate(count / seconds)
-        leaves = rng.random() * 0.5 if rng.random() < 0.1 else None
+        gateway = rng.randrange(num_gateways)
+        leaves = rng.random() * rng.choice((0.5, 0.5, 0.002)) if rng.random() < 0.15 else None
         request = draw_vector(rng) if pools else draw_request(rng)
-        if request.kind is Kind.TEXT and leaves is not None:
-            request = replace(request, max_tokens=_LONG_ANSWER)
+        if request.kind is Kind.TEXT and leaves is not None and request.max_tokens:
+            request = replace(request, max_tokens=_LONG_ANSWER, ignores_end=True)
         elif request.kind is Kind.TEXT and request.n == 1 and rng.random() < 0.1:
             request = replace(request, edge=Edge.GRPC, salt=f"salt {number}")
-        arrivals.append(Arrival(number, at, request, rng.randrange(num_gateways), leaves))
+        elif request.kind in (Kind.TEXT, Kind.CALL) and rng.random() < 0.1:
+            request = replace(request, key=f"key {number}")
+            again = at + rng.random() * rng.choice((0.0, 0.02, 1.0))
+            arrivals.append(Arrival(count + number, again, request, rng.randrange(num_gateways)))
+        arrivals.append(Arrival(number, at, request, gateway, leaves))
     return arrivals
 
 
@@ -128,20 +160,32 @@ def draw_request(rng: random.Random) -> Request:  # noqa: PLR0911 - one for each
     if kind < 0.57:
         edge = rng.choice((Edge.COMPLETION, Edge.STREAM))
         return Request(edge, prompt[: rng.choice((1, 3))], 48, Kind.CALL)
-    if kind < 0.7:
-        later = _LATER_PROMPTS[: rng.choice((1, 2))]
-        prompt = _document(0)[: rng.choice((3, 40))]
-        pause = rng.choice((0.0, 0.05, 1.5)) * rng.random()
-        first = Request(Edge.GRPC, prompt, rng.choice((1, 5)), Kind.TURNS)
-        return replace(first, later_prompts=later, pause_seconds=pause)
-    if kind < 0.78:
+    if kind < 0.73:
+        return _draw_turns(rng)
+    if kind < 0.8:
         stop = (rng.choice("aeiou"),)
-        return replace(request, edge=Edge.GRPC, max_tokens=_LONG_ANSWER, stop=stop)
-    if kind < 0.86:
+        request = replace(request, edge=Edge.GRPC, ignores_end=True, n=rng.choice((1, 2)))
+        return replace(request, max_tokens=_LONG_ANSWER, stop=stop, temperature=1.0)
+    if kind < 0.87:
         return replace(request, edge=Edge.GRPC, num_logprobs=rng.choice((1, 3)))
-    if kind < 0.88:
-        return replace(request, edge=Edge.GRPC, max_tokens=0)
+    if kind < 0.89:
+        return Request(Edge.GRPC, _document(2)[:_LONG_PROMPT], 0, ignores_end=True)
+    if kind < 0.91:
+        return Request(Edge.COMPLETION, prompt, 1, Kind.WRONG, wrong=rng.choice(WRONGS))
     return request
+
+
+def _draw_turns(rng: random.Random) -> Request:
+    prompt = _document(0)[: rng.choice((3, 40))]
+    later = _LATER_PROMPTS[: rng.choice((1, 2))]
+    pause = rng.choice((0.0, 0.05, 1.5)) * rng.random()
+    edge, max_tokens = rng.choice(list(Edge)), rng.choice((1, 5, 24))
+    turns = Request(edge, prompt, max_tokens, Kind.TURNS, later_prompts=later, pause_seconds=pause)
+    if edge is Edge.GRPC or rng.random() < 0.3:
+        return turns
+    if rng.random() < 0.3:
+        return replace(turns, ends_in_turn=True)
+    return replace(turns, breaks_after_seconds=0.1 * rng.random())
 
 
 def _draw_prompt(rng: random.Random) -> tuple[int, ...]:
@@ -149,9 +193,15 @@ def _draw_prompt(rng: random.Random) -> tuple[int, ...]:
     return document[: rng.choice((3, 16, 17, 40, 100))]
 
 
+@cache
 def _document(number: int) -> tuple[int, ...]:
     rng = random.Random(number)
     return tuple(rng.randrange(_LOWEST_TOKEN, _HIGHEST_TOKEN) for _ in range(_DOCUMENT_TOKENS))
 
 
 _LATER_PROMPTS = _document(1)[:16], _document(2)[:40]
+
+PROBE = Request(Edge.GRPC, _document(3)[:40], 2)
+"""The request that finds out whether a fleet serves."""
+PROBE_VECTOR = Request(Edge.GRPC, _document(3)[:40], 1, Kind.VECTOR)
+"""The request that finds out whether a fleet serves, if it computes embeddings."""

@@ -1,19 +1,21 @@
 """Runs one seed: the fleet, its load, and the checks afterwards."""
 
 import asyncio
-import random
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from asyncio import create_task
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.simulation.explore.clients import Answer, ask
-from services.simulation.explore.faults import Fault, Kind, draw_faults, inject
+from services.simulation.explore.answer import Answer
+from services.simulation.explore.clients import ask
+from services.simulation.explore.faults import Kind, inject
 from services.simulation.explore.fleet import Fleet
-from services.simulation.explore.left import left_on_disks, what_is_left
-from services.simulation.explore.lines import unexpected_line
-from services.simulation.explore.members import REDIS, Shape, service_names
-from services.simulation.explore.requests import Arrival, Request, draw_arrivals
+from services.simulation.explore.left import late_timers, left_on_disks, what_is_left
+from services.simulation.explore.lines import line_of_step, unexpected_line
+from services.simulation.explore.members import Shape
+from services.simulation.explore.plan import Plan
+from services.simulation.explore.requests import PROBE, PROBE_VECTOR, Arrival, Request
+from services.simulation.explore.watch import request_name, watch
 from services.simulation.runtime.loop import VirtualLoop
 from services.simulation.runtime.machine import run_on
 from services.simulation.runtime.network import Network
@@ -21,13 +23,22 @@ from services.simulation.runtime.process import Process, State
 from services.simulation.runtime.streams import MemoryStreams
 
 _START_SECONDS = 20.0
-_LOAD_SECONDS = 1.0
 _SETTLE_SECONDS = 3.0
-_CALM_SETTLE_SECONDS = 0.3
+_CALM_SETTLE_SECONDS = 0.15
 """Enough for what is under way without faults. An answer that nobody wants may take longer."""
+_REDIS_SECONDS = 1.2
+"""Gateways look for new pools in Redis once a second."""
 _ANSWER_SECONDS = 120.0
 _TAKEOVER_SECONDS = 15.0
 """Enough to notice that a replica hangs, and to answer at another one."""
+_CALM_ANSWER_SECONDS = 5.0
+"""Enough for any answer without faults."""
+_QUIET_SECONDS = 10.0
+"""More than two timeouts of the streams between gateways and schedulers, and more than an idle
+session of a client lasts.
+"""
+_PROBE_SECONDS = 2.0
+_LONGEST_FAULT_SECONDS = 100.0
 _STOP_SECONDS = 30.0
 
 
@@ -39,58 +50,9 @@ class Failed(AssertionError):
 class Report:
     """The result of a run."""
 
-    plan: "Plan"
+    plan: Plan
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything about a run that is not drawn while it runs."""
-
-    seed: int
-    shape: Shape
-    arrivals: tuple[Arrival, ...]
-    faults: tuple[Fault, ...] = ()
-
-    def excuses(self, arrival: Arrival) -> bool:
-        """Whether a client may get an error: its gateway was disturbed itself."""
-        gateway = f"gateway-{arrival.gateway}"
-        return any(gateway == fault.service for fault in self.faults)
-
-    @property
-    def spares_a_replica(self) -> bool:
-        """Whether the faults leave all of a replica alone, and what it shares with others."""
-        hit = {name for fault in self.faults for name in (fault.service, fault.peer or "")} - {""}
-        replicas = {name.split("-")[1] for name in hit if "-" in name}
-        shared = any(name.startswith((REDIS, "gateway")) for name in hit)
-        return len(replicas) < self.shape.num_replicas and not shared
-
-
-def make_plan(seed: int) -> Plan:
-    rng = random.Random(seed)
-    shape = _draw_shape(rng)
-    count, num_gateways = rng.randrange(4, 16), shape.num_gateways
-    arrivals = draw_arrivals(rng, count, _LOAD_SECONDS, num_gateways, pools=shape.pools)
-    services = service_names(shape)
-    if shape.num_replicas > 1 and rng.random() < 0.5:  # the other replica takes over
-        services = [name for name in services if re.match(r"(pool|worker|scheduler)-0", name)]
-    faults = draw_faults(rng, services, rng.choice((0, 1, 1, 2, 4)), _LOAD_SECONDS)
-    return Plan(seed, shape, tuple(arrivals), tuple(faults))
-
-
-def _draw_shape(rng: random.Random) -> Shape:
-    shape = Shape(
-        num_replicas=rng.choice((1, 1, 2)),
-        num_gateways=rng.choice((1, 1, 2)),
-        num_ranks=2 if rng.random() < 0.15 else 1,
-        has_redis=rng.random() < 0.3,
-        has_step_log=rng.random() < 0.3,
-    )
-    if rng.random() < 0.06:
-        return replace(shape, pools=True)
-    drafts = rng.choice(("", "", "ngram", "draft_model"))
-    return replace(shape, drafts=drafts, has_tier=rng.random() < 0.3)
 
 
 class Explorer:
@@ -108,8 +70,9 @@ class Explorer:
         fleet = Fleet(network, self._model, plan.shape, device)
         report = Report(plan, network.lines)
         answers: dict[int, Answer] = {}
+        probe = self._alone[PROBE_VECTOR if plan.shape.pools else PROBE]
         try:
-            run_on(network, plan.seed, lambda: _main(plan, fleet, network, answers))
+            run_on(network, plan.seed, lambda: _Run(plan, fleet, network, answers, probe).main())
         except Exception as error:
             report.failures.append(f"{type(error).__name__}: {error}")
         report.failures += network.errors
@@ -121,7 +84,8 @@ class Explorer:
         without faults.
         """
         arrivals = (arrival for plan in plans for arrival in plan.arrivals)
-        wanted = dict.fromkeys(arrival.request.usual() for arrival in arrivals)
+        asked = (PROBE, PROBE_VECTOR, *(arrival.request for arrival in arrivals))
+        wanted = dict.fromkeys(request.usual() for request in asked)
         missing = [request for request in wanted if request not in self._alone]
         for pools in (False, True):
             of_fleet = [one for one in missing if one.wants_vector is pools]
@@ -151,49 +115,121 @@ class Explorer:
         failures = []
         for arrival in plan.arrivals:
             answer, alone = answers.get(arrival.number), self._alone[arrival.request.usual()]
-            if answer and arrival.request.salt and answer.num_cached_tokens and not plan.faults:
-                failures.append(f"request {arrival.number} has cached tokens of another salt")
-            if answer and answer.seconds > _TAKEOVER_SECONDS and plan.spares_a_replica:
-                failures.append(f"request {arrival.number} was not answered by another replica")
-            if answer is None or answer.equals(alone):
+            if answer is None:
                 continue
-            may_end = arrival.leaves_after_seconds is not None or plan.excuses(arrival)
-            if not may_end or not answer.begins(alone):
+            failures += _complaints(plan, arrival, answer)
+            if not (answer.equals(alone) or (plan.excuses(arrival) and answer.begins(alone))):
                 what = f"request {arrival.number} {arrival.request}"
                 failures.append(f"{what}: {answer} is not {alone}")
         return failures
 
 
-async def _main(plan: Plan, fleet: Fleet, network: Network, answers: dict[int, Answer]) -> None:
-    fleet.start_all()
-    async with asyncio.timeout(_START_SECONDS):
-        await fleet.until_ready()
-    num_lines = len(network.lines)
-    injecting = [asyncio.create_task(inject(fault, fleet, network)) for fault in plan.faults]
-    clients = []
-    for arrival in plan.arrivals:
-        process = Process(network.loop, f"client-{arrival.number}")
-        answer = answers[arrival.number] = Answer()
-        clients.append(process.spawn(_client(arrival, answer, network)))
-    await asyncio.gather(*injecting)
-    async with asyncio.timeout(_ANSWER_SECONDS):
-        await asyncio.gather(*clients)
-    async with asyncio.timeout(_START_SECONDS):
-        await fleet.until_ready()
-    await asyncio.sleep(_SETTLE_SECONDS if plan.faults else _CALM_SETTLE_SECONDS)
-    if line := unexpected_line(network.lines[num_lines:], is_calm=not plan.faults):
-        raise Failed(f"a line of the log is unexpected: {line}")
-    if left := what_is_left(fleet, plan.shape.num_gateways):
-        raise Failed("; ".join(left))
-    await fleet.stop_all(_STOP_SECONDS)
-    if wrong := left_on_disks(fleet):
-        raise Failed("; ".join(wrong))
-    await asyncio.sleep(_SETTLE_SECONDS)
-    if tasks := [task for task in asyncio.all_tasks() if _runs(task)]:
-        raise Failed(f"tasks are left: {sorted(map(repr, tasks))}")
-    if network.listeners or network.connections:
-        what = f"{list(network.listeners)} and {len(network.connections)} connections"
-        raise Failed(f"addresses are left: {what}")
+def _complaints(plan: Plan, arrival: Arrival, answer: Answer) -> Iterator[str]:
+    """What is wrong with an answer, apart from its text."""
+    if arrival.request.salt and answer.num_cached_tokens and not plan.faults:
+        yield f"request {arrival.number} has cached tokens of another salt"
+    if answer.seconds > _TAKEOVER_SECONDS and plan.spares_a_replica:
+        yield f"request {arrival.number} was not answered by another replica"
+    if answer.seconds > _CALM_ANSWER_SECONDS and not plan.faults:
+        yield f"request {arrival.number} took {answer.seconds:.1f} s although nothing failed"
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run of a plan."""
+
+    plan: Plan
+    fleet: Fleet
+    network: Network
+    answers: dict[int, Answer]
+    whole_probe: Answer
+
+    async def main(self) -> None:
+        plan, fleet, lines = self.plan, self.fleet, self.network.lines
+        fleet.start_all()
+        await self._until_ready()
+        num_lines = len(lines)
+        timers = late_timers(self.network.loop)
+        await self._serve()
+        fleet.mend_devices()
+        await asyncio.sleep(sum(fault.hang_seconds for fault in plan.faults))
+        await self._until_ready()
+        calm_seconds = _REDIS_SECONDS if plan.shape.has_redis else _CALM_SETTLE_SECONDS
+        await asyncio.sleep(_SETTLE_SECONDS if plan.faults else calm_seconds)
+        self._look(num_lines, is_calm=not plan.faults)
+        num_lines = len(lines)
+        await self._probe()
+        await asyncio.sleep(_CALM_SETTLE_SECONDS)
+        num_quiet = len(lines)
+        await asyncio.sleep(_QUIET_SECONDS)
+        self._look(num_lines, is_calm=True)
+        if line := line_of_step(lines[num_quiet:]):
+            raise Failed(f"a step is computed although nobody asks: {line}")
+        if left := late_timers(self.network.loop) - timers:
+            raise Failed(f"timers are left: {dict(left)}")
+        await self._stop()
+
+    async def _serve(self) -> None:
+        """Serves the load, with its faults."""
+        plan, network = self.plan, self.network
+        must_end = len(plan.faults) == 1
+        injecting = [
+            create_task(inject(fault, self.fleet, network, must_end=must_end))
+            for fault in plan.faults
+        ]
+        watching = create_task(watch(self.fleet, self.answers))
+        clients = [self._client(arrival) for arrival in plan.arrivals]
+        async with asyncio.timeout(_LONGEST_FAULT_SECONDS):
+            await asyncio.gather(*injecting)
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            await asyncio.gather(*clients)
+        watching.cancel()
+        if watching.done() and not watching.cancelled():
+            watching.result()
+
+    def _client(self, arrival: Arrival) -> "asyncio.Task[None]":
+        process = Process(self.network.loop, f"client-{arrival.number}")
+        answer = self.answers[arrival.number] = Answer()
+        retries = self.plan.shape.setting("max_num_waiting") is not None
+        return process.spawn(_client(arrival, answer, self.network, retries=retries))
+
+    async def _until_ready(self) -> None:
+        async with asyncio.timeout(_START_SECONDS):
+            await self.fleet.until_ready()
+
+    def _look(self, first_line: int, *, is_calm: bool) -> None:
+        if line := unexpected_line(self.network.lines[first_line:], is_calm=is_calm):
+            raise Failed(f"a line of the log is unexpected: {line}")
+        if left := what_is_left(self.fleet, self.plan.shape.num_gateways):
+            raise Failed("; ".join(left))
+
+    async def _probe(self) -> None:
+        """Each gateway answers soon, and finds what it has just computed in the cache."""
+        shape = self.plan.shape
+        request = PROBE_VECTOR if shape.pools else PROBE
+        for number in range(shape.num_gateways):
+            for is_cached in (False, True):
+                client, answer = Process(self.network.loop, "probe"), Answer()
+                async with asyncio.timeout(_PROBE_SECONDS):
+                    await client.spawn(ask(f"gateway-{number}", request, answer))
+                if not answer.equals(self.whole_probe):
+                    raise Failed(f"a probe: {answer} is not {self.whole_probe}")
+                may_hit = not shape.pools and shape.setting("enable_prefix_caching") is None
+                if is_cached and may_hit and not answer.num_cached_tokens:
+                    raise Failed("a prompt is not found in the cache just after its answer")
+                await asyncio.sleep(_CALM_SETTLE_SECONDS)
+
+    async def _stop(self) -> None:
+        await self.fleet.stop_all(_STOP_SECONDS)
+        if wrong := left_on_disks(self.fleet):
+            raise Failed("; ".join(wrong))
+        await asyncio.sleep(_SETTLE_SECONDS)
+        if tasks := [task for task in asyncio.all_tasks() if _runs(task)]:
+            raise Failed(f"tasks are left: {sorted(map(repr, tasks))}")
+        network = self.network
+        if network.listeners or network.connections:
+            what = f"{list(network.listeners)} and {len(network.connections)} connections"
+            raise Failed(f"addresses are left: {what}")
 
 
 def _runs(task: "asyncio.Task[object]") -> bool:
@@ -203,10 +239,11 @@ def _runs(task: "asyncio.Task[object]") -> bool:
     return task is not asyncio.current_task() and not is_dead
 
 
-async def _client(arrival: Arrival, answer: Answer, network: Network) -> None:
+async def _client(arrival: Arrival, answer: Answer, network: Network, *, retries: bool) -> None:
     await asyncio.sleep(arrival.at_seconds)
     begin = network.loop.time()
-    asking = ask(f"gateway-{arrival.gateway}", arrival.request, answer)
+    name, gateway = request_name(arrival.number), f"gateway-{arrival.gateway}"
+    asking = ask(gateway, arrival.request, answer, name=name, retries=retries)
     try:
         async with asyncio.timeout(arrival.leaves_after_seconds):
             await asking

@@ -7,9 +7,10 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
-from services.simulation.explore.run import Explorer, Plan, Report, make_plan
+from services.simulation.explore.plan import Plan, make_plan
+from services.simulation.explore.run import Explorer, Report
 
-_PREPARED_AT_ONCE = 100
+_PREPARED_AT_ONCE = 10
 
 
 def search(model: Path, seeds: Sequence[int]) -> int:

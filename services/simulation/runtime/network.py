@@ -130,7 +130,8 @@ class Network:
         for end in connection.ends:
 
             def check(end: End = end) -> None:
-                if fails():
+                if fails() and end.is_open:
+                    end.pipe.send(connection.other(end).lose, CLOSED)
                     end.lose("ping timeout")
 
             after = self.loop.rng_of("silence", end.process.name).uniform(*seconds)

@@ -1,0 +1,59 @@
+"""The answer that a client has received."""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from zlib import crc32
+
+
+@dataclass(slots=True)
+class Answer:
+    """The answer that a client has received so far. Choices are keyed by their indices, and turns
+    of a session by their numbers.
+    """
+
+    texts: dict[int, str] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    """Empty over HTTP."""
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    """Log-probabilities of the prompt and the answer, in their order."""
+    finished: dict[int, str] = field(default_factory=dict)
+    num_cached_tokens: int = 0
+    """Not a part of the answer."""
+    seconds: float = 0.0
+    """The time until its end, without a session's pauses."""
+    error: str | None = None
+
+    def clear(self) -> None:
+        """Forgets what has arrived, since the request is sent again."""
+        for part in (self.texts, self.token_ids, self.logprobs, self.finished):
+            part.clear()
+        self.num_cached_tokens, self.error = 0, None
+
+    def add(self, index: int, text: str, token_ids: Iterable[int] = ()) -> None:
+        self.texts[index] = self.texts.get(index, "") + text
+        if token_ids:
+            self.token_ids.setdefault(index, []).extend(token_ids)
+
+    def add_vector(self, index: int, numbers: Iterable[float]) -> None:
+        values = array("f", numbers)
+        self.texts[index] = f"{len(values)} numbers, {crc32(values.tobytes()):08x}"
+        self.finished[index] = "vector"
+
+    def equals(self, whole: "Answer") -> bool:
+        """Whether this is the whole answer. `whole` came over gRPC, this one perhaps over HTTP."""
+        is_equal = (self.texts, self.finished, self.logprobs) == (
+            whole.texts,
+            whole.finished,
+            whole.logprobs,
+        )
+        return is_equal and self.error is None and self.token_ids in ({}, whole.token_ids)
+
+    def begins(self, whole: "Answer") -> bool:
+        """Whether this is the beginning of an answer."""
+        return all(
+            whole.texts.get(index, "").startswith(text) for index, text in self.texts.items()
+        ) and all(
+            whole.token_ids.get(index, [])[: len(ids)] == ids
+            for index, ids in self.token_ids.items()
+        )

@@ -1,0 +1,93 @@
+"""Draws a run from its seed."""
+
+import random
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.simulation.explore.faults import Fault, draw_faults
+from services.simulation.explore.members import REDIS, Shape, links, service_names
+from services.simulation.explore.requests import Arrival, draw_arrivals
+
+_LOAD_SECONDS = 1.0, 1.0, 1.0, 20.0
+"""The time in which requests arrive and faults begin. A long time has pauses."""
+_SETTINGS: tuple[tuple[str, Any], ...] = (
+    ("async_scheduling", False),
+    ("long_prefill_token_threshold", 16),
+    ("max_num_active_seqs", 2),
+    ("max_num_sessions", 1),
+    ("max_num_waiting", 3),
+    ("prefill_schedule_interval", 3),
+    ("scheduler_reserve_full_isl", False),
+    ("watermark", 0.2),
+    ("watermark", 0.8),
+)
+"""Settings of schedulers that may replace the defaults."""
+_CHANGED = 0.1
+"""The chance of each of them."""
+_REPLICA_0 = re.compile(r"(pool|worker|scheduler)-0")
+_SHARED = ("gateway", REDIS)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything about a run that is not drawn while it runs."""
+
+    seed: int
+    shape: Shape
+    arrivals: tuple[Arrival, ...]
+    faults: tuple[Fault, ...] = ()
+
+    def excuses(self, arrival: Arrival) -> bool:
+        """Whether a client may get only the beginning of its answer: it leaves, or its gateway has
+        ended. A client with an idempotency key asks again.
+        """
+        request = arrival.request
+        if arrival.leaves_after_seconds is not None or request.breaks_after_seconds is not None:
+            return True
+        gateway = f"gateway-{arrival.gateway}"
+        return not request.key and any(fault.ends_calls_of(gateway) for fault in self.faults)
+
+    @property
+    def spares_a_replica(self) -> bool:
+        """Whether the faults leave all of a replica alone, and the gateways and Redis."""
+        hit = set()
+        for fault in self.faults:
+            names = [name for name in (fault.service, fault.peer) if name is not None]
+            replicas = {one.split("-")[1] for one in names if not one.startswith(_SHARED)}
+            if not replicas:
+                return False
+            hit |= replicas
+        return len(hit) < self.shape.num_replicas
+
+
+def make_plan(seed: int) -> Plan:
+    rng = random.Random(seed)
+    shape = _draw_shape(rng)
+    count, seconds = rng.randrange(4, 16), rng.choice(_LOAD_SECONDS)
+    arrivals = draw_arrivals(rng, count, seconds, shape.num_gateways, pools=shape.pools)
+    services, pairs, num_faults = service_names(shape), links(shape), rng.choice((0, 1, 1, 2, 4))
+    if shape.num_replicas > 1 and rng.random() < 0.6:  # the other replica takes over
+        services = [name for name in services if _REPLICA_0.match(name)]
+        pairs = [pair for pair in pairs if any(map(_REPLICA_0.match, pair))]
+        num_faults = rng.choice((1, 2, 4))
+    faults = draw_faults(rng, services, pairs, num_faults, seconds)
+    return Plan(seed, shape, tuple(arrivals), tuple(faults))
+
+
+def _draw_shape(rng: random.Random) -> Shape:
+    shape = Shape(
+        num_replicas=rng.choice((1, 2)),
+        num_gateways=rng.choice((1, 1, 2)),
+        num_ranks=2 if rng.random() < 0.15 else 1,
+        has_redis=rng.random() < 0.3,
+        has_step_log=rng.random() < 0.3,
+    )
+    if rng.random() < 0.06:
+        return replace(shape, pools=True)
+    drafts = rng.choice(("", "", "ngram", "draft_model"))
+    has_tier = rng.random() < 0.3
+    settings = dict(setting for setting in _SETTINGS if rng.random() < _CHANGED)
+    if not has_tier and rng.random() < _CHANGED:  # a tier is found as cached prefixes are
+        settings["enable_prefix_caching"] = False
+    return replace(shape, drafts=drafts, has_tier=has_tier, settings=tuple(settings.items()))
