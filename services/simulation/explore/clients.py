@@ -21,8 +21,8 @@ _REFUSALS = "RESOURCE_EXHAUSTED", "429", "503"
 async def ask(
     gateway: str, request: Request, answer: Answer, *, name: str = "", retries: bool = False
 ) -> None:
-    """Sends a request, over gRPC with this name, and adds to `answer` what arrives. Sends a request
-    with an idempotency key again after any error, and with `retries` each refused request.
+    """Sends a request with this name, and adds to `answer` what arrives. Sends a request with an
+    idempotency key again after any error, and with `retries` each refused request.
     """
     while True:
         await _ask_once(gateway, request, answer, name)
@@ -39,7 +39,7 @@ async def _ask_once(gateway: str, request: Request, answer: Answer, name: str) -
             async with open_channel(f"{gateway}:{_GRPC_PORT}") as channel:
                 await _ask_grpc(gateway_pb2_grpc.InferenceStub(channel), request, answer, name)
         else:
-            await ask_http(gateway, request, answer)
+            await ask_http(gateway, request, answer, name)
     except grpc.aio.AioRpcError as error:
         answer.error = f"{error.code().name}: {error.details()}"
     except LOST as error:

@@ -33,16 +33,16 @@ _TOOLS = [
 ]
 
 
-async def ask_http(gateway: str, request: Request, answer: Answer) -> None:
-    """Sends a request, and adds to `answer` what arrives. Raises OSError, EOFError or ValueError if
-    that is not a whole reply.
+async def ask_http(gateway: str, request: Request, answer: Answer, name: str) -> None:
+    """Sends a request with this name, and adds to `answer` what arrives. Raises OSError, EOFError
+    or ValueError if that is not a whole reply.
     """
     if request.kind is Kind.TURNS:
         await _ask_turns(gateway, request, answer)
     elif request.kind is Kind.WRONG:
         await _ask_wrongly(gateway, request, answer)
     else:
-        await _post(gateway, request, *_body(request), answer)
+        await _post(gateway, request, *_body(request, name), answer)
 
 
 async def _ask_turns(gateway: str, request: Request, answer: Answer) -> None:
@@ -163,16 +163,19 @@ async def _send(
 
 def _completion(request: Request, prompt: tuple[int, ...]) -> dict[str, Any]:
     body: dict[str, Any] = {"model": request.model, "prompt": prompt, "n": request.n}
-    return body | {"stream": request.edge is Edge.STREAM} | request.sampling()
+    body |= {"stream": request.edge is Edge.STREAM} | request.sampling()
+    return body | {"ignore_eos": request.ignores_end, "stop": request.stop}
 
 
-def _body(request: Request) -> tuple[str, dict[str, Any]]:
+def _body(request: Request, name: str) -> tuple[str, dict[str, Any]]:
     """The path and the body of a request."""
     if request.kind is Kind.VECTOR:
         return "/v1/embeddings", {"model": request.model, "input": [request.prompt]}
     body = _completion(request, request.prompt)
-    if request.ignores_end:
-        body["ignore_eos"] = True
+    if name and not request.key:
+        body["request_id"] = name
+    if request.more_prompts:
+        body["prompt"] = [request.prompt, *request.more_prompts]
     if request.kind is Kind.CALL:
         message = {"role": "user", "content": " ".join(map(str, body.pop("prompt")))}
         asked = {"messages": [message], "tools": _TOOLS, "tool_choice": "required"}

@@ -109,12 +109,13 @@ def late_timers(loop: VirtualLoop) -> Counter[str]:
     service and function.
     """
     found: Counter[str] = Counter()
-    for due, _, handle in loop._timers:
+    timers: list[tuple[float, int, Any]] = loop._timers
+    for due, _, handle in timers:
         process = handle._context.get(PROCESS)
         is_late = due > loop.time() + _LATE_SECONDS and not handle._cancelled
         if not is_late or process is None or process.state is State.DEAD:
             continue
-        callback: Any = getattr(handle._callback, "func", handle._callback)
+        callback = getattr(handle._callback, "func", handle._callback)
         is_own = callback.__module__.startswith("services.simulation")
         if not is_own and callback.__qualname__ not in _MAY_BE_LEFT:
             found[f"{process.name} {callback.__qualname__}"] += 1

@@ -62,6 +62,8 @@ class Request:
     salt: str = ""
     """Its cached prefixes are its own. The answer does not depend on it."""
     regex: str = ""
+    more_prompts: tuple[tuple[int, ...], ...] = ()
+    """Further prompts, each with an answer of its own."""
     later_prompts: tuple[tuple[int, ...], ...] = ()
     """The prompts of a session's turns after the first."""
     pause_seconds: float = 0.0
@@ -91,7 +93,7 @@ class Request:
 
     def usual(self) -> "Request":
         """The request with the same answer whose answer alone is computed."""
-        is_http = self.kind in (Kind.CALL, Kind.WRONG)
+        is_http = self.kind in (Kind.CALL, Kind.WRONG) or self.more_prompts
         return replace(
             self,
             edge=Edge.COMPLETION if is_http else Edge.GRPC,
@@ -130,7 +132,7 @@ def draw_arrivals(
         request = draw_vector(rng) if pools else draw_request(rng)
         if request.kind is Kind.TEXT and leaves is not None and request.max_tokens:
             request = replace(request, max_tokens=_LONG_ANSWER, ignores_end=True)
-        elif request.kind is Kind.TEXT and request.n == 1 and rng.random() < 0.1:
+        elif _may_have_salt(request) and rng.random() < 0.1:
             request = replace(request, edge=Edge.GRPC, salt=f"salt {number}")
         elif request.kind in (Kind.TEXT, Kind.CALL) and rng.random() < 0.1:
             request = replace(request, key=f"key {number}")
@@ -138,6 +140,10 @@ def draw_arrivals(
             arrivals.append(Arrival(count + number, again, request, rng.randrange(num_gateways)))
         arrivals.append(Arrival(number, at, request, gateway, leaves))
     return arrivals
+
+
+def _may_have_salt(request: Request) -> bool:
+    return request.kind is Kind.TEXT and request.n == 1 and not request.more_prompts
 
 
 def draw_vector(rng: random.Random) -> Request:
@@ -164,8 +170,10 @@ def draw_request(rng: random.Random) -> Request:  # noqa: PLR0911 - one for each
         return _draw_turns(rng)
     if kind < 0.8:
         stop = (rng.choice("aeiou"),)
-        request = replace(request, edge=Edge.GRPC, ignores_end=True, n=rng.choice((1, 2)))
-        return replace(request, max_tokens=_LONG_ANSWER, stop=stop, temperature=1.0)
+        request = replace(request, max_tokens=_LONG_ANSWER, stop=stop, ignores_end=True)
+        if edge is Edge.GRPC:
+            return request
+        return replace(request, more_prompts=(_draw_prompt(rng), _draw_prompt(rng)))
     if kind < 0.87:
         return replace(request, edge=Edge.GRPC, num_logprobs=rng.choice((1, 3)))
     if kind < 0.89:

@@ -3,7 +3,7 @@
 import asyncio
 from asyncio import create_task
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from services.simulation.explore.answer import Answer
@@ -112,7 +112,7 @@ class Explorer:
         run_on(network, 0, main)
 
     def _compare(self, plan: Plan, answers: dict[int, Answer]) -> list[str]:
-        failures = []
+        failures: list[str] = []
         for arrival in plan.arrivals:
             answer, alone = answers.get(arrival.number), self._alone[arrival.request.usual()]
             if answer is None:
@@ -204,20 +204,28 @@ class _Run:
             raise Failed("; ".join(left))
 
     async def _probe(self) -> None:
-        """Each gateway answers soon, and finds what it has just computed in the cache."""
+        """Each gateway answers soon, and finds in the cache what it has just computed, except for a
+        request with another salt.
+        """
         shape = self.plan.shape
-        request = PROBE_VECTOR if shape.pools else PROBE
+        caches = not shape.pools and shape.setting("enable_prefix_caching") is None
         for number in range(shape.num_gateways):
-            for is_cached in (False, True):
-                client, answer = Process(self.network.loop, "probe"), Answer()
-                async with asyncio.timeout(_PROBE_SECONDS):
-                    await client.spawn(ask(f"gateway-{number}", request, answer))
-                if not answer.equals(self.whole_probe):
-                    raise Failed(f"a probe: {answer} is not {self.whole_probe}")
-                may_hit = not shape.pools and shape.setting("enable_prefix_caching") is None
-                if is_cached and may_hit and not answer.num_cached_tokens:
-                    raise Failed("a prompt is not found in the cache just after its answer")
-                await asyncio.sleep(_CALM_SETTLE_SECONDS)
+            await self._ask_probe(number)
+            if not await self._ask_probe(number) and caches:
+                raise Failed("a prompt is not found in the cache just after its answer")
+            if await self._ask_probe(number, f"salt of probe {number}"):
+                raise Failed("a probe has cached tokens of another salt")
+
+    async def _ask_probe(self, gateway: int, salt: str = "") -> int:
+        """Sends the probe to a gateway. Returns the number of cached tokens."""
+        request = PROBE_VECTOR if self.plan.shape.pools else replace(PROBE, salt=salt)
+        client, answer = Process(self.network.loop, "probe"), Answer()
+        async with asyncio.timeout(_PROBE_SECONDS):
+            await client.spawn(ask(f"gateway-{gateway}", request, answer))
+        if not answer.equals(self.whole_probe):
+            raise Failed(f"a probe: {answer} is not {self.whole_probe}")
+        await asyncio.sleep(_CALM_SETTLE_SECONDS)
+        return answer.num_cached_tokens
 
     async def _stop(self) -> None:
         await self.fleet.stop_all(_STOP_SECONDS)

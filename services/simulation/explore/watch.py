@@ -11,7 +11,7 @@ from services.simulation.explore.fleet import Fleet
 
 _LOOK_SECONDS = 0.02
 _LONGEST_LOOK_SECONDS = 0.5
-_NAME = re.compile(r"request-(\d+)(?:-(\d+))?")
+_NAME = re.compile(r"(?:\w+-)?request-(\d+)(?:-(\d+))?")
 
 
 def request_name(number: int) -> str:
