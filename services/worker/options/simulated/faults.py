@@ -127,7 +127,7 @@ class Faults:
         fault, text = rule.fault, f"device simulated: {where}: {rule.text}"
         match fault.kind:
             case "hang":
-                self.device.queue(fault.seconds)
+                self.device.queue(fault.seconds / self.device.slowness)
             case "slow":
                 self.device.slowness = fault.factor
                 self._slow_until = self.device.clock() + fault.seconds

@@ -56,6 +56,7 @@ class Run:
         ("at step 2: hang 5 s; at step 4: hang 1 min", [1, 6, 1, 61, 1]),
         ("every 2nd step: hang 1 s", [1, 2, 1, 2, 1]),
         ("at step 2: slow 3x for 4 s", [1, 3, 3, 1, 1]),
+        ("at step 1: slow 4x for 9 s; at step 2: hang 5 s", [4, 9, 1, 1, 1]),
         ("# comment\n\n  at step  2 :  slow 1.5x for 0.1 min  # another", [1, 1.5, 1.5, 1.5, 1.5]),
         ("rank 1 at step 1: hang 9 s; rank 0 at step 2: hang 1 s", [1, 2, 1, 1, 1]),
         ("replica 1 every 1st step: hang 9 s", [1, 1, 1, 1, 1]),
