@@ -1,31 +1,52 @@
 """Kernels with emulated tiles: the bits of their products are those of a model in NumPy."""
 
-import ctypes
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from services.worker.backends.choices import SumOrder
-from services.worker.backends.native.compiled import default_cache_directory, load_compiled
 from services.worker.backends.native.large_pages import LargePages
-from services.worker.backends.native.library import Functions, functions_by_dtype
+from services.worker.backends.native.library import Functions
 from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.quantized import QuantizedWeight, quantized_rows
+from tests.worker.emulated.programs import compiled_program
 
-COMPILER = Path(__file__).with_name("tiles-c++")
+PROGRAM = """
+#include "exports.h"
+
+namespace stepwell {
+
+// project_in_team without adapters, whose code takes as long to compile as everything else.
+void project_alone(const Projection<BFloat16>& projection, const BFloat16* input, float* output,
+                   std::int64_t rows, const LoraDelta<BFloat16>*) {
+  in_team<ComputeScope<BFloat16>>(
+      threads_for(projection_work(projection, rows)),
+      [&](Team team) { project(projection, input, output, rows, team); });
+}
+
+extern "C" int panel_width() { return PANEL_WIDTH; }
+extern "C" int adds_like_tiles() { return SUMS_LIKE_TILES<BFloat16>; }
+extern "C" const auto pack_weight_bfloat16 = &pack_weight<BFloat16>;
+extern "C" const auto pack_quantized_bfloat16 = &pack_quantized<BFloat16>;
+extern "C" const auto panel_bytes_bfloat16 = &panel_bytes<BFloat16>;
+extern "C" const auto project_full_bfloat16 = &project_alone;
+
+// Functions that the tests do not call.
+extern "C" void* const project_bfloat16 = nullptr;
+extern "C" void* const rms_norm_bfloat16 = nullptr;
+extern "C" void* const attend_bfloat16 = nullptr;
+extern "C" void* const run_decoder_bfloat16 = nullptr;
+
+}  // namespace stepwell
+"""
 ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257)
 COLUMNS = 70
 
 
 @pytest.fixture(scope="module")
-def emulated() -> Functions:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", str(COMPILER))
-        library: ctypes.CDLL = load_compiled(default_cache_directory(), lambda: None)
-    assert tuple(SumOrder)[library.bfloat16_order()] is SumOrder.TILES
-    return functions_by_dtype(library)[torch.bfloat16]
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Functions:
+    library = compiled_program(PROGRAM, tmp_path_factory.mktemp("tiles"))
+    assert library.adds_like_tiles()
+    return Functions(library, "bfloat16")
 
 
 def added(total: np.ndarray, x: np.ndarray, weight: np.ndarray) -> np.ndarray:

@@ -3,17 +3,14 @@ that are computed together.
 """
 
 import ctypes
-import shutil
-import subprocess
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from services.worker.backends.native import library, tiles
-from services.worker.backends.native.build import FLAGS, SOURCES
-from services.worker.backends.native.compiled import processor_features
+from services.worker.backends.native import library
+from tests.worker.emulated.programs import compiled_program
 from tests.worker.unit.backends.test_native_attention_is_exact import WAYS, Inputs
 
 PROGRAM = """
@@ -64,19 +61,7 @@ BLOCK_KEYS, TILE_DEPTH, PANEL_WIDTH = 64, 32, 32
 @pytest.fixture(scope="module")
 def tiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Attention with emulated tiles."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    if not processor_features() >= {"avx2", "fma"}:
-        pytest.skip("the processor has no AVX2")
-    source = tmp_path_factory.mktemp("tiles") / "attention.cpp"
-    source.write_text(PROGRAM)
-    compiled = source.with_suffix(".so")
-    command = [compiler, *FLAGS, "-O1", "-march=native", *tiles.EMULATED_FLAGS]
-    subprocess.run(
-        [*command, "-I", str(SOURCES), "-shared", str(source), "-o", str(compiled)], check=True
-    )
-    loaded = ctypes.CDLL(str(compiled))
+    loaded = compiled_program(PROGRAM, tmp_path_factory.mktemp("tiles"))
     layer, layout, heads, pages = map(
         ctypes.POINTER, (library.AttentionLayer, library.Layout, library.Heads, library.Pages)
     )

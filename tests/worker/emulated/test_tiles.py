@@ -8,7 +8,6 @@ and `before` beyond the shape are arbitrary.
 import ctypes
 import errno
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,8 +17,8 @@ import numpy as np
 import pytest
 
 from services.worker.backends.native import tiles
-from services.worker.backends.native.build import FLAGS, SOURCES
 from services.worker.backends.native.compiled import processor_features
+from tests.worker.emulated.programs import compiled_program
 
 RECORDED = np.load(Path(__file__).with_name("recorded_tiles.npz"))
 INSTRUCTIONS = ("TDPBF16PS", "TDPBSSD", "TDPBSUD", "TDPBUSD", "TDPBUUD")
@@ -77,21 +76,7 @@ Compile = Callable[[tuple[str, ...]], ctypes.CDLL]
 
 @pytest.fixture(scope="module")
 def compile_program(tmp_path_factory: pytest.TempPathFactory) -> Compile:
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    if not processor_features() >= {"avx2", "fma"}:
-        pytest.skip("the processor has no AVX2")
-
-    def compiled(flags: tuple[str, ...]) -> ctypes.CDLL:
-        directory = tmp_path_factory.mktemp("tiles")
-        source, library = directory / "tiles.cpp", directory / "tiles.so"
-        source.write_text(PROGRAM)
-        command = [compiler, *FLAGS, "-march=native", *flags, "-I", str(SOURCES), "-shared"]
-        subprocess.run([*command, str(source), "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library))
-
-    return compiled
+    return lambda flags: compiled_program(PROGRAM, tmp_path_factory.mktemp("tiles"), flags)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,45 @@
+"""Compiles C++ programs that include the kernels' headers. They compute with emulated tiles."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from services.worker.backends.native import tiles
+from services.worker.backends.native.build import FLAGS, SOURCES
+from services.worker.backends.native.cached_library import CachedLibrary
+from services.worker.backends.native.compiled import default_cache_directory, processor_features
+
+
+def compiled_program(
+    program: str, scratch: Path, flags: Sequence[str] = ("-O1", *tiles.EMULATED_FLAGS)
+) -> ctypes.CDLL:
+    """The library of a program. It is compiled once, and reused in later sessions. `scratch`: an
+    existing directory for the source. Skips, with the reason, if the program cannot be compiled.
+    """
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    features = processor_features()
+    if not features >= {"avx2", "fma"}:
+        pytest.skip("the processor has no AVX2")
+    command = [compiler, *FLAGS, "-march=native", *flags, "-I", str(SOURCES), "-shared"]
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    key = sha256(repr((program, command, version.stdout, sorted(features))).encode())
+    for path in sorted(SOURCES.iterdir()):
+        key.update(path.name.encode() + b"\0" + path.read_bytes())
+    cached = CachedLibrary(default_cache_directory() / f"program-{key.hexdigest()[:16]}", "program")
+    library = cached.load()
+    if library is None:
+        source, compiled = scratch / "program.cpp", scratch / "program.so"
+        source.write_text(program)
+        subprocess.run([*command, str(source), "-o", str(compiled)], check=True)
+        with suppress(OSError):  # then it is not cached
+            cached.put(compiled)
+        library = ctypes.CDLL(str(compiled))
+    return library
