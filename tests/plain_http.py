@@ -12,5 +12,6 @@ import httpx
 OPTIONS = {"verify": False, "timeout": 60}
 
 async_http_client = partial(httpx.AsyncClient, **OPTIONS)
+http_client = partial(httpx.Client, **OPTIONS)
 http_get = partial(httpx.get, **OPTIONS)
 http_post = partial(httpx.post, **OPTIONS)

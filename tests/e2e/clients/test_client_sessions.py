@@ -15,6 +15,7 @@ from tests.e2e.inference import Answer, connect, request
 from tests.e2e.prompts import random_tokens
 from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import greedy
+from tests.plain_http import async_http_client
 
 CHUNKS = [random_tokens(7_000, 60), random_tokens(7_001, 9), random_tokens(7_002, 31)]
 NUM_TOKENS = [20, 7, 25]
@@ -67,7 +68,7 @@ class Session:
 
 @pytest.fixture
 async def client(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
+    async with async_http_client(base_url=stack.url) as client:
         yield client
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 import torch
 from google.protobuf import json_format
@@ -18,6 +17,7 @@ from tests.e2e.conftest import TinyModel
 from tests.e2e.documented_fields import Example, examples, fields_of_body, fields_of_message
 from tests.e2e.stack import Stack
 from tests.e2e.tiny import MAX_MODEL_LEN, embed, save_tokenizer
+from tests.plain_http import http_client
 from tests.pooling_models import save_embedder
 from tests.tiny_models import edit_config
 from tools import reference_pages
@@ -93,7 +93,7 @@ def test_each_example_over_http_is_answered(
     call: str, serving: Stack, tiny_model: TinyModel
 ) -> None:
     failed = []
-    with httpx.Client(base_url=serving.url, timeout=60) as http:
+    with http_client(base_url=serving.url) as http:
         for example in EXAMPLES[call]:
             body = dict(example.request)
             if body.get("session") == "SESSION":

@@ -23,6 +23,7 @@ from tests.e2e.conftest import DEMO
 from tests.e2e.inference import connect, generate, request
 from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.e2e.stack import Stack, wait_for
+from tests.plain_http import async_http_client
 from tests.scheduler.serving_replica import Gateway, sampling
 
 PROMPT = "class Point:"
@@ -46,7 +47,7 @@ def demo(receiver: OtlpReceiver) -> Iterator[Stack]:
 
 @pytest.fixture
 async def http(demo: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=demo.url, timeout=100) as client:
+    async with async_http_client(base_url=demo.url, timeout=100) as client:
         yield client
 
 

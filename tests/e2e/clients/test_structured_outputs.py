@@ -16,6 +16,7 @@ import pytest
 
 from tests.e2e.conftest import DEMO
 from tests.e2e.stack import ROOT, Stack
+from tests.plain_http import async_http_client
 from tests.structured_forms import FORMS, PERSON
 
 PROMPT = "class Point:"
@@ -34,7 +35,7 @@ def demo() -> Iterator[Stack]:
 
 @pytest.fixture
 async def http(demo: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=demo.url, timeout=100) as client:
+    async with async_http_client(base_url=demo.url, timeout=100) as client:
         yield client
 
 
@@ -147,7 +148,7 @@ async def test_answers_go_on_at_another_replica(demo_replicas: Stack) -> None:
             hit = True
             demo_replicas.hit("scheduler-0")
 
-    async with httpx.AsyncClient(base_url=demo_replicas.url, timeout=100) as http:
+    async with async_http_client(base_url=demo_replicas.url, timeout=100) as http:
         alone = [await ask(http, one) for one in wanted]
         after = await asyncio.gather(*(stream(http, one, on_piece) for one in wanted))
     demo_replicas.wait_until_back("scheduler-0", pid)
@@ -162,7 +163,7 @@ async def test_two_ranks_agree_at_every_step(http: httpx.AsyncClient) -> None:
     expected = await asyncio.gather(*(ask(http, one) for one in wanted))
     checks = {"STEPWELL_WORKER_CHECK_RANKS_EVERY_STEPS": "1"}
     with closing(Stack(DEMO, *FLAGS, "--tensor-parallel-size", "2", environ=checks)) as stack:
-        async with httpx.AsyncClient(base_url=stack.url, timeout=100) as ranks:
+        async with async_http_client(base_url=stack.url, timeout=100) as ranks:
             answers = await asyncio.gather(*(ask(ranks, one) for one in wanted))
     for name, answer in zip(FORMS, answers, strict=True):
         check(name, answer)

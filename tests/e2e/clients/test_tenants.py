@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from services.common.keys.api_keys import TenantRecord
@@ -11,6 +10,7 @@ from services.common.keys.book_file import change_book
 from tests.e2e.conftest import TinyModel
 from tests.e2e.stack import Stack
 from tests.gateway.keyring import bearer, make_key
+from tests.plain_http import http_client
 
 PROMPT = list(range(5, 105))
 
@@ -41,7 +41,7 @@ def test_a_prompt_of_another_tenant_is_not_found_in_the_cache(
 ) -> None:
     first, second, other = keys[1]
     asked = {"prompt": PROMPT, "max_tokens": 2, "temperature": 0}
-    with httpx.Client(base_url=stack.url, trust_env=False, timeout=60) as http:
+    with http_client(base_url=stack.url, trust_env=False) as http:
         assert http.post("/v1/completions", json=asked).status_code == 401
 
         def num_cached(key: str) -> int:

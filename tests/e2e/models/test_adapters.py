@@ -21,6 +21,7 @@ from tests.e2e.prompts import random_tokens
 from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import greedy, save_servable_model
 from tests.lora_adapters import CONFIGS, adapted_model, save_adapter
+from tests.plain_http import async_http_client, http_get
 
 NUM_TOKENS = 24
 NAMES = ("everywhere", "rank stabilized", "patterns")
@@ -79,7 +80,7 @@ async def stub(adapted: Adapted) -> AsyncIterator[gateway_pb2_grpc.InferenceStub
 
 @pytest.fixture
 async def admin(adapted: Adapted) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=adapted.stack.admin_url, timeout=60) as client:
+    async with async_http_client(base_url=adapted.stack.admin_url) as client:
         yield client
 
 
@@ -209,7 +210,7 @@ async def test_the_adapters_of_requests_are_in_the_metrics(
     adapted: Adapted, stub: gateway_pb2_grpc.InferenceStub
 ) -> None:
     def one_waits() -> bool:
-        text = httpx.get(f"{adapted.stack.url}/metrics").text
+        text = http_get(f"{adapted.stack.url}/metrics").text
         named = [
             (set(running.split(",")), {waiting})
             for running, waiting in ADAPTER_LABELS.findall(text)

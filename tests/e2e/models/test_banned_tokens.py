@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.e2e.stack import Stack
+from tests.plain_http import http_post
 
 
 def tokens(stack: Stack, text: str) -> list[int]:
-    ids: list[int] = httpx.post(f"{stack.url}/tokenize", json={"prompt": text}).json()["tokens"]
+    ids: list[int] = http_post(f"{stack.url}/tokenize", json={"prompt": text}).json()["tokens"]
     return ids
 
 
@@ -31,7 +31,7 @@ def test_they_end_an_answer_with_400(
         "bad_words": bans["bad_words"],
         "allowed_token_ids": tokens(stack, bans["allowed"]),
     }
-    response = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60)
+    response = http_post(f"{stack.url}/v1/completions", json=body)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "bad_words"), error
     assert f"no token to sample after {num_tokens} tokens" in error["message"]

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from tests.e2e.stack import Stack
 from tests.e2e.tiny import MAX_MODEL_LEN, save_tokenizer
+from tests.plain_http import http_post
 from tests.pooling_models import class_scores, embedding, save_classifier, save_embedder
 from tests.tiny_models import edit_config
 
@@ -32,7 +33,7 @@ TEMPLATE = TemplateProcessing(
 
 
 def post(url: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(url, json=body, timeout=60)
+    return http_post(url, json=body)
 
 
 def tokens(text: str, directory: Path) -> list[int]:

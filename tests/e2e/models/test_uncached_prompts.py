@@ -3,13 +3,13 @@
 import json
 import re
 
-import httpx
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2
 
 from tests.e2e.inference import connect, generate
 from tests.e2e.prompts import random_tokens
 from tests.e2e.stack import ROOT, Stack
+from tests.plain_http import http_client
 
 DOCUMENT = ROOT / "docs" / "http-api.md"
 
@@ -18,7 +18,7 @@ def test_the_example_of_the_documentation_reads_no_cache(stack: Stack) -> None:
     [text] = re.findall(r"-d '(.*skip_reading_prefix_cache.*)'", DOCUMENT.read_text())
     body = json.loads(text) | {"temperature": 0}
     answers = []
-    with httpx.Client(base_url=stack.url, timeout=60) as client:
+    with http_client(base_url=stack.url) as client:
         for skips in (True, False, True):
             asked = body | {"skip_reading_prefix_cache": skips}
             answer = client.post("/v1/completions", json=asked).raise_for_status().json()

@@ -13,6 +13,7 @@ from tests.e2e.inference import connect, generate, request
 from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.e2e.prompts import PROMPTS, random_tokens
 from tests.e2e.stack import SERVICES, Stack, wait_for
+from tests.plain_http import async_http_client
 
 CLIENT_SPAN = "00f067aa0ba902b7"
 ALL_SERVICES = {f"stepwell-{service}" for service in SERVICES}
@@ -73,7 +74,7 @@ async def test_a_request_is_one_trace(api: str, traced: Stack, receiver: OtlpRec
     if api == "http":
         body = {"model": traced.model, "prompt": "x" * 100, "max_tokens": 12, "ignore_eos": True}
         headers = {"traceparent": header, "tracestate": "vendor=a1", "baggage": "user.id=7"}
-        async with httpx.AsyncClient(timeout=60, headers=headers) as http:
+        async with async_http_client(headers=headers) as http:
             response = await http.post(f"{traced.url}/v1/completions", json=body)
         assert response.status_code == httpx.codes.OK
     else:

@@ -19,7 +19,7 @@ import pytest
 from tests.e2e.stack import Stack
 from tests.e2e.tiny import save_servable_model
 from tests.lora_adapters import CONFIGS, save_adapter
-from tests.plain_http import http_get
+from tests.plain_http import async_http_client, http_get
 from tests.quantized_checkpoints import FORMATS, save_quantized
 from tests.structured_forms import FORMS
 
@@ -81,7 +81,7 @@ async def answered(stack: Stack, wanted: list[dict[str, Any]], victim: str = "")
                     stack.hit(victim, signal.SIGKILL)
         return "".join(texts)
 
-    async with httpx.AsyncClient(base_url=stack.url, timeout=100) as http:
+    async with async_http_client(base_url=stack.url, timeout=100) as http:
         texts = await asyncio.gather(*map(stream, wanted))
     assert killed == bool(victim)
     return texts
