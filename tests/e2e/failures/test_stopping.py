@@ -20,6 +20,9 @@ from tests.e2e.prompts import PROMPTS
 from tests.e2e.stack import ROOT, SERVICES, Stack, wait_for
 from tests.plain_http import http_get, http_post
 
+NUM_TOKENS = 600
+"""The length of an answer: enough that the signal arrives long before its end."""
+
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
@@ -48,7 +51,7 @@ async def test_sigterm_under_load_ends_everything_in_order(
     async def client(prompt: list[int]) -> Answer | grpc.aio.AioRpcError:
         async with connect(stack.grpc) as stub:
             try:
-                return await generate(stub, request(prompt, 1_900), lambda _: begun.release())
+                return await generate(stub, request(prompt, NUM_TOKENS), lambda _: begun.release())
             except grpc.aio.AioRpcError as error:
                 return error
 
@@ -72,7 +75,7 @@ async def test_sigterm_under_load_ends_everything_in_order(
             if isinstance(answer, grpc.aio.AioRpcError):
                 assert answer.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             else:
-                assert len(answer.token_ids) == 1_900
+                assert len(answer.token_ids) == NUM_TOKENS
     finally:
         stack.close()
 
@@ -138,9 +141,9 @@ def test_nothing_outlives_a_killed_up(tiny_model: TinyModel, temporary: Path) ->
     try:
         # This also checks --quiet: only the lines that say how to use the server are printed.
         assert [line.split()[0] for line in stack.output] == ["ready:", "curl", "export"]
-        assert httpx.get(f"{stack.url}/v1/models").status_code == httpx.codes.UNAUTHORIZED
+        assert http_get(f"{stack.url}/v1/models").status_code == httpx.codes.UNAUTHORIZED
         key = {"Authorization": "Bearer second"}
-        (model,) = httpx.get(f"{stack.url}/v1/models", headers=key).json()["data"]
+        (model,) = http_get(f"{stack.url}/v1/models", headers=key).json()["data"]
         assert (model["id"], model["max_model_len"]) == ("other", 128)
 
         pids = stack.pids()
