@@ -20,7 +20,6 @@ from services.simulation.laboratory.clock import EventClock
 from services.simulation.laboratory.device import Device
 from services.simulation.laboratory.replica import SimulatedReplica
 
-_ROOT = bytes(32)
 MAX_LOAD_DELTA = 16
 """The gateway's default of the setting `max_load_delta`."""
 
@@ -122,7 +121,7 @@ class SimulatedFleet:
         description = ReplicaDescription(
             "simulated",
             limits,
-            _ROOT,
+            config.fingerprint,
             b"",
             config.block_size,
             name,

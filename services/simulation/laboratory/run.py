@@ -19,6 +19,9 @@ from services.simulation.laboratory.programs import Program
 from services.simulation.laboratory.replica import SimulatedReplica
 from services.worker.core.step_times import NO_SERVING, ServingCosts, StepTimes
 
+_FINGERPRINT = bytes(32)
+"""The beginning of all chains of block hashes, at the replicas and at the gateway."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -56,7 +59,7 @@ def simulate(
     AssertionError if a request or a block is left.
     """
     config = setup.config
-    config = replace(config, max_model_len=max_request_tokens(config))
+    config = replace(config, max_model_len=max_request_tokens(config), fingerprint=_FINGERPRINT)
     clock, device = EventClock(), Device(setup.times, setup.serving)
     accounts = Accounts(device, config.token_budget, config.block_size)
     clients = Clients(iter(programs), clock, config, accounts, progress)

@@ -54,6 +54,13 @@ def test_two_programs_of_an_application_compute_its_prefix_once() -> None:
     assert run.accounts.num_cached_tokens == run.accounts.num_reusable_tokens == 48
 
 
+def test_the_directory_finds_a_prefix_that_one_of_many_replicas_has_cached() -> None:
+    of = {"num_shared_tokens": 4_800}
+    many = replace(setup(), num_replicas=16)
+    run = simulate(many, [program(n, 1e3 * n, (16, 1, 0.0), **of) for n in (1, 2, 3)])
+    assert run.accounts.num_cached_tokens == 2 * 4_800
+
+
 def test_the_next_turn_waits_for_all_subagents() -> None:
     children = tuple(program(number, 0.0, (10, 1, 0.0)) for number in (2, 3))
     parent = Program(1, 0.0, (Turn(10, 1, subagents=children), Turn(10, 1, 5.0)))
