@@ -3,6 +3,7 @@ model and a short run, after a system prompt.
 """
 
 from dataclasses import dataclass, replace
+from itertools import count
 
 from services.simulation.laboratory.programs import Context, Program, Turn
 from services.simulation.laboratory.workloads import Traffic, generate
@@ -79,8 +80,8 @@ class RealContext:
         """Adds the prompt of the next turn, and returns the whole prompt."""
         context, known = self._simulated, len(self.token_ids)
         context.num_tokens = max(context.num_tokens, known) + turn.num_new_tokens
-        self.token_ids += map(self._real, context.prompt()[known:])
+        self.token_ids += map(self._real, context.prompt()[known:], count(known))
         return list(self.token_ids)
 
-    def _real(self, token: int) -> int:
-        return (token * 2654435761 >> 12) % self._vocab_size
+    def _real(self, token: int, position: int) -> int:
+        return ((token + position) * 2654435761 >> 12) % self._vocab_size

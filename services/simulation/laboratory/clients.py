@@ -1,10 +1,12 @@
 """The clients: each sends the turns of its program, one after the other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from services.common.errors import InvalidArgument
-from services.common.pool.block_hash import BlockHash
+from services.common.pool.block_hash import hash_full_blocks
+from services.common.pool.kv_directory import block_keys
+from services.gateway.core.fleet.replica_description import ReplicaDescription
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.request import EngineRequest
 from services.scheduler.core.config import SchedulerConfig
@@ -46,7 +48,6 @@ class Clients:
         self._progress = progress
         self._num_contexts = _MAX_PROGRAMS
         self._applications = Applications()
-        self._shared_hashes: dict[tuple[int, int], list[BlockHash]] = {}
 
     def begin(self) -> None:
         """Plans the arrival of the next program. Each arrival plans the next one."""
@@ -58,6 +59,10 @@ class Clients:
         sent = self.sent[inflight.request.request_id]
         sent.inflight = inflight
         return sent
+
+    def of_sequence(self, inflight: Inflight, _served: ReplicaDescription) -> Sequence[int]:
+        """The keys of a prompt's blocks. Implements the gateway's SequenceKeys."""
+        return block_keys(self.sent[inflight.request.request_id].live.context.hashes)
 
     def note_owners(self, pool: KnownFuturePool, request: Request, sent: SentTurn) -> None:
         """Tells a pool who will use the blocks of a request again."""
@@ -88,13 +93,15 @@ class Clients:
                 f"{self._config.num_blocks - 1} blocks holds {self._config.max_model_len}"
             )
         prompt = context.prompt() if turn.runs is None else tokens_of(turn.runs)
+        if self._config.enable_prefix_caching:
+            self._hash(context, turn, prompt)
         sent = SentTurn(
             live,
             turn,
             live.num_turns - 1,
             prompt,
             self._clock.now,
-            context.next_token,
+            context.own_token,
             f"{program.number}-{live.num_turns}",
         )
         self.sent[sent.request_id] = sent
@@ -113,7 +120,6 @@ class Clients:
         """Adds the turn's prompt to the context."""
         program, context = live.program, live.context
         if turn.runs is not None:
-            context.hashes.clear()
             context.num_tokens = sum(length for _, length in turn.runs)
             return
         if not context.num_tokens:
@@ -124,10 +130,14 @@ class Clients:
             context.num_tokens = max(turn.num_kept_tokens, program.num_shared_tokens)
             context.hashes = []
             live.known.clear()
-        if not context.hashes and program.num_shared_tokens:
-            key = program.application, program.num_shared_tokens
-            context.hashes = self._shared_hashes.get(key, [])
         context.num_tokens += turn.num_new_tokens
+
+    def _hash(self, context: Context, turn: Turn, prompt: list[int]) -> None:
+        size = self._config.hash_block_size
+        if turn.runs is None:
+            context.hash_full_blocks(size)
+        else:
+            context.hashes = hash_full_blocks(self._config.fingerprint, prompt, size)
 
     # Methods of `Observer`.
 
@@ -148,11 +158,6 @@ class Clients:
         self._accounts.turn_ended(sent, address, now)
         context.num_tokens = len(request.token_ids)
         context.hashes = request.block_hashes
-        if sent.number == 0 and program.num_shared_tokens:
-            key = program.application, program.num_shared_tokens
-            if key not in self._shared_hashes:
-                num_blocks = program.num_shared_tokens // self._config.hash_block_size
-                self._shared_hashes[key] = request.block_hashes[:num_blocks]
         live.known[address] = context.num_tokens - 1
         live.num_subagents = len(sent.turn.subagents)
         for child in sent.turn.subagents:

@@ -10,7 +10,7 @@ from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
 from services.gateway.core.fleet.routing import make_policy
-from services.gateway.core.fleet.routing.policy import RoutingParts
+from services.gateway.core.fleet.routing.policy import RoutingParts, SequenceKeys
 from services.gateway.core.prefix_index.node_view import DirectoryState
 from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.core.request.model_limits import ModelLimits
@@ -82,6 +82,7 @@ class SimulatedFleet:
         make_replica: Callable[[], SimulatedReplica],
         config: SchedulerConfig,
         device: Device,
+        sequence_keys: SequenceKeys,
         seed: int,
     ) -> None:
         self.replicas: dict[str, SimulatedReplica] = {
@@ -95,7 +96,8 @@ class SimulatedFleet:
             device.seconds_per_decode(config.max_num_seqs),
         )
         directory = Directory(self.replicas)
-        parts = RoutingParts(random.Random(seed), clock, directory, MAX_LOAD_DELTA)
+        rng = random.Random(seed)
+        parts = RoutingParts(rng, clock, directory, MAX_LOAD_DELTA, sequence_keys)
         self.fleet = Fleet(
             self,
             clock,

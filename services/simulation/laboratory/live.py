@@ -44,10 +44,8 @@ class SentTurn:
     number: int
     prompt: list[int]
     arrived: float
-    first_own_token: int
-    """The token at position p of the answer is this number plus p, counted from the prompt's
-    start.
-    """
+    own_token: int
+    """Every token of the answer."""
     request_id: str
     handle: int = 0
     inflight: Inflight = None  # type: ignore[assignment]

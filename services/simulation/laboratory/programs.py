@@ -7,7 +7,9 @@ from services.common.pool.block_hash import BlockHash
 
 _FIRST_OWN = 1 << 30
 """Tokens of applications are smaller than this number, tokens of programs are not."""
-_APPLICATION_STRIDE = 1 << 22
+_APPLICATIONS = 1 << 31
+"""Owners of blocks from this number on are applications, smaller ones are programs."""
+_HASH_MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,9 @@ class Program:
 
 @dataclass(slots=True)
 class Context:
-    """The tokens of a program so far. Token ids are a function of application, program and
-    position, so that equal prefixes are equal tokens, and others differ.
+    """The tokens of a program so far. All tokens of an application are equal, and all of a program
+    after them. Block hashes are chained, so prefixes are equal if and only if they have the same
+    owners.
     """
 
     program: Program
@@ -63,18 +66,35 @@ class Context:
     """The hashes of full blocks of the context that are known."""
 
     @property
-    def next_token(self) -> int:
-        """The token at position 0, if this position belonged to the program. The token at any other
-        own position is greater by the position.
-        """
+    def own_token(self) -> int:
+        """Every token after the application's."""
         return _FIRST_OWN + self.number
 
     def prompt(self) -> list[int]:
         shared = min(self.program.num_shared_tokens, self.num_tokens)
-        application = self.program.application % 255 * _APPLICATION_STRIDE
-        tokens = list(range(application, application + shared))
-        tokens.extend(range(self.next_token + shared, self.next_token + self.num_tokens))
+        tokens = [self.program.application] * shared
+        tokens += [self.own_token] * (self.num_tokens - shared)
         return tokens
+
+    def hash_full_blocks(self, block_size: int) -> None:
+        """Completes the hashes. A block's hash consists of its owner and its position, which is
+        cheaper to compute than a digest of tokens, and is equal for equal prefixes, too.
+        """
+        begin, end = len(self.hashes), self.num_tokens // block_size
+        shared = min(self.program.num_shared_tokens // block_size, end)
+        self.hashes += _hashes(_APPLICATIONS + self.program.application, begin, shared)
+        self.hashes += _hashes(self.number, max(begin, shared), end)
+
+
+def _hashes(owner: int, begin: int, end: int) -> list[BlockHash]:
+    """The hashes of an owner's blocks. The multiplication only mixes the bits: different owners and
+    positions, of 32 bits each, have different hashes.
+    """
+    first = owner << 32
+    return [
+        BlockHash((block * _HASH_MULTIPLIER % (1 << 64)).to_bytes(8, "big"))
+        for block in range(first + begin, first + end)
+    ]
 
 
 def tokens_of(runs: Sequence[tuple[int, int]]) -> list[int]:

@@ -1,7 +1,7 @@
 """One replica: the real scheduler and pool, with a simulated device."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
@@ -196,13 +196,7 @@ class SimulatedReplica:
             self._end_event = self._clock.call_at(self._step_ends[0], self._end)
 
     def _skip(self, plan: SchedulerOutput, num_steps: int) -> None:
-        tokens = [
-            range(
-                (first := self._sent[request].first_own_token + len(request.token_ids)),
-                first + num_steps,
-            )
-            for request in plan.requests
-        ]
+        tokens = [[self._sent[request].own_token] * num_steps for request in plan.requests]
         run_now(skip_steps(self.scheduler, plan, num_steps, tokens))
         self.num_steps += num_steps
         self.num_computed_tokens += num_steps * len(plan.requests)
@@ -210,15 +204,9 @@ class SimulatedReplica:
 
     def _update(self, plan: SchedulerOutput) -> EngineCoreOutputs:
         sent, chunks = self._sent, plan.prefill_chunks
-        tokens: list[Sequence[int]] = [
-            _NO_TOKEN
-            if request in chunks
-            else (sent[request].first_own_token + start + number,)
-            if request in sent
-            else (0,)
-            for request, start, number in zip(
-                plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
-            )
+        tokens = [
+            _NO_TOKEN if request in chunks else (sent[request].own_token if request in sent else 0,)
+            for request in plan.requests
         ]
         update = self.scheduler.update_from_output(plan, ModelRunnerOutput(tokens))
         if self._without_output:

@@ -77,7 +77,7 @@ def simulate(
         return replica
 
     fleet = SimulatedFleet(
-        clock, setup.routing, setup.num_replicas, make_replica, config, device, setup.seed
+        clock, setup.routing, setup.num_replicas, make_replica, config, device, clients, setup.seed
     )
     clients.fleet = fleet
     clients.begin()

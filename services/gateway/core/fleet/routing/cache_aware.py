@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from services.gateway.core.fleet.load_tracker import era_of
 from services.gateway.core.fleet.recent_prefixes import RecentReplicas
 from services.gateway.core.fleet.replica import Replica
-from services.gateway.core.fleet.routing.chain_keys import ChainKeys
 from services.gateway.core.fleet.routing.load_order import LoadOrder
 from services.gateway.core.fleet.routing.offers import Offer, Offers
 from services.gateway.core.fleet.routing.policy import RoutingParts
@@ -54,7 +53,7 @@ class CacheAware:
         self._clock = parts.clock
         self._directory = parts.directory
         self._max_load_delta = parts.max_load_delta
-        self._chain_keys = ChainKeys()
+        self._sequence_keys = parts.sequence_keys
         self._sessions = SessionReplicas()
         self._recent = RecentReplicas()
         self._kept_order: LoadOrder | None = None
@@ -116,22 +115,14 @@ class CacheAware:
         chosen = offers.at(self._rng.choice(near.indexes))
         return chosen, RoutingReason.CACHED if chosen.is_cached else RoutingReason.CHEAPEST
 
-    def _keys(self, inflight: Inflight, replica: Replica) -> list[int]:
+    def _keys(self, inflight: Inflight, replica: Replica) -> Sequence[int]:
         """Returns the keys of the sequence's full blocks. The result is empty for prompts that are
         embeddings, which have no keys, and for requests that skip the prefix cache.
         """
         served, request = replica.description, inflight.request
         if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
             return []
-        tokens = request.prompt_token_ids + inflight.output_token_ids
-        return self._chain_keys.of(
-            served.fingerprint,
-            tokens,
-            served.block_size,
-            request.cache_salt,
-            served.hash_block_size,
-            request.adapter_digest,
-        )
+        return self._sequence_keys.of_sequence(inflight, served)
 
 
 def _cached_key(offer: Offer, keys: Sequence[int]) -> int | None:

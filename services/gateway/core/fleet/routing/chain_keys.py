@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from services.common.pool.block_hash import encode_extra_keys, hash_packed_blocks, pack_token_ids
 from services.common.pool.kv_directory import block_keys
+from services.gateway.core.fleet.replica_description import ReplicaDescription
+from services.gateway.core.request.inflight import Inflight
 
 BLOCKS_PER_SEGMENT = 16
 MAX_SEGMENTS = 8192
@@ -30,6 +32,17 @@ class ChainKeys:
     def __init__(self, max_segments: int = MAX_SEGMENTS) -> None:
         self._segments: OrderedDict[tuple[bytes, int, bytes], _Segment] = OrderedDict()
         self._max_segments = max_segments
+
+    def of_sequence(self, inflight: Inflight, served: ReplicaDescription) -> list[int]:
+        request = inflight.request
+        return self.of(
+            served.fingerprint,
+            request.prompt_token_ids + inflight.output_token_ids,
+            served.block_size,
+            request.cache_salt,
+            served.hash_block_size,
+            request.adapter_digest,
+        )
 
     def of(
         self,

@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.replica_description import ReplicaDescription
+from services.gateway.core.fleet.routing.chain_keys import ChainKeys
 from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.ports import Clock, PrefixDirectory
 from services.gateway.core.request.inflight import Inflight
@@ -22,6 +24,16 @@ class RoutingPolicy(Protocol):
         ...
 
 
+class SequenceKeys(Protocol):
+    """Computes the keys by which the directory identifies a sequence's blocks."""
+
+    def of_sequence(self, inflight: Inflight, served: ReplicaDescription) -> Sequence[int]:
+        """Returns the keys of the sequence's full blocks in order, for replicas with this
+        description.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RoutingParts:
     """The arguments with which policies are built."""
@@ -31,6 +43,7 @@ class RoutingParts:
     directory: PrefixDirectory
     max_load_delta: int
     """A replica with at least this many more requests than the least loaded one is not chosen."""
+    sequence_keys: SequenceKeys = field(default_factory=ChainKeys)
 
 
 def least_loaded(candidates: Sequence[Replica], rng: random.Random) -> Replica:
