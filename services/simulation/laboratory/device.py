@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 from services.scheduler.core.output import SchedulerOutput
 from services.worker.core.step_times import ServingCosts, StepTimes
@@ -39,12 +40,10 @@ class Device:
         """The ends of `num_steps` steps of single tokens of the same requests, the first of which
         begins at `now`.
         """
-        (fixed, per_context), ends = self._decode_costs(num_requests), []
-        for _ in range(num_steps):
-            now += fixed + per_context * context
-            ends.append(now)
-            context += num_requests
-        return ends
+        fixed, per_context = self._decode_costs(num_requests)
+        contexts = range(context, context + num_steps * num_requests, num_requests)
+        steps = [fixed + per_context * one for one in contexts]
+        return list(accumulate(steps, initial=now))[1:]
 
     def alone_seconds(
         self, num_cached: int, num_prompt: int, num_output: int, budget: int

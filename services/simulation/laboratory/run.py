@@ -1,5 +1,6 @@
 """One run: a workload, a fleet and a pair of policies."""
 
+import gc
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -81,7 +82,9 @@ def simulate(
     )
     clients.fleet = fleet
     clients.begin()
+    gc.freeze()  # so that no collection visits the pools
     clock.run()
+    gc.unfreeze()
     replicas = list(fleet.replicas.values())
     for replica in replicas:
         replica.finish()

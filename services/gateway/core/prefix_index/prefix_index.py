@@ -274,14 +274,20 @@ class PrefixIndex:
 
     def add_keys(self, view: NodeView, keys: Iterable[int]) -> None:
         shards, bit, interned = self._shards, view.bit, self._interned
+        count, xor = view.count, view.xor
         for key in keys:
             shard = shards[key & _SHARD]
-            held = shard.get(key, 0)
-            if not held & bit:
+            held = shard.get(key)
+            if held is None:
+                shard[key] = bit
+            elif held & bit:
+                continue
+            else:
                 held |= bit
                 shard[key] = interned.setdefault(held, held)
-                view.count += 1
-                view.xor ^= key
+            count += 1
+            xor ^= key
+        view.count, view.xor = count, xor
         if len(interned) > MAX_INTERNED_SETS:
             interned.clear()
 

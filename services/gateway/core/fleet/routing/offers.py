@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.gateway.core.fleet.load_tracker import Speeds, cost_seconds, era_of
@@ -116,21 +116,22 @@ class Offers:
                     most = min(most, factor * offer.cost_seconds)
         first = next((entry for entry in idle if entry[1] not in offers), None)
         if first is not None:
-            index = min(self._idle_up_to(self._idle_cost(first), idle).difference(offers))
+            index = min(self._idle_up_to(self._idle_cost(first), idle, offers))
             offers[index] = self._offer(order.replicas[index])
         best = min(sorted(offers), key=lambda index: offers[index].cost_seconds)
         most = factor * offers[best].cost_seconds
-        near = self._idle_up_to(most, idle).difference(offers)
-        near.update(index for index, offer in offers.items() if offer.cost_seconds <= most)
+        near = self._idle_up_to(most, idle, offers)
+        near += [index for index, offer in offers.items() if offer.cost_seconds <= most]
         return Near(offers[best], sorted(near), examined)
 
     def at(self, index: int) -> Offer:
         """The offer of one replica."""
         return self._examined.get(index) or self._offer(self.order.replicas[index])
 
-    def _idle_up_to(self, most: float, idle: Sequence[Entry]) -> set[int]:
-        """The idle replicas whose cost is at most `most`, if they have cached nothing."""
-        return {index for _, index in idle[: bisect_right(idle, most, key=self._idle_cost)]}
+    def _idle_up_to(self, most: float, idle: Sequence[Entry], others: Container[int]) -> list[int]:
+        """The idle replicas, without `others`, whose cost is at most `most`."""
+        end = bisect_right(idle, most, key=self._idle_cost)
+        return [index for _, index in idle[:end] if index not in others]
 
     def _idle_cost(self, entry: Entry) -> float:
         """The cost at an idle replica that has cached nothing, if `idle_speeds` are known."""
