@@ -8,6 +8,9 @@ BlockId = NewType("BlockId", int)
 # Chosen by the scheduler for each request. Unique within a generation of the pool.
 RequestKey = NewType("RequestKey", int)
 
+# Chosen by the scheduler for the retained blocks of a request. At least 1.
+ContextId = NewType("ContextId", int)
+
 # The name of a pool, usually the name of its replica.
 PoolId = NewType("PoolId", str)
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from services.common.errors import InvalidArgument
 from services.common.pool.block_hash import BlockHash
-from services.common.pool.ids import BlockId, RequestKey
+from services.common.pool.ids import BlockId, ContextId, RequestKey
 
 BlockTables = tuple[list[BlockId], ...]
 """Block ids of one request, one list for each KV-cache group."""
@@ -48,10 +48,33 @@ class Release:
     """Frees all blocks of the requests and removes the requests from the pool. Always fits. Unknown
     requests are ignored. By default the blocks of one group after the other enter the free queue.
     With `as_one_list`, all blocks of a request enter it together, the last group's first.
+
+    The published blocks of a request with a context are free and can be hit, but they are reused
+    after all blocks that are in no context, those of the newest context last.
     """
 
     requests: Sequence[RequestKey]
     as_one_list: bool = False
+    contexts: Sequence[ContextId] = ()
+    """For each request, the new context of its blocks, or 0. Empty if all are 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankContexts:
+    """Puts contexts in the order in which they are reused, each from its end. Contexts that are not
+    named follow. Always fits. Unknown contexts are ignored.
+    """
+
+    contexts: Sequence[ContextId]
+
+
+@dataclass(frozen=True, slots=True)
+class DropContexts:
+    """Ends contexts. Their blocks stay cached, and are reused before all other cached blocks, those
+    of the first context first. Always fits. Unknown contexts are ignored.
+    """
+
+    contexts: Sequence[ContextId]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +152,10 @@ class Admission:
     """The request's trace context. Empty if the request is not sampled."""
     resumed: bool = False
     """Whether the request was preempted before. Hit statistics exclude resumed requests."""
+    num_retained_blocks: int | None = None
+    """How many blocks of contexts, its hit left aside, this admission and those before it in the
+    transaction may reuse. None means that there is no limit.
+    """
     num_external_tokens: int = 0
     """Number of tokens after the hit that are loaded from elsewhere. These tokens need blocks and
     count as computed. If no slots follow them, they are loaded between steps, and their blocks must
@@ -184,6 +211,8 @@ class EvictBlocks:
 Operation = (
     BeginStep
     | Release
+    | RankContexts
+    | DropContexts
     | RemoveSkippedBlocks
     | Grow
     | Commit
@@ -255,6 +284,8 @@ class StopReason(enum.Enum):
 
     NO_BLOCKS = "no_blocks"
     HIT_CHANGED = "hit_changed"
+    RETAINED = "retained"
+    """There are enough blocks, but too many of them are in contexts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +300,17 @@ class Stop:
     shared_prefix_boundary: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ContextBlocks:
+    """What is left of a context."""
+
+    context: ContextId
+    num_blocks: int
+    """Its blocks that were not reused, from its beginning. Some may be in use."""
+    num_own_blocks: int
+    """Those among them that are free and in no other context."""
+
+
 @dataclass(slots=True)
 class Outcome:
     num_free_blocks: int
@@ -281,6 +323,10 @@ class Outcome:
     """New attention blocks that workers must zero, in pools that also have state-space groups."""
     copies: tuple[BlockCopy, ...] = ()
     """Copies that workers make after zeroing, in order."""
+    contexts: tuple[ContextBlocks, ...] = ()
+    """The contexts that have changed since the last outcome."""
+    num_retained_blocks: int = 0
+    """Number of free blocks that are in contexts."""
 
     @property
     def grown(self) -> list[BlockTables]:

@@ -10,7 +10,7 @@ from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.pool import operations as ops
 from services.common.pool.block_hash import HASH_BYTES, BlockHash
-from services.common.pool.ids import BlockId
+from services.common.pool.ids import BlockId, ContextId
 from services.common.rpc.proto import ProtoEnum
 
 _STOP_REASONS = ProtoEnum(ops.StopReason, kvpool_pb2.StopReason, "STOP_REASON_")
@@ -25,6 +25,8 @@ _OPERATIONS: dict[str, tuple[type[Any], type[Message]]] = {
     "evict_blocks": (ops.EvictBlocks, kvpool_pb2.EvictBlocks),
     "begin_step": (ops.BeginStep, kvpool_pb2.BeginStep),
     "release_copies": (ops.ReleaseCopies, kvpool_pb2.ReleaseCopies),
+    "rank_contexts": (ops.RankContexts, kvpool_pb2.RankContexts),
+    "drop_contexts": (ops.DropContexts, kvpool_pb2.DropContexts),
 }
 """Maps each kind of Operation to its dataclass and its message, which have equal fields."""
 _RESULTS: dict[str, tuple[type[Any], type[Message]]] = {
@@ -77,6 +79,14 @@ def outcome_to_proto(
             kvpool_pb2.BlockCopy(group=copy.group, source=copy.source, target=copy.target)
             for copy in outcome.copies
         )
+    if outcome.contexts or outcome.num_retained_blocks:
+        message.num_retained_blocks = outcome.num_retained_blocks
+        message.contexts.extend(
+            kvpool_pb2.ContextBlocks(
+                context=one.context, num_blocks=one.num_blocks, num_own_blocks=one.num_own_blocks
+            )
+            for one in outcome.contexts
+        )
     return message
 
 
@@ -85,7 +95,14 @@ def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
     stop = _stop_from_proto(message.stop) if message.HasField("stop") else None
     results = tuple(map(_result_from_proto, message.results))
     if not (message.block_ids_to_zero or message.copies):  # as in models without states
-        return ops.Outcome(message.num_free_blocks, results, stop)
+        outcome = ops.Outcome(message.num_free_blocks, results, stop)
+        if message.contexts or message.num_retained_blocks:
+            outcome.num_retained_blocks = message.num_retained_blocks
+            outcome.contexts = tuple(
+                ops.ContextBlocks(ContextId(one.context), one.num_blocks, one.num_own_blocks)
+                for one in message.contexts
+            )
+        return outcome
     copies = (
         ops.BlockCopy(copy.group, BlockId(copy.source), BlockId(copy.target))
         for copy in message.copies
@@ -127,7 +144,8 @@ def _operation_from_proto(message: kvpool_pb2.Operation, where: str) -> ops.Oper
     return cast("ops.Operation", own(*values))
 
 
-_CONVERTED = {"new_hashes", "num_tokens", "num_stored_tokens"}
+_OPTIONAL = "num_tokens", "num_stored_tokens", "num_retained_blocks"
+_CONVERTED = {"new_hashes", *_OPTIONAL}
 _EQUAL = [one.name for one in fields(ops.Admission) if one.name not in _CONVERTED]
 """The fields of an admission that its message has with the same name, type and default."""
 
@@ -135,19 +153,15 @@ _EQUAL = [one.name for one in fields(ops.Admission) if one.name not in _CONVERTE
 def _admission_to_proto(admission: ops.Admission) -> kvpool_pb2.Admission:
     return kvpool_pb2.Admission(
         new_hashes=b"".join(admission.new_hashes),
-        num_tokens=admission.num_tokens,
-        num_stored_tokens=admission.num_stored_tokens,
-        **{name: getattr(admission, name) for name in _EQUAL},
+        **{name: getattr(admission, name) for name in (*_EQUAL, *_OPTIONAL)},
     )
 
 
 def _admission_from_proto(message: kvpool_pb2.Admission, where: str) -> ops.Admission:
-    has_stored = message.HasField("num_stored_tokens")
+    given = (name for name in _OPTIONAL if message.HasField(name))  # type: ignore[arg-type]
     return ops.Admission(
         new_hashes=block_hashes_from_proto(message.new_hashes, f"{where}.new_hashes"),
-        num_tokens=message.num_tokens if message.HasField("num_tokens") else None,
-        num_stored_tokens=message.num_stored_tokens if has_stored else None,
-        **{name: getattr(message, name) for name in _EQUAL},
+        **{name: getattr(message, name) for name in (*_EQUAL, *given)},
     )
 
 

@@ -13,7 +13,7 @@ from stepwell.common.v1 import common_pb2
 
 from services.common.errors import FailedPrecondition
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Increased with each incompatible change of the contracts, that is, if a service without the
 change would compute, answer or store something wrong. Examples are a field that must be honoured, a
 field with a new meaning or encoding, and a message that must be answered. Changes that can be

@@ -45,6 +45,7 @@ EXPLANATIONS: Mapping[str, str] = {
 _OF_REASONS: Mapping[str, str] = {
     "max_seqs": "slots",
     "no_blocks": BLOCKS,
+    "retained": BLOCKS,
     "prefill_interval": "interval",
     "held_back": "fault_search",
     "paused": "pause",
@@ -64,6 +65,7 @@ WAITS_FOR: Mapping[str, str] = {
     "budget": "tokens of a step",
     "max_seqs": "max_num_seqs",
     "no_blocks": "blocks",
+    "retained": "blocks of paused programs",
     "prefill_interval": "a step in which prompts are computed",
     "held_back": "a search for a request that breaks its steps",
     "paused": "the end of a pause",

@@ -10,8 +10,9 @@ from services.common.pool.ids import NULL_BLOCK, BlockId
 from services.common.pool.operations import BlockCopy
 from services.kvpool.core.block_ages import BlockAges
 from services.kvpool.core.events import BlocksRemoved, BlocksStored, Event, EventLog
-from services.kvpool.core.free_queue import FreeQueue, MakeFreeQueue
+from services.kvpool.core.free_queue import MakeFreeQueue
 from services.kvpool.core.prefix_index import PrefixIndex
+from services.kvpool.core.retained_contexts import RetainingFreeQueue
 
 
 @lru_cache(maxsize=1)
@@ -31,11 +32,13 @@ class BlockPool:
     """
 
     def __init__(
-        self, num_blocks: int, num_groups: int, make_free_queue: MakeFreeQueue = FreeQueue
+        self, num_blocks: int, num_groups: int, make_free_queue: MakeFreeQueue = RetainingFreeQueue
     ) -> None:
         self.num_blocks = num_blocks
         self.ages = BlockAges(num_blocks)
         self._free = make_free_queue(_block_ids(num_blocks))
+        self.contexts = self._free if isinstance(self._free, RetainingFreeQueue) else None
+        """The contexts of a queue that has any."""
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         """The published blocks of each group. Only `publish`, `reset` and evictions change them."""
         self._shared: dict[BlockId, int] = {}

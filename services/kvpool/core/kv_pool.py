@@ -10,9 +10,10 @@ from services.common.pool.kv_cache_groups import AttentionType
 from services.kvpool.core.block_map import BlockMap, block_map
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.events import BlocksStored, Event
-from services.kvpool.core.free_queue import FreeQueue, MakeFreeQueue
+from services.kvpool.core.free_queue import MakeFreeQueue
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.request_blocks import RequestBlocks
+from services.kvpool.core.retained_contexts import RetainingFreeQueue
 from services.kvpool.core.validation import TransactionValidator
 
 
@@ -44,7 +45,9 @@ class KVPool:
     `transact` changes the pool. The rules are those of vLLM V1's KV-cache manager. Not thread-safe.
     """
 
-    def __init__(self, config: PoolConfig, make_free_queue: MakeFreeQueue = FreeQueue) -> None:
+    def __init__(
+        self, config: PoolConfig, make_free_queue: MakeFreeQueue = RetainingFreeQueue
+    ) -> None:
         """Creates a pool with all blocks free. Raises InvalidPool or UnsupportedGroup. Simulations
         make another free queue, which evicts in another order.
         """
@@ -78,7 +81,11 @@ class KVPool:
             if stop is not None:
                 break
         if not self._holds_states:
-            return ops.Outcome(self._blocks.num_free_blocks, tuple(results), stop)
+            outcome = ops.Outcome(self._blocks.num_free_blocks, tuple(results), stop)
+            if (contexts := self._blocks.contexts) is not None:
+                outcome.num_retained_blocks = contexts.num_retained
+                outcome.contexts = contexts.take_changes()
+            return outcome
         to_zero = [block for group in self._groups for block in group.take_blocks_to_zero()]
         copies = self._blocks.take_copies()
         return ops.Outcome(
@@ -188,6 +195,9 @@ class KVPool:
                 return None, None
             case ops.Release():
                 self._requests.release(operation)
+                return None, None
+            case ops.RankContexts() | ops.DropContexts():
+                self._requests.arrange_contexts(operation)
                 return None, None
             case ops.RemoveSkippedBlocks():
                 self._requests.remove_skipped(operation)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
-from services.common.pool.ids import BlockId, RequestKey
+from services.common.pool.ids import BlockId, ContextId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.coordinator import Coordinator, PrefixHit
@@ -45,12 +46,15 @@ class RequestBlocks:
 
     def release(self, release: ops.Release) -> None:
         """Frees the blocks of requests and deletes their hashes."""
-        for request in release.requests:
+        contexts = release.contexts or repeat(0)
+        for request, context in zip(release.requests, contexts, strict=False):
             self.chains.pop(request, None)
             self._hits.pop(request, None)
             tables = self.tables.pop(request, None)
             if tables is None:
                 continue
+            if context:
+                self._retain(ContextId(context), tables)
             if release.as_one_list:
                 self._blocks.free_as_one_list(
                     (group, block)
@@ -60,6 +64,26 @@ class RequestBlocks:
                 continue
             for group, table in zip(self._groups, tables, strict=True):
                 group.free(table)
+
+    def _retain(self, context: ContextId, tables: Tables) -> None:
+        """Makes a context of the published blocks of a request, if its groups only grow. Blocks of
+        all groups for the same tokens are next to each other.
+        """
+        contexts = self._blocks.contexts
+        if contexts is None or not self.coordinator.is_simple:
+            return
+        published = (table.blocks[: table.num_published] for table in tables)
+        contexts.retain(context, [block for row in zip(*published, strict=True) for block in row])
+
+    def arrange_contexts(self, operation: ops.RankContexts | ops.DropContexts) -> None:
+        """Puts contexts in order, or ends some."""
+        contexts = self._blocks.contexts
+        if contexts is None:
+            return
+        if isinstance(operation, ops.RankContexts):
+            contexts.rank(operation.contexts)
+        else:
+            contexts.drop(operation.contexts)
 
     def remove_skipped(self, removal: ops.RemoveSkippedBlocks) -> None:
         """Frees the blocks that no later query of the requests can see."""
@@ -146,6 +170,7 @@ class RequestBlocks:
         blocks are missing, or whose prefix hit has changed since its look-up.
         """
         result = ops.AdmitResult(self._no_blocks())
+        num_taken = 0
         for item, admission in enumerate(admit.admissions):
             if admission.holds_blocks:
                 continued = self._continue(admission)
@@ -162,6 +187,10 @@ class RequestBlocks:
             hits = [GroupHit(blocks, hit.num_tokens, num_stored) for blocks in hit.tables]
             if not self._fits(admission, hits):
                 return result, ops.Stop(index, item, ops.StopReason.NO_BLOCKS)
+            num_taken += self._num_retained_needed(admission, hits)
+            limit = admission.num_retained_blocks
+            if limit is not None and num_taken > limit:
+                return result, ops.Stop(index, item, ops.StopReason.RETAINED)
             tables = self._admit_one(admission, hits)
             for granted, table in zip(result.groups, tables, strict=True):
                 _append(granted, table.blocks)
@@ -195,6 +224,21 @@ class RequestBlocks:
             self._blocks.count_free(group.counted_hits(hit))
             for group, hit in zip(self._groups, hits, strict=True)
         )
+
+    def _num_retained_needed(self, admission: ops.Admission, hits: Sequence[GroupHit]) -> int:
+        """The number of blocks of contexts that an admission needs besides its hit, for all slots
+        that it reserves.
+        """
+        contexts = self._blocks.contexts
+        if contexts is None or not contexts.num_retained:
+            return 0
+        need, num_new, num_others = _need(admission), 0, len(contexts) - contexts.num_retained
+        for group, hit in zip(self._groups, hits, strict=True):
+            num_reserved = group.num_reserved_behind(hit, admission.num_reserve_slots)
+            num_new += max(group.num_missing_behind(hit, need), num_reserved)
+            blocks = group.counted_hits(hit)
+            num_others -= self._blocks.count_free(blocks) - contexts.count_retained(blocks)
+        return max(0, num_new - num_others)
 
     def _admit_one(self, admission: ops.Admission, hits: Sequence[GroupHit]) -> Tables:
         tables = self.coordinator.admit(hits, _need(admission), admission.num_computed_tokens)

@@ -29,6 +29,9 @@ class TransactionValidator:
                 case ops.Commit():
                     self._commit(operation, f"operations[{index}].commit")
                 case ops.Release():
+                    if operation.contexts:
+                        where = f"operations[{index}].release"
+                        _require_parallel(operation.requests, operation.contexts, where, "contexts")
                     self._arrived.difference_update(operation.requests)
                     self._departed.update(operation.requests)
                 case ops.RemoveSkippedBlocks(requests, num_computed_tokens):

@@ -79,6 +79,11 @@ class OutcomeCheck:
             self._check_states(outcome)
         for event in events:
             self._check_event(event)
+        if outcome.num_retained_blocks > outcome.num_free_blocks:
+            raise WrongAnswer(f"num_retained_blocks: {outcome.num_retained_blocks}")
+        for one in outcome.contexts:
+            if not one.num_own_blocks <= one.num_blocks <= most:
+                raise WrongAnswer(f"contexts: {one.num_own_blocks} of {one.num_blocks} blocks")
 
     def _check_result(
         self, operation: ops.Operation, result: ops.OperationResult, stop: ops.Stop | None
@@ -177,9 +182,12 @@ def _stopped(stop: ops.Stop, count: int, *reasons: ops.StopReason) -> int:
 
 
 def _check_change(stop: ops.Stop, admission: ops.Admission) -> None:
-    """Raises WrongAnswer if a stop reports a changed hit that equals the planned hit. Without this
-    check the scheduler would plan the same admission again and again.
+    """Raises WrongAnswer if a stop reports a changed hit that equals the planned hit, or a limit
+    that was not set. Without this check the scheduler would plan the same admission again and
+    again.
     """
+    if stop.reason is ops.StopReason.RETAINED and admission.num_retained_blocks is None:
+        raise WrongAnswer("stop: the admission has no limit on blocks of contexts")
     if stop.reason is not ops.StopReason.HIT_CHANGED:
         return
     hit, boundary = stop.num_hit_tokens, stop.shared_prefix_boundary

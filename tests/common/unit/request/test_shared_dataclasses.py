@@ -12,6 +12,7 @@ from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import ContextId
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.messages import (
     kv_cache_group_from_proto,
@@ -41,6 +42,9 @@ from services.common.rpc.proto import require_same_fields
 MESSAGES = [
     (ops.BeginStep, kvpool_pb2.BeginStep),
     (ops.Release, kvpool_pb2.Release),
+    (ops.RankContexts, kvpool_pb2.RankContexts),
+    (ops.DropContexts, kvpool_pb2.DropContexts),
+    (ops.ContextBlocks, kvpool_pb2.ContextBlocks),
     (ops.RemoveSkippedBlocks, kvpool_pb2.RemoveSkippedBlocks),
     (ops.Grow, kvpool_pb2.Grow),
     (ops.Commit, kvpool_pb2.Commit),
@@ -72,7 +76,10 @@ HASHES = [BlockHash(bytes([number]) * 32) for number in range(3)]
 BLOCKS = (ops.GroupBlocks([1, 2], [5, 6, 7]), ops.GroupBlocks([1, 0], [8]))
 
 OPERATIONS = [
-    ops.Release([1, 2]),
+    ops.Release([1, 2], contexts=[]),
+    ops.Release([1, 2], contexts=[0, 7]),
+    ops.RankContexts([7, 3]),
+    ops.DropContexts([3]),
     ops.RemoveSkippedBlocks([1, 2], [3, 4]),
     ops.BeginStep(),
     ops.Grow([1, 2], [3, 4], [5, 6], []),
@@ -81,7 +88,8 @@ OPERATIONS = [
     ops.Lookup([1, 2], [7, 8], [(), HASHES[1:]]),
     ops.Lookup([1], [7], [()], with_divergent_hits=True),
     ops.Admit([ops.Admission(1, 2, 3, 4, 5, 6, 7, HASHES, "00-a-b-01", resumed=True)]),
-    ops.Admit([ops.Admission(1, 2, 2, 9, 9, 9, 0, [], "", False, 0, 4, holds_blocks=True)]),
+    ops.Admit([ops.Admission(1, 2, 2, 9, 9, 9, 0, [], num_retained_blocks=0, holds_blocks=True)]),
+    ops.Admit([ops.Admission(1, 2, 2, 9, 9, 9, 0, [], num_blocks_kept_free=4)]),
     ops.Admit([ops.Admission(1, 2, 2, 9, 9, 9, 0, HASHES, num_external_tokens=5)]),
     ops.Admit([ops.Admission(1, 9, 8, 12, 9, 9, 0, [], num_tokens=0, num_prompt_tokens=9)]),
     ops.Admit([ops.Admission(1, 9, 8, 12, 9, 9, 0, [], shared_prefix_boundary=16)]),
@@ -125,6 +133,11 @@ def test_operations_keep_their_fields_on_the_wire() -> None:
 def test_an_outcome_keeps_its_fields_on_the_wire() -> None:
     packed = outcome_to_proto(OUTCOME, generation=1, sequence=2).SerializeToString()
     assert outcome_from_proto(kvpool_pb2.TransactResponse.FromString(packed)) == OUTCOME
+    stop = ops.Stop(0, 1, ops.StopReason.RETAINED)
+    contexts = (ops.ContextBlocks(ContextId(7), 3, 2), ops.ContextBlocks(ContextId(9), 0, 0))
+    retained = ops.Outcome(8, (), stop, contexts=contexts, num_retained_blocks=5)
+    packed = outcome_to_proto(retained, generation=1, sequence=2).SerializeToString()
+    assert outcome_from_proto(kvpool_pb2.TransactResponse.FromString(packed)) == retained
 
 
 def test_an_outcome_gives_the_blocks_of_each_request() -> None:

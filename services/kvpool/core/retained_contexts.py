@@ -1,0 +1,216 @@
+"""Free blocks that belong to paused contexts, and are reused after all other free blocks.
+
+A context is the published blocks of a request that ended, in order. Its owner expects another
+request that begins with them. Contexts are only an order of reuse: their blocks are free and
+findable like all cached blocks, so retaining them never makes an allocation fail.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from services.common.pool.ids import BlockId, ContextId
+from services.common.pool.operations import ContextBlocks
+from services.kvpool.core.free_queue import FreeQueue
+
+
+class RetainingFreeQueue(FreeQueue):
+    """A free queue with contexts. Blank blocks come first, then cached blocks, the oldest first,
+    then the contexts in their order, each from its end. A block in several contexts is reused when
+    the last of them is. A block that is in use stays in its contexts.
+    """
+
+    __slots__ = ("_changed", "_contexts", "_free", "_num_contexts", "_num_own", "_sums")
+
+    def __init__(self, blocks: Sequence[BlockId]) -> None:
+        super().__init__(blocks)
+        self._contexts: dict[ContextId, list[BlockId]] = {}
+        """The blocks of each context, in the order of reuse of the contexts."""
+        self._num_contexts: dict[BlockId, int] = {}
+        """For each block in a context, the number of its contexts."""
+        self._sums: dict[BlockId, int] = {}
+        """The sum of the numbers of these contexts, which is the context if there is one."""
+        self._free: dict[BlockId, int] = {}
+        """Maps each free block in a context to the time at which it was freed."""
+        self._num_own: Counter[ContextId] = Counter()
+        self._changed: dict[ContextId, None] = {}
+
+    def __len__(self) -> int:
+        return super().__len__() + len(self._free)
+
+    @property
+    def num_retained(self) -> int:
+        """The number of free blocks in contexts."""
+        return len(self._free)
+
+    def retain(self, context: ContextId, blocks: Iterable[BlockId]) -> None:
+        """Makes a context of blocks in use. It is reused last. Ends an older one of this number."""
+        self.drop([context])
+        self._contexts[context] = owned = list(blocks)
+        self._changed[context] = None
+        for block in owned:
+            self._num_contexts[block] = self._num_contexts.get(block, 0) + 1
+            self._sums[block] = self._sums.get(block, 0) + context
+
+    def rank(self, contexts: Iterable[ContextId]) -> None:
+        """Puts contexts in the order of reuse. Contexts that are not named follow."""
+        known = self._contexts
+        ranked = {context: known.pop(context) for context in contexts if context in known}
+        self._contexts = ranked | known
+
+    def drop(self, contexts: Iterable[ContextId]) -> None:
+        """Makes contexts ordinary cached blocks, which are reused before other cached blocks. The
+        first context is reused first.
+        """
+        for context in reversed([*contexts]):
+            for block in self._contexts.pop(context, ()):
+                since = self._leave(context, block)
+                if since is not None:
+                    self._cached[block] = since
+                    self._cached.move_to_end(block, last=False)
+            self._forget(context)
+
+    def take_changes(self) -> tuple[ContextBlocks, ...]:
+        """What is left of each context that has changed since the last call."""
+        changed, self._changed = self._changed, {}
+        return tuple(
+            ContextBlocks(context, len(self._contexts.get(context, ())), self._num_own[context])
+            for context in changed
+        )
+
+    def pop_cached(self, num_blocks: int) -> tuple[list[BlockId], list[int]]:
+        blocks, free_since = super().pop_cached(min(num_blocks, len(self._cached)))
+        while len(blocks) < num_blocks:
+            context, owned = next(iter(self._contexts.items()))
+            while owned and len(blocks) < num_blocks:
+                block = owned.pop()
+                since = self._leave(context, block)
+                if since is not None:
+                    blocks.append(block)
+                    free_since.append(since)
+            self._changed[context] = None
+            if not owned:
+                del self._contexts[context]
+                self._forget(context)
+        return blocks, free_since
+
+    def push_blank(self, blocks: Sequence[BlockId]) -> None:
+        if self._contexts:
+            self._forget_blocks(blocks)
+        super().push_blank(blocks)
+
+    def push_cached(self, blocks: Iterable[BlockId], now: int) -> None:
+        if self._contexts:
+            blocks = [block for block in blocks if not self._keep(block, now)]
+        super().push_cached(blocks, now)
+
+    def push_mixed(self, blocks: Sequence[BlockId], has_hash: Sequence[bool], now: int) -> None:
+        if self._contexts:
+            self._forget_blocks(
+                block for block, found in zip(blocks, has_hash, strict=True) if not found
+            )
+            others = [
+                (block, found)
+                for block, found in zip(blocks, has_hash, strict=True)
+                if not (found and self._keep(block, now))
+            ]
+            blocks, has_hash = [block for block, _ in others], [found for _, found in others]
+        super().push_mixed(blocks, has_hash, now)
+
+    def count_cached(self, blocks: Iterable[BlockId]) -> int:
+        if not self._free:
+            return super().count_cached(blocks)
+        return sum(map(self.is_cached, blocks))
+
+    def is_cached(self, block: BlockId) -> bool:
+        return super().is_cached(block) or block in self._free
+
+    def count_retained(self, blocks: Iterable[BlockId]) -> int:
+        """The number of these blocks that are free and in a context."""
+        return sum(map(self._free.__contains__, blocks))
+
+    def remove_cached(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], list[int]]:
+        free = self._free
+        if free.keys().isdisjoint(blocks):
+            return super().remove_cached(blocks)
+        kept = [block for block in blocks if block in free]
+        times = []
+        for block in kept:
+            times.append(free.pop(block))
+            self._count_own(block, -1)
+        others, cached_times = super().remove_cached([*_without(blocks, kept)])
+        return others, [*times, *cached_times]
+
+    def blank_all(self) -> None:
+        self._blank[:0] = reversed(self.cached())
+        self._cached.clear()
+        self._free.clear()
+        self._num_contexts.clear()
+        self._sums.clear()
+        self._changed.update(dict.fromkeys(self._contexts))
+        self._contexts.clear()
+        self._num_own.clear()
+
+    def order(self) -> list[BlockId]:
+        return [*reversed(self._blank), *self.cached()]
+
+    def cached(self) -> list[BlockId]:
+        left, retained = dict(self._num_contexts), []
+        for owned in self._contexts.values():
+            for block in reversed(owned):
+                left[block] -= 1
+                if not left[block] and block in self._free:
+                    retained.append(block)
+        return [*self._cached, *retained]
+
+    def _keep(self, block: BlockId, now: int) -> bool:
+        """Notes that a block of a context is free. Returns False for other blocks."""
+        if block not in self._num_contexts:
+            return False
+        self._free[block] = now
+        self._count_own(block, 1)
+        return True
+
+    def _leave(self, context: ContextId, block: BlockId) -> int | None:
+        """Takes a block out of a context. If it was the last one of a free block, returns the time
+        at which the block was freed. The block is then no longer in the queue.
+        """
+        self._num_contexts[block] -= 1
+        self._sums[block] -= context
+        if self._num_contexts[block]:
+            if block in self._free:
+                self._count_own(block, 1)
+            return None
+        del self._num_contexts[block], self._sums[block]
+        if block not in self._free:
+            return None
+        self._num_own[context] -= 1
+        return self._free.pop(block)
+
+    def _count_own(self, block: BlockId, more: int) -> None:
+        if self._num_contexts[block] == 1:
+            context = ContextId(self._sums[block])
+            self._num_own[context] += more
+            self._changed[context] = None
+
+    def _forget(self, context: ContextId) -> None:
+        """Ends a context whose blocks have left it."""
+        self._changed[context] = None
+        del self._num_own[context]
+
+    def _forget_blocks(self, blocks: Iterable[BlockId]) -> None:
+        """Takes blocks in use, which have lost their hashes, out of all contexts."""
+        lost = {block for block in blocks if block in self._num_contexts}
+        if not lost:
+            return
+        for context, owned in self._contexts.items():
+            left = [block for block in owned if block not in lost]
+            if len(left) < len(owned):
+                owned[:] = left
+                self._changed[context] = None
+        for block in lost:
+            del self._num_contexts[block], self._sums[block]
+
+
+def _without(blocks: Iterable[BlockId], others: Iterable[BlockId]) -> Iterable[BlockId]:
+    left_out = set(others)
+    return (block for block in blocks if block not in left_out)
