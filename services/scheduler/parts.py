@@ -54,7 +54,11 @@ class Parts:
     ) -> None:
         """`cache_node` names the pool in the directory. `set_ready` publishes whether steps run."""
         description, config = shape.description, scheduler.config
-        incarnation, counts, steps = uuid.uuid4().hex, StepCounts(), WatchedSteps()
+        incarnation, counts, steps = (
+            uuid.uuid4().hex,
+            StepCounts(scheduler.step_costs),
+            WatchedSteps(),
+        )
         self.sessions = Sessions()
         self.readiness = ReplicaReadiness(self.sessions, set_ready)
         self.tracer = StepTracer(

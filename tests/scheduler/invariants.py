@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from services.common.pool.ids import NULL_BLOCK, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType
-from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.output import SchedulerOutput, WaitReason
+from services.scheduler.core.policies import PROGRAM
+from services.scheduler.core.policies.program.retention import HEADROOM
 from services.scheduler.core.request import Request
 from tests.scheduler.policy_orders import ADMISSION_ORDERS, VICTIM_ORDERS
 from tests.scheduler.story import Story
@@ -24,6 +26,7 @@ class Before:
     @classmethod
     def of(cls, story: Story) -> "Before":
         """Returns the current state."""
+        story.scheduler.queues.put_in_order()
         return cls(list(story.scheduler.running), list(story.scheduler.queues.waiting))
 
 
@@ -96,11 +99,15 @@ def check_no_request_passes_the_head(before: Before, plan: SchedulerOutput) -> N
 
 def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> None:
     """The head of the queue is admitted if there are a row, tokens and blocks for it. A request
-    that continues from a state stored by this step is an exception.
+    that continues from a state stored by this step is an exception. Beside running requests it may
+    also wait for the headroom of the policy `program`, or for blocks of paused contexts.
     """
     config, running = story.config, story.scheduler.running
     head = next(iter(story.scheduler.queues.waiting), None)
     if head is None or plan.preempted or len(running) == _num_rows(story):
+        return
+    if plan.wait_reason is WaitReason.RETAINED:
+        assert running
         return
     least = _least_chunk(story) if config.enable_chunked_prefill else head.num_tokens
     if _budget(story) - plan.num_tokens < least:
@@ -113,6 +120,8 @@ def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> No
     slots = head.num_tokens + config.num_speculative_tokens + config.num_lookahead_tokens
     blocks = len(config.groups) * -(-min(slots, config.max_model_len) // config.block_size)
     watermark = int(config.watermark * config.num_blocks) if running else 0
+    if running and config.policy == PROGRAM:
+        watermark += int(HEADROOM * (config.num_blocks - 1))
     assert story.pool.core.num_free_blocks < blocks + watermark, head.request_id
 
 

@@ -9,7 +9,7 @@ from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, Ma
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
-from services.scheduler.core.policies import POLICIES
+from services.scheduler.core.policies import POLICIES, PROGRAM
 from services.simulation.inprocess_pool import pool_config_of
 from tests.scenarios.connector import HAS_TRANSFERS
 from tests.worlds.arrivals import LAST_ARRIVAL, MAX_ITEM, MAX_OUTPUT, MAX_PROMPT, make_arrival
@@ -104,7 +104,7 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
         budget = max_model_len + num_drafts
     max_num_seqs = random.randint(1, 6)
     named: dict[str, Any] = {
-        "policy": random.choice(tuple(POLICIES)),
+        "policy": random.choice([name for name in POLICIES if name != PROGRAM]),
         "block_size": block_size,
         "num_blocks": 2,
         "max_model_len": max_model_len,

@@ -12,7 +12,7 @@ from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
-from services.scheduler.core.policies import find_policy
+from services.scheduler.core.policies import PROGRAM, find_policy
 from services.scheduler.options.listed import TRANSFERS
 from services.scheduler.settings import SchedulerSettings
 
@@ -74,6 +74,9 @@ def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaS
         )
     if conflict := TRANSFERS.conflict(config):
         raise FailedPrecondition(conflict)
+    if config.policy == PROGRAM and (config.kv_role or settings.step_log):
+        option = "a tier of offloaded blocks" if config.kv_role else "a step log"
+        raise FailedPrecondition(f"policy {PROGRAM} does not work with {option}")
     if settings.prefix_match_unit is not None and not config.aligns_states:
         raise FailedPrecondition(
             "prefix_match_unit is for models with recurrent layers whose states are cached: "

@@ -30,6 +30,8 @@ class WaitReason(Enum):
     """The largest number of requests that may run at once (`max_running`) is running."""
     NO_BLOCKS = "no_blocks"
     """Too few blocks are free for the request, or a running request was preempted in the step."""
+    RETAINED = "retained"
+    """Too many of the blocks that the request needs belong to paused contexts of more worth."""
     PREFILL_INTERVAL = "prefill_interval"
     """Requests decode, and the last step with prompts was too recent for another one."""
     HELD_BACK = "held_back"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.pool.block_hash import BlockHash, hash_full_blocks
-from services.common.pool.ids import RequestKey
+from services.common.pool.ids import ContextId, RequestKey
 from services.common.pool.operations import Admission, BlockTables
 from services.common.request.encoder_input import EncoderInput
 from services.common.request.finish import FinishReason, append_until_end, ending_token_ids
@@ -105,6 +105,8 @@ class Request(ComputedTokens):
     reads_prefix_cache: bool = True
     """False if every prompt position must be computed, as for prompt log-probabilities."""
 
+    context: ContextId | None = None
+    """The paused context that the request's blocks became at its end."""
     grammar: GrammarStatus | None = None
     """Whether grammar and adapter are prepared. None if the request has neither."""
     error: str = ""

@@ -31,7 +31,7 @@ _SHARE_OF_NEWEST = 0.1
 class StepCounts:
     """Running totals over steps, which the engine's observer updates."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_costs: StepCosts | None = None) -> None:
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
@@ -45,7 +45,7 @@ class StepCounts:
         """Maps a reason to the total nanoseconds that requests waited for it."""
         self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
         self.step_seconds = Histogram(replica.STEP_SECONDS)
-        self.step_costs = StepCosts()
+        self.step_costs = step_costs or StepCosts()
 
     def admitted(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         self.num_prompt_tokens += num_prompt_tokens

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from services.common.pool.operations import BlockCopy
 from services.common.replica.pause_mode import PauseMode
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine.step_costs import StepCosts
 from services.scheduler.core.kv.kv_cache_manager import KVCacheManager
 from services.scheduler.core.planning.encoder_cache_manager import EncoderCacheManager
 from services.scheduler.core.planning.running_requests import RunningRequests
@@ -12,6 +13,8 @@ from services.scheduler.core.planning.step_builder import PlannedSteps
 from services.scheduler.core.planning.transfers import Transfers
 from services.scheduler.core.planning.waiting_requests import WaitingRequests
 from services.scheduler.core.policies import find_policy
+from services.scheduler.core.policies.program import ProgramPolicy
+from services.scheduler.core.policies.program.retention import Retention
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request
 
@@ -19,14 +22,27 @@ from services.scheduler.core.request import Request
 class ReplicaState:
     """The state that the parts of the scheduler share. It makes no decisions."""
 
-    def __init__(self, config: SchedulerConfig, pool: KVPool, connect: "Connect | None") -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: KVPool,
+        connect: "Connect | None",
+        clock: Callable[[], float],
+    ) -> None:
         self.config = config
+        self.step_costs = StepCosts()
+        """The times of the latest steps, as far as the caller has observed them."""
         self.policy = find_policy(config.policy)
+        self.retention: Retention | None = None
+        """Decides about paused contexts. None if the policy has no such decisions."""
+        if isinstance(self.policy, ProgramPolicy):
+            self.policy = self.policy.bind(config, clock, self.step_costs)
+            self.retention = self.policy.retention
         self.queues = WaitingRequests(self.policy)
         self.running = RunningRequests()
         self.steps = PlannedSteps()
         self.rows = BatchRows(config.max_num_seqs)
-        self.kv_cache_manager = KVCacheManager(config, pool)
+        self.kv_cache_manager = KVCacheManager(config, pool, self.retention)
         self.encoder_cache = EncoderCacheManager(config.encoder_cache_size)
         self.pause_mode: PauseMode | None = None
         """The mode of the present pause. None if the engine is not paused."""
@@ -63,10 +79,13 @@ class ReplicaState:
 
     def free(self, request: Request) -> None:
         """Frees the row of a request. The next transaction frees its blocks."""
+        context = None
+        if self.retention is not None and request.is_finished:
+            context = self.retention.ended(request)
         if self.transfers is not None and request.is_finished:
             self.transfers.ended(request, self.steps.in_flight)
         else:
-            self.kv_cache_manager.release(request)
+            self.kv_cache_manager.release(request, context)
         if self.transfers is not None:
             self.transfers.preempted(request)
         self.encoder_cache.free(request)

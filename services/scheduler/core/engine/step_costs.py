@@ -39,6 +39,11 @@ class StepCosts:
             self._fitted = None
 
     @property
+    def seconds_per_step(self) -> float:
+        """Seconds for each step, besides its requests. 0 while unknown."""
+        return self._fit()[0]
+
+    @property
     def seconds_per_decode(self) -> float:
         """Seconds for each decoding request. 0 while unknown."""
         return self._fit()[1]

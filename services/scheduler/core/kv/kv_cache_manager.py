@@ -1,10 +1,11 @@
 """The scheduler's view of the pool. Every method makes at most one transaction."""
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
-from services.common.pool.ids import BlockId
+from services.common.pool.ids import BlockId, ContextId
 from services.common.pool.operations import Admission, BlockCopy, Commit, Grow, Operation, Outcome
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.pending_operations import PendingOperations
@@ -12,6 +13,9 @@ from services.scheduler.core.planning import running_requests
 from services.scheduler.core.planning.step_builder import PlannedSteps, StepBuilder
 from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
+
+if TYPE_CHECKING:
+    from services.scheduler.core.policies.program.retention import Retention
 
 _Filling = tuple[int, int, Request]
 """Admission number of a request, its number of known computed tokens after a step, and itself."""
@@ -22,7 +26,12 @@ class KVCacheManager:
     the length of each block table, and how much of the table is published.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: KVPool) -> None:
+    def __init__(
+        self, config: SchedulerConfig, pool: KVPool, retention: "Retention | None" = None
+    ) -> None:
+        self._retention = retention
+        self.num_retained_blocks = 0
+        """The number of free blocks that paused contexts have."""
         self.num_free_blocks = config.num_blocks - 1
         self._config = config
         self._pool = pool
@@ -83,8 +92,7 @@ class KVCacheManager:
             operations += self._look_up(builder, looked_up)
         if self.step_begins:
             operations = self._in_step(operations)
-        if self.pending:
-            operations = self.pending.take() + operations
+        operations = self._take_pending() + operations
         if not operations:
             return None
         outcome = self._keep(await self._pool.transact(operations, traceparent))
@@ -119,7 +127,7 @@ class KVCacheManager:
     async def look_up(
         self, builder: StepBuilder, looked_up: Sequence[Request], traceparent: str
     ) -> None:
-        operations = [*self.pending.take(), *self._in_step(self._look_up(builder, looked_up))]
+        operations = [*self._take_pending(), *self._in_step(self._look_up(builder, looked_up))]
         outcome = await self._transact(operations, traceparent)
         self._note_hits(builder, looked_up, outcome)
 
@@ -139,7 +147,9 @@ class KVCacheManager:
     async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
         """Allocates the blocks of waiting requests, up to the first request that lacks blocks."""
         operations: list[Operation] = [ops.Admit(admissions)] if admissions else []
-        operations = [*self.pending.take(), *self._in_step(operations)]
+        if self._retention is not None and self.num_retained_blocks:
+            operations = self._retention.rank() + operations
+        operations = [*self._take_pending(), *self._in_step(operations)]
         return await self._transact(operations, traceparent)
 
     async def release_copies(self, num_copies: int, traceparent: str) -> None:
@@ -147,10 +157,10 @@ class KVCacheManager:
         await self._transact([ops.ReleaseCopies(num_copies)], traceparent)
 
     async def flush(self) -> None:
-        await self._transact(self.pending.take(), "")
+        await self._transact(self._take_pending(), "")
 
     async def reset_prefix_cache(self) -> bool:
-        outcome = await self._transact([*self.pending.take(), ops.ResetPrefixCache()], "")
+        outcome = await self._transact([*self._take_pending(), ops.ResetPrefixCache()], "")
         return outcome.reset_done
 
     def publish(self, request: Request, num_tokens: int) -> None:
@@ -166,10 +176,12 @@ class KVCacheManager:
         request.num_committed_blocks = num_full
         request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
-    def release(self, request: Request) -> None:
-        """Makes the next transaction free the blocks of a request, if it has any."""
+    def release(self, request: Request, context: ContextId | None = None) -> None:
+        """Makes the next transaction free the blocks of a request, if it has any. With `context`,
+        they become this context.
+        """
         if request.known_to_pool:
-            self.pending.release(request.key)
+            self.pending.release(request.key, context)
 
     def check_all_free(self) -> None:
         """Raises PoolLost if blocks are in use. No request may have blocks, and no operation may be
@@ -185,6 +197,13 @@ class KVCacheManager:
         self.block_ids_to_zero.clear()
         self.copies.clear()
         self.num_free_blocks = self._config.num_blocks - 1
+
+    def _take_pending(self) -> list[Operation]:
+        """Takes the operations that precede all others of a transaction."""
+        operations = self.pending.take() if self.pending else []
+        if self._retention is not None:
+            operations += self._retention.take_drops()
+        return operations
 
     def _in_step(self, operations: list[Operation]) -> list[Operation]:
         """Puts BeginStep before the first operations of a step."""
@@ -308,4 +327,7 @@ class KVCacheManager:
         self.num_free_blocks = outcome.num_free_blocks
         self.block_ids_to_zero += outcome.block_ids_to_zero
         self.copies += outcome.copies
+        if self._retention is not None:
+            self.num_retained_blocks = outcome.num_retained_blocks
+            self._retention.note(outcome.contexts)
         return outcome

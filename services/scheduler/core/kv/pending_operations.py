@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
-from services.common.pool.ids import BlockId, RequestKey
+from services.common.pool.ids import BlockId, ContextId, RequestKey
 
 
 class PendingOperations:
@@ -17,8 +17,8 @@ class PendingOperations:
         """Maps a request to its number of stored tokens and its new hashes."""
         self.evictions: list[BlockId] = []
         """Blocks whose hash is to be removed."""
-        self._releases: list[RequestKey] = []
-        """Requests whose blocks are to be freed."""
+        self._releases: dict[RequestKey, ContextId | None] = {}
+        """Requests whose blocks are to be freed, and the contexts that these blocks become."""
         self._early_releases: list[ops.Operation] = []
         """Operations that free blocks and precede `_releases`."""
 
@@ -30,8 +30,8 @@ class PendingOperations:
         _, earlier = self.commits.get(key, (0, []))
         self.commits[key] = num_tokens, earlier + new_hashes
 
-    def release(self, key: RequestKey) -> None:
-        self._releases.append(key)
+    def release(self, key: RequestKey, context: ContextId | None = None) -> None:
+        self._releases[key] = context
 
     def remove_skipped_blocks(self, key: RequestKey, num_computed_tokens: int) -> None:
         """Frees the blocks that no query from position `num_computed_tokens` on attends to."""
@@ -40,8 +40,8 @@ class PendingOperations:
     def give_back_in_order(self, operation: ops.Operation) -> None:
         """Adds an operation that frees blocks, between earlier and later releases."""
         if self._releases:
-            self._early_releases.append(ops.Release(tuple(self._releases)))
-            self._releases = []
+            self._early_releases.append(self._release())
+            self._releases = {}
         self._early_releases.append(operation)
 
     def evict(self, blocks: Sequence[BlockId]) -> None:
@@ -58,10 +58,16 @@ class PendingOperations:
             operations.append(ops.EvictBlocks(tuple(self.evictions)))
         operations += self._early_releases
         if self._releases:
-            operations.append(ops.Release(tuple(self._releases)))
+            operations.append(self._release())
         self.clear()
         return operations
 
+    def _release(self) -> ops.Release:
+        contexts: tuple[ContextId, ...] = ()
+        if any(self._releases.values()):
+            contexts = tuple(context or ContextId(0) for context in self._releases.values())
+        return ops.Release(tuple(self._releases), contexts=contexts)
+
     def clear(self) -> None:
         self.commits, self.evictions = {}, []
-        self._releases, self._early_releases = [], []
+        self._releases, self._early_releases = {}, []

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.operations import Admission
@@ -11,6 +12,9 @@ from services.scheduler.core.planning import step_encoder
 from services.scheduler.core.planning.chunks import aligned_chunk
 from services.scheduler.core.planning.step_builder import PassingOver, StepBuilder
 from services.scheduler.core.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from services.scheduler.core.policies.program.retention import Retention
 
 
 @dataclass(slots=True)  # see Admission
@@ -91,6 +95,7 @@ class AdmissionPlanner:
     """Plans all admissions of a step in advance, so that one transaction can perform them."""
 
     config: SchedulerConfig
+    retention: "Retention | None" = None
 
     def plan(
         self,
@@ -139,6 +144,8 @@ class AdmissionPlanner:
             planned = self._admission(
                 builder, request, hit, num_new, num_asked, trial.budget, joins=joins
             )
+            if self.retention is not None:
+                self.retention.limit(planned.terms, request, num_running + len(plan.admissions))
             if num_new == 0 or planned.num_tokens > trial.budget:
                 return plan.stop(WaitReason.BUDGET, hit_is_old=is_old)
             if not plan.admissions and self._blocks_needed(planned) > num_free_blocks:

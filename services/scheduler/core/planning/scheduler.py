@@ -1,6 +1,7 @@
 """The scheduler decides which tokens of which requests each engine step computes."""
 
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
 from services.common.replica.pause_mode import PauseMode
@@ -32,12 +33,18 @@ class Scheduler(ReplicaState):
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: KVPool, connect: Connect | None = None
+        self,
+        config: SchedulerConfig,
+        pool: KVPool,
+        connect: Connect | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """`connect` must be set if the configuration has a `kv_role`, and only then."""
+        """`connect` must be set if the configuration has a `kv_role`, and only then. `clock` is in
+        seconds, and only for policies that ask for the time. By default it is Python's.
+        """
         if (connect is None) != (config.kv_role is None):
             raise ValueError("a connector and its kv_role go together")
-        super().__init__(config, pool, connect)
+        super().__init__(config, pool, connect, clock or time.monotonic)
         self._waiting_scheduler = WaitingScheduler(self)
         self._running_scheduler = RunningScheduler(self, self._waiting_scheduler)
         self._update = StepUpdate(self)
@@ -100,6 +107,8 @@ class Scheduler(ReplicaState):
         else:
             request.limit_length(self.config.max_model_len)
         self.queues.add(request)
+        if self.retention is not None:
+            self.retention.arrived(request)
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
         """Adds the next input of a session that has not ended. If `chunk` is None, the session
@@ -192,6 +201,8 @@ class Scheduler(ReplicaState):
             builder.defers_prefills = self._pacing.defers_prefills(
                 self.running, throttled=throttle_prefills
             )
+        if self.retention is not None:
+            self.queues.put_in_order()
         self.kv_cache_manager.step_begins = self.kv_cache_manager.needs_steps
         if self.transfers is not None:
             self.transfers.begin_step()
@@ -243,6 +254,8 @@ class Scheduler(ReplicaState):
         for request in self.queues.waiting:
             request.forget_blocks()
         self.kv_cache_manager.forget()
+        if self.retention is not None:
+            self.retention.forget()
         self.encoder_cache.reset()
         self.rows.removed = []
         self.steps.forget()

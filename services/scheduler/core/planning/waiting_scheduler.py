@@ -24,7 +24,7 @@ class WaitingScheduler:
         self._config = state.config
         self._queues = state.queues
         self._kv_cache_manager = state.kv_cache_manager
-        self._planner = admission.AdmissionPlanner(state.config)
+        self._planner = admission.AdmissionPlanner(state.config, state.retention)
         self._transfers = state.transfers
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
@@ -91,6 +91,10 @@ class WaitingScheduler:
         if stop.reason is StopReason.NO_BLOCKS:
             self._refuse(builder, stopped)
             return WaitReason.NO_BLOCKS
+        if stop.reason is StopReason.RETAINED:
+            assert self._state.retention is not None
+            self._state.retention.held_up(len(self._state.running))
+            return WaitReason.RETAINED
         hit = stop.num_hit_tokens, stop.shared_prefix_boundary
         builder.prefixes.note_hit(stopped.request, *hit)
         return None
@@ -178,6 +182,8 @@ class WaitingScheduler:
         self, builder: StepBuilder, planned: admission.PlannedAdmission, blocks: BlockTables
     ) -> None:
         request, terms, state = planned.request, planned.terms, self._state
+        if state.retention is not None:
+            state.retention.admitted(request, self._queues.waiting)
         self._queues.remove(request)
         state.running.append(request)
         state.rows.take(request)

@@ -9,8 +9,14 @@ from services.common.process.outside_class import load_class, one_of_or_class
 from services.scheduler.core.policies.fcfs import FCFSPolicy
 from services.scheduler.core.policies.policy import SchedulingPolicy
 from services.scheduler.core.policies.priority import PriorityPolicy
+from services.scheduler.core.policies.program import ProgramPolicy
 
-POLICIES: dict[str, SchedulingPolicy] = {"fcfs": FCFSPolicy(), "priority": PriorityPolicy()}
+PROGRAM = "program"
+POLICIES: dict[str, SchedulingPolicy] = {
+    "fcfs": FCFSPolicy(),
+    "priority": PriorityPolicy(),
+    PROGRAM: ProgramPolicy(),
+}
 
 _MEMBERS = "uses_priority", "create_request_queue", "victim"
 check_policy = one_of_or_class(POLICIES, *_MEMBERS)

@@ -1,0 +1,80 @@
+"""How long programs pause, by tool, and how likely it is that they return soon."""
+
+import math
+from collections import defaultdict, deque
+
+_NUM_KEPT = 400
+_LEAST = 10
+"""Pauses of a tool that must be known before they are used."""
+_REFRESH = 10
+"""Pauses after which the index of a tool is computed anew."""
+_PER_DOUBLING = 4
+"""Number of ages, for each doubling, between which an index is not computed anew."""
+NEVER = math.inf
+"""The length of a pause whose program never returned."""
+
+
+class PauseStatistics:
+    """The lengths of the latest pauses of each tool, in seconds."""
+
+    def __init__(self) -> None:
+        self._of_tool: defaultdict[str, PausesOfTool] = defaultdict(PausesOfTool)
+        self._all = PausesOfTool()
+
+    def ended(self, tool: str, seconds: float) -> None:
+        """Notes a pause. Its length is NEVER if the program is presumed to have ended."""
+        self._of_tool[tool].add(seconds)
+        self._all.add(seconds)
+
+    def index(self, tool: str, age: float) -> float:
+        """The value per second of a context that has paused for `age` seconds, see
+        `PausesOfTool.index`. Without enough pauses of the tool, those of all tools are used, and
+        without enough of these, 1 / (age + 1).
+        """
+        for pauses in (self._of_tool.get(tool), self._all):
+            if pauses is not None and len(pauses) >= _LEAST:
+                return pauses.index(age)
+        return 1 / (age + 1)
+
+
+class PausesOfTool:
+    """The lengths of the latest pauses of one tool."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=_NUM_KEPT)
+        self._num_new = 0
+        self._indexes: dict[int, float] = {}
+        """By age, see `_PER_DOUBLING`."""
+
+    def __len__(self) -> int:
+        return len(self._latest)
+
+    def add(self, seconds: float) -> None:
+        self._latest.append(seconds)
+        self._num_new += 1
+
+    def index(self, age: float) -> float:
+        """The largest, over all times t, of P(returns within t) / E[pause within t], given that the
+        pause has lasted for `age` seconds (J. C. Gittins, "Bandit processes and dynamic allocation
+        indices", 1979). Its unit is 1 / second. It is computed at the next lower of a few ages.
+        """
+        if not self._indexes or self._num_new >= _REFRESH:
+            self._indexes, self._num_new = {}, 0
+        step = math.floor(_PER_DOUBLING * math.log2(age + 0.01))
+        found = self._indexes.get(step)
+        if found is None:
+            age = max(0.0, 2 ** (step / _PER_DOUBLING) - 0.01)
+            found = self._indexes[step] = self._compute(age)
+        return found
+
+    def _compute(self, age: float) -> float:
+        """Another pause of 2 * age + 1 seconds keeps the index above 0 when all have returned."""
+        left = sorted([one - age for one in self._latest if one > age] + [age + 1])
+        best, returned_seconds = 0.0, 0.0
+        for place, seconds in enumerate(left):
+            if seconds == NEVER:
+                break
+            returned_seconds += seconds
+            num_others = len(left) - place - 1
+            best = max(best, (place + 1) / (returned_seconds + num_others * seconds))
+        return best

@@ -1,0 +1,91 @@
+"""The order of requests by the policy `program`."""
+
+from collections.abc import Callable
+
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine.step_costs import StepCosts
+from services.scheduler.core.planning.running_requests import RunningRequests
+from services.scheduler.core.policies.program.retention import Retention
+from services.scheduler.core.request import Request
+
+_Rank = tuple[int, int, float, float, int]
+
+
+class ProgramPolicy:
+    """Admits requests by priority, then those with at least half of their context cached, then
+    those of the programs with the least expected remaining work, then those of the oldest ones.
+    """
+
+    uses_priority = True
+
+    def bind(
+        self, config: SchedulerConfig, clock: Callable[[], float], costs: StepCosts
+    ) -> "BoundProgramPolicy":
+        """The policy with the state of one scheduler."""
+        return BoundProgramPolicy(Retention(config, clock, costs))
+
+    def create_request_queue(self) -> "ProgramQueue":
+        raise AssertionError("the policy is bound to a scheduler first")
+
+    def victim(self, _running: RunningRequests, /) -> Request:
+        raise AssertionError("the policy is bound to a scheduler first")
+
+
+class BoundProgramPolicy:
+    """The policy of one scheduler."""
+
+    uses_priority = True
+
+    def __init__(self, retention: Retention) -> None:
+        self.retention = retention
+
+    def create_request_queue(self) -> "ProgramQueue":
+        return ProgramQueue(self)
+
+    def victim(self, running: RunningRequests) -> Request:
+        """The last in the order of admission by expected work."""
+        return max(running, key=self._cost)
+
+    def _cost(self, request: Request) -> tuple[int, float, float, int]:
+        return request.priority, *self.retention.expected_work(request), request.key
+
+
+class ProgramQueue(list[Request]):
+    """Waiting requests, which are in order after `put_in_order`."""
+
+    def __init__(self, policy: BoundProgramPolicy) -> None:
+        super().__init__()
+        self._policy = policy
+        self._sorted_at: tuple[int, int, int] | None = None
+
+    def add(self, request: Request, /) -> None:
+        self.append(request)
+        self._sorted_at = None
+
+    prepend = add
+
+    def reorder(self) -> None:
+        self._sorted_at = None
+
+    def put_in_order(self) -> None:
+        retention = self._policy.retention
+        turns = retention.turns
+        at = retention.version, turns.num_cold, int(turns.cold_comes_first)
+        if at == self._sorted_at:
+            return
+        self._sorted_at = at
+        ranks = dict(zip(self, map(self._rank, self), strict=True))
+        cold = [request for request in self if ranks[request][1]]
+        if cold and turns.oldest_comes_first:
+            oldest = min(cold, key=lambda request: (request.arrival_time, request.key))
+            ranks[oldest] = oldest.priority, 1, -1.0, 0.0, oldest.key
+        if cold and turns.cold_comes_first:
+            first = min(cold, key=ranks.__getitem__)
+            ranks[first] = first.priority, -1, 0.0, 0.0, first.key
+            retention.first_cold = first
+        self.sort(key=ranks.__getitem__)
+
+    def _rank(self, request: Request) -> _Rank:
+        retention = self._policy.retention
+        is_cold = retention.is_cold(request)
+        return (request.priority, int(is_cold), *retention.expected_work(request), request.key)

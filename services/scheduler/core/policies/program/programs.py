@@ -1,0 +1,92 @@
+"""The programs that a scheduler knows, and their contexts."""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import ContextId
+
+_LEAST_ENDED = 5
+"""Programs of an application that must have ended before its statistics are used."""
+_NUM_KEPT = 400
+_FIRST_TURNS = 8.0
+"""The number of turns that are expected while no program has ended."""
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """The requests of one run of an agent."""
+
+    application: BlockHash | None
+    arrived: float
+    num_turns: int = 0
+    """Turns that have begun."""
+    num_running: int = 0
+    """Turns that have not ended."""
+    num_tokens: int = 0
+    """Tokens that its turns had to compute, and have generated."""
+    has_ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """What is retained of a turn that has ended."""
+
+    id: ContextId
+    program: Program
+    last_hash: BlockHash
+    num_tokens: int
+    paused_at: float
+    tool: str = ""
+    num_blocks: int = 0
+    """Its blocks that the pool still has, as far as is known."""
+    num_own_blocks: int = 0
+    """Those among them that would become free without this context."""
+    returned_at: float | None = None
+    """When the next turn arrived. None in the pause."""
+
+
+@dataclass(slots=True)
+class _Ended:
+    """The turns and tokens of ended programs."""
+
+    turns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+
+    def add(self, program: Program) -> None:
+        self.turns.append(program.num_turns)
+        self.tokens.append(program.num_tokens)
+
+    def expected_tokens(self, num_turns: int) -> float:
+        """The tokens of the turns after `num_turns`. If no program had so many, half a turn."""
+        more = [turns - num_turns for turns in self.turns if turns > num_turns]
+        each = sum(self.tokens) / sum(self.turns)
+        return each * (fmean(more) if more else 0.5)
+
+
+class EndedPrograms:
+    """The statistics of programs that have ended, by application."""
+
+    def __init__(self) -> None:
+        self._of: defaultdict[BlockHash | None, _Ended] = defaultdict(_Ended)
+        self._all = _Ended()
+
+    def add(self, program: Program) -> None:
+        self._of[program.application].add(program)
+        self._all.add(program)
+
+    def expected_tokens(self, program: Program) -> float:
+        """The expected work of a program's next turn and those after it, in tokens."""
+        num_before = max(0, program.num_turns - 1)
+        own = self._of.get(program.application)
+        for ended in (own, self._all):
+            if ended is not None and len(ended.turns) >= _LEAST_ENDED:
+                return ended.expected_tokens(num_before)
+        return max(1.0, _FIRST_TURNS - num_before)
+
+
+def application_of(hashes: Sequence[BlockHash], block_size: int) -> BlockHash | None:
+    """The hash of about the first 64 tokens of a program's first prompt."""
+    return hashes[min(len(hashes), -(-64 // block_size)) - 1] if hashes else None

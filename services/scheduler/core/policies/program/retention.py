@@ -1,0 +1,323 @@
+"""Decides which paused contexts are worth their blocks."""
+
+from collections.abc import Callable, Iterable
+
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import ContextId
+from services.common.pool.operations import (
+    Admission,
+    ContextBlocks,
+    DropContexts,
+    Operation,
+    RankContexts,
+)
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine.step_costs import StepCosts
+from services.scheduler.core.policies.program.pauses import NEVER, PauseStatistics
+from services.scheduler.core.policies.program.programs import (
+    Context,
+    EndedPrograms,
+    Program,
+    application_of,
+)
+from services.scheduler.core.request import Request
+
+HEADROOM = 0.1
+"""The fraction of the pool that a request without its context leaves free, beside running ones."""
+AGING_INTERVAL = 8
+"""Of so many admissions of requests without their contexts, one is of the longest waiting."""
+MAX_WARM_ADMISSIONS = 32
+"""Admissions of requests with their contexts, while one without waits, after which it comes first.
+"""
+IDLE_SECONDS = 600.0
+"""The pause after which a program is presumed to have ended."""
+MAX_PROGRAMS = 65_536
+_RANK_SECONDS = 0.01
+"""The time for which an order of contexts is kept."""
+_WAIT_SMOOTHING = 0.1
+_LEAST_WAIT = 0.05
+
+
+class Turns:
+    """Counts admissions, so that no request waits without a bound."""
+
+    def __init__(self) -> None:
+        self.num_cold = 0
+        self.num_warm = 0
+
+    def admitted(self, *, is_warm: bool, cold_waits: bool) -> None:
+        if is_warm:
+            self.num_warm += cold_waits
+        else:
+            self.num_cold, self.num_warm = self.num_cold + 1, 0
+
+    @property
+    def cold_comes_first(self) -> bool:
+        """Whether a request without its context comes before all others."""
+        return self.num_warm >= MAX_WARM_ADMISSIONS
+
+    @property
+    def oldest_comes_first(self) -> bool:
+        """Whether the one that waits longest comes before others without their contexts."""
+        return self.num_cold % AGING_INTERVAL == AGING_INTERVAL - 1
+
+
+class Retention:
+    """The paused contexts of a replica."""
+
+    def __init__(
+        self, config: SchedulerConfig, clock: Callable[[], float], costs: StepCosts
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._costs = costs
+        self._size = config.hash_block_size
+        self._contexts: dict[ContextId, Context] = {}
+        """In the order in which their pauses began."""
+        self._paused: dict[BlockHash, Context] = {}
+        """The contexts whose next turn has not arrived, by their last full block."""
+        self._programs: dict[Request, Program] = {}
+        """The programs of waiting and running requests."""
+        self._continued: dict[Request, Context] = {}
+        """The contexts with which waiting requests begin."""
+        self._dropped: list[ContextId] = []
+        self._ranked: list[tuple[float, Context]] | None = None
+        """The result of `_by_value` at `_ranked_at`."""
+        self._ranked_at = 0.0
+        self._sent: list[tuple[float, Context]] | None = None
+        """The order that the pool has."""
+        self._next_id = 1
+        self._pauses = PauseStatistics()
+        self._ended = EndedPrograms()
+        self._mean_wait = 1.0
+        self._credit = 0.0
+        self._held_up_since: float | None = None
+        self.turns = Turns()
+        self.first_cold: Request | None = None
+        """The request without its context that comes before all others, if one does."""
+        self.version = 0
+        """Changes with all that the order of the queue depends on."""
+
+    # What happens to requests.
+
+    def arrived(self, request: Request) -> None:
+        """A request was queued for the first time. Finds the program that it continues."""
+        now, config = self._clock(), self._config
+        if config.pooling or not config.enable_prefix_caching:
+            return
+        request.hash_full_blocks(config.fingerprint, self._size)
+        hashes = request.block_hashes
+        last = next(filter(self._paused.__contains__, reversed(hashes)), None)
+        if last is None:
+            program = Program(application_of(hashes, self._size), now)
+        else:
+            context = self._paused.pop(last)
+            program = context.program
+            context.returned_at = now
+            self._pauses.ended(context.tool, now - context.paused_at)
+            self._continued[request] = context
+        program.num_turns += 1
+        program.num_running += 1
+        self._programs[request] = program
+        self.version += 1
+
+    def admitted(self, request: Request, waiting: Iterable[Request]) -> None:
+        """A request was admitted, one of those that wait. Its context is in use and needs no
+        retention.
+        """
+        is_cold = request is self.first_cold or self.is_cold(request)
+        self.first_cold = None
+        self.turns.admitted(is_warm=not is_cold, cold_waits=any(map(self.is_cold, waiting)))
+        self._credit, self._held_up_since = 0.0, None
+        context = self._continued.pop(request, None)
+        if context is not None and context.id in self._contexts:
+            assert context.returned_at is not None
+            waited = self._clock() - context.returned_at
+            self._mean_wait += _WAIT_SMOOTHING * (waited - self._mean_wait)
+            self._drop(context)
+
+    def ended(self, request: Request) -> ContextId | None:
+        """A request has ended. Returns the context that its blocks become. None: they become none,
+        since a request like it was cached before, or it has no full block.
+        """
+        program = self._programs.pop(request, None)
+        continued = self._continued.pop(request, None)
+        if continued is not None and continued.id in self._contexts:
+            self._drop(continued)
+        if program is None:
+            return None
+        program.num_running -= 1
+        cached = request.num_cached_tokens or 0
+        program.num_tokens += request.num_tokens - cached
+        num_blocks = request.num_committed_blocks
+        if not num_blocks or program.has_ended or not request.known_to_pool:
+            return None
+        last = request.block_hashes[num_blocks - 1]
+        if (same := self._paused.pop(last, None)) is not None:
+            self._drop(same)
+        self._forget_idle()
+        context = Context(
+            ContextId(self._next_id), program, last, request.num_tokens, self._clock()
+        )
+        self._next_id += 1
+        context.num_blocks = num_blocks * len(self._config.all_groups)
+        self._contexts[context.id] = self._paused[last] = context
+        request.context = context.id
+        return context.id
+
+    def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:
+        """Says which tool runs after a turn, or that the turn was the program's last."""
+        context = self._contexts.get(context_id)
+        if context is None:
+            return
+        context.tool = tool
+        if ends and context.returned_at is None:
+            self._end(context.program)
+            self._paused.pop(context.last_hash, None)
+            self._drop(context)
+
+    # What the pool says, and is asked to do.
+
+    def note(self, changes: Iterable[ContextBlocks]) -> None:
+        for change in changes:
+            context = self._contexts.get(change.context)
+            if context is None:
+                continue
+            if change.num_blocks != context.num_blocks and context.returned_at is not None:
+                self.version += 1
+            if not (change.num_blocks and context.num_blocks):
+                self._ranked = None
+            context.num_blocks, context.num_own_blocks = change.num_blocks, change.num_own_blocks
+
+    def take_drops(self) -> list[Operation]:
+        if not self._dropped:
+            return []
+        dropped, self._dropped = self._dropped, []
+        return [DropContexts(dropped)]
+
+    def rank(self) -> list[Operation]:
+        """Puts the contexts in the order of their values, the least first."""
+        ranked = self._by_value()
+        if ranked is self._sent:
+            return []
+        self._sent = ranked
+        return [RankContexts([context.id for _, context in ranked])]
+
+    def forget(self) -> None:
+        """The pool is empty."""
+        self.first_cold = None
+        for context in list(self._contexts.values()):
+            self._drop(context)
+        self._paused.clear()
+        self._continued.clear()
+        self._dropped.clear()
+        self.version += 1
+
+    # Decisions about waiting requests.
+
+    def is_warm(self, request: Request) -> bool:
+        """Whether at least half of a request's context is cached."""
+        context = self._continued.get(request)
+        if context is None:
+            return False
+        num_groups = len(self._config.all_groups)
+        return 2 * context.num_blocks * self._size >= context.num_tokens * num_groups
+
+    def is_cold(self, request: Request) -> bool:
+        """Whether a request is neither warm nor was admitted before."""
+        return not (request.num_preemptions or self.is_warm(request))
+
+    def expected_work(self, request: Request) -> tuple[float, float]:
+        """The expected remaining work of a request's program, in tokens, and its arrival."""
+        program = self._programs.get(request)
+        if program is None:
+            return 0.0, 0.0
+        return self._ended.expected_tokens(program), program.arrived
+
+    def limit(self, terms: Admission, request: Request, num_running: int) -> None:
+        """Says in the terms of an admission beside running requests which blocks it leaves free."""
+        if not num_running or request is self.first_cold:
+            return
+        if self.is_cold(request):
+            terms.num_blocks_kept_free = int(HEADROOM * (self._config.num_blocks - 1))
+        if self._contexts:
+            terms.num_retained_blocks = self._num_retained_blocks(num_running)
+
+    def _num_retained_blocks(self, num_running: int) -> int:
+        """How many blocks of contexts the next request may take."""
+        seconds, gain = self._seconds_per_block(), self._gain(num_running)
+        taken = int(self._credit / seconds)
+        left, num_worth = gain, 0
+        for index, context in self._by_value():
+            each = seconds * index
+            number = (
+                min(context.num_own_blocks, int(left / each)) if each else context.num_own_blocks
+            )
+            num_worth += number
+            left -= number * each
+            if number < context.num_own_blocks:
+                break
+        return max(taken, num_worth)
+
+    def held_up(self, num_running: int) -> None:
+        """Only contexts prevent the admission of the next request."""
+        now = self._clock()
+        if self._held_up_since is not None:
+            self._credit += (now - self._held_up_since) * self._gain(num_running)
+        self._held_up_since = now
+
+    def _gain(self, num_running: int) -> float:
+        """What one more running request gains, in seconds of the engine for each second."""
+        fixed, each = self._costs.seconds_per_step, self._costs.seconds_per_decode
+        whole = fixed + num_running * each
+        return (fixed / whole if whole else 1.0) / (num_running + 1)
+
+    def _seconds_per_block(self) -> float:
+        """The time to compute a block again."""
+        costs = self._costs
+        each = costs.seconds_per_prompt_token or costs.seconds_per_decode or 1e-6
+        return each * self._size
+
+    def _by_value(self) -> list[tuple[float, Context]]:
+        """The contexts that have blocks, with the values of their seconds, the least first."""
+        now = self._clock()
+        if self._ranked is not None and now - self._ranked_at < _RANK_SECONDS:
+            return self._ranked
+        waiting, index = 1 / max(_LEAST_WAIT, self._mean_wait), self._pauses.index
+        values = [
+            (
+                waiting
+                if context.returned_at is not None
+                else index(context.tool, now - context.paused_at),
+                context.id,
+                context,
+            )
+            for context in self._contexts.values()
+            if context.num_blocks
+        ]
+        values.sort()
+        self._ranked_at = now
+        self._ranked = [(value, context) for value, _, context in values]
+        return self._ranked
+
+    def _forget_idle(self) -> None:
+        """Presumes that programs have ended which paused for long, and the longest if too many."""
+        now = self._clock()
+        while self._paused:
+            last, context = next(iter(self._paused.items()))
+            if now - context.paused_at < IDLE_SECONDS and len(self._paused) < MAX_PROGRAMS:
+                return
+            del self._paused[last]
+            self._pauses.ended(context.tool, NEVER)
+            self._end(context.program)
+            self._drop(context)
+
+    def _end(self, program: Program) -> None:
+        if not program.has_ended:
+            program.has_ended = True
+            self._ended.add(program)
+
+    def _drop(self, context: Context) -> None:
+        del self._contexts[context.id]
+        self._ranked = None
+        self._dropped.append(context.id)

@@ -1,0 +1,212 @@
+"""The policy `program`: its statistics, and its decisions over a real pool."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.pool.ids import ContextId
+from services.common.request.sampling import SamplingParams
+from services.scheduler.core.output import WaitReason
+from services.scheduler.core.policies.program.pauses import NEVER, PausesOfTool, PauseStatistics
+from services.scheduler.core.policies.program.programs import EndedPrograms, Program
+from services.scheduler.core.policies.program.retention import Retention
+from services.scheduler.core.request import Request
+from tests.scheduler.story import Story, prompt
+
+TOOL_SECONDS = 1.0
+
+
+def index_by_definition(seconds: list[float], age: float) -> float:
+    """The largest P(returns within t) / E[pause within t] over all pauses t that are left."""
+    left = [one - age for one in seconds if one > age] + [age + 1]
+    within = [one for one in left if one < math.inf]
+    return max(
+        sum(one <= limit for one in left) / sum(min(one, limit) for one in left) for limit in within
+    )
+
+
+@given(st.lists(st.floats(0.01, 100) | st.just(NEVER), min_size=1, max_size=30), st.floats(0, 120))
+def test_the_index_is_that_of_gittins(seconds: list[float], age: float) -> None:
+    pauses = PausesOfTool()
+    for one in seconds:
+        pauses.add(one)
+    step = math.floor(4 * math.log2(age + 0.01))
+    computed_at = max(0.0, 2 ** (step / 4) - 0.01)
+    assert computed_at <= age + 1e-9
+    expected = index_by_definition(seconds, computed_at)
+    assert pauses.index(age) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_tool_without_pauses_is_judged_by_all_of_them() -> None:
+    pauses = PauseStatistics()
+    assert pauses.index("sed", 3.0) == 1 / 4
+    for _ in range(10):
+        pauses.ended("sed", 0.5)
+    assert pauses.index("sed", 0.0) == pauses.index("grep", 0.0) > 1
+    assert pauses.index("sed", 5.0) < 1
+
+
+def test_longer_programs_have_more_work_left() -> None:
+    ended = EndedPrograms()
+    fresh = Program(None, 0.0, num_turns=1)
+    assert ended.expected_tokens(fresh) > ended.expected_tokens(Program(None, 0.0, num_turns=3))
+    for turns in (2, 2, 2, 10, 10, 10):
+        ended.add(Program(None, 0.0, num_turns=turns, num_tokens=100 * turns))
+    expected = [ended.expected_tokens(Program(None, 0.0, num_turns=turns)) for turns in (1, 3, 11)]
+    # 100 tokens for each of the 6 turns on average, of the 8 that are left, and of half a turn.
+    assert expected == pytest.approx([600, 800, 50])
+
+
+class Agents:
+    """Programs that continue with their own answers, on a scheduler with a clock of its own."""
+
+    def __init__(self, **config: object) -> None:
+        self.story = Story(policy="program", **config)
+        self.now = 0.0
+        retention = self.story.scheduler.retention
+        assert retention is not None
+        retention._clock = lambda: self.now
+        self.retention: Retention = retention
+        for number in range(1, 40):
+            self.story.scheduler.step_costs.observe(number, number, 1.0 + 0.001 * number)
+            self.story.scheduler.step_costs.observe(1, 101, 11.0)
+
+    async def turn(self, name: str, token_ids: list[int], max_tokens: int = 4) -> list[int]:
+        """Runs a request alone. Returns its context."""
+        request = self.story.add(name, token_ids, max_tokens=max_tokens)
+        while not request.is_finished:
+            await self.step()
+        await self.step()
+        return list(request.token_ids)
+
+    async def step(self) -> None:
+        await self.story.step()
+        self.now += 0.01
+
+    def cached(self, token_ids: list[int]) -> int:
+        """The number of tokens of a context that the pool has."""
+        request = Request("probe", 0, token_ids, len(token_ids), SamplingParams())  # type: ignore[arg-type]
+        request.hash_full_blocks(b"", self.story.config.block_size)
+        indexes = self.story.pool.core._blocks.indexes
+        sizes = [one in set(indexes[0].hashes()) for one in request.block_hashes]
+        return self.story.config.block_size * [*sizes, False].index(False)
+
+
+async def test_a_prompt_that_begins_with_a_paused_context_continues_its_program() -> None:
+    agents = Agents()
+    context = await agents.turn("one", prompt(16))
+    (program,) = {one.program for one in agents.retention._contexts.values()}
+    agents.now += TOOL_SECONDS
+    request = agents.story.add("two", [*context, *prompt(9, first=700)], max_tokens=4)
+    other = agents.story.add("other", prompt(16, first=500), max_tokens=4)
+    assert agents.retention.is_warm(request)
+    assert not agents.retention.is_warm(other)
+    while not request.is_finished:
+        await agents.step()
+    await agents.step()
+    assert request.num_cached_tokens == 16
+    assert program.num_turns == 2
+    assert agents.retention._pauses._all._latest == pytest.approx([TOOL_SECONDS + 0.02])
+
+
+async def paused_and_running(**config: object) -> tuple[Agents, list[int], Request]:
+    """A paused context of 16 blocks in a pool of 40, of a tool that takes a second, beside a
+    running request.
+    """
+    agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200, **config)
+    for _ in range(12):
+        agents.retention._pauses.ended("", TOOL_SECONDS)
+    context = await agents.turn("paused", prompt(61), max_tokens=4)
+    running = agents.story.add("running", prompt(20, first=300), max_tokens=60)
+    await agents.step()
+    return agents, context, running
+
+
+async def test_a_request_waits_while_a_paused_context_is_worth_more() -> None:
+    agents, context, _ = await paused_and_running()
+    new = agents.story.add("new", prompt(80, first=600), max_tokens=2)
+    plan = await agents.story.scheduler.schedule()
+    assert (plan.new, plan.wait_reason) == ([], WaitReason.RETAINED)
+    assert agents.cached(context) == 64
+    assert new in agents.story.scheduler.queues
+
+
+async def test_the_credit_of_waiting_bounds_the_wait() -> None:
+    agents, _, running = await paused_and_running()
+    new = agents.story.add("new", prompt(80, first=600), max_tokens=2)
+    while new.num_cached_tokens is None and not running.is_finished:
+        await agents.step()
+        agents.now += 3.0
+    assert not running.is_finished
+
+
+async def test_nothing_is_held_for_a_context_when_nothing_runs() -> None:
+    agents, context, running = await paused_and_running()
+    while not running.is_finished:
+        await agents.step()
+    await agents.turn("new", prompt(120, first=600), max_tokens=2)
+    assert 0 < agents.cached(context) < 64
+
+
+async def test_a_program_that_has_ended_holds_nothing() -> None:
+    agents, context, _ = await paused_and_running()
+    (paused,) = agents.retention._contexts
+    agents.retention.end_turn(paused, "", ends=True)
+    agents.story.add("new", prompt(80, first=600), max_tokens=2)
+    await agents.step()
+    await agents.step()
+    assert agents.cached(context) < 64
+
+
+async def test_running_requests_take_blocks_of_contexts_before_any_is_preempted() -> None:
+    agents, context, running = await paused_and_running()
+    agents.story.add("more", prompt(20, first=800), max_tokens=80)
+    while not running.is_finished:
+        await agents.step()
+    assert agents.story.scheduler.num_preemptions == 0
+    assert agents.cached(context) < 64
+
+
+async def test_a_request_without_its_context_leaves_headroom() -> None:
+    agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
+    agents.story.add("first", prompt(20, first=300), max_tokens=60)
+    await agents.step()
+    agents.story.add("large", prompt(130, first=600), max_tokens=2)
+    plan = await agents.story.scheduler.schedule()
+    # 34 blocks are free and 33 are needed, but a tenth of 40 stays free.
+    assert (plan.new, plan.wait_reason) == ([], WaitReason.NO_BLOCKS)
+
+
+async def test_requests_with_their_contexts_come_first_but_not_for_ever() -> None:
+    """Two programs always have a turn that waits or runs."""
+    agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800)
+    contexts = [await agents.turn(f"{first}", prompt(64, first)) for first in (100, 400)]
+    cold = agents.story.add("cold", prompt(64, first=900), max_tokens=1)
+    turns = [agents.story.add("0", [*one, 5], max_tokens=1) for one in contexts]
+    num_turns = 0
+    while not cold.is_finished:
+        await agents.step()
+        for index, turn in enumerate(turns):
+            if turn.is_finished:
+                num_turns += 1
+                context = [*turn.token_ids, *prompt(3)]
+                turns[index] = agents.story.add(f"{num_turns}", context, max_tokens=1)
+    assert 32 <= num_turns <= 34
+
+
+def test_the_programs_that_are_known_are_bounded() -> None:
+    agents = Agents()
+    retention = agents.retention
+    for number in range(20):
+        request = Request(f"{number}", number, prompt(16, first=20 * number), 16, SamplingParams())  # type: ignore[arg-type]
+        retention.arrived(request)
+        request.num_committed_blocks, request.known_to_pool = 4, True
+        assert retention.ended(request) == ContextId(1 + number)
+        agents.now += 60.0
+    ages = [agents.now - one.paused_at for one in retention._contexts.values()]
+    assert max(ages) <= 660
+    assert all(one > other for one, other in pairwise(ages))
+    assert not retention._programs
