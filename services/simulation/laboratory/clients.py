@@ -155,6 +155,11 @@ class Clients:
         live, program, context = sent.live, sent.live.program, sent.live.context
         del self.sent[sent.request_id]
         address = sent.inflight.mailbox.routes[-1].address
+        retention = self.fleet.replicas[address].scheduler.retention
+        if retention is not None and request.context is not None:
+            following = program.turns[live.num_turns :]
+            tool = following[0].tool if following else ""
+            retention.end_turn(request.context, tool, ends=not following)
         self._accounts.turn_ended(sent, address, now)
         context.num_tokens = len(request.token_ids)
         context.hashes = request.block_hashes

@@ -11,12 +11,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+from services.common.errors import InvalidArgument
 from services.common.pool.ids import RequestKey
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.running_requests import RunningRequests
-from services.scheduler.core.policies import find_policy
+from services.scheduler.core.policies import PROGRAM, find_policy
 from services.scheduler.core.policies.policy import RequestQueue, SchedulingPolicy
 from services.scheduler.core.request import Request
 from services.simulation.laboratory.programs import Program, Turn
@@ -36,6 +37,8 @@ class PolicyProblem(Exception):
 def check_policy(name: str, num_worlds: int, seed: int) -> None:
     """Raises PolicyProblem, and InvalidArgument if there is no such policy."""
     policy = find_policy(name)
+    if name == PROGRAM:
+        raise InvalidArgument(f"policy {name} has a queue only with a scheduler", field="policy")
     for number in range(num_worlds):
         world = f"{seed} {number}"
         try:

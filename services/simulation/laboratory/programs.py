@@ -29,6 +29,8 @@ class Turn:
     """
     subagents: tuple["Program", ...] = ()
     """Programs that begin when this turn ends. The next turn begins after all of them end."""
+    tool: str = ""
+    """The name of the tool that runs before this turn."""
     runs: tuple[tuple[int, int], ...] | None = None
     """The whole prompt, for traces that say which blocks are equal: pairs of a first token and a
     number of consecutive tokens. None means that the prompt continues the program's context.

@@ -60,7 +60,7 @@ class SimulatedReplica:
     ) -> None:
         """`take_sent` returns the request of a sequence that the gateway sends here."""
         self.pool = pool
-        self.scheduler = Scheduler(config, self.pool)
+        self.scheduler = Scheduler(config, self.pool, clock=lambda: clock.now)
         self.replica: Replica
         self.num_steps = 0
         self.num_planned_steps = 0
@@ -138,7 +138,10 @@ class SimulatedReplica:
         self.num_steps += 1
         self.num_computed_tokens += plan.num_tokens
         self._running = plan
-        ends = self._step_ends = [self._clock.now + self._device.seconds(plan)]
+        seconds = self._device.seconds(plan)
+        if self.scheduler.retention is not None:
+            self.scheduler.step_costs.observe(len(plan.requests), plan.num_tokens, seconds)
+        ends = self._step_ends = [self._clock.now + seconds]
         if self._may_skip and not self._without_output:
             num_steps = num_steady_steps(self.scheduler, plan, self.pool.num_skippable_blocks)
             if num_steps:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from services.simulation.laboratory.agents import LOADS
 from services.simulation.laboratory.programs import Program, Turn
 
 Quantiles = Sequence[tuple[float, float]]
@@ -70,7 +71,7 @@ PAUSES_OF: dict[str, Callable[[random.Random], float]] = {
     "interactive": interactive_pause,
     "mixed": mixed_pause,
 }
-NAMES = (*PAUSES_OF, "chat")
+NAMES = (*PAUSES_OF, "chat", *LOADS)
 
 
 def generate(name: str, traffic: Traffic) -> Iterator[Program]:
@@ -84,6 +85,8 @@ def generate(name: str, traffic: Traffic) -> Iterator[Program]:
         (application,) = rng.choices(range(NUM_APPLICATIONS), weights)
         if name == "chat":
             turns, shared = _chat(rng, traffic.max_tokens), 0
+        elif name in LOADS:
+            turns, shared = LOADS[name](rng, traffic.scale)
         else:
             turns, shared = _agent(rng, PAUSES_OF[name], traffic, application, numbers)
         yield Program(
