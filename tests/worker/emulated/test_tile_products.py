@@ -8,7 +8,7 @@ from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.library import Functions
 from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.quantized import QuantizedWeight, quantized_rows
-from tests.worker.emulated.programs import compiled_program
+from tests.worker.programs import compiled_program
 
 PROGRAM = """
 #include "exports.h"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.worker.backends.native import library
-from tests.worker.emulated.programs import compiled_program
+from tests.worker.programs import compiled_program
 from tests.worker.unit.backends.test_native_attention_is_exact import WAYS, Inputs
 
 PROGRAM = """

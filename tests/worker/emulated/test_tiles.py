@@ -18,7 +18,7 @@ import pytest
 
 from services.worker.backends.native import tiles
 from services.worker.backends.native.compiled import processor_features
-from tests.worker.emulated.programs import compiled_program
+from tests.worker.programs import compiled_program
 
 RECORDED = np.load(Path(__file__).with_name("recorded_tiles.npz"))
 INSTRUCTIONS = ("TDPBF16PS", "TDPBSSD", "TDPBSUD", "TDPBUSD", "TDPBUUD")
@@ -76,7 +76,8 @@ Compile = Callable[[tuple[str, ...]], ctypes.CDLL]
 
 @pytest.fixture(scope="module")
 def compile_program(tmp_path_factory: pytest.TempPathFactory) -> Compile:
-    return lambda flags: compiled_program(PROGRAM, tmp_path_factory.mktemp("tiles"), flags)
+    scratch = tmp_path_factory.mktemp("tiles")
+    return lambda flags: compiled_program(PROGRAM, scratch, ("-march=native", *flags))
 
 
 @pytest.fixture(scope="module")

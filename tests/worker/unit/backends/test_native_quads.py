@@ -1,16 +1,13 @@
 """Sums of products of bytes are exact with every instruction set that has its own code."""
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from services.worker.backends.native.build import FLAGS, SOURCES
-from services.worker.backends.native.compiled import processor_features
+from tests.worker.programs import compiled_program
 
 LANES = 16
 WAYS = {
@@ -57,16 +54,7 @@ def assert_exact(sums: Callable[..., object], copy: Callable[[np.ndarray], np.nd
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_are_exact(way: str, tmp_path: Path) -> None:
     flags, needed = WAYS[way]
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    if not needed <= processor_features():
-        pytest.skip(f"the processor has no {way}")
-    source, library = tmp_path / "sums.cpp", tmp_path / "sums.so"
-    source.write_text(PROGRAM)
-    command = [compiler, *FLAGS, *flags, "-I", str(SOURCES), "-shared", str(source)]
-    subprocess.run([*command, "-o", str(library)], check=True)
+    sums = compiled_program(PROGRAM, tmp_path, flags, needed).sums
     pointer = np.ctypeslib.ndpointer()
-    sums = ctypes.CDLL(str(library)).sums
     sums.argtypes = (*4 * (pointer,), ctypes.c_int, *2 * (pointer,))
     assert_exact(sums, np.copy)

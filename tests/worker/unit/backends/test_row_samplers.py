@@ -1,10 +1,6 @@
 """Compiled draws equal NumPy's draws bit for bit, with every supported instruction set."""
 
-import ctypes
 import math
-import os
-import shutil
-import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.backends.native.build import FLAGS, SOURCES
-from services.worker.backends.native.compiled import processor_features
 from services.worker.backends.native.prebuilt import X86_KINDS
 from services.worker.backends.native.row_sampler import NativeRowSampler
 from services.worker.backends.row_sampler import REFUSED, UNUSABLE, RowMasks, RowParameters
 from services.worker.sampling.filters import NUM_ROW_VALUES
 from services.worker.sampling.numpy_row_sampler import NumpyRowSampler
+from tests.worker.programs import compiled_program
 
 
 @pytest.fixture(scope="module", params=X86_KINDS, ids=[kind.name for kind in X86_KINDS])
@@ -29,16 +24,9 @@ def native(
     """The compiled sampler for a kind of processor. Skips, with the reason, if it cannot
     be built.
     """
-    kind, compiler = request.param, shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    if not kind.features <= processor_features():
-        pytest.skip(f"the processor is not of the kind {kind.name}")
-    library = tmp_path_factory.mktemp(kind.name) / "sampling.so"
-    flags = (*FLAGS, *kind.flags, "-shared")
-    source = str(SOURCES / "sampling.cpp")
-    subprocess.run([compiler, *flags, source, "-o", str(library)], check=True)
-    return NativeRowSampler(ctypes.CDLL(str(library)))
+    kind = request.param
+    program, scratch = '#include "sampling.cpp"', tmp_path_factory.mktemp(kind.name)
+    return NativeRowSampler(compiled_program(program, scratch, kind.flags, kind.features))
 
 
 def parameters_of(rows: list[tuple[float, int, float, float]], seed: int) -> RowParameters:
