@@ -12,7 +12,11 @@ from services.gateway.core.request.inflight import Inflight
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
-from services.scheduler.core.planning.steady_steps import num_steady_steps, skip_steps
+from services.scheduler.core.planning.steady_steps import (
+    next_is_empty,
+    num_steady_steps,
+    skip_steps,
+)
 from services.scheduler.core.request import Request
 from services.simulation.inprocess_pool import InProcessPool
 from services.simulation.laboratory.clock import Event, EventClock
@@ -44,7 +48,8 @@ class SimulatedReplica:
 
     A run of steps that differ only in their counts (`steady_steps`) is not planned step by step. It
     is skipped at its end, or when a request arrives. A request that arrives in the very moment in
-    which a skipped step ends is not part of the next step.
+    which a skipped step ends is not part of the next step. A step that would be empty and change
+    nothing is not planned.
     """
 
     def __init__(
@@ -156,7 +161,9 @@ class SimulatedReplica:
         plan, self._running = self._running, None
         assert plan is not None
         if self.scheduler.config.async_scheduling:
-            following = self._plan() if self.scheduler.has_requests else None
+            is_left_out = self._may_skip and next_is_empty(self.scheduler)
+            has_next = self.scheduler.has_requests and not is_left_out
+            following = self._plan() if has_next else None
             if following is not None and following.requests:
                 # Applied before the device is told, so that a steady run may follow.
                 self._update(plan)

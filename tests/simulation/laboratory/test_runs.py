@@ -165,8 +165,8 @@ def test_skipped_steps_change_nothing(workload: str, *, is_async: bool, is_optim
 
 def test_all_steps_between_the_first_and_the_last_tokens_are_skipped() -> None:
     run = simulate(setup(), [program(1, 0.0, (10, 400, 0.0))])
-    # Planned are the prompt, the next token, the last token, a step without tokens, and the end.
-    assert (run.num_steps, run.num_planned_steps) == (400, 5)
+    # Planned are the prompt, the next token, the last token, and the end.
+    assert (run.num_steps, run.num_planned_steps) == (400, 4)
 
 
 @pytest.mark.parametrize("workload", ["automated", "interactive", "mixed", "chat"])

@@ -49,6 +49,17 @@ def num_steady_steps(scheduler: Scheduler, plan: SchedulerOutput, max_num_blocks
     return bisect_right(range(num_steps), max_num_blocks, key=num_new_blocks) - 1
 
 
+def next_is_empty(scheduler: Scheduler) -> bool:
+    """Whether planning a step now would change nothing, because the step in flight has the last
+    token of every running request, and nothing else is to be done.
+    """
+    return scheduler.is_steady and all(
+        len(request.token_ids) + 1 >= request.max_num_tokens
+        and request.num_computed_tokens >= len(request.token_ids)
+        for request in scheduler.running
+    )
+
+
 async def skip_steps(
     scheduler: Scheduler,
     plan: SchedulerOutput,

@@ -71,6 +71,7 @@ class Offers:
         self._num_output_tokens = order.least_output_tokens
         if self._max_output_tokens is not None:
             self._num_output_tokens = min(self._num_output_tokens, self._max_output_tokens)
+        self._idle_speeds = order.idle_speeds or order.fleet_speeds
         self._nodes: Mapping[str, int] = {}
         self._examined: dict[int, Offer] = {}
 
@@ -135,7 +136,7 @@ class Offers:
 
     def _idle_cost(self, entry: Entry) -> float:
         """The cost at an idle replica that has cached nothing, if `idle_speeds` are known."""
-        return self._cost(self.order.idle_speeds or self.order.fleet_speeds, entry[0], 0)
+        return self._cost(self._idle_speeds, entry[0], 0)
 
     def _least_cost(self, num_requests: int, weight: float) -> float:
         """A lower bound of the cost at replicas with this load that have cached nothing."""
